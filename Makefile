@@ -1,0 +1,73 @@
+# Every target sets up what it needs in .venv; a machine with Python 3.11 or later, pip, venv and make is enough.
+#
+#   make demo     install the light package (no torch) and watch it work          under a minute
+#   make test     lint, types, architecture and all tests, beside torch           under ten minutes
+#   make check    lint, types and architecture only
+#   make bench    the benchmarks, as ratios against torch and safetensors
+#   make golden   write the golden files again, with torch and safetensors
+#   make clean    remove .venv and everything that was built
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# How many test processes; one a core at most.
+JOBS   ?= 2
+
+MADE  := $(VENV)/.made
+LIGHT := $(VENV)/.light
+FULL  := $(VENV)/.full
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint types architecture bench golden clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(LIGHT)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh
+
+test: check
+	@echo "== tests"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 $(ARGS)
+
+check: lint types architecture
+
+lint: $(FULL)
+	@echo "== lint"
+	@$(BIN)/ruff check --quiet --output-format concise .
+
+types: $(FULL)
+	@echo "== types"
+	@$(BIN)/mypy --strict --no-error-summary src
+
+architecture: $(FULL)
+	@echo "== architecture"
+	@$(BIN)/python -m pytest tests/test_architecture.py $(ARGS)
+
+bench: $(FULL)
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+golden: $(FULL)
+	@$(BIN)/python tests/golden/make.py
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(MADE):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Holdfast needs Python 3.11 or later; try make PYTHON=python3.12")'
+	@test -x $(BIN)/python || { echo "== creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@touch $@
+
+$(LIGHT): pyproject.toml | $(MADE)
+	@echo "== installing holdfast (no torch)"
+	@$(PIP) --editable .
+	@touch $@
+
+# torch first and alone, so that nothing else can choose another version.
+$(FULL): $(LIGHT) requirements/torch.txt requirements/test.txt requirements/lint.txt
+	@echo "== installing torch 2.13.0 and the test tools (once)"
+	@$(PIP) --requirement requirements/torch.txt
+	@$(PIP) --requirement requirements/test.txt --requirement requirements/lint.txt
+	@touch $@

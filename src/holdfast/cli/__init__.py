@@ -1,0 +1,1 @@
+"""The command line: three verbs over the api. The only place that prints."""

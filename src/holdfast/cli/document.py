@@ -1,0 +1,135 @@
+"""`holdfast show --json`: the whole description as one JSON document. The schema is in docs/cli.md; it only ever grows.
+
+The document is ASCII: what is not is written as `\\uXXXX`, so hostile names are exact and harmless at once. Numbers
+that JSON lacks (NaN, infinities, complex) are given as text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator
+
+from holdfast.cli.outline import Branch, Leaf, outline
+from holdfast.cli.outline import ties as find_ties
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk
+from holdfast.core.tensor import LazyTensor
+
+__all__ = ["SCHEMA", "document", "dumps"]
+
+SCHEMA = 1
+"""Raised when a field changes its meaning or goes away."""
+
+LISTED = 1000
+"""Items of a plain list that are given in full; of a longer one, the text in short and the count."""
+
+
+def dumps(value: object) -> str:
+    """JSON text, ASCII only, with no tokens that JSON lacks."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False)
+
+
+def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:
+    """The checkpoint as values that JSON has. `wanted` chooses the names of tensors and values that are listed."""
+    ties = find_ties(checkpoint)
+    root = outline(checkpoint, split=False)
+    leaves = list(_leaves(root))
+    roles = {leaf.name: leaf.role for leaf in leaves if leaf.role}
+    return {
+        "schema": SCHEMA,
+        "path": checkpoint.path,
+        "format": checkpoint.format,
+        "nbytes": checkpoint.nbytes,
+        "tensors": [
+            _tensor(name, tensor, roles.get(name, ""), ties.get(name, "")) for name, tensor in checkpoint.items() if wanted(name)
+        ],
+        "values": [_value(leaf) for leaf in leaves if leaf.kind != "tensor" and wanted(leaf.name)],
+        "objects": [
+            {"name": b.name, "kind": b.kind, "class": b.text}
+            for b in _branches(root)
+            if b.kind in ("object", "module") and wanted(b.name)
+        ],
+        "aliases": [{"names": list(a.names), "storage": a.storage.label} for a in checkpoint.aliases],
+        "foreign": [
+            {
+                "module": f.what.module,
+                "name": f.what.name,
+                "uses": list(f.uses),
+                "stream": f.stream,
+                "offset": f.offset,
+                "paths": list(f.paths),
+            }
+            for f in checkpoint.foreign
+        ],
+        "notes": list(checkpoint.notes),
+        "metadata": dict(checkpoint.metadata),
+    }
+
+
+def _tensor(name: str, tensor: LazyTensor, role: str, tie: str) -> dict[str, object]:
+    traits = tensor.traits
+    return {
+        "name": name,
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "nbytes": tensor.nbytes,
+        "role": role or None,
+        "requires_grad": traits.requires_grad,
+        "subclass": str(traits.subclass) if traits.subclass is not None else None,
+        "meta": traits.meta,
+        "same_as": tie.removeprefix("= ") if tie.startswith("= ") else None,
+        "chunks": [_chunk(chunk) for chunk in tensor.chunks],
+    }
+
+
+def _chunk(chunk: Chunk) -> dict[str, object]:
+    storage = chunk.storage
+    return {
+        "start": list(chunk.box.start),
+        "stop": list(chunk.box.stop),
+        "bit_offset": chunk.offset,
+        "bit_strides": list(chunk.strides),
+        "file": storage.key,
+        "storage_start": storage.start,
+        "storage_nbytes": storage.nbytes,
+        "storage_label": storage.label,
+        "byteorder": storage.byteorder,
+        "crc32": storage.crc32,
+        "location": storage.location,
+    }
+
+
+def _value(leaf: Leaf) -> dict[str, object]:
+    if leaf.kind == "link":
+        return {"name": leaf.name, "type": "link", "to": leaf.text}
+    entry: dict[str, object] = {"name": leaf.name, "type": leaf.type, "text": leaf.text}
+    if isinstance(leaf.value, list | tuple):
+        entry["count"] = len(leaf.value)
+        if len(leaf.value) <= LISTED and all(_native(v) for v in leaf.value):
+            entry["value"] = list(leaf.value)
+    elif _native(leaf.value):
+        entry["value"] = leaf.value
+    return entry
+
+
+def _native(value: object) -> bool:
+    """Whether JSON can say a value exactly."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or type(value) in (bool, int, str)
+
+
+def _leaves(branch: Branch) -> Iterator[Leaf]:
+    for child in branch.children:
+        if isinstance(child, Branch):
+            yield from _leaves(child)
+        else:
+            yield child
+
+
+def _branches(branch: Branch) -> Iterator[Branch]:
+    yield branch
+    for child in branch.children:
+        if isinstance(child, Branch):
+            yield from _branches(child)

@@ -1,0 +1,243 @@
+"""From an open checkpoint to the outline that `show` prints. Pure: nothing is read and nothing is printed.
+
+1. `outline` walks the tree once. A container that is met again becomes a link to where it was met first, so that the
+   cost is linear in what was stored, whatever the file shares or how it loops.
+2. Dotted names are split: a flat state dict `{"layers.0.weight": …}` becomes the tree that its names describe.
+3. Siblings that differ in a number only, and have the same structure, are folded into one (see `fold.py`).
+
+`Leaf` and `Branch` hold raw text out of the file; whoever prints them escapes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.api.brief import brief, scalar
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.composite import Composite
+from holdfast.core.opaque import Opaque
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import ALONE, module_children
+
+__all__ = ["Branch", "Leaf", "Node", "outline", "ties", "total"]
+
+DEEPEST = 100
+"""Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
+
+SPLITS = 32
+"""Dots of one name that open levels. A name with more of them stays in one piece."""
+
+
+@dataclass(slots=True)
+class Leaf:
+    """A tensor, a plain value, or a link to something shown elsewhere."""
+
+    label: str
+    name: str
+    """The dotted name."""
+    kind: str
+    """`tensor`, `value`, `object` (an `Opaque` with nothing but plain arguments) or `link`."""
+    text: str = ""
+    """A value in short; the name that a link points at."""
+    type: str = ""
+    """The Python type of a value."""
+    tensor: LazyTensor | None = None
+    role: str = ""
+    """`parameter` or `buffer`, where the file says so."""
+    tie: str = ""
+    """How a tensor shares its storage: `= name` for the same elements, `in name` for other parts of one storage."""
+    times: int = 1
+    """How many folded siblings this one stands for."""
+    value: object = None
+
+
+@dataclass(slots=True)
+class Branch:
+    """Something with things inside."""
+
+    label: str
+    name: str
+    kind: str
+    """`group` (dots in a name), `dict`, `list`, `tuple`, `object` (an `Opaque`), `module`, or the kind of a
+    `Composite`.
+    """
+    text: str = ""
+    """The class of an object, the shape of a composite."""
+    remark: str = ""
+    """The attributes of a composite."""
+    children: list[Node] = field(default_factory=list)
+    times: int = 1
+    tensors: int = 0
+    """Tensors below one of the folded siblings, and their elements and bytes; what is tied counts where it stands
+    first.
+    """
+    elements: int = 0
+    nbytes: int = 0
+
+
+Node = Leaf | Branch
+
+
+def ties(checkpoint: Checkpoint) -> dict[str, str]:
+    """For each name that shares its storage with an earlier one: `= other` (the same elements) or `in other`."""
+    found: dict[str, str] = {}
+    for alias in checkpoint.aliases:
+        same: dict[object, str] = {}
+        for name in alias.names:
+            tensor = checkpoint[name]
+            places = tuple((c.storage, c.box, c.offset, c.strides) for c in tensor.chunks)
+            # A conjugated or negated view has the same bytes and other elements.
+            meaning = (tensor.dtype.name, tensor.shape, tensor.traits.conj, tensor.traits.neg, places)
+            first = same.setdefault(meaning, name)
+            if first != name:
+                found[name] = f"= {first}"
+            elif name != alias.names[0]:
+                found.setdefault(name, f"in {alias.names[0]}")
+    return found
+
+
+def outline(checkpoint: Checkpoint, *, split: bool = True) -> Branch:
+    """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece."""
+    walk = _Walk(ties(checkpoint), split)
+    root = walk.node(checkpoint.tree, "", "", 0)
+    if isinstance(root, Leaf):
+        root.label = root.name = ALONE
+        root.tie = walk.ties.get(ALONE, "")
+        root = Branch("", "", "dict", children=[root])
+    return root
+
+
+def total(branch: Branch) -> None:
+    """Fill in the totals of a branch and of everything below."""
+    branch.tensors = branch.elements = branch.nbytes = 0
+    for child in branch.children:
+        if isinstance(child, Branch):
+            total(child)
+            branch.tensors += child.tensors * child.times
+            branch.elements += child.elements * child.times
+            branch.nbytes += child.nbytes * child.times
+        elif child.tensor is not None:
+            branch.tensors += child.times
+            if not child.tie.startswith("="):
+                branch.elements += child.tensor.size * child.times
+                branch.nbytes += 0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One pass over a tree that remembers where each container was met."""
+
+    ties: dict[str, str]
+    split: bool
+    met: dict[int, str] = field(default_factory=dict)
+
+    def node(self, value: object, label: str, name: str, depth: int) -> Node:
+        if isinstance(value, LazyTensor):
+            traits = value.traits
+            role = "parameter" if traits.parameter else "buffer" if traits.buffer else ""
+            return Leaf(label, name, "tensor", tensor=value, role=role, tie=self.ties.get(name, ""))
+        if not isinstance(value, Mapping | list | tuple | Opaque | Composite) or _shown_in_place(value):
+            kind, of = ("object", "object") if isinstance(value, Opaque) else ("value", type(value).__name__)
+            return Leaf(label, name, kind, brief(value), of, value=value)
+        if id(value) in self.met:
+            return Leaf(label, name, "link", self.met[id(value)] or "(the root)")
+        if depth >= DEEPEST:
+            return Leaf(label, name, "value", "…", type(value).__name__)
+        self.met[id(value)] = name
+        return self._branch(value, label, name, depth)
+
+    def _branch(
+        self,
+        value: Mapping[object, object] | list[object] | tuple[object, ...] | Opaque | Composite,
+        label: str,
+        name: str,
+        depth: int,
+    ) -> Branch:
+        match value:
+            case Mapping():
+                branch = Branch(label, name, "dict")
+                self._grow(branch, [(k if isinstance(k, str) else _label(k), v) for k, v in value.items()], depth, self.split)
+            case Composite():
+                remark = ", ".join(f"{k}={brief(v, 20)}" for k, v in value.attributes.items() if scalar(v))
+                branch = Branch(label, name, value.kind, str(list(value.shape)), remark)
+                self._grow(branch, list(value.children()), depth, False)
+            case Opaque():
+                branch = self._object(value, label, name, depth)
+            case _:
+                branch = Branch(label, name, "list" if isinstance(value, list) else "tuple")
+                self._grow(branch, [(str(i), v) for i, v in enumerate(value)], depth, False)
+        return branch
+
+    def _object(self, value: Opaque, label: str, name: str, depth: int) -> Branch:
+        modules = module_children(value)
+        if modules is None:
+            branch = Branch(label, name, "object", _class_of(value))
+            self._grow(branch, [(str(k), v) for k, v in value.children()], depth, False)
+            return branch
+        state = value.attributes()
+        sizes = [f"{k}={brief(v, 20)}" for k, v in state.items() if not k.startswith("_") and _is_size(v)]
+        shown = f"({', '.join(sizes[:4])})" if sizes else ""
+        branch = Branch(label, name, "module", _class_of(value).removeprefix("torch.nn.modules.") + shown)
+        self._grow(branch, list(modules), depth, False)
+        for group, role in (("_parameters", "parameter"), ("_buffers", "buffer")):
+            held = state.get(group)
+            for child in branch.children:
+                if isinstance(child, Leaf) and isinstance(held, dict) and child.label in held:
+                    child.role = role
+        return branch
+
+    def _grow(self, branch: Branch, items: list[tuple[str, object]], depth: int, split: bool) -> None:
+        """Add children; with `split`, one level for each dot in a key."""
+        start = f"{branch.name}." if branch.name else ""
+        groups: dict[str, Branch] = {"": branch}
+        for key, value in items:
+            parent, label, level = branch, key, depth + 1
+            if split and "." in key and depth < DEEPEST - SPLITS and _has_levels(key):
+                prefix, _, label = key.rpartition(".")
+                parent = groups.get(prefix) or _open(groups, prefix, start)
+                level += key.count(".")
+            parent.children.append(self.node(value, label, start + key, level))
+
+
+def _has_levels(key: str) -> bool:
+    """Whether the dots of a name make sensible levels, which those of `.weight` or `a..b` do not."""
+    return key.count(".") <= SPLITS and ".." not in key and key[0] != "." and key[-1] != "."
+
+
+def _open(groups: dict[str, Branch], prefix: str, start: str) -> Branch:
+    """The group for a prefix, made together with those above it that are not there yet."""
+    above, _, label = prefix.rpartition(".")
+    parent = groups.get(above) or _open(groups, above, start)
+    branch = groups[prefix] = Branch(label, start + prefix, "group")
+    parent.children.append(branch)
+    return branch
+
+
+def _shown_in_place(value: object) -> bool:
+    """Whether a container reads better as a value: it is empty, a list of plain values, or a call with such."""
+    match value:
+        case list() | tuple():
+            return all(scalar(v) for v in value)
+        case Mapping():
+            return not value
+        case Opaque():
+            bare = not (value.kwargs or value.items or value.entries or value.state is not None)
+            return bare and all(scalar(a) for a in value.args)
+        case _:
+            return False
+
+
+def _is_size(value: object) -> bool:
+    """An attribute of a module that says how large it is: `in_features=4`, `kernel_size=(3, 3)`."""
+    if isinstance(value, tuple):
+        return bool(value) and all(type(v) is int for v in value)
+    return type(value) is int
+
+
+def _class_of(value: Opaque) -> str:
+    return brief(value.what, 80)
+
+
+def _label(key: object) -> str:
+    return str(key) if isinstance(key, int) and not isinstance(key, bool) else brief(key, 64)

@@ -1,0 +1,256 @@
+"""`holdfast show`: what is in a checkpoint, on a screen.
+
+    model.pt  torch-zip · 4 tensors · 131.1K parameters · 512.1 KiB · f32 100%
+    ├─ embed.weight             f32   [256, 256]     256.0 KiB
+    ├─ layers.[0-1].norm        f32   2 × [8]             64 B
+    └─ head.weight              f32   [256, 256]     256.0 KiB   = embed.weight
+
+Columns hold for the lines that are shown. An outline of more than `LINES` lines is shown as deep as fits; one that
+does not fit at any depth is cut, and the last line says how much is missing and how to see it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from holdfast.cli.fold import fold
+from holdfast.cli.lines import Line
+from holdfast.cli.outline import Branch, Leaf, Node, outline, ties, total
+from holdfast.cli.text import clip, count, escape, nbytes, percent, plural, width
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.dtype import DType
+
+__all__ = ["LINES", "matcher", "short_dtype", "show_table", "show_tree"]
+
+LINES = 200
+"""Lines that are shown unless `--all` is given: a few screens."""
+
+WIDEST_NAME = 70
+"""Columns of the widest name that the columns beside it make room for; longer ones push theirs to the right."""
+
+PIECES = ("├─ ", "└─ ", "│  ", "   ")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line before its columns are aligned."""
+
+    lead: str
+    """Guides."""
+    name: Line
+    dtype: str = ""
+    shape: str = ""
+    size: str = ""
+    remark: Line | None = None
+
+
+def short_dtype(dtype: DType) -> str:
+    """The short name of a dtype: safetensors' code where it has one."""
+    return dtype.safetensors.lower() if dtype.safetensors else dtype.name
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a name matches a glob. A pattern without wildcards also matches everything below that name."""
+    if not any(c in pattern for c in "*?["):
+        return lambda name: name == pattern or name.startswith(f"{pattern}.")
+    match = re.compile(fnmatch.translate(pattern)).match
+    return lambda name: match(name) is not None
+
+
+def show_tree(
+    checkpoint: Checkpoint,
+    *,
+    depth: int | None = None,
+    everything: bool = False,
+    pieces: tuple[str, str, str, str] = PIECES,
+) -> Iterator[Line]:
+    """The lines of the whole view: header, tree, notes."""
+    root = outline(checkpoint)
+    if not everything:
+        fold(root)
+    total(root)
+    yield _header(checkpoint, root)
+    levels = _levels(root)
+    wanted = sum(levels[:depth])
+    if depth is None and not everything:
+        depth = max((d for d in range(1, len(levels) + 1) if sum(levels[:d]) <= LINES), default=1)
+    rows = list(itertools.islice(_rows(root, "", depth or len(levels), pieces), None if everything else LINES))
+    yield from _aligned(rows)
+    if len(rows) < wanted:
+        yield [(f"… {wanted - len(rows):,} more lines: use --depth, --filter or --all", "dim")]
+    yield from _footer(checkpoint)
+
+
+def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False) -> Iterator[Line]:
+    """The lines of `--filter`: tensors, then plain values, whose dotted names match."""
+    wanted = matcher(pattern)
+    tied = ties(checkpoint)
+    rows: list[Row] = []
+    found, size = 0, 0
+    for name, tensor in checkpoint.items():
+        if wanted(name):
+            found += 1
+            size += tensor.nbytes
+            rows.append(_tensor_row("", Leaf(name, name, "tensor", tensor=tensor, tie=tied.get(name, ""))))
+    values = [leaf for leaf in _leaves(outline(checkpoint, split=False)) if leaf.kind != "tensor" and wanted(leaf.name)]
+    rows += [Row("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
+    yield [
+        (escape(checkpoint.path), "title"),
+        (f"  {plural(found, 'tensor')} of {len(checkpoint):,} match {escape(pattern)} · {nbytes(size)}", "dim"),
+    ]
+    shown = rows if everything else rows[:LINES]
+    yield from _aligned(shown)
+    if len(shown) < len(rows):
+        yield [(f"… {len(rows) - len(shown):,} more: use a narrower --filter or --all", "dim")]
+
+
+def _header(checkpoint: Checkpoint, root: Branch) -> Line:
+    mix: dict[DType, int] = {}
+    tied = ties(checkpoint)
+    for name, tensor in checkpoint.items():
+        if name not in tied or not tied[name].startswith("="):
+            mix[tensor.dtype] = mix.get(tensor.dtype, 0) + tensor.size
+    elements = sum(mix.values())
+    # Optimizer moments are not parameters. Only where all there is are tensors, or one module, is it safe to
+    # say the word.
+    pure = root.kind == "module" or all(leaf.kind == "tensor" for leaf in _leaves(root))
+    parts = [checkpoint.format, plural(len(checkpoint), "tensor")]
+    if elements:
+        parts.append(f"{count(elements)} {'parameters' if pure else 'elements'}")
+    parts.append(nbytes(checkpoint.nbytes))
+    common = sorted(mix.items(), key=lambda item: -item[1])
+    parts += [f"{short_dtype(dtype)} {percent(n, elements)}" for dtype, n in common[:4] if n]
+    line: Line = [(escape(checkpoint.path), "title"), (f"  {' · '.join(parts)}", "dim")]
+    if root.kind in ("object", "module"):
+        line.append((f"  {_plain_text(root.text)}", "foreign"))
+    return line
+
+
+def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
+    if checkpoint.metadata:
+        # torch's records about itself that begin with a dot tell a person nothing; --json has them.
+        visible = [(k, v.strip()) for k, v in checkpoint.metadata.items() if not k.startswith(".")]
+        pairs = [f"{_plain_text(k, 40)}={_plain_text(v, 40)}" for k, v in visible[:8]]
+        more = len(visible) - len(pairs)
+        yield [(f"metadata  {', '.join(pairs)}{f', … {more} more' if more else ''}", "dim")]
+    if checkpoint.foreign:
+        names = list(dict.fromkeys(_plain_text(str(f.what), 80) for f in checkpoint.foreign))
+        shown = ", ".join(names[:5]) + (f", … {len(names) - 5:,} more" if len(names) > 5 else "")
+        yield [
+            (f"foreign   {shown}", "foreign"),
+            (f"  ({plural(len(names), 'global')} not imported, shown as data; see holdfast scan)", "dim"),
+        ]
+    for note in checkpoint.notes[:10]:
+        yield [(f"note      {_plain_text(note, 400)}", "note")]
+    if len(checkpoint.notes) > 10:
+        yield [(f"note      … {len(checkpoint.notes) - 10:,} more notes: see --json", "note")]
+
+
+def _rows(branch: Branch, lead: str, depth: int, pieces: tuple[str, str, str, str]) -> Iterator[Row]:
+    tee, corner, bar, gap = pieces
+    for position, child in enumerate(branch.children):
+        last = position == len(branch.children) - 1
+        here = lead + (corner if last else tee)
+        if isinstance(child, Branch):
+            yield _branch_row(here, child)
+            if depth > 1:
+                yield from _rows(child, lead + (gap if last else bar), depth - 1, pieces)
+        elif child.tensor is not None:
+            yield _tensor_row(here, child)
+        else:
+            yield Row(here, [*_named(child.label), *_value(child)])
+
+
+def _tensor_row(lead: str, leaf: Leaf) -> Row:
+    if leaf.tensor is None:
+        raise ValueError("a row of a tensor needs one")
+    shape = str(list(leaf.tensor.shape))
+    remark: Line = [(_plain_text(leaf.tie), "tie")] if leaf.tie else []
+    if leaf.tensor.traits.meta:
+        remark.append(("no data (meta device)", "note"))
+    if leaf.tensor.traits.subclass is not None:
+        remark.append((_plain_text(str(leaf.tensor.traits.subclass), 80), "foreign"))
+    if leaf.role:
+        remark.append((leaf.role, "dim"))
+    return Row(
+        lead,
+        _named(leaf.label),
+        short_dtype(leaf.tensor.dtype),
+        shape if leaf.times == 1 else f"{leaf.times:,} × {shape}",
+        # What is tied is stored once, and counted there: so the sizes on the screen add up.
+        "" if leaf.tie.startswith("=") or leaf.tensor.traits.meta else nbytes(leaf.tensor.nbytes * leaf.times),
+        remark,
+    )
+
+
+def _branch_row(lead: str, branch: Branch) -> Row:
+    name: Line = [(_plain_text(branch.label), "group")]
+    if branch.kind in ("object", "module"):
+        name.append((f"  {_plain_text(branch.text, 80)}", "foreign"))
+    elif branch.kind not in ("group", "dict", "list", "tuple"):
+        shape = branch.text if branch.times == 1 else f"{branch.times:,} × {branch.text}"
+        size = nbytes(branch.nbytes * branch.times)
+        return Row(lead, name, branch.kind, shape, size, [(_plain_text(branch.remark), "dim")])
+    inside = plural(branch.tensors, "tensor") if branch.tensors else plural(sum(child.times for child in branch.children), "item")
+    if branch.times > 1:
+        inside = f"{branch.times:,} × {inside}"
+    return Row(lead, name, "", inside, nbytes(branch.nbytes * branch.times) if branch.tensors else "")
+
+
+def _named(label: str) -> Line:
+    return [(_plain_text(label) or "''", "name")]
+
+
+def _value(leaf: Leaf) -> Line:
+    if leaf.kind == "link":
+        return [(f" = {_plain_text(leaf.text)}", "tie"), (" (the same object)", "dim")]
+    return [(" = ", "dim"), (_plain_text(leaf.text), "foreign" if leaf.kind == "object" else "value")]
+
+
+def _plain_text(text: str, limit: int = 200) -> str:
+    """Text out of a file: cut before it is escaped, so that a name of a million characters costs nothing."""
+    return escape(clip(text, limit))
+
+
+def _aligned(rows: list[Row]) -> Iterator[Line]:
+    """Rows as lines, each column as wide as its widest cell."""
+    lefts = [width(row.lead) + sum(width(text) for text, _ in row.name) for row in rows]
+    tensors = [(left, row) for left, row in zip(lefts, rows, strict=True) if row.shape]
+    left_width = max((min(left, WIDEST_NAME) for left, _ in tensors), default=0)
+    dtype_width = max((len(row.dtype) for _, row in tensors), default=0)
+    shape_width = max((min(len(row.shape), 40) for _, row in tensors), default=0)
+    size_width = max((len(row.size) for _, row in tensors), default=0)
+    for left, row in zip(lefts, rows, strict=True):
+        line: Line = [(row.lead, "dim"), *row.name]
+        if row.shape:
+            line += [
+                (" " * max(left_width - left, 0) + "  ", ""),
+                (row.dtype.ljust(dtype_width), "dtype"),
+                ("  " + row.shape.ljust(shape_width), "shape" if row.dtype else "dim"),
+                ("  " + row.size.rjust(size_width), "size"),
+            ]
+            for text, style in row.remark or ():
+                line.append((f"  {text}", style))
+        yield line
+
+
+def _levels(root: Branch) -> list[int]:
+    """How many nodes there are at each depth."""
+    counts: list[int] = []
+    level: list[Node] = list(root.children)
+    while level:
+        counts.append(len(level))
+        level = [child for node in level if isinstance(node, Branch) for child in node.children]
+    return counts
+
+
+def _leaves(branch: Branch) -> Iterator[Leaf]:
+    for child in branch.children:
+        if isinstance(child, Branch):
+            yield from _leaves(child)
+        else:
+            yield child

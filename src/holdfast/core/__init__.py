@@ -1,0 +1,1 @@
+"""Pure values and no I/O: boxes, dtypes, chunks, lazy tensors, trees, checkpoints."""

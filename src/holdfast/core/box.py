@@ -1,0 +1,127 @@
+"""`Box`: a half-open rectangle of integer coordinates, the only geometry in the library.
+
+Everything that moves elements (slices, shards, chunks, copies) is said in boxes. A box of rank 0 holds exactly one point.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+__all__ = ["Box", "tiles"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """The points p with `start[d] <= p[d] < stop[d]` in every dimension d."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise ValueError(f"a box needs as many starts as stops, got {self.start} and {self.stop}")
+        for a, b in zip(self.start, self.stop, strict=True):
+            if a < 0 or b < a:
+                raise ValueError(f"a box needs 0 <= start <= stop, got {self.start} and {self.stop}")
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of a whole tensor.
+
+        >>> Box.whole((2, 3))
+        Box(start=(0, 0), stop=(2, 3))
+        """
+        return cls((0,) * len(shape), tuple(shape))
+
+    @classmethod
+    def at(cls, offsets: Sequence[int], sizes: Sequence[int]) -> Box:
+        """The box of the given sizes whose lowest corner is at the given offsets."""
+        if len(offsets) != len(sizes):
+            raise ValueError(f"a box needs as many offsets as sizes, got {tuple(offsets)} and {tuple(sizes)}")
+        return cls(tuple(offsets), tuple(o + s for o, s in zip(offsets, sizes, strict=True)))
+
+    @property
+    def rank(self) -> int:
+        return len(self.start)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def count(self) -> int:
+        """How many points it holds."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The numpy index that selects this box."""
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The points in both, or None when there are none.
+
+        >>> Box((0, 0), (4, 4)).intersect(Box((2, 3), (9, 9)))
+        Box(start=(2, 3), stop=(4, 4))
+        """
+        if self.rank != other.rank:
+            raise ValueError(f"boxes of rank {self.rank} and {other.rank} do not meet")
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start, stop)
+
+    def contains(self, other: Box) -> bool:
+        """Whether every point of `other` is in this box; an empty box is in every box of its rank."""
+        if self.rank != other.rank:
+            return False
+        if other.count == 0:
+            return True
+        return all(a <= c and d <= b for a, b, c, d in zip(self.start, self.stop, other.start, other.stop, strict=True))
+
+    def relative_to(self, origin: Sequence[int]) -> Box:
+        """The same box in coordinates that begin at `origin`."""
+        return Box(
+            tuple(a - o for a, o in zip(self.start, origin, strict=True)),
+            tuple(b - o for b, o in zip(self.stop, origin, strict=True)),
+        )
+
+    def split(self, axis: int, parts: int) -> Iterator[Box]:
+        """Cut into `parts` boxes along one axis, the larger ones first; parts that would be empty are left out.
+
+        >>> [b.shape for b in Box.whole((5, 2)).split(0, 3)]
+        [(2, 2), (2, 2), (1, 2)]
+        """
+        length, begin = self.shape[axis], self.start[axis]
+        base, extra = divmod(length, parts)
+        for i in range(parts):
+            size = base + (i < extra)
+            if size:
+                start, stop = list(self.start), list(self.stop)
+                start[axis], stop[axis] = begin, begin + size
+                begin += size
+                yield Box(tuple(start), tuple(stop))
+
+
+def tiles(whole: Box, parts: Iterable[Box]) -> bool:
+    """Whether the parts cover every point of `whole` exactly once and nothing else. Empty parts do not matter.
+
+    The volumes must add up, every part must lie inside, and no two may overlap. Overlap is searched by a sweep along the
+    axis with the most distinct starts, so that a tensor cut along any one axis costs n log n.
+    """
+    boxes = [b for b in parts if b.count]
+    if sum(b.count for b in boxes) != whole.count or not all(whole.contains(b) for b in boxes):
+        return False
+    if whole.rank == 0 or len(boxes) < 2:
+        return True
+    axis = max(range(whole.rank), key=lambda d: len({b.start[d] for b in boxes}))
+    open_boxes: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.start[axis]):
+        open_boxes = [b for b in open_boxes if b.stop[axis] > box.start[axis]]
+        if any(b.intersect(box) is not None for b in open_boxes):
+            return False
+        open_boxes.append(box)
+    return True

@@ -1,0 +1,126 @@
+"""`Checkpoint`: what `open` returns. A read-only mapping of names to `LazyTensor`s, and everything around them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from holdfast.core.chunk import Storage
+from holdfast.core.protocols import Description, Foreign, Request, Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import NoSuchTensor
+
+__all__ = ["Alias", "Checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """Names that share one storage: tied weights, or views of one buffer."""
+
+    names: tuple[str, ...]
+    storage: Storage
+
+
+class Checkpoint(Mapping[str, LazyTensor]):
+    """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it."""
+
+    def __init__(self, source: Source, description: Description) -> None:
+        self._source = source
+        self._description = description
+        self._aliases: tuple[Alias, ...] | None = None
+        self._tree: object = None
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        try:
+            return self._description.tensors[name]
+        except KeyError:
+            raise NoSuchTensor(self._missing(name), file=self.path, tensor=None, found=name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._description.tensors)
+
+    def __len__(self) -> int:
+        return len(self._description.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._description.tensors
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Arrays that were read stay valid; lazy tensors raise `Closed` from now on."""
+        self._source.store.close()
+
+    @property
+    def path(self) -> str:
+        """What was opened."""
+        return self._source.store.name
+
+    @property
+    def format(self) -> str:
+        """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `safetensors`, `safetensors-dir`."""
+        return self._description.format
+
+    @property
+    def tree(self) -> object:
+        """The whole nested state, with `LazyTensor` leaves and `Opaque` nodes in place of what was not built."""
+        if self._tree is None:
+            # A flat format has nothing but its tensors and makes them when asked; whoever wants the tree wants a dict.
+            flat = self._description.tree is self._description.tensors
+            self._tree = dict(self._description.tensors) if flat else self._description.tree
+        return self._tree
+
+    @property
+    def foreign(self) -> tuple[Foreign, ...]:
+        """Globals that the file mentioned and that were not built."""
+        return self._description.foreign
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what is odd in this file."""
+        return self._description.notes
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """Text that the file carries about itself."""
+        return self._description.metadata
+
+    @property
+    def aliases(self) -> tuple[Alias, ...]:
+        """Which names share a storage; names that stand alone are not listed."""
+        if self._aliases is None:
+            groups: dict[Storage, list[str]] = {}
+            for name, tensor in self.items():
+                for storage in tensor.storages:
+                    if storage.nbytes:
+                        groups.setdefault(storage, []).append(name)
+            self._aliases = tuple(Alias(tuple(names), s) for s, names in groups.items() if len(names) > 1)
+        return self._aliases
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensor data in the file; what is shared counts once."""
+        return sum(s.nbytes for s in dict.fromkeys(s for t in self.values() for s in t.storages))
+
+    def read(self, *names: str) -> dict[str, np.ndarray]:
+        """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged."""
+        tensors = [self[name] for name in (names or self)]
+        outs = [t.empty() for t in tensors]
+        self._source.read([Request(t, o) for t, o in zip(tensors, outs, strict=True)])
+        return {t.name: o for t, o in zip(tensors, outs, strict=True)}
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path!r} {self.format}, {len(self):,} tensors>"
+
+    def _missing(self, name: str) -> str:
+        near = difflib.get_close_matches(str(name), list(self)[:10_000], n=3, cutoff=0.6)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; it has {len(self):,} tensors"
+        return f"no tensor called {name!r}{hint}"

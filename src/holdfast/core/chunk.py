@@ -1,0 +1,102 @@
+"""`Storage` and `Chunk`: where the elements of a tensor lie.
+
+A storage is a range of bytes in one file that its writer treated as a unit: a zip record, a block of a legacy stream, the
+bytes of one safetensors tensor. A chunk places the elements of one box of one tensor inside a storage:
+
+    element p of the box is at bit   offset + Σ (p[d] − box.start[d]) · strides[d]    of the storage
+
+Offsets and strides are counted in bits, so that packed 4- and 6-bit types need no second mechanism; for every other type they
+are multiples of 8. Strides may be 0 (an expanded view), negative (a reversed slice) or smaller than an element's row (windows
+that overlap): a chunk is read-only, so none of that matters.
+
+Because a chunk is strided, every basic numpy index on it is again a chunk: an integer moves the offset and drops a dimension,
+a slice moves the offset and scales the stride, a new axis gets stride 0. Slicing is arithmetic and reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.core.box import Box
+from holdfast.core.dtype import DType
+
+__all__ = ["Chunk", "Storage", "c_strides"]
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A range of bytes in one file, written as a unit. Two tensors are aliases when they share one."""
+
+    key: str
+    """The file, as its store names it."""
+
+    start: int
+    """First byte in that file."""
+
+    nbytes: int
+    """Length in bytes."""
+
+    byteorder: str = "little"
+    """`little` or `big`."""
+
+    crc32: int | None = None
+    """CRC-32 of the bytes as they lie in the file, where the file records it."""
+
+    location: str = ""
+    """The device that the writer had it on (`cpu`, `cuda:3`), where the file says so."""
+
+    label: str = ""
+    """What the file calls it (`data/17`), for messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One stored piece of one tensor. See the module's docstring for the formula."""
+
+    box: Box
+    storage: Storage
+    offset: int
+    """Bit of the storage where the lowest corner of the box lies."""
+    strides: tuple[int, ...]
+    """Bits from one element to the next, a dimension each."""
+
+    def __post_init__(self) -> None:
+        if len(self.strides) != self.box.rank:
+            raise ValueError(f"a chunk of rank {self.box.rank} cannot have {len(self.strides)} strides")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.box.shape
+
+    def narrow(self, box: Box) -> Chunk:
+        """The part of this chunk that covers `box`, which must lie inside."""
+        if not self.box.contains(box):
+            raise ValueError(f"{box} is not inside {self.box}")
+        moved = sum((a - b) * s for a, b, s in zip(box.start, self.box.start, self.strides, strict=True))
+        return Chunk(box, self.storage, self.offset + moved, self.strides)
+
+    def extent(self, dtype: DType) -> tuple[int, int]:
+        """First byte and the byte after the last one that this chunk touches, relative to its storage; (0, 0) if empty."""
+        if self.box.count == 0:
+            return (0, 0)
+        low = high = self.offset
+        for n, s in zip(self.shape, self.strides, strict=True):
+            if s < 0:
+                low += (n - 1) * s
+            else:
+                high += (n - 1) * s
+        return low // 8, (high + dtype.bits + 7) // 8
+
+
+def c_strides(shape: Sequence[int], bits: int) -> tuple[int, ...]:
+    """Strides, in bits, of a C-ordered array without gaps.
+
+    >>> c_strides((2, 3, 4), 32)
+    (384, 128, 32)
+    """
+    strides = []
+    for n in reversed(shape):
+        strides.append(bits)
+        bits *= n or 1
+    return tuple(reversed(strides))

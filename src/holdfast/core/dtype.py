@@ -1,0 +1,162 @@
+"""The one table of element types. Every dtype name in the library comes from here.
+
+A row says how many bits an element takes where it is stored, which numpy dtype holds it in memory (ml_dtypes supplies what
+numpy lacks), and what safetensors and torch call it. Elements narrower than a byte are packed on disk, lowest bits first, and
+take one byte each in numpy.
+
+    name           bits  numpy           safetensors  torch           torch storage class
+    float32        32    float32         F32          float32         FloatStorage
+    float4_e2m1fn  4     ml_dtypes       F4           (as the pair float4_e2m1fn_x2)
+    quint4x2       4     uint8           -            quint4x2        QUInt4x2Storage
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from holdfast.errors import Unsupported
+
+__all__ = ["DTYPES", "DType"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DType:
+    """One element type. There is one instance a row, so identity is equality."""
+
+    name: str
+    """What Holdfast calls it: torch's name where torch has one."""
+
+    bits: int
+    """Width of one stored element."""
+
+    numpy: np.dtype[np.generic]
+    """What one element is in memory. For types that numpy cannot compute with, an integer of the same bits."""
+
+    safetensors: str | None = None
+    """The code in a safetensors header, or None where that format has no such type."""
+
+    torch: str | None = None
+    """The attribute of the torch module, or None where torch has no such type."""
+
+    storage: str | None = None
+    """torch's typed storage class; None for types that torch stores as untyped bytes."""
+
+    kind: str = "other"
+    """`float`, `int`, `uint`, `bool`, `complex`, `quantized` or `other`."""
+
+    @property
+    def swap_nbytes(self) -> int:
+        """The unit whose bytes a change of byte order reverses: half an element for complex numbers."""
+        return self.bits // 16 if self.kind == "complex" else max(self.bits // 8, 1)
+
+    @property
+    def packed(self) -> bool:
+        """Whether several elements share one byte on disk."""
+        return self.bits < 8
+
+    def nbytes(self, count: int) -> int:
+        """Bytes that `count` elements take when packed without gaps."""
+        return (count * self.bits + 7) // 8
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"DType({self.name})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_by_name, (self.name,))
+
+
+def _rows() -> list[DType]:
+    plain = [
+        # name, numpy, safetensors, torch storage class, kind
+        ("bool", np.bool_, "BOOL", "BoolStorage", "bool"),
+        ("uint8", np.uint8, "U8", "ByteStorage", "uint"),
+        ("int8", np.int8, "I8", "CharStorage", "int"),
+        ("int16", np.int16, "I16", "ShortStorage", "int"),
+        ("int32", np.int32, "I32", "IntStorage", "int"),
+        ("int64", np.int64, "I64", "LongStorage", "int"),
+        ("uint16", np.uint16, "U16", None, "uint"),
+        ("uint32", np.uint32, "U32", None, "uint"),
+        ("uint64", np.uint64, "U64", None, "uint"),
+        ("float16", np.float16, "F16", "HalfStorage", "float"),
+        ("bfloat16", ml_dtypes.bfloat16, "BF16", "BFloat16Storage", "float"),
+        ("float32", np.float32, "F32", "FloatStorage", "float"),
+        ("float64", np.float64, "F64", "DoubleStorage", "float"),
+        ("float8_e5m2", ml_dtypes.float8_e5m2, "F8_E5M2", None, "float"),
+        ("float8_e4m3fn", ml_dtypes.float8_e4m3fn, "F8_E4M3", None, "float"),
+        ("float8_e5m2fnuz", ml_dtypes.float8_e5m2fnuz, "F8_E5M2FNUZ", None, "float"),
+        ("float8_e4m3fnuz", ml_dtypes.float8_e4m3fnuz, "F8_E4M3FNUZ", None, "float"),
+        ("float8_e8m0fnu", ml_dtypes.float8_e8m0fnu, "F8_E8M0", None, "float"),
+        ("complex64", np.complex64, "C64", "ComplexFloatStorage", "complex"),
+        ("complex128", np.complex128, None, "ComplexDoubleStorage", "complex"),
+        # torch packs two 4-bit floats in this one-byte element; numpy has nothing like it, so the bytes are shown.
+        ("float4_e2m1fn_x2", np.uint8, None, None, "other"),
+        ("bits8", np.uint8, None, None, "other"),
+        ("bits16", np.uint16, None, None, "other"),
+        ("bits1x8", np.uint8, None, None, "other"),
+        ("bits2x4", np.uint8, None, None, "other"),
+        ("bits4x2", np.uint8, None, None, "other"),
+        ("qint8", np.int8, None, "QInt8Storage", "quantized"),
+        ("quint8", np.uint8, None, "QUInt8Storage", "quantized"),
+        ("qint32", np.int32, None, "QInt32Storage", "quantized"),
+    ]
+    rows = []
+    for name, scalar, code, storage, kind in plain:
+        array_dtype = np.dtype(scalar)
+        rows.append(DType(name, array_dtype.itemsize * 8, array_dtype, code, name, storage, kind))
+    # A pair of halves: older numpy and ml_dtypes have no scalar for it, so it is a record with two named fields.
+    half_pair = np.dtype([("real", np.float16), ("imag", np.float16)])
+    rows.append(DType("complex32", 32, half_pair, None, "complex32", None, "complex"))
+    rows.append(DType("quint4x2", 4, np.dtype(np.uint8), None, "quint4x2", "QUInt4x2Storage", "quantized"))
+    rows.append(DType("quint2x4", 2, np.dtype(np.uint8), None, "quint2x4", "QUInt2x4Storage", "quantized"))
+    # torch's shell types for narrow integers take a whole byte each (torch.uint4.itemsize == 1).
+    for width in range(1, 8):
+        rows.append(DType(f"uint{width}", 8, np.dtype(np.uint8), None, f"uint{width}", None, "uint"))
+        rows.append(DType(f"int{width}", 8, np.dtype(np.int8), None, f"int{width}", None, "int"))
+    rows.append(DType("float4_e2m1fn", 4, np.dtype(ml_dtypes.float4_e2m1fn), "F4", None, None, "float"))
+    rows.append(DType("float6_e2m3fn", 6, np.dtype(ml_dtypes.float6_e2m3fn), "F6_E2M3", None, None, "float"))
+    rows.append(DType("float6_e3m2fn", 6, np.dtype(ml_dtypes.float6_e3m2fn), "F6_E3M2", None, None, "float"))
+    return rows
+
+
+class DTypes:
+    """The table, with one look-up for each way of naming a row. An unknown name gives None; the caller knows the error."""
+
+    def __init__(self, rows: list[DType]) -> None:
+        self.rows = tuple(rows)
+        self._name = {row.name: row for row in rows}
+        self._safetensors = {row.safetensors: row for row in rows if row.safetensors}
+        self._torch = {row.torch: row for row in rows if row.torch}
+        self._storage = {row.storage: row for row in rows if row.storage}
+        # The first row with a numpy dtype is the plain one: uint8 itself stands before the types that borrow its bytes.
+        self._numpy = {row.numpy: row for row in reversed(rows)}
+
+    def name(self, name: str) -> DType | None:
+        return self._name.get(name)
+
+    def safetensors(self, code: str) -> DType | None:
+        return self._safetensors.get(code)
+
+    def torch(self, attribute: str) -> DType | None:
+        return self._torch.get(attribute)
+
+    def storage(self, class_name: str) -> DType | None:
+        return self._storage.get(class_name)
+
+    def numpy(self, dtype: np.dtype[np.generic]) -> DType | None:
+        return self._numpy.get(dtype.newbyteorder("="))
+
+
+DTYPES = DTypes(_rows())
+
+
+def _by_name(name: str) -> DType:
+    row = DTYPES.name(name)
+    if row is None:
+        raise Unsupported(f"there is no dtype called {name!r}", found=name)
+    return row

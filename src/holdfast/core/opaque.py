@@ -1,0 +1,94 @@
+"""What a pickle asked for and did not get: inert records of globals and of objects that were never built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Global", "Opaque"]
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A name that a pickle mentioned (`module.name`). It is text; nothing was imported."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(slots=True, eq=False)
+class Opaque:
+    """An object that a pickle wanted to build and that was not built: what would have been called, with what.
+
+    Equality and hash are by identity, so that a hostile file cannot make comparing two of them expensive.
+    """
+
+    what: object
+    """The callable or class: a `Global`, or another `Opaque` when the pickle computed it."""
+
+    args: tuple[object, ...] = ()
+    """Positional arguments of the call or of `__new__`."""
+
+    kwargs: dict[str, object] | None = None
+    """Keyword arguments (NEWOBJ_EX), if there were any."""
+
+    state: object = None
+    """What `__setstate__` would have received, or what would have become `__dict__`."""
+
+    items: list[object] = field(default_factory=list)
+    """Elements that would have been appended or added."""
+
+    entries: list[tuple[object, object]] = field(default_factory=list)
+    """Key/value pairs that would have been set."""
+
+    @property
+    def module(self) -> str:
+        return self.what.module if isinstance(self.what, Global | Opaque) else ""
+
+    @property
+    def name(self) -> str:
+        return self.what.name if isinstance(self.what, Global | Opaque) else ""
+
+    def attributes(self) -> dict[str, object]:
+        """The state as attribute names and values, where it has that form: a dict, or the (dict, slots) pair."""
+        parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
+        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if isinstance(k, str)}
+
+    def children(self) -> Iterator[tuple[str | int, object]]:
+        """Everything inside, with the path element that leads to it; attributes first, as a person would look for them."""
+        attributes = self.attributes()
+        yield from attributes.items()
+        if self.state is not None and not attributes and not isinstance(self.state, dict):
+            yield "state", self.state
+        if self.args:
+            yield "args", self.args
+        if self.kwargs:
+            yield "kwargs", self.kwargs
+        yield from enumerate(self.items)
+        for key, value in self.entries:
+            yield (key if isinstance(key, str | int) else _label(key)), value
+
+    def __repr__(self) -> str:
+        # Bounded on purpose: the content may be large, cyclic or hostile.
+        inside = []
+        if self.args:
+            inside.append(f"{len(self.args)} args")
+        if self.state is not None:
+            attributes = self.attributes()
+            inside.append("state: " + ", ".join(list(attributes)[:4]) + (", …" if len(attributes) > 4 else "")
+                          if attributes else "state")
+        if self.items:
+            inside.append(f"{len(self.items)} items")
+        if self.entries:
+            inside.append(f"{len(self.entries)} entries")
+        return f"<Opaque {self.module}.{self.name}{' (' + '; '.join(inside) + ')' if inside else ''}>"
+
+
+def _label(key: object) -> str:
+    """A dict key as a path element, of bounded length whatever the key holds."""
+    if isinstance(key, float | bool | complex | bytes) or key is None:
+        return repr(key)[:64]
+    return f"<{type(key).__name__}>"

@@ -1,0 +1,179 @@
+"""`LazyTensor`: a tensor that is described and not read.
+
+Slicing, transposing and looking at one are arithmetic. `numpy()`, `torch()`, `np.asarray` and `read(out=…)` move bytes, and only
+the bytes that are asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.dtype import DType
+from holdfast.core.index import select
+from holdfast.core.opaque import Global
+from holdfast.core.protocols import Request, Source
+from holdfast.errors import BadIndex, BadTarget, LimitExceeded, Unsupported
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LazyTensor", "Traits"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What torch knows of a tensor beyond its elements."""
+
+    requires_grad: bool = False
+    parameter: bool = False
+    """It was an `nn.Parameter`."""
+    buffer: bool = False
+    """It was an `nn.Buffer`."""
+    conj: bool = False
+    """The stored elements are the complex conjugates of the tensor's."""
+    neg: bool = False
+    """The stored elements are the negatives of the tensor's."""
+    meta: bool = False
+    """It has a shape and no data."""
+    subclass: Global | None = None
+    """The class of a tensor subclass, which was not built."""
+    state: object = None
+    """Attributes that were saved with it."""
+
+
+PLAIN = Traits()
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class LazyTensor:
+    """A named, immutable description (dtype, shape, chunks) that slices to another description and reads when asked."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+    source: Source
+    traits: Traits = PLAIN
+
+    @classmethod
+    def contiguous(cls, name: str, dtype: DType, shape: tuple[int, ...], storage: Storage, source: Source) -> LazyTensor:
+        """A whole tensor in C order from the first byte of its storage on."""
+        chunk = Chunk(Box.whole(shape), storage, 0, c_strides(shape, dtype.bits))
+        return cls(name, dtype, shape, (chunk,), source)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """How many elements it has (as numpy counts, not as torch's `size()`)."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements when packed without gaps."""
+        return self.dtype.nbytes(self.size)
+
+    @property
+    def storages(self) -> tuple[Storage, ...]:
+        """Where its chunks lie, each storage once."""
+        return tuple(dict.fromkeys(chunk.storage for chunk in self.chunks))
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a 0-d tensor")
+        return self.shape[0]
+
+    def __getitem__(self, index: object) -> LazyTensor:
+        """A slice, as numpy's basic indexing; nothing is read."""
+        selection = select(self.shape, index)
+        traits = Traits(conj=self.traits.conj, neg=self.traits.neg, meta=self.traits.meta)
+        return LazyTensor(self.name, self.dtype, selection.shape, selection.apply(self.chunks), self.source, traits)
+
+    def permute(self, *axes: int) -> LazyTensor:
+        """The same elements with the dimensions in another order; nothing is read."""
+        order = [a + self.ndim if a < 0 else a for a in axes]
+        if sorted(order) != list(range(self.ndim)):
+            raise BadIndex(f"permute needs each of {self.ndim} dimensions once, got {axes}")
+
+        def turn(values: Sequence[int]) -> tuple[int, ...]:
+            return tuple(values[a] for a in order)
+
+        chunks = tuple(
+            Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides)) for c in self.chunks
+        )
+        return replace(self, shape=turn(self.shape), chunks=chunks)
+
+    @property
+    def T(self) -> LazyTensor:  # noqa: N802  # numpy's and torch's name
+        """All dimensions reversed."""
+        return self.permute(*reversed(range(self.ndim)))
+
+    def renamed(self, name: str) -> LazyTensor:
+        """The same tensor under another name."""
+        return replace(self, name=name)
+
+    def numpy(self) -> np.ndarray:
+        """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
+        view = self.source.view(self)
+        if view is not None:
+            return view
+        out = self.empty()
+        self.source.read([Request(self, out)])
+        return out
+
+    def read(self, *, out: np.ndarray | None = None) -> np.ndarray:
+        """Read the elements into a fresh array, or into `out` (same shape and dtype; any strides), which is returned."""
+        if out is None:
+            out = self.empty()
+        elif not isinstance(out, np.ndarray):
+            raise BadTarget(f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name)
+        elif out.shape != self.shape or out.dtype != self.dtype.numpy or not out.flags.writeable:
+            raise BadTarget(
+                f"out= must be a writable {self.dtype.numpy} array of shape {self.shape}, "
+                f"not {'a' if out.flags.writeable else 'a read-only'} {out.dtype} array of shape {out.shape}",
+                tensor=self.name,
+                expected=(self.shape, self.dtype.numpy),
+                found=(out.shape, out.dtype),
+            )
+        self.source.read([Request(self, out)])
+        return out
+
+    def empty(self) -> np.ndarray:
+        """A fresh array that can hold the elements; refused where an expanded view would cost more than was stored."""
+        nbytes = self.size * self.dtype.numpy.itemsize
+        limits = self.source.limits
+        allowed = max(limits.expansion * sum(s.nbytes for s in self.storages), limits.expansion_floor_nbytes)
+        # Packed elements take a byte each in memory: at most four to the stored byte.
+        if nbytes > allowed * (8 // min(self.dtype.bits, 8)) and not self.traits.meta:
+            raise LimitExceeded(
+                f"reading {nbytes:,} bytes out of {sum(s.nbytes for s in self.storages):,} stored ones: this is an expanded "
+                "view; slice it, or open with Limits(expansion=…)",
+                tensor=self.name,
+                expected=allowed,
+                found=nbytes,
+            )
+        if self.traits.meta:
+            raise Unsupported("this tensor was saved on the meta device: it has a shape and no data", tensor=self.name)
+        return np.empty(self.shape, self.dtype.numpy)
+
+    def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> np.ndarray:
+        array = self.numpy()
+        return array if dtype is None or dtype == array.dtype else array.astype(dtype)
+
+    def torch(self) -> torch.Tensor:
+        """The elements as a torch tensor; imports torch, which is the one thing here that needs it."""
+        from holdfast.torch.tensors import tensor_from_lazy
+
+        return tensor_from_lazy(self)
+
+    def __repr__(self) -> str:
+        return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"

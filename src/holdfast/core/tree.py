@@ -1,0 +1,156 @@
+"""From the nested state of a checkpoint to the names of its tensors.
+
+A leaf's identity is its path, a tuple of keys and positions; its dotted name is for people. The walk is written for hostile
+trees: containers may be shared a million times, contain themselves, or nest without end.
+
+1. Each container is visited once, in the order in which a person would read it.
+2. A container that is met again is visited again (the same state dict under two keys has two sets of names), as long as a
+   budget of extra steps lasts, which is proportional to what was stored; after that it is left out, and a note says so.
+3. A container that contains itself is not entered again on its own path.
+4. Nesting beyond `limits.depth` is refused.
+
+A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then persistent buffers, then submodules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from holdfast.core.composite import Composite
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Opaque
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import LimitExceeded
+
+__all__ = ["Named", "Path", "dotted", "module_children", "name_tensors"]
+
+Path = tuple[str | int, ...]
+
+FREE_STEPS = 10_000
+"""Extra visits of shared containers that are allowed however small the file: the same few dicts under several keys."""
+
+
+ALONE = "tensor"
+"""The name of a tensor that was saved by itself, with nothing around it."""
+
+
+def dotted(path: Path) -> str:
+    """The name that people use for a path.
+
+    >>> dotted(("model", "layers", 0, "weight"))
+    'model.layers.0.weight'
+    """
+    return ".".join(map(str, path))
+
+
+@dataclass(slots=True)
+class Named:
+    """The outcome of a walk."""
+
+    tensors: dict[str, LazyTensor] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    """The path of each name."""
+    opaques: list[tuple[Path, Opaque]] = field(default_factory=list)
+    """Each `Opaque` once, where it was met first."""
+    notes: list[str] = field(default_factory=list)
+
+
+def module_children(opaque: Opaque) -> list[tuple[str, object]] | None:
+    """What `state_dict()` of a pickled `nn.Module` would descend into; None when this is no module."""
+    state = opaque.attributes()
+    parameters, buffers, modules = state.get("_parameters"), state.get("_buffers"), state.get("_modules")
+    if not (isinstance(parameters, dict) and isinstance(buffers, dict) and isinstance(modules, dict)):
+        return None
+    skipped = state.get("_non_persistent_buffers_set")
+    transient = skipped if isinstance(skipped, set | frozenset) else set()
+    children: list[tuple[str, object]] = []
+    for group in (parameters, {k: v for k, v in buffers.items() if k not in transient}, modules):
+        children += [(k, v) for k, v in group.items() if isinstance(k, str) and v is not None]
+    return children
+
+
+def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
+    """Walk a tree and give every tensor in it a dotted name. `stored` is how many bytes the tree took where it was stored."""
+    named = Named()
+    seen: set[int] = set()
+    on_path: set[int] = set()
+    spare = stored + FREE_STEPS
+    left_out = 0
+    # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
+    levels: list[tuple[Iterator[tuple[str | int, object]], int]] = [(iter([("", tree)]), 0)]
+    path: list[str | int] = []
+    while levels:
+        children, owner = levels[-1]
+        step = next(children, None)
+        if step is None:
+            levels.pop()
+            on_path.discard(owner)
+            if path:
+                path.pop()
+            continue
+        key, value = step
+        if isinstance(value, LazyTensor):
+            _add(named, (*path[1:], *((key,) if levels[1:] else ())), value)
+            continue
+        inside = _children(value)
+        if inside is None or id(value) in on_path:
+            continue
+        if id(value) in seen:
+            spare -= 1
+            if spare < 0:
+                left_out += 1
+                continue
+        else:
+            seen.add(id(value))
+            if isinstance(value, Opaque):
+                named.opaques.append(((*path[1:], *((key,) if levels[1:] else ())), value))
+        if len(levels) > limits.depth:
+            raise LimitExceeded(
+                f"the state nests deeper than Limits(depth={limits.depth})", expected=limits.depth, found=len(levels)
+            )
+        on_path.add(id(value))
+        path.append(key)
+        levels.append((inside, id(value)))
+    if left_out:
+        named.notes.append(
+            f"{left_out:,} further references to shared containers were not listed by name; they are in the tree"
+        )
+    return named
+
+
+def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
+    name = base = dotted(path) or ALONE
+    count = 1
+    while name in named.tensors:
+        count += 1
+        name = f"{base}#{count}"
+    if count > 1:
+        named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
+    named.tensors[name] = tensor.renamed(name)
+    named.paths[name] = path
+
+
+def _children(value: object) -> Iterator[tuple[str | int, object]] | None:
+    """What is inside a container, or None for a leaf."""
+    match value:
+        case dict():
+            return ((k if isinstance(k, str | int) and not isinstance(k, bool) else _label(k), v) for k, v in value.items())
+        case list() | tuple():
+            return iter(enumerate(value))
+        case Opaque():
+            module = module_children(value)
+            return iter(module) if module is not None else value.children()
+        case Composite():
+            return iter(value.children())
+        case _:
+            return None
+
+
+def _label(key: object) -> str:
+    """A key that is neither text nor a number, as a path element of bounded length."""
+    if isinstance(key, float | bool | complex | bytes) or key is None:
+        return repr(key)[:64]
+    if isinstance(key, tuple) and all(isinstance(k, str | int | float | None) for k in key):
+        return repr(key)[:64]
+    return f"<{type(key).__name__}>"

@@ -1,0 +1,81 @@
+"""`OpenSource`: a store, the limits that hold for it, and the way its bytes reach memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Request, Store
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.execute import default_threads, execute
+from holdfast.errors import Unsupported
+from holdfast.plan.coalesce import Policy
+from holdfast.plan.reads import ReadPlan, plan_reads
+
+__all__ = ["OpenSource"]
+
+
+class OpenSource:
+    """What formats read headers from and lazy tensors read elements from."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        limits: Limits | None = None,
+        threads: int | None = None,
+        mapped: bool = False,
+        policy: Policy | None = None,
+    ) -> None:
+        self.store = store
+        self.limits = limits or Limits()
+        self.threads = threads or default_threads()
+        self.mapped = mapped
+        self.policy = policy or Policy()
+
+    def bytes(self, key: str, start: int, stop: int) -> bytes:
+        out = bytearray(max(stop - start, 0))
+        self.store.read(key, start, memoryview(out))
+        return bytes(out)
+
+    def plan(self, requests: Sequence[Request]) -> ReadPlan:
+        """The reads that `read` would do."""
+        return plan_reads(requests, self.policy)
+
+    def read(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.tensor.traits.meta:
+                raise Unsupported(
+                    "this tensor was saved on the meta device: it has a shape and no data", tensor=request.tensor.name
+                )
+        execute(self.plan(requests), self.store, self.threads)
+        for request in requests:
+            _resolve(request)
+
+    def view(self, tensor: LazyTensor) -> np.ndarray | None:
+        if not self.mapped or len(tensor.chunks) != 1 or tensor.traits.conj or tensor.traits.neg:
+            return None
+        (chunk,) = tensor.chunks
+        dtype = tensor.dtype
+        foreign_order = chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1
+        if dtype.packed or foreign_order or chunk.shape != tensor.shape or chunk.box.count == 0:
+            return None
+        memory = self.store.map(chunk.storage.key)
+        if memory is None:
+            return None
+        offset = chunk.storage.start + chunk.offset // 8
+        return np.ndarray(tensor.shape, dtype.numpy, memory, offset, tuple(s // 8 for s in chunk.strides))
+
+
+def _resolve(request: Request) -> None:
+    """torch stores a lazily conjugated or negated tensor unresolved; give the elements that it stands for."""
+    traits, out = request.tensor.traits, request.out
+    if traits.conj:
+        if request.tensor.dtype.name == "complex32":
+            out["imag"] = -out["imag"]
+        else:
+            np.conjugate(out, out=out)
+    if traits.neg:
+        np.negative(out, out=out)

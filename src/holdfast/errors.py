@@ -1,0 +1,166 @@
+"""Every exception that Holdfast raises, grouped by what a caller would do about it.
+
+    HoldfastError
+    ├── FormatError (ValueError)            the bytes are not what they claim to be: do not use this file
+    │   ├── UnknownFormat                   nothing we know starts like this
+    │   ├── Truncated (EOFError)            the file ends before its content does
+    │   ├── PickleError                     the pickle stream breaks a rule of the closed interpreter
+    │   ├── ZipError                        the archive breaks a rule of the strict zip reader
+    │   ├── HeaderError                     a JSON header or index breaks its schema
+    │   └── MetadataError                   sizes, strides, offsets or indices that cannot be true
+    ├── LimitExceeded (ValueError)          the file may be honest, but costs more than `Limits` allows: raise one
+    ├── UnsafePath (ValueError)             a name inside the file points outside of what was opened
+    ├── Corrupted (OSError)                 a checksum does not match: get the file again
+    ├── StoreError (OSError)                the file system said no: missing, unreadable, changed while open
+    ├── Unsupported (NotImplementedError)   well-formed, but not something we can turn into what was asked for
+    ├── NoSuchTensor (KeyError)             the name is not in the checkpoint; near names are suggested
+    ├── BadIndex (IndexError)               an index that numpy would refuse too, or one that we cannot do lazily
+    ├── BadTarget (ValueError)              `out=` has another shape, dtype or layout than the tensor
+    └── Closed (ValueError)                 the checkpoint was closed before this read
+
+Each error carries what it knows as attributes (`file`, `tensor`, `offset`, `expected`, `found`); the message says what was
+being done, what was found and, where there is something to do, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = [
+    "BadIndex",
+    "BadTarget",
+    "Closed",
+    "Corrupted",
+    "FormatError",
+    "HeaderError",
+    "HoldfastError",
+    "HoldfastWarning",
+    "LimitExceeded",
+    "MetadataError",
+    "NoSuchTensor",
+    "PickleError",
+    "StoreError",
+    "Truncated",
+    "UnknownFormat",
+    "UnsafePath",
+    "Unsupported",
+    "ZipError",
+    "located",
+]
+
+
+class HoldfastWarning(UserWarning):
+    """Something that a caller may want to know and that is no error."""
+
+
+class HoldfastError(Exception):
+    """The root of the tree; see the module's docstring."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | None = None,
+        tensor: str | None = None,
+        offset: int | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = file
+        self.tensor = tensor
+        self.offset = offset
+        self.expected = expected
+        self.found = found
+
+    def __str__(self) -> str:
+        where = []
+        if self.file is not None:
+            where.append(f"file {self.file!r}")
+        if self.tensor is not None:
+            where.append(f"tensor {self.tensor!r}")
+        if self.offset is not None:
+            where.append(f"byte {self.offset}")
+        return f"{self.message} ({', '.join(where)})" if where else self.message
+
+
+class FormatError(HoldfastError, ValueError):
+    """The bytes are not what they claim to be."""
+
+
+class UnknownFormat(FormatError):
+    """No format that we know starts like this."""
+
+
+class Truncated(FormatError, EOFError):
+    """The file ends before its content does."""
+
+
+class PickleError(FormatError):
+    """A pickle stream breaks a rule of the closed interpreter."""
+
+
+class ZipError(FormatError):
+    """An archive breaks a rule of the strict zip reader."""
+
+
+class HeaderError(FormatError):
+    """A JSON header or index breaks its schema; the message points into the document."""
+
+
+class MetadataError(FormatError):
+    """A tensor claims sizes, strides, offsets or indices that cannot be true."""
+
+
+class LimitExceeded(HoldfastError, ValueError):
+    """A cost above a field of `Limits`; the message names the field."""
+
+
+class UnsafePath(HoldfastError, ValueError):
+    """A name inside a file points outside of what was opened, or at something that is no plain file."""
+
+
+class Corrupted(HoldfastError, OSError):
+    """A checksum does not match the bytes."""
+
+
+class StoreError(HoldfastError, OSError):
+    """The place where the bytes live refused, or the bytes changed while they were read."""
+
+
+class Unsupported(HoldfastError, NotImplementedError):
+    """Well-formed, but not something that can be turned into what was asked for."""
+
+
+class NoSuchTensor(HoldfastError, KeyError):
+    """The name is not in the checkpoint."""
+
+    # KeyError shows the repr of its argument; a sentence reads better as a sentence.
+    __str__ = HoldfastError.__str__
+
+
+class BadIndex(HoldfastError, IndexError):
+    """An index that does not fit the tensor, or that cannot be done without reading more than it asks for."""
+
+
+class BadTarget(HoldfastError, ValueError):
+    """The array given as `out=` cannot hold the tensor."""
+
+
+class Closed(HoldfastError, ValueError):
+    """The checkpoint was closed before this read."""
+
+
+@contextmanager
+def located(*, file: str | None = None, tensor: str | None = None) -> Iterator[None]:
+    """Add a place to any Holdfast error that passes by and does not know it yet."""
+    try:
+        yield
+    except HoldfastError as error:
+        if error.file is None:
+            error.file = file
+        if error.tensor is None:
+            error.tensor = tensor
+        raise

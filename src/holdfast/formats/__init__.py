@@ -1,0 +1,1 @@
+"""On-disk layouts. Each describes a source without reading tensor data; detection is by content alone."""

@@ -1,0 +1,46 @@
+"""Which format is this? By content alone, in an order in which no two formats claim the same bytes."""
+
+from __future__ import annotations
+
+from holdfast.core.protocols import Format, Source
+from holdfast.errors import StoreError, UnknownFormat
+from holdfast.formats.safetensors import SafetensorsDirectory, SafetensorsFile
+from holdfast.formats.torch.legacy import TorchLegacy
+from holdfast.formats.torch.tar import TorchTar
+from holdfast.formats.torch.zip import TorchZip
+
+__all__ = ["FORMATS", "detect"]
+
+FORMATS: tuple[Format, ...] = (TorchZip(), TorchLegacy(), TorchTar(), SafetensorsFile(), SafetensorsDirectory())
+
+HINTS = (
+    (b"\x80", "it begins like a bare pickle, which `holdfast scan` can look into"),
+    (b"\x93NUMPY", "it is a numpy array file; use numpy.load"),
+    (b"\x89HDF", "it is an HDF5 file, which Holdfast does not read"),
+    (b"GGUF", "it is a GGUF file, which Holdfast does not read"),
+    (b"\x1f\x8b", "it is gzip-compressed; unpack it first"),
+    (b"PYTORCH1", "it was written by a preview release of torch that no torch reads today"),
+    (b"version https://git-lfs", "it is a Git LFS pointer, not the file itself; run `git lfs pull`"),
+    (b"<", "it looks like a web page; the download went wrong"),
+)
+"""What people open by mistake, and what to tell them."""
+
+
+def detect(source: Source) -> Format:
+    """The format whose content this is."""
+    for candidate in FORMATS:
+        if candidate.matches(source):
+            return candidate
+    keys = source.store.list()
+    if not keys:
+        raise StoreError("the folder is empty", file=source.store.name)
+    if len(keys) > 1:
+        raise UnknownFormat(
+            "no checkpoint in this folder: no safetensors files; open one of its files instead", found=keys[:3]
+        )
+    size = source.store.size(keys[0])
+    head = source.bytes(keys[0], 0, min(size, 32))
+    if not head:
+        raise UnknownFormat("the file is empty")
+    hint = next((text for start, text in HINTS if head.startswith(start)), "it is none of the formats that Holdfast knows")
+    raise UnknownFormat(f"not a checkpoint: {hint}", found=head[:8])

@@ -1,0 +1,151 @@
+"""What the interpreter works on: the stream and its place in it, the stack, the marks, the memo.
+
+A MARK puts the stack aside and starts an empty one, so that an opcode that takes too much finds an empty list and nothing
+beneath it. The memo is a list, because writers number its entries 0, 1, 2, …; entries out of that order go to a dict.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from holdfast.core.limits import Limits
+from holdfast.errors import FormatError, LimitExceeded, PickleError, Truncated
+from holdfast.formats.pickle.table import Pending, Table
+
+__all__ = ["NAME_NBYTES", "State"]
+
+NAME_NBYTES = 1024
+"""The longest module or name of a global. Names are compared and hashed at every mention, so they are kept short."""
+
+
+class State:
+    """One interpretation at work. The loop keeps `pos` and `stack` in local variables and writes them back for rare opcodes."""
+
+    __slots__ = (
+        "at", "count", "data", "end", "framed", "limit", "limits", "marked", "memo", "pos", "sparse", "stack", "start",
+        "stream", "table", "watched",
+    )  # fmt: skip
+
+    def __init__(self, data: bytes, table: Table, limits: Limits, *, stream: str, start: int, end: int) -> None:
+        self.data = data
+        self.table = table
+        self.limits = limits
+        self.stream = stream
+        self.start = start
+        self.end = end
+        """Where the stream must have stopped: the end of the data, or the end of what the limit allows."""
+        self.limit = end
+        """The end of the frame at work, or `end` between frames."""
+        self.framed = False
+        self.pos = start
+        self.at = start
+        """Where the opcode at work begins."""
+        self.count = 0
+        """Opcodes so far."""
+        self.stack: list[object] = []
+        self.marked: list[list[object]] = []
+        self.memo: list[object] = []
+        self.sparse: dict[int, object] = {}
+        self.watched: dict[int, tuple[Pending, list[int]]] = {}
+        """Unfinished objects, by identity, with the memo entries that hold them."""
+
+    def fail(self, message: str) -> PickleError:
+        return PickleError(f"{self.stream}: {message}", offset=self.at)
+
+    def short(self) -> FormatError | LimitExceeded:
+        """The error for an opcode that needs bytes beyond `limit`."""
+        if self.framed:
+            return self.fail("an opcode reaches beyond the end of its frame")
+        if self.end < len(self.data):
+            return LimitExceeded(
+                f"{self.stream}: the pickle is longer than the {self.end - self.start:,} bytes allowed (Limits.pickle_nbytes)",
+                offset=self.at,
+                expected=self.end - self.start,
+            )
+        return Truncated(f"{self.stream} ends before its pickle does", offset=self.end)
+
+    def underflow(self) -> NoReturn:
+        raise self.fail("an opcode takes a value or a MARK that is not there")
+
+    def pop(self) -> object:
+        if not self.stack:
+            self.underflow()
+        return self.stack.pop()
+
+    def top(self) -> object:
+        if not self.stack:
+            self.underflow()
+        return self.stack[-1]
+
+    def pop_mark(self) -> list[object]:
+        """Everything above the last MARK, which goes away."""
+        if not self.marked:
+            self.underflow()
+        above, self.stack = self.stack, self.marked.pop()
+        return above
+
+    def take(self, nbytes: int) -> bytes:
+        """The next bytes of the stream; compared with what is there before anything is allocated."""
+        stop = self.pos + nbytes
+        if stop > self.limit:
+            raise self.short()
+        raw = self.data[self.pos : stop]
+        self.pos = stop
+        return raw
+
+    def number(self, nbytes: int) -> int:
+        """An unsigned integer, lowest byte first."""
+        return int.from_bytes(self.take(nbytes), "little")
+
+    def line(self, most: int | None = None) -> bytes:
+        """The bytes up to the next newline, which is skipped; at most `most` of them."""
+        reach = self.limit if most is None else min(self.limit, self.pos + most + 1)
+        stop = self.data.find(b"\n", self.pos, reach)
+        if stop < 0:
+            if reach == self.limit:
+                raise self.short()
+            raise self.fail(f"a text of more than {most} bytes where a name or a number belongs")
+        raw = self.data[self.pos : stop]
+        self.pos = stop + 1
+        return raw
+
+    def put(self, index: int) -> None:
+        """Remember the top of the stack under `index`."""
+        value = self.top()
+        if index < len(self.memo):
+            self.memo[index] = value
+        elif index == len(self.memo):
+            self.memo.append(value)
+        else:
+            if index > self.count + 1:
+                raise self.fail(f"memo entry {index} after {self.count} opcodes: no writer numbers like that")
+            self.sparse[index] = value
+        if self.watched:
+            self.watch(value, index)
+
+    def get(self, index: int) -> object:
+        """What was remembered under `index`."""
+        if 0 <= index < len(self.memo):
+            return self.memo[index]
+        if index not in self.sparse:
+            raise self.fail(f"memo entry {index} was never written")
+        return self.sparse[index]
+
+    def watch(self, value: object, index: int) -> None:
+        """Note that a memo entry holds `value`, if that is an object which is not finished yet."""
+        found = self.watched.get(id(value))
+        if found is not None:
+            found[1].append(index)
+
+    def announce(self, value: object) -> None:
+        """Note an object that only BUILD will finish."""
+        if isinstance(value, Pending):
+            self.watched[id(value)] = (value, [])
+
+    def replace(self, old: object, new: object) -> None:
+        """Put a finished object where the unfinished one was remembered."""
+        found = self.watched.pop(id(old), None)
+        for index in found[1] if found is not None else ():
+            memo: list[object] | dict[int, object] = self.memo if index < len(self.memo) else self.sparse
+            if memo[index] is old:
+                memo[index] = new

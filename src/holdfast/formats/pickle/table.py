@@ -1,0 +1,205 @@
+"""`Table`: what a pickle's globals, calls and BUILDs become. The machine does the stack work and asks the table for the rest.
+
+The table decides by exact `(module, name)` pairs and never imports:
+
+1. A global with a row in `values` is that value (`torch.float32`). Any other global is a `Global`, which is two strings.
+2. Calling a `Global` with a row in `calls` runs our own function of that row, with the arguments that the stream built.
+   NEWOBJ, OBJ and INST look in `news`. A row may return `NotImplemented`: then the call is kept, unbuilt.
+3. Every other call becomes an `Opaque`. BUILD sets its state, APPENDS its items, SETITEMS its entries.
+4. What was not built is listed by `foreign`, with how it was used and where it was first mentioned.
+
+Subclass it to build other things out of the same streams. A table serves one stream at a time; `begin` is called before each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.protocols import Foreign
+from holdfast.errors import PickleError
+from holdfast.formats.pickle.names import modern
+from holdfast.formats.pickle.spending import Spending
+
+__all__ = ["Name", "Pending", "Row", "Table"]
+
+Name = tuple[str, str]
+Row = Callable[[tuple[object, ...]], object]
+
+COMPUTED: Final = 8
+"""How often what is called may itself be the result of a call: `getattr(getattr(a, 'b'), 'c')()` is 3."""
+
+METADATA = "_metadata"
+"""The one attribute that a pickle sets on an OrderedDict: the versions in torch's `state_dict()`."""
+
+ATTRIBUTES = "_attributes"
+"""Where the state of an OrderedDict is kept when it holds anything else. Names from the file never become attributes."""
+
+
+class Pending(Opaque):
+    """An object that its call only announces; BUILD brings what it is made of. Never built, it stays an `Opaque`."""
+
+    __slots__ = ()
+
+    def finish(self, state: object) -> object:
+        """The finished object, or `self` where it is better kept as it is. Raises `PickleError` for a state that lies."""
+        self.state = state
+        return self
+
+
+class Mention:
+    """A global of one stream: where it came first, and what was done with it and not built."""
+
+    __slots__ = ("offset", "uses", "what")
+
+    def __init__(self, what: Global, offset: int) -> None:
+        self.what = what
+        self.offset = offset
+        self.uses: set[str] = set()
+
+
+class Table:
+    """The inert table: what has no row becomes an `Opaque`."""
+
+    def __init__(
+        self,
+        *,
+        values: Mapping[Name, object] | None = None,
+        calls: Mapping[Name, Row] | None = None,
+        news: Mapping[Name, Row] | None = None,
+    ) -> None:
+        self.values: dict[Name, object] = dict(values or {})
+        self.calls: dict[Name, Row] = dict(calls or {})
+        self.news: dict[Name, Row] = dict(news or {})
+        self.offset = 0
+        """Byte of the opcode at work; the machine sets it before it asks."""
+        self.begin(Limits(), 0)
+
+    def begin(self, limits: Limits, nbytes: int) -> None:
+        """Get ready for a stream of at most `nbytes`."""
+        self.limits = limits
+        self.spending = Spending(limits, nbytes)
+        self._mentions: dict[Name, Mention] = {}
+
+    def foreign(self, stream: str) -> tuple[Foreign, ...]:
+        """The globals of this stream that were not built, in the order of their first mention."""
+        return tuple(
+            Foreign(m.what, tuple(sorted({"mention", *m.uses})), m.offset, stream)
+            for m in self._mentions.values()
+            if m.uses
+        )
+
+    # What the machine asks for.
+
+    def find(self, module: str, name: str) -> object:
+        """What GLOBAL, STACK_GLOBAL and INST name."""
+        place = modern(module, name)
+        if place in self.values:
+            return self.values[place]
+        mention = self._mentions.get(place)
+        if mention is None:
+            mention = self._mentions[place] = Mention(Global(*place), self.offset)
+            if place not in self.calls and place not in self.news:
+                mention.uses.add("mention")
+        return mention.what
+
+    def call(self, what: object, args: tuple[object, ...]) -> object:
+        """REDUCE."""
+        self.spending.container()
+        if type(what) is Global:
+            row = self.calls.get((what.module, what.name))
+            if row is not None:
+                value = row(args)
+                if value is not NotImplemented:
+                    return value
+        self._used(what, "call")
+        return Opaque(what, args)
+
+    def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
+        """NEWOBJ, NEWOBJ_EX, OBJ and INST."""
+        self.spending.container()
+        if type(cls) is Global and not kwargs:
+            row = self.news.get((cls.module, cls.name))
+            if row is not None:
+                value = row(args)
+                if value is not NotImplemented:
+                    return value
+        self._used(cls, "new")
+        return Opaque(cls, args, kwargs or None)
+
+    def build(self, obj: object, state: object) -> object:
+        """BUILD: the object with its state; another object where the state finished or replaced it."""
+        if isinstance(obj, Opaque):
+            if obj.state is not None:
+                raise PickleError("a BUILD of an object that has its state already")
+            if isinstance(obj, Pending):
+                return obj.finish(state)
+            self._used(obj.what, "build")
+            obj.state = state
+            return obj
+        if isinstance(obj, Global):
+            # Attributes for a class or a module itself: kept as data, beside the name.
+            self._used(obj, "build")
+            return Opaque(obj, state=state)
+        if type(obj) is OrderedDict and isinstance(state, dict):
+            keep_attributes(obj, state)
+            return obj
+        raise PickleError(f"a BUILD of a {type(obj).__name__}, which has no state", found=type(obj).__name__)
+
+    def append(self, obj: object, values: list[object]) -> None:
+        """APPEND and APPENDS on what is no list."""
+        if not isinstance(obj, Opaque):
+            raise PickleError(f"an APPEND to a {type(obj).__name__}", found=type(obj).__name__)
+        obj.items.extend(values)
+
+    def set_items(self, obj: object, flat: list[object]) -> None:
+        """SETITEM and SETITEMS on what is no plain dict; keys and values stand in turn in `flat`."""
+        if isinstance(obj, Opaque):
+            # Kept as pairs: the keys are not hashed.
+            obj.entries.extend(zip(flat[::2], flat[1::2], strict=True))
+        elif isinstance(obj, dict):
+            self.spending.fill(obj, flat)
+        else:
+            raise PickleError(f"a SETITEM on a {type(obj).__name__}", found=type(obj).__name__)
+
+    def add(self, obj: object, values: list[object]) -> None:
+        """ADDITEMS on what is no plain set."""
+        if not isinstance(obj, Opaque):
+            raise PickleError(f"ADDITEMS on a {type(obj).__name__}", found=type(obj).__name__)
+        obj.items.extend(values)
+
+    def persistent(self, pid: object) -> object:
+        """PERSID and BINPERSID: the object that lies outside of the stream under `pid`."""
+        raise PickleError("a persistent id in a pickle that has nothing outside of itself")
+
+    # For rows and subclasses.
+
+    def _used(self, what: object, use: str) -> None:
+        """Note a use that was not built. Refuses what could not be called in any pickle."""
+        if type(what) is Global:
+            place = (what.module, what.name)
+            mention = self._mentions.get(place)
+            if mention is None:
+                mention = self._mentions[place] = Mention(what, self.offset)
+            mention.uses.add(use)
+            return
+        depth = 0
+        while isinstance(what, Opaque) and depth < COMPUTED:
+            what, depth = what.what, depth + 1
+        if isinstance(what, Opaque):
+            raise PickleError(f"what is called was computed by more than {COMPUTED} calls")
+        if not isinstance(what, Global):
+            raise PickleError(f"a {use} of a {type(what).__name__}", found=type(what).__name__)
+
+
+def keep_attributes(target: OrderedDict[object, object], state: dict[object, object]) -> None:
+    """Keep what BUILD gives to an OrderedDict: `_metadata` as torch reads it, and all of it beside where there is more."""
+    metadata = state.get(METADATA)
+    inside = vars(target)
+    if isinstance(metadata, dict):
+        inside[METADATA] = metadata
+    if len(state) > 1 or not isinstance(metadata, dict):
+        inside[ATTRIBUTES] = state

@@ -1,0 +1,161 @@
+"""A directory of safetensors files, with or without an index.
+
+Which files count:
+
+1. With an index, the files that it names, and no others: a `consolidated.safetensors` beside them is another copy.
+2. Without one, every `*.safetensors` at the top of the directory, which is how transformers and torch look for them.
+
+How they go together: every tensor comes from exactly one file, or from several that say which piece each holds
+(`sharding`) and whose pieces tile the whole. Anything else would depend on the order in which a reader happens to go
+through the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import MetadataError, UnknownFormat
+from holdfast.formats.safetensors.file import Header, read_header
+from holdfast.formats.safetensors.index_file import INDEX_SUFFIX, choose_index, read_weight_map
+from holdfast.formats.safetensors.sharding import SHARDING_INFO, join, saved_offsets
+from holdfast.formats.safetensors.strict_json import pointer, quoted
+
+__all__ = ["DirectoryTensors", "SafetensorsDirectory"]
+
+SUFFIX = ".safetensors"
+
+SHOWN_NAMES = 5
+"""Names that a message lists before it says how many more there are."""
+
+
+class DirectoryTensors(Mapping[str, LazyTensor]):
+    """The tensors of several files. Those in pieces are made at once, all others when they are asked for."""
+
+    def __init__(self, places: Mapping[str, Header | LazyTensor], source: Source) -> None:
+        self._places = places
+        self._source = source
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        place = self._places[name]
+        return place if isinstance(place, LazyTensor) else place.tensor(name, self._source)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors of {self._source.store.name!r}>"
+
+
+class SafetensorsDirectory:
+    """The format of a directory."""
+
+    name = "safetensors-dir"
+
+    def matches(self, source: Source) -> bool:
+        """Whether several files were opened, safetensors or an index of them at the top, and it is no DCP directory."""
+        keys = source.store.list()
+        if len(keys) < 2 or any(key == ".metadata" or key.endswith(".distcp") for key in keys):
+            return False
+        return bool(_at_the_top(keys)) or any(key.endswith(INDEX_SUFFIX) and "/" not in key for key in keys)
+
+    def describe(self, source: Source) -> Description:
+        """Read the index and the header of every file that counts, and check that they agree."""
+        keys = source.store.list()
+        index = choose_index(keys, source.store.name)
+        weight_map = None if index is None else read_weight_map(source, index)
+        files = _at_the_top(keys) if weight_map is None else list(dict.fromkeys(weight_map.values()))
+        if not files and weight_map is None:
+            raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
+        headers = {key: read_header(source, key) for key in files}
+        places = _places(headers, source)
+        notes: list[str] = []
+        if weight_map is not None and index is not None:
+            places = _mapped(places, weight_map, headers, index=index, notes=notes)
+            others = [key for key in _at_the_top(keys) if key not in headers]
+            if others:
+                notes.append(f"{index!r} does not name {_some(others)}; not read")
+        metadata = _common_metadata(headers.values(), notes)
+        tensors = DirectoryTensors(places, source)
+        return Description(self.name, tensors, tensors, notes=tuple(notes), metadata=metadata)
+
+
+def _at_the_top(keys: Sequence[str]) -> list[str]:
+    """The safetensors files that a reader of the directory finds; names with a leading dot are hidden from it."""
+    return [key for key in keys if key.endswith(SUFFIX) and "/" not in key and not key.startswith(".")]
+
+
+def _places(headers: Mapping[str, Header], source: Source) -> dict[str, Header | LazyTensor]:
+    """Every tensor of every file, in their order: the header that has it whole, or the tensor joined from pieces."""
+    offsets = {key: saved_offsets(header, source.limits) for key, header in headers.items()}
+    owners: dict[str, list[Header]] = {}
+    for header in headers.values():
+        for name in header.entries:
+            owners.setdefault(name, []).append(header)
+    places: dict[str, Header | LazyTensor] = {}
+    for name, holding in owners.items():
+        if len(holding) == 1 and not any(offsets[holding[0].key].get(name, ())):
+            places[name] = holding[0]
+            continue
+        pieces = [(header, begin) for header in holding if (begin := offsets[header.key].get(name)) is not None]
+        if len(pieces) != len(holding):
+            raise MetadataError(
+                f"{_some([header.key for header in holding])} all claim this tensor, and do not say that they "
+                "hold pieces of it; open one of them alone",
+                file=holding[-1].key,
+                tensor=name,
+                found=tuple(header.key for header in holding),
+            )
+        places[name] = join(name, pieces, source)
+    return places
+
+
+def _mapped(
+    places: Mapping[str, Header | LazyTensor],
+    weight_map: Mapping[str, str],
+    headers: Mapping[str, Header],
+    *,
+    index: str,
+    notes: list[str],
+) -> dict[str, Header | LazyTensor]:
+    """What the index names, in its order. Raises where a file lacks it; what the index leaves out becomes a note."""
+    for name, key in weight_map.items():
+        if name not in headers[key].entries:
+            raise MetadataError(
+                f"at {pointer('weight_map', name)}: {quoted(key)} has no such tensor",
+                file=index,
+                tensor=name,
+                found=key,
+            )
+    left_out = [name for name in places if name not in weight_map]
+    if left_out:
+        # transformers passes over them in silence.
+        shown = _some(left_out)
+        notes.append(f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {shown}")
+    return {name: places[name] for name in weight_map}
+
+
+def _common_metadata(headers: Iterable[Header], notes: list[str]) -> dict[str, str]:
+    """The text on which all files agree; keys with several values become a note. Where pieces lie has been used up."""
+    values: dict[str, set[str]] = {}
+    for header in headers:
+        for key, text in header.metadata.items():
+            values.setdefault(key, set()).add(text)
+    values.pop(SHARDING_INFO, None)
+    differing = [key for key, texts in values.items() if len(texts) > 1]
+    if differing:
+        notes.append(f"the files differ in their __metadata__ under {_some(differing)}; open one to see its own")
+    return {key: texts.pop() for key, texts in values.items() if len(texts) == 1}
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first few of a list of names from a file, in words."""
+    shown = ", ".join(map(quoted, names[:SHOWN_NAMES]))
+    return f"{shown} and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else shown

@@ -1,0 +1,170 @@
+"""One safetensors file: eight bytes of length, a JSON header, and the tensors without holes.
+
+Opening costs one read of the header. A file of 100,000 tensors has a header of 10 MB, so what is kept of it is one
+small record a tensor; a `LazyTensor` is made when it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from holdfast.core.chunk import Storage
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import FormatError, HeaderError, LimitExceeded, Truncated
+from holdfast.formats.safetensors.header import PREFIX_NBYTES, Entry, parse_document
+from holdfast.formats.safetensors.layout import check_layout
+from holdfast.formats.safetensors.sharding import saved_offsets
+
+__all__ = ["Header", "HeaderTensors", "SafetensorsFile", "begins_like_safetensors", "read_header"]
+
+SMALLEST_NBYTES = 2
+"""A header of `{}`."""
+
+LONGEST_CLAIM = 1 << 48
+"""A first word above this is no length but text, a pickle, a zip: those have no two zero bytes there."""
+
+LFS_POINTER = b"version https://git-lfs"
+"""How the stand-in begins that Git leaves in place of a large file that was not fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The checked header of one file."""
+
+    key: str
+    """The file."""
+
+    data_start: int
+    """The byte of the file that data offsets count from."""
+
+    entries: dict[str, Entry]
+    """Every tensor, in the order of the header."""
+
+    metadata: dict[str, str]
+    """The file's `__metadata__`."""
+
+    def dtype(self, name: str) -> DType:
+        dtype = DTYPES.safetensors(self.entries[name].dtype)
+        if dtype is None:  # the layout check has looked every code up
+            raise HeaderError("a dtype that is not in the table", file=self.key, tensor=name)
+        return dtype
+
+    def storage(self, name: str) -> Storage:
+        """Where the bytes of a tensor lie."""
+        begin, end = self.entries[name].data_offsets
+        return Storage(self.key, self.data_start + begin, end - begin, label=name)
+
+    def tensor(self, name: str, source: Source) -> LazyTensor:
+        """A tensor as it lies in this file."""
+        return LazyTensor.contiguous(name, self.dtype(name), self.entries[name].shape, self.storage(name), source)
+
+
+class HeaderTensors(Mapping[str, LazyTensor]):
+    """The tensors of one file. Each is made when it is asked for; iterating over names makes none."""
+
+    def __init__(self, header: Header, source: Source) -> None:
+        self._header = header
+        self._source = source
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if name not in self._header.entries:
+            raise KeyError(name)
+        return self._header.tensor(name, self._source)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._header.entries)
+
+    def __len__(self) -> int:
+        return len(self._header.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._header.entries
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors of {self._header.key!r}>"
+
+
+def read_header(source: Source, key: str) -> Header:
+    """Read and check the header of one file; no tensor data is read.
+
+    Raises `HeaderError`, `Truncated` where the file is shorter than it says, or `LimitExceeded`.
+    """
+    size = source.store.size(key)
+    if size < PREFIX_NBYTES:
+        raise Truncated(f"a safetensors file begins with 8 bytes of length, this one has {size}", file=key, offset=size)
+    length = int.from_bytes(source.bytes(key, 0, PREFIX_NBYTES), "little")
+    if length < SMALLEST_NBYTES:
+        raise HeaderError(f"a header of {length} bytes cannot be", file=key, offset=0, found=length)
+    if length > size - PREFIX_NBYTES:
+        _refuse_length(source, key, length, size)
+    if length > source.limits.header_nbytes:
+        raise LimitExceeded(
+            f"a header of {length:,} bytes is more than Limits(header_nbytes={source.limits.header_nbytes:,})",
+            file=key,
+            offset=0,
+            expected=source.limits.header_nbytes,
+            found=length,
+        )
+    data_start = PREFIX_NBYTES + length
+    document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
+    check_layout(document.entries, size - data_start, source.limits, file=key)
+    return Header(key, data_start, document.entries, document.metadata)
+
+
+def begins_like_safetensors(source: Source, key: str) -> bool:
+    """Whether a file begins with a believable length and something that could be a JSON object."""
+    size = source.store.size(key)
+    if size <= PREFIX_NBYTES:
+        return False
+    start = source.bytes(key, 0, PREFIX_NBYTES + 1)
+    length = int.from_bytes(start[:PREFIX_NBYTES], "little")
+    if start[PREFIX_NBYTES:] == b"{":
+        return SMALLEST_NBYTES <= length < LONGEST_CLAIM
+    # The safetensors library opens a header that begins with blanks. We refuse it, and it takes a match to say why.
+    return start[PREFIX_NBYTES:].isspace() and SMALLEST_NBYTES <= length <= size - PREFIX_NBYTES
+
+
+class SafetensorsFile:
+    """The format of a single file."""
+
+    name = "safetensors"
+
+    def matches(self, source: Source) -> bool:
+        """Whether exactly one file was opened and it begins like safetensors, whatever it is called."""
+        keys = source.store.list()
+        try:
+            return len(keys) == 1 and begins_like_safetensors(source, keys[0])
+        except FormatError:
+            return False
+
+    def describe(self, source: Source) -> Description:
+        """Read the header and check everything that it says."""
+        keys = source.store.list()
+        if len(keys) != 1:
+            raise HeaderError(
+                f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name
+            )
+        header = read_header(source, keys[0])
+        pieces = sum(any(offsets) for offsets in saved_offsets(header, source.limits).values())
+        notes = []
+        if pieces:
+            notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
+        tensors = HeaderTensors(header, source)
+        return Description(self.name, tensors, tensors, notes=tuple(notes), metadata=header.metadata)
+
+
+def _refuse_length(source: Source, key: str, length: int, size: int) -> NoReturn:
+    """Raise for a header that would end after the file does."""
+    if source.bytes(key, 0, min(size, len(LFS_POINTER))) == LFS_POINTER:
+        raise HeaderError("this is a Git LFS pointer in place of the file: run `git lfs pull`", file=key, offset=0)
+    raise Truncated(
+        f"the header would take {length:,} bytes, but the file ends after {size:,}",
+        file=key,
+        offset=0,
+        expected=PREFIX_NBYTES + length,
+        found=size,
+    )

@@ -1,0 +1,182 @@
+"""The header of a safetensors file: from bytes to entries, as strict as the strictest reader, as fast as the fastest.
+
+    byte 0          8                                    8 + N                       end
+         ├──────────┼────────────────────────────────────┼───────────────────────────┤
+         │ N, u64 LE│ {"name":{"dtype":…,"shape":…,      │ data: the tensors without │
+         │          │  "data_offsets":[begin,end]},…}␠␠  │ holes, begin and end      │
+         │          │                                    │ counted from here         │
+
+There are two parsers. `parse_exact` is the authority: it accepts or it says what is wrong, and where. `parse_fast`
+knows only the form that writers produce, reads it with msgspec, and returns None for everything else, so it never
+refuses anything. A test feeds both with the same headers; whatever the fast one accepts, the exact one must accept
+with the same result.
+
+Neither looks at the meaning of the numbers; `layout` does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import msgspec
+
+from holdfast.core.limits import Limits
+from holdfast.errors import HeaderError
+from holdfast.formats.safetensors.strict_json import kind, parse, pointer, quoted
+
+__all__ = ["Document", "Entry", "parse_document", "parse_exact", "parse_fast"]
+
+METADATA = "__metadata__"
+"""The one name in a header that is no tensor."""
+
+PREFIX_NBYTES = 8
+"""The length in front of the header; byte offsets in errors count from the start of the file."""
+
+
+class Entry(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """What a header says about one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+class Document(msgspec.Struct, frozen=True):
+    """A parsed header: entries in the order of the text, and the text that the file carries about itself."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+
+
+FIELDS = ("dtype", "shape", "data_offsets")
+STAND_IN = '{"__metadata__":{"dtype":"","shape":[],"data_offsets":[0,0]}'
+METADATA_FIRST = re.compile(r'\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*')
+NEGATIVE_ZERO = re.compile(r"[\[, \t\r\n]-0")
+ENTRIES = msgspec.json.Decoder(dict[str, Entry])
+
+
+def parse_document(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
+    """Parse a header. Raises `HeaderError`, or `LimitExceeded` for nesting; the meaning of numbers is not looked at."""
+    if raw[:1] != b"{":
+        raise HeaderError(
+            f"a header must begin with {{, not with {quoted(raw[:1].decode('latin-1'))}",
+            file=file,
+            offset=PREFIX_NBYTES,
+        )
+    end = len(raw.rstrip(b" "))
+    if raw[end - 1 : end] != b"}":
+        raise HeaderError("only spaces may follow the header's closing }", file=file, offset=PREFIX_NBYTES + end - 1)
+    document = parse_fast(raw)
+    return parse_exact(raw, limits, file=file) if document is None else document
+
+
+def parse_fast(raw: bytes) -> Document | None:
+    """Parse a header of the form that writers produce; None for any other, be it valid or not.
+
+    msgspec keeps the last of two equal keys, so their absence is proved by counting. Let the text have no backslash.
+    Then strings end at their next quote, and an occurrence of `"dtype"` is exactly a whole string token: between two
+    tokens valid JSON has no letters. msgspec took every value of the outer object for an `Entry`, and an `Entry` has
+    all three fields, so each outer pair *in the text* holds each field's token at least once; an outer key that
+    occurs twice, or a field that does, makes some token more frequent than the dict has entries. Equal counts
+    therefore mean no double key. (A tensor called `dtype` breaks the equality too, and then the exact parser has a
+    look.)
+
+    `__metadata__` is text to text, usually with backslashes (torch puts JSON in there). Where it comes first, as
+    every writer puts it, it is parsed by itself and a dummy entry takes its place; elsewhere it is no `Entry`, and
+    msgspec fails.
+    """
+    metadata: dict[str, str] = {}
+    try:
+        text = raw.decode("utf-8")
+        first = METADATA_FIRST.match(text)
+        if first is not None:
+            pairs, end = FIRST_OBJECT.raw_decode(text, first.end())
+            if type(pairs) is not Pairs:
+                return None
+            metadata = dict(pairs)
+            if len(metadata) != len(pairs) or not all(type(v) is str for v in metadata.values()):
+                return None
+            # Half a surrogate pair is the exact parser's business.
+            "".join((*metadata, *metadata.values())).encode("utf-8")
+            text = STAND_IN + text[end:]
+        # -0 is an integer to msgspec and a float to the safetensors library.
+        if "\\" in text or ("-0" in text and NEGATIVE_ZERO.search(text)):
+            return None
+        entries = ENTRIES.decode(text)
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        return None
+    if any(text.count(f'"{field}"') != len(entries) for field in FIELDS):
+        return None
+    if (entries.pop(METADATA, None) is None) != (first is None):
+        return None
+    return Document(entries, metadata)
+
+
+def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
+    """Parse any header, or say what is wrong with it and where."""
+    document = parse(raw, limits, file=file, start=PREFIX_NBYTES)
+    if not isinstance(document, dict):
+        raise _wrong("an object", document, file, None)
+    metadata: dict[str, str] = {}
+    entries: dict[str, Entry] = {}
+    for name, value in document.items():
+        if name == METADATA:
+            metadata = _metadata(value, file)
+        else:
+            entries[name] = _entry(name, value, file)
+    return Document(entries, metadata)
+
+
+def _metadata(value: object, file: str | None) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise _wrong("an object", value, file, None, METADATA)
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise _wrong("text", text, file, None, METADATA, key)
+    return value
+
+
+def _entry(name: str, value: object, file: str | None) -> Entry:
+    if not isinstance(value, dict):
+        raise _wrong("an object", value, file, name, name)
+    for field in FIELDS:
+        if field not in value:
+            raise HeaderError(
+                f"at {pointer(name)}: the field {field} is missing", file=file, tensor=name, offset=PREFIX_NBYTES
+            )
+    for field in value:
+        if field not in FIELDS:
+            raise HeaderError(
+                f"at {pointer(name, field)}: a tensor has no such field", file=file, tensor=name, offset=PREFIX_NBYTES
+            )
+    dtype = value["dtype"]
+    if not isinstance(dtype, str):
+        raise _wrong("text", dtype, file, name, name, "dtype")
+    shape = _integers(name, "shape", value["shape"], file)
+    offsets = _integers(name, "data_offsets", value["data_offsets"], file)
+    if len(offsets) != 2:
+        raise _wrong("two integers", value["data_offsets"], file, name, name, "data_offsets")
+    return Entry(dtype, shape, (offsets[0], offsets[1]))
+
+
+def _integers(name: str, field: str, value: object, file: str | None) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise _wrong("a list of integers", value, file, name, name, field)
+    for i, number in enumerate(value):
+        if type(number) is not int:  # bool is an int to isinstance
+            raise _wrong("an integer", number, file, name, name, field, i)
+    return tuple(value)
+
+
+def _wrong(expected: str, value: object, file: str | None, name: str | None, *steps: str | int) -> HeaderError:
+    message = f"at {pointer(*steps)}: expected {expected}, found {kind(value)}"
+    return HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES, expected=expected, found=kind(value))
+
+
+class Pairs(list[tuple[str, str]]):
+    """The pairs of one JSON object as they stand in the text; a type of its own, to tell it from a list."""
+
+
+FIRST_OBJECT = json.JSONDecoder(object_pairs_hook=Pairs)
+"""Parses `__metadata__` where it comes first."""

@@ -1,0 +1,70 @@
+"""A tensor's claim over a storage, checked with exact integers before anything is built or allocated."""
+
+from __future__ import annotations
+
+import math
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk
+from holdfast.core.dtype import DType
+from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.errors import LimitExceeded, MetadataError
+
+__all__ = ["MAX_ELEMENTS", "checked_ints", "strided_view"]
+
+MAX_ELEMENTS = 1 << 62
+"""More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
+
+
+def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[int, ...]:
+    """A tuple or list of non-negative ints (no bools), of the given rank where one is given."""
+    if not isinstance(values, tuple | list) or any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in values):
+        raise MetadataError(f"the {what} of a tensor must be non-negative integers", found=_short(values))
+    if rank is not None and len(values) != rank:
+        raise MetadataError(f"a tensor with {rank} dimensions has a {what} with {len(values)}", found=_short(values))
+    return tuple(values)
+
+
+def strided_view(
+    storage: LazyTensor, dtype: DType, offset: object, size: object, stride: object, traits: Traits
+) -> LazyTensor:
+    """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
+    limits = storage.source.limits
+    shape = checked_ints(size, "size")
+    if len(shape) > limits.rank:
+        raise LimitExceeded(f"a tensor with {len(shape)} dimensions, above Limits(rank={limits.rank})", found=len(shape))
+    steps = checked_ints(stride, "stride", len(shape))
+    (begin,) = checked_ints((offset,), "storage offset")
+    count = math.prod(shape)
+    if count >= MAX_ELEMENTS:
+        raise MetadataError(f"a tensor of {count:,} elements", found=shape)
+    (whole,) = storage.chunks
+    if count == 0:
+        return LazyTensor("", dtype, shape, (Chunk(Box.whole(shape), whole.storage, 0, (0,) * len(shape)),), storage.source, traits)
+    last = begin + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
+    room = storage.size * storage.dtype.bits
+    if (last + 1) * dtype.bits > room and not _fits_bytes(last, dtype, storage):
+        raise MetadataError(
+            f"a tensor reaches element {last:,} of a storage that holds {room // dtype.bits:,}",
+            expected=room // dtype.bits,
+            found=last,
+        )
+    chunk = Chunk(
+        Box.whole(shape), whole.storage, whole.offset + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
+    )
+    return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
+
+
+def _fits_bytes(last: int, dtype: DType, storage: LazyTensor) -> bool:
+    """Packed quantised types count their storage in bytes and their elements in fractions of one (torch 2.13, quint4x2)."""
+    return dtype.packed and (last + 1) * dtype.bits <= storage.size * 8
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple | list):
+        return f"{type(value).__name__} of {len(value)}: " + ", ".join(
+            repr(v) if isinstance(v, int) and abs(v) < 1 << 128 else type(v).__name__ for v in value[:8]
+        )
+    return type(value).__name__
+
+

@@ -1,0 +1,322 @@
+"""The globals of torch's pickles, as constructors of our own values.
+
+Exact `(module, name)` pairs; everything else stays `Opaque`. A storage is a 1-D `LazyTensor` over its record, so that a bare
+storage in a checkpoint is readable like anything else, and a tensor is a strided view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.protocols import Source
+from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.values import Device, Size
+from holdfast.errors import MetadataError, PickleError
+from holdfast.formats.pickle.plain import PlainTable
+from holdfast.formats.pickle.table import Pending
+from holdfast.formats.torch.geometry import checked_ints, strided_view
+
+__all__ = ["TorchTable", "storage_dtype"]
+
+Args = tuple[object, ...]
+
+LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
+QSCHEMES = (
+    "per_tensor_affine",
+    "per_tensor_symmetric",
+    "per_channel_affine",
+    "per_channel_symmetric",
+    "per_channel_affine_float_qparams",
+)
+TENSOR_CLASSES = tuple(
+    f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+)
+
+
+def storage_dtype(what: object) -> DType | None:
+    """The dtype of a storage class; uint8 for an untyped one; None when it is no storage class."""
+    if isinstance(what, DType):
+        # Files between torch 1.13 and 2.0 may tag a storage with the dtype itself.
+        return what
+    if not isinstance(what, Global):
+        return None
+    if what.module in ("torch", "torch.cuda", "torch.storage") and what.name in ("UntypedStorage", "_UntypedStorage"):
+        return DTYPES.name("uint8")
+    if what.module in ("torch", "torch.cuda"):
+        return DTYPES.storage(what.name)
+    return None
+
+
+class TorchTable(PlainTable):
+    """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
+
+    def __init__(self, source: Source, persistent: Callable[[object], object]) -> None:
+        super().__init__()
+        self.values.update(VALUES)
+        self.calls.update(CALLS)
+        self.calls["torch._tensor", "_rebuild_from_type_v2"] = self._from_type
+        self.calls["torch._utils", "_rebuild_meta_tensor_no_storage"] = self._meta
+        self.news.update(NEWS)
+        self._source = source
+        self._persistent = persistent
+
+    def persistent(self, pid: object) -> object:
+        return self._persistent(pid)
+
+    def _meta(self, args: Args) -> object:
+        """(dtype, size, stride, requires_grad)"""
+        dtype, size, stride, grad = _arity(args, 4, 4, "_rebuild_meta_tensor_no_storage")
+        shape = checked_ints(size, "size")
+        checked_ints(stride, "stride", len(shape))
+        return LazyTensor("", _dtype(dtype), shape, (), self._source, Traits(requires_grad=bool(grad), meta=True))
+
+    def _from_type(self, args: Args) -> object:
+        """(function, type, arguments, state): a tensor with attributes, or one of a subclass."""
+        function, kind, inner, state = _arity(args, 4, 4, "_rebuild_from_type_v2")
+        if not isinstance(inner, tuple):
+            raise PickleError("_rebuild_from_type_v2 needs a tuple of arguments", found=type(inner).__name__)
+        if function == Global("torch._utils", "_rebuild_wrapper_subclass") or not isinstance(kind, Global):
+            return Opaque(kind, inner, state=state)
+        value = self.call(function, inner)
+        if not isinstance(value, LazyTensor):
+            return value if isinstance(value, Composite) else Opaque(kind, (value,), state=state)
+        known = {("torch", "Tensor"), ("torch._tensor", "Tensor")}
+        attributes = state[0] if isinstance(state, tuple) and len(state) == 2 else state
+        flags = attributes if isinstance(attributes, dict) else {}
+        return replace(
+            value,
+            traits=replace(
+                value.traits,
+                subclass=None if (kind.module, kind.name) in known else kind,
+                state=state,
+                buffer=flags.get("_is_buffer") is True,
+                parameter=value.traits.parameter or flags.get("_is_param") is True,
+            ),
+        )
+
+
+def _arity(args: Args, low: int, high: int, what: str) -> Args:
+    if not low <= len(args) <= high:
+        raise PickleError(f"{what} was given {len(args)} arguments, not {low} to {high}", found=len(args))
+    return args
+
+
+def _dtype(value: object) -> DType:
+    if not isinstance(value, DType):
+        raise PickleError("a dtype was expected", found=type(value).__name__)
+    return value
+
+
+def _flags(metadata: object) -> tuple[bool, bool]:
+    if metadata is None:
+        return False, False
+    if not isinstance(metadata, dict):
+        raise PickleError("a tensor's flags must be a dict", found=type(metadata).__name__)
+    return metadata.get("conj") is True, metadata.get("neg") is True
+
+
+def _tensor_v2(args: Args) -> object:
+    """(storage, offset, size, stride, requires_grad, hooks[, flags]); files of torch 0.3 stop after the stride."""
+    storage, offset, size, stride = _arity(args, 4, 7, "_rebuild_tensor_v2")[:4]
+    if not isinstance(storage, LazyTensor):
+        # `pickle.dump(tensor)` without torch.save nests a whole stream in bytes; it is kept as what it is.
+        return Opaque(Global("torch._utils", "_rebuild_tensor_v2"), args)
+    grad = args[4] if len(args) > 4 else False
+    conj, neg = _flags(args[6] if len(args) > 6 else None)
+    return strided_view(storage, storage.dtype, offset, size, stride, Traits(requires_grad=grad is True, conj=conj, neg=neg))
+
+
+def _tensor_v3(args: Args) -> object:
+    """(storage, offset, size, stride, requires_grad, hooks, dtype[, flags]): types that torch stores as bytes."""
+    storage, offset, size, stride, grad, _, dtype = _arity(args, 7, 8, "_rebuild_tensor_v3")[:7]
+    if not isinstance(storage, LazyTensor):
+        return Opaque(Global("torch._utils", "_rebuild_tensor_v3"), args)
+    conj, neg = _flags(args[7] if len(args) > 7 else None)
+    return strided_view(storage, _dtype(dtype), offset, size, stride, Traits(requires_grad=grad is True, conj=conj, neg=neg))
+
+
+def _parameter(args: Args) -> object:
+    """(tensor, requires_grad, hooks[, state])"""
+    data, grad = _arity(args, 1, 4, "_rebuild_parameter")[:2] if len(args) > 1 else (args[0] if args else None, True)
+    state = args[3] if len(args) > 3 else None
+    if isinstance(data, LazyTensor | Composite):
+        traits = replace(data.traits, parameter=True, requires_grad=grad is True, state=state)
+        return replace(data, traits=traits)
+    return Opaque(Global("torch._utils", "_rebuild_parameter"), args)
+
+
+SPARSE_PARTS = {
+    "sparse_coo": ("indices", "values"),
+    "sparse_csr": ("crow_indices", "col_indices", "values"),
+    "sparse_csc": ("ccol_indices", "row_indices", "values"),
+    "sparse_bsr": ("crow_indices", "col_indices", "values"),
+    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
+}
+
+
+def _sparse(args: Args) -> object:
+    """(layout, (indices…, values, size[, is_coalesced]))"""
+    layout, data = _arity(args, 2, 2, "_rebuild_sparse_tensor")
+    names = SPARSE_PARTS.get(layout.name) if isinstance(layout, Global) else None
+    if names is None or not isinstance(layout, Global) or not isinstance(data, tuple):
+        raise PickleError("a sparse tensor with an unknown layout", found=str(layout)[:64])
+    parts, rest = data[: len(names)], data[len(names) :]
+    if len(parts) != len(names) or not all(isinstance(p, LazyTensor) for p in parts) or not 1 <= len(rest) <= 2:
+        raise PickleError(f"a {layout.name} tensor needs {', '.join(names)} and a size", found=len(data))
+    shape = checked_ints(rest[0], "size")
+    tensors = {n: p for n, p in zip(names, parts, strict=True) if isinstance(p, LazyTensor)}
+    _check_sparse(layout.name, shape, tensors)
+    coalesced = {"coalesced": rest[1] is True} if len(rest) == 2 else {}
+    return Composite(layout.name, shape, tensors, coalesced, Traits())
+
+
+def _check_sparse(kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor]) -> None:
+    """What can be known without reading: ranks and counts that agree. Index values are checked when it is materialised."""
+    values = parts["values"]
+    if kind == "sparse_coo":
+        indices = parts["indices"]
+        if indices.ndim != 2 or not values.ndim or indices.shape[1] != values.shape[0] or indices.shape[0] > len(shape):
+            raise MetadataError("the indices and values of a sparse tensor do not fit each other", found=indices.shape)
+        if values.shape[1:] != shape[indices.shape[0] :]:
+            raise MetadataError("the values of a sparse tensor do not fit its size", found=values.shape, expected=shape)
+        return
+    compressed, plain = (p for n, p in parts.items() if n != "values")
+    last = plain.ndim - 1
+    if len(shape) < 2 or not compressed.ndim or last < 0 or plain.shape[last:] != values.shape[last : last + 1]:
+        raise MetadataError("the indices and values of a compressed sparse tensor do not fit each other", found=shape)
+
+
+def _quantized(args: Args) -> object:
+    """(storage, offset, size, stride, quantizer, requires_grad, hooks)"""
+    storage, offset, size, stride, quantizer, grad = _arity(args, 6, 7, "_rebuild_qtensor")[:6]
+    if not isinstance(storage, LazyTensor) or not isinstance(quantizer, tuple) or not quantizer:
+        raise PickleError("a quantised tensor needs a storage and a quantiser", found=type(quantizer).__name__)
+    traits = Traits(requires_grad=grad is True)
+    elements = strided_view(storage, storage.dtype, offset, size, stride, traits)
+    scheme, *rest = quantizer
+    if not isinstance(scheme, Global) or scheme.name not in QSCHEMES:
+        raise PickleError("a quantised tensor with an unknown scheme", found=str(scheme)[:64])
+    if scheme.name.startswith("per_tensor"):
+        if len(rest) != 2 or not isinstance(rest[0], float | int) or type(rest[1]) is not int:
+            raise PickleError("a per-tensor quantiser needs a scale and a zero point", found=len(rest))
+        attributes: dict[str, object] = {"qscheme": scheme.name, "scale": float(rest[0]), "zero_point": rest[1]}
+        return Composite("quantized", elements.shape, {"int_repr": elements}, attributes, traits)
+    if len(rest) != 3 or not isinstance(rest[0], LazyTensor) or not isinstance(rest[1], LazyTensor):
+        raise PickleError("a per-channel quantiser needs scales, zero points and an axis", found=len(rest))
+    scales, zeros, axis = rest
+    if type(axis) is not int or not 0 <= axis < max(elements.ndim, 1):
+        raise MetadataError("a per-channel quantiser's axis is not one of the tensor's", found=str(axis)[:64])
+    if not scales.shape == zeros.shape == elements.shape[axis : axis + 1]:
+        raise MetadataError("a per-channel quantiser needs a scale and a zero point for each channel", found=scales.shape)
+    parts = {"int_repr": elements, "scales": scales, "zero_points": zeros}
+    return Composite("quantized", elements.shape, parts, {"qscheme": scheme.name, "axis": axis}, traits)
+
+
+def _nested(args: Args) -> object:
+    """(buffer, sizes, strides, offsets)"""
+    names = ("buffer", "sizes", "strides", "offsets")
+    _arity(args, 4, 4, "_rebuild_nested_tensor")
+    parts = {n: p for n, p in zip(names, args, strict=True) if isinstance(p, LazyTensor)}
+    if len(parts) != 4 or parts["buffer"].ndim != 1 or parts["sizes"].shape != parts["strides"].shape:
+        raise PickleError("a nested tensor needs a flat buffer, sizes, strides and offsets", found=len(parts))
+    count = parts["sizes"].shape[0] if parts["sizes"].shape else 0
+    return Composite("nested", (count,), parts, {}, Traits())
+
+
+def _device_tensor(args: Args) -> object:
+    """(data, dtype, device, requires_grad): a tensor of a device without storages, saved as a CPU tensor or an array."""
+    data, _, _, grad = _arity(args, 4, 4, "_rebuild_device_tensor")
+    return replace(data, traits=replace(data.traits, requires_grad=grad is True)) if isinstance(data, LazyTensor) else data
+
+
+def _size(args: Args) -> object:
+    (values,) = _arity(args, 1, 1, "torch.Size")
+    return Size(checked_ints(values, "size"))
+
+
+def _device(args: Args) -> object:
+    kind = _arity(args, 1, 2, "torch.device")[0]
+    index = args[1] if len(args) > 1 else None
+    if not isinstance(kind, str) or (index is not None and type(index) is not int):
+        raise PickleError("a device is a name and a number", found=type(kind).__name__)
+    return Device(kind, index if isinstance(index, int) else None)
+
+
+def _layout(args: Args) -> object:
+    (name,) = _arity(args, 1, 1, "_get_layout")
+    if not isinstance(name, str) or name.removeprefix("torch.") not in LAYOUTS:
+        raise PickleError("an unknown layout", found=str(name)[:64])
+    return Global("torch", name.removeprefix("torch."))
+
+
+def _first(args: Args) -> object:
+    """TorchScript tags typed lists and dicts with a call that gives back its first argument."""
+    if not args:
+        raise PickleError("a TorchScript type tag without a value")
+    return args[0]
+
+
+class LegacyTensor(Pending):
+    """`torch.FloatTensor` made empty and filled by BUILD with (storage, offset, size, stride)."""
+
+    def finish(self, state: object) -> object:
+        return _tensor_v2(state) if isinstance(state, tuple) and 4 <= len(state) <= 7 else self
+
+
+def _legacy_tensor(name: str) -> Callable[[Args], object]:
+    def make(args: Args) -> object:
+        # torch.FloatTensor(n) would allocate n elements of whatever was in memory: kept as a record instead.
+        return LegacyTensor(Global("torch", name), args)
+
+    return make
+
+
+CALLS: dict[tuple[str, str], Callable[[Args], object]] = {
+    ("torch._utils", "_rebuild_tensor"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch.nn.parameter", "Parameter"): _parameter,
+    ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
+    ("torch._utils", "_rebuild_sparse_csr_tensor"): _sparse,
+    ("torch._utils", "_rebuild_qtensor"): _quantized,
+    ("torch._utils", "_rebuild_nested_tensor"): _nested,
+    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _device_tensor,
+    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _device_tensor,
+    ("torch", "Size"): _size,
+    ("torch", "device"): _device,
+    ("torch.serialization", "_get_layout"): _layout,
+    ("torch.jit._pickle", "build_intlist"): _first,
+    ("torch.jit._pickle", "build_doublelist"): _first,
+    ("torch.jit._pickle", "build_boollist"): _first,
+    ("torch.jit._pickle", "build_tensorlist"): _first,
+    ("torch.jit._pickle", "restore_type_tag"): _first,
+}
+
+NEWS: dict[tuple[str, str], Callable[[Args], object]] = {
+    ("torch.nn.parameter", "Parameter"): _parameter,
+    ("torch", "Size"): _size,
+    **{("torch", name): _legacy_tensor(name) for name in (*TENSOR_CLASSES, "Tensor")},
+    **{("torch.cuda", name): _legacy_tensor(name) for name in TENSOR_CLASSES},
+}
+
+
+def _known() -> dict[tuple[str, str], object]:
+    """Globals that are values: dtypes; and classes, layouts and schemes, which stand for themselves."""
+    values: dict[tuple[str, str], object] = {("torch", row.torch): row for row in DTYPES.rows if row.torch}
+    names = [("torch", n) for n in (*LAYOUTS, *QSCHEMES, "Tensor", *TENSOR_CLASSES)]
+    names += [("torch.cuda", n) for n in TENSOR_CLASSES]
+    names += [(m, n) for m in ("torch.sparse", "torch.cuda.sparse") for n in TENSOR_CLASSES]
+    names += [(m, row.storage) for m in ("torch", "torch.cuda") for row in DTYPES.rows if row.storage]
+    storages = ("UntypedStorage", "_UntypedStorage", "TypedStorage")
+    names += [(m, n) for m in ("torch", "torch.storage", "torch.cuda") for n in storages]
+    names += [("torch._tensor", "Tensor"), ("torch.nn.parameter", "Buffer"), ("torch._utils", "_rebuild_wrapper_subclass")]
+    return {**values, **{(m, n): Global(m, n) for m, n in names}}
+
+
+VALUES = _known()

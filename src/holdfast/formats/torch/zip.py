@@ -1,0 +1,145 @@
+"""The zip that `torch.save` writes since 1.6, and TorchScript archives, which share its container.
+
+    prefix/data.pkl          the object, with a persistent id where a storage belongs
+    prefix/data/0, data/1 …  raw storages
+    prefix/byteorder         'little' or 'big' (torch 2.1 on)
+    prefix/version           '3'
+    prefix/constants.pkl     TorchScript only, with its tensors under constants/
+
+Reading: the directory of the zip, the small text records, the pickles. Storages are only located.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.chunk import Storage
+from holdfast.core.crc import crc32
+from holdfast.core.protocols import Description, Foreign, Source
+from holdfast.core.tree import name_tensors
+from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, ZipError
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.torch.storages import StorageId, Storages
+from holdfast.formats.torch.table import TorchTable
+from holdfast.formats.zip.reader import Archive, Record, read_archive
+
+__all__ = ["TorchScript", "TorchZip"]
+
+TEXT_NBYTES = 64
+"""The longest of the small text records is the serialization id with 40 digits."""
+
+VERSIONS = range(1, 11)
+"""What torch's reader accepts; `torch.save` writes 3."""
+
+
+class TorchZip:
+    """`torch.save`'s container."""
+
+    name = "torch-zip"
+
+    def matches(self, source: Source) -> bool:
+        return begins_like_zip(source)
+
+    def describe(self, source: Source) -> Description:
+        (key,) = source.store.list()
+        archive = read_archive(source, key)
+        if archive.get("constants.pkl") is not None:
+            return describe_script(source, key, archive)
+        if archive.get("data.pkl") is None:
+            raise FormatError("a zip archive without data.pkl: not a checkpoint that torch wrote")
+        reader = PickleReader(source, key, archive)
+        tree, nbytes = reader.read("data.pkl", "data/")
+        named = name_tensors(tree, source.limits, nbytes)
+        return Description(
+            self.name, named.tensors, tree, reader.foreign(), (*reader.notes, *named.notes), reader.metadata
+        )
+
+
+class TorchScript(TorchZip):
+    """A TorchScript archive, read as data: named for those who list formats; `TorchZip` recognises it."""
+
+    name = "torchscript"
+
+
+def begins_like_zip(source: Source) -> bool:
+    keys = source.store.list()
+    return len(keys) == 1 and source.store.size(keys[0]) >= 4 and source.bytes(keys[0], 0, 4) == b"PK\3\4"
+
+
+def describe_script(source: Source, key: str, archive: Archive) -> Description:
+    """The attributes of a scripted module under the names that its `state_dict()` has, and its constants beside."""
+    reader = PickleReader(source, key, archive)
+    tree, nbytes = reader.read("data.pkl", "data/")
+    constants, more = reader.read("constants.pkl", "constants/")
+    whole = tree if constants == () else {"module": tree, "constants": constants}
+    named = name_tensors(whole, source.limits, nbytes + more)
+    code = sum(1 for name in archive.records if "/code/" in name)
+    note = f"a TorchScript archive: its {code} code records are listed and never run; the tensors are read as data"
+    return Description(
+        TorchScript.name, named.tensors, whole, reader.foreign(), (note, *reader.notes, *named.notes), reader.metadata
+    )
+
+
+class PickleReader:
+    """Reads the pickles of one archive, and knows where the storages are."""
+
+    def __init__(self, source: Source, key: str, archive: Archive) -> None:
+        self._source = source
+        self._key = key
+        self._archive = archive
+        self._foreign: list[Foreign] = []
+        self.notes: list[str] = []
+        self.metadata = self._texts()
+        self.byteorder = self.metadata.get("byteorder", "little")
+        if self.byteorder not in ("little", "big"):
+            raise HeaderError("the byteorder record says neither 'little' nor 'big'", found=self.byteorder)
+        version = self.metadata.get(".data/version", self.metadata.get("version", "")).strip()
+        if not version.isdecimal() or int(version) not in VERSIONS:
+            raise HeaderError("the version record is missing or not a version that torch reads", found=version)
+
+    def _texts(self) -> dict[str, str]:
+        texts = {}
+        for name in ("version", ".data/version", "byteorder", ".format_version", ".storage_alignment", ".data/serialization_id"):
+            record = self._archive.get(name)
+            if record is not None:
+                if record.nbytes > TEXT_NBYTES:
+                    raise HeaderError(f"the {name} record is {record.nbytes} bytes long", found=record.nbytes)
+                texts[name] = self._bytes(record).decode("ascii", "backslashreplace")
+        return texts
+
+    def _bytes(self, record: Record) -> bytes:
+        if record.method != 0:
+            raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+        data = self._source.bytes(self._key, record.start, record.start + record.nbytes)
+        if record.crc32 is not None and crc32(data) != record.crc32:
+            raise Corrupted(
+                f"the record {record.name!r} does not have the checksum that the archive records for it",
+                offset=record.start, expected=record.crc32, found=crc32(data),
+            )
+        return data
+
+    def read(self, name: str, folder: str) -> tuple[object, int]:
+        """One pickle as a tree, and its length. Its storages are the records in `folder`."""
+        record = self._archive.get(name)
+        if record is None:
+            raise FormatError(f"the archive has no {name}")
+        limit = self._source.limits.pickle_nbytes
+        if record.nbytes > limit:
+            raise LimitExceeded(f"{name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={limit:,})", found=record.nbytes)
+
+        def find(asked: StorageId) -> Storage:
+            stored = self._archive.get(folder + asked.key)
+            if stored is None:
+                raise MetadataError(f"the pickle points at {folder}{asked.key}, which is not in the archive")
+            if stored.method != 0:
+                raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
+            return Storage(
+                self._key, stored.start, stored.nbytes, self.byteorder, stored.crc32, asked.location, folder + asked.key
+            )
+
+        storages = Storages(self._source, find)
+        table = TorchTable(self._source, storages.persistent)
+        done = interpret_whole(self._bytes(record), table, limits=self._source.limits, stream=name)
+        self._foreign += done.foreign
+        return done.value, record.nbytes
+
+    def foreign(self) -> tuple[Foreign, ...]:
+        return tuple(self._foreign)

@@ -1,0 +1,1 @@
+"""Where bytes live. The only code that touches the file system."""

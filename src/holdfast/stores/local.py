@@ -1,0 +1,203 @@
+"""Files on the local file system: one file, or a directory of them.
+
+Rules (SAFETY.md, "paths stay inside"): a key is a plain relative path with no `..`, backslash or NUL; a link inside an opened
+directory may only lead to a place inside it, or, in the Hugging Face cache, from `snapshots/<revision>/` to the `blobs/` of the
+same model. Only plain files are opened. Each is opened once, measured through its descriptor, and read through that descriptor.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import Closed, LimitExceeded, StoreError, Truncated, UnsafePath
+
+__all__ = ["LocalStore", "check_key"]
+
+Keys = list[str]
+
+MAX_READ = 1 << 30
+"""Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
+
+
+def check_key(key: str) -> str:
+    """Give back a key that stays inside what was opened, or refuse it.
+
+    >>> check_key("sharded/model-00001.safetensors")
+    'sharded/model-00001.safetensors'
+    """
+    parts = key.split("/")
+    if not key or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
+        raise UnsafePath(f"the name {key!r} does not stay inside the checkpoint; the file that holds it is not trustworthy")
+    return key
+
+
+@dataclass(slots=True)
+class Handle:
+    """An open file."""
+
+    descriptor: int
+    nbytes: int
+    mapped: memoryview | None = None
+
+
+class LocalStore:
+    """A file, or a directory and what is in it."""
+
+    def __init__(self, path: str | os.PathLike[str], *, max_files: int = 100_000) -> None:
+        self.name = os.fspath(path)
+        self._lock = threading.Lock()
+        self._handles: dict[str, Handle] = {}
+        self._closed = False
+        self._max_files = max_files
+        if not isinstance(self.name, str):
+            raise StoreError(f"a path must be text, not {type(self.name).__name__}")
+        if "\0" in self.name:
+            raise StoreError("a path cannot hold a NUL character")
+        try:
+            mode = os.stat(self.name).st_mode
+        except (OSError, UnicodeEncodeError) as error:
+            raise _refused(self.name, error) from None
+        self._directory = stat.S_ISDIR(mode)
+        self._single = os.path.basename(self.name) or self.name
+
+    def list(self) -> Sequence[str]:
+        if not self._directory:
+            return [self._single]
+        keys: Keys = []
+        try:
+            self._collect("", keys)
+        except OSError as error:
+            raise _refused(self.name, error) from None
+        return sorted(keys)
+
+    def _collect(self, prefix: str, keys: Keys) -> None:
+        """Plain files here and one folder down; hidden folders (`.git`, `.cache`) are no part of a checkpoint."""
+        folders = []
+        with os.scandir(os.path.join(self.name, prefix)) as entries:
+            for entry in entries:
+                if entry.is_dir():
+                    if not entry.name.startswith(".") and not prefix:
+                        folders.append(entry.name + "/")
+                elif entry.is_file():
+                    keys.append(prefix + entry.name)
+                    if len(keys) > self._max_files:
+                        raise LimitExceeded(
+                            f"more files than Limits(files={self._max_files})", file=self.name, expected=self._max_files
+                        )
+        for folder in folders:
+            self._collect(folder, keys)
+
+    def size(self, key: str) -> int:
+        return self._open(key).nbytes
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        handle = self._open(key)
+        done, total = 0, out.nbytes
+        if start < 0 or start + total > handle.nbytes:
+            raise Truncated(
+                f"wanted bytes {start} to {start + total} of {handle.nbytes}", file=self._label(key), offset=handle.nbytes
+            )
+        while done < total:
+            try:
+                got = os.preadv(handle.descriptor, [out[done : done + MAX_READ]], start + done)
+            except OSError as error:
+                raise _refused(self._label(key), error, self._closed) from None
+            if got == 0:
+                raise Truncated(
+                    f"the file shrank while it was read: {total - done} bytes are gone", file=self._label(key), offset=start + done
+                )
+            done += got
+
+    def map(self, key: str) -> memoryview | None:
+        handle = self._open(key)
+        with self._lock:
+            if handle.mapped is None:
+                if handle.nbytes == 0:
+                    return memoryview(b"")
+                try:
+                    # Private: whoever writes to an array changes their copy of the page, never the checkpoint.
+                    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+                    area = mmap.mmap(handle.descriptor, handle.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+                except (OSError, ValueError) as error:
+                    raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
+                handle.mapped = memoryview(area)
+            return handle.mapped
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for handle in self._handles.values():
+                # A mapping stays as long as arrays use it; Python unmaps it with the last of them.
+                handle.mapped = None
+                os.close(handle.descriptor)
+            self._handles.clear()
+
+    def __del__(self) -> None:
+        if getattr(self, "_handles", None):
+            self.close()
+
+    def _label(self, key: str) -> str:
+        return os.path.join(self.name, key) if self._directory else self.name
+
+    def _open(self, key: str) -> Handle:
+        handle = self._handles.get(key)
+        if handle is not None:
+            return handle
+        with self._lock:
+            if self._closed:
+                raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
+            if key not in self._handles:
+                self._handles[key] = self._open_new(key)
+            return self._handles[key]
+
+    def _open_new(self, key: str) -> Handle:
+        label = self._label(key)
+        path = self._resolve(key)
+        try:
+            # NONBLOCK: opening a FIFO that nobody writes to must not wait.
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _refused(label, error) from None
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            os.close(descriptor)
+            raise UnsafePath("not a plain file (a device, a pipe, a socket or a folder)", file=label)
+        return Handle(descriptor, found.st_size)
+
+    def _resolve(self, key: str) -> str:
+        if not self._directory:
+            if key != self._single:
+                raise StoreError(f"there is no {key!r} in {self.name}", file=key)
+            return self.name
+        path = os.path.realpath(os.path.join(self.name, check_key(key)))
+        root = os.path.realpath(self.name)
+        allowed = [root]
+        revisions = os.path.dirname(root)
+        if os.path.basename(revisions) == "snapshots":
+            allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
+        if not any(path.startswith(place + os.sep) for place in allowed):
+            raise UnsafePath(f"a link leads out of the checkpoint, to {path!r}", file=self._label(key))
+        return path
+
+
+def _refused(label: str, error: OSError | UnicodeEncodeError, closed: bool = False) -> StoreError | Closed:
+    if closed:
+        return Closed("the checkpoint was closed while it was read", file=label)
+    if isinstance(error, UnicodeEncodeError):
+        return StoreError("the path has a character that the file system cannot hold", file=label)
+    reason = {
+        errno.ENOENT: "no such file",
+        errno.EACCES: "permission denied",
+        errno.EISDIR: "this is a folder",
+        errno.ENAMETOOLONG: "the name is too long",
+        errno.ELOOP: "links that go round in circles",
+    }.get(error.errno or 0, error.strerror or str(error))
+    refused = StoreError(reason, file=label)
+    refused.errno = error.errno
+    return refused

@@ -1,0 +1,102 @@
+"""A store whose bytes are already in memory, and one over a seekable file object."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO
+
+from holdfast.errors import Closed, StoreError, Truncated
+
+__all__ = ["FileObjectStore", "MemoryStore"]
+
+
+class MemoryStore:
+    """Bytes under keys, in this process."""
+
+    def __init__(self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>") -> None:
+        self.name = name
+        self._content = {key: memoryview(value).cast("B") for key, value in content.items()}
+        self._closed = False
+
+    def list(self) -> Sequence[str]:
+        return sorted(self._content)
+
+    def size(self, key: str) -> int:
+        return self._bytes(key).nbytes
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        content = self._bytes(key)
+        stop = start + out.nbytes
+        if start < 0 or stop > content.nbytes:
+            raise Truncated(f"wanted bytes {start} to {stop} of {content.nbytes}", file=key, offset=content.nbytes)
+        out[:] = content[start:stop]
+
+    def map(self, key: str) -> memoryview | None:
+        return self._bytes(key)
+
+    def close(self) -> None:
+        self._closed = True
+
+    def _bytes(self, key: str) -> memoryview:
+        if self._closed:
+            raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
+        if key not in self._content:
+            raise StoreError(f"there is no {key!r} in {self.name}", file=key)
+        return self._content[key]
+
+
+class FileObjectStore:
+    """One seekable binary file object under one key. Its position is put back after every read."""
+
+    KEY = "file"
+
+    def __init__(self, file: BinaryIO, *, name: str = "<file object>") -> None:
+        self.name = name
+        self._file = file
+        self._lock = threading.Lock()
+        self._closed = False
+        try:
+            position = file.tell()
+            self._size = file.seek(0, io.SEEK_END)
+            file.seek(position)
+        except (OSError, AttributeError, ValueError, TypeError) as error:
+            raise StoreError(f"a file object must be open, binary and seekable: {error}") from None
+
+    def list(self) -> Sequence[str]:
+        return [self.KEY]
+
+    def size(self, key: str) -> int:
+        if key != self.KEY:
+            raise StoreError(f"there is no {key!r} in {self.name}", file=key)
+        return self._size
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        if self._closed:
+            raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
+        if start < 0 or start + out.nbytes > self.size(key):
+            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {self._size}", offset=self._size)
+        done = 0
+        with self._lock:
+            try:
+                position = self._file.tell()
+                self._file.seek(start)
+                while done < out.nbytes:
+                    part = self._file.read(out.nbytes - done)
+                    if not isinstance(part, bytes) or not part:
+                        raise Truncated(f"the file object ended {out.nbytes - done} bytes early", offset=start + done)
+                    out[done : done + len(part)] = part
+                    done += len(part)
+                self._file.seek(position)
+            except (OSError, ValueError) as error:
+                if isinstance(error, Truncated):
+                    raise
+                raise StoreError(f"reading from {self.name} failed: {error}") from error
+
+    def map(self, key: str) -> memoryview | None:
+        return None
+
+    def close(self) -> None:
+        """Forget the file object; it belongs to the caller, who closes it."""
+        self._closed = True

@@ -1,0 +1,106 @@
+"""From lazy tensors to torch tensors: the same bits, without a copy beyond the read."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DType
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import MetadataError, Unsupported
+
+__all__ = ["tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's dtype for a row of the table."""
+    if dtype.name == "float4_e2m1fn":
+        return torch.float4_e2m1fn_x2
+    found = getattr(torch, dtype.torch, None) if dtype.torch else None
+    if not isinstance(found, torch.dtype):
+        raise Unsupported(f"torch has no dtype for {dtype}", found=dtype.name)
+    return found
+
+
+def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
+    """The tensor's elements in a torch tensor on the CPU; memory is shared with the read (or mapped) array."""
+    if lazy.dtype.kind == "quantized":
+        raise Unsupported(
+            "quantised elements mean nothing without their scale: take the composite from ckpt.tree and call its torch(), "
+            "or read the integers with numpy()",
+            tensor=lazy.name,
+        )
+    dtype = torch_dtype(lazy.dtype)
+    if lazy.traits.meta:
+        return torch.empty(lazy.shape, dtype=dtype, device="meta")
+    if lazy.dtype.name == "float4_e2m1fn":
+        return _pairs(lazy.numpy(), lazy)
+    return _from_array(lazy.numpy(), dtype)
+
+
+def _from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    """The same memory as a torch tensor: handed over as integers of the same width, then named by its true dtype."""
+    if any(s < 0 for s in array.strides):
+        array = np.ascontiguousarray(array)
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    if array.ndim == 0:
+        return _from_array(array.reshape(1), dtype).reshape(())
+    return torch.from_numpy(array.view(_carrier(array.dtype))).view(dtype)
+
+
+def tensor_from_composite(whole: Composite) -> torch.Tensor:
+    """A sparse, quantised or nested tensor out of its parts; indices out of range are refused by torch's own checks."""
+    parts = whole.parts
+    try:
+        if whole.kind == "quantized":
+            return _quantized(whole)
+        if whole.kind == "nested":
+            pieces = [parts[n].torch() for n in ("buffer", "sizes", "strides", "offsets")]
+            return torch._nested_view_from_buffer(*pieces)
+        tensors = [part.torch() for part in parts.values()]
+        if whole.kind == "sparse_coo":
+            coalesced = whole.attributes.get("coalesced")
+            return torch.sparse_coo_tensor(
+                tensors[0], tensors[1], whole.shape, check_invariants=True,
+                is_coalesced=coalesced if isinstance(coalesced, bool) else None,
+            )
+        layout = getattr(torch, whole.kind)
+        compressed, plain, values = tensors
+        return torch.sparse_compressed_tensor(
+            compressed_indices=compressed, plain_indices=plain, values=values, size=whole.shape, layout=layout,
+            check_invariants=True,
+        )
+    except (RuntimeError, IndexError) as error:
+        raise MetadataError(f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape) from error
+
+
+def _quantized(whole: Composite) -> torch.Tensor:
+    elements = whole.parts["int_repr"]
+    carrier = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}.get(elements.dtype.name)
+    if carrier is None:
+        raise Unsupported(f"torch gives no way to build a {elements.dtype} tensor from its integers", tensor=elements.name)
+    integers = _from_array(elements.numpy(), carrier)
+    match whole.attributes:
+        case {"scale": float(scale), "zero_point": int(zero)}:
+            return torch._make_per_tensor_quantized_tensor(integers, scale, zero)
+        case {"axis": int(axis)}:
+            scales, zeros = whole.parts["scales"].torch(), whole.parts["zero_points"].torch()
+            return torch._make_per_channel_quantized_tensor(integers, scales, zeros, axis)
+    raise MetadataError("a quantised tensor without its scale")
+
+
+def _carrier(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
+    """A numpy dtype of the same width that torch takes."""
+    carriers: dict[int, type[np.generic]] = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+    return np.dtype(carriers[dtype.itemsize])
+
+
+def _pairs(array: np.ndarray, lazy: LazyTensor) -> torch.Tensor:
+    """Two 4-bit floats to the byte, the first in the low half, as torch's float4_e2m1fn_x2 has them."""
+    if not array.ndim or array.shape[-1] % 2:
+        raise Unsupported("torch holds 4-bit floats in pairs; the last dimension is odd", tensor=lazy.name, found=lazy.shape)
+    nibbles = array.view(np.uint8)
+    packed = np.ascontiguousarray(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4))
+    return torch.from_numpy(packed).view(torch.float4_e2m1fn_x2)

@@ -1,0 +1,132 @@
+"""Arrays, scalars and dtypes of numpy, against what numpy itself unpickles."""
+
+from __future__ import annotations
+
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Opaque
+from holdfast.errors import PickleError
+from holdfast.formats.pickle import PlainTable, interpret_whole
+
+PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
+CODES = ["?", "i1", "<i2", ">i2", "<i4", ">i4", "<i8", "u1", "<u2", "<u4", ">u8", "<f2", "<f4", ">f4", "<f8", "c8", ">c16",
+         "S3", "<U4", ">U2", "V5", "<M8[ns]", ">m8[3D]", "M8"]  # fmt: skip
+STRUCTURED = [
+    np.dtype([("a", "<f4"), ("b", ">i2")]),
+    np.dtype({"names": ["x", "y"], "formats": ["i1", "f8"], "offsets": [0, 8], "itemsize": 24}),
+]
+ML = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
+DTYPES = [*map(np.dtype, CODES), *STRUCTURED, *map(np.dtype, ML)]
+
+
+def read(stream: bytes) -> object:
+    return interpret_whole(stream, PlainTable(), limits=Limits()).value
+
+
+def filled(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    count = int(np.prod(shape))
+    # Small numbers in every byte: valid for text, booleans and dates alike.
+    raw = bytes(i % 2 for i in range(count * dtype.itemsize))
+    return np.ndarray(shape, dtype, raw)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_arrays(dtype, protocol):
+    base = filled(dtype, (2, 3, 4))
+    arrays = [base, np.asfortranarray(base), base.transpose(1, 2, 0), base[:, ::2], base[0, 0, 0:0], base[0, 0, 0].reshape(())]
+    for array in arrays:
+        stream = pickle.dumps(array, protocol)
+        ours, theirs = read(stream), pickle.loads(stream)
+        assert type(ours) is np.ndarray
+        assert ours.dtype == theirs.dtype
+        assert ours.dtype.byteorder == theirs.dtype.byteorder
+        assert ours.shape == theirs.shape
+        assert ours.flags.f_contiguous == theirs.flags.f_contiguous
+        assert ours.tobytes() == theirs.tobytes()
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scalars_and_dtypes(dtype, protocol):
+    value = filled(dtype, (1,))[0]
+    stream = pickle.dumps([value, value.dtype, value], protocol)
+    ours, theirs = read(stream), pickle.loads(stream)
+    assert [type(x) for x in ours] == [type(x) for x in theirs]
+    assert ours[0].tobytes() == theirs[0].tobytes()
+    assert ours[1] == theirs[1]
+    assert ours[0] is ours[2]
+
+
+def test_the_memo_holds_the_finished_array():
+    array = np.arange(3)
+    ours = read(pickle.dumps({"a": array, "b": [array, array.dtype, array.dtype]}, 2))
+    assert ours["a"] is ours["b"][0]
+    assert ours["b"][1] is ours["b"][2]
+    assert ours["b"][1] == np.dtype(int)
+
+
+def test_empty_text_scalars():
+    ours = read(pickle.dumps([np.str_(""), np.bytes_(b""), {np.str_("k"): 1, np.int64(5): 2}], 2))
+    assert ours == ["", b"", {"k": 1, 5: 2}]
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([1, "a", None], dtype=object),
+        np.zeros(2, np.dtype([("a", "f4", (2,))])),
+        np.zeros(2, np.dtype([("a", [("b", "i1")])])),
+        np.matrix([[1, 2]]),
+        np.ma.masked_array([1, 2], [0, 1]),
+        np.dtype("O"),
+        np.zeros(1, "S0"),
+    ],
+    ids=["object", "subarray", "nested", "matrix", "masked", "dtype O", "no bytes"],
+)
+def test_the_rest_stays_opaque(value, protocol):
+    ours = read(pickle.dumps(value, protocol))
+    assert isinstance(ours, Opaque)
+
+
+def test_an_object_array_keeps_its_content():
+    ours = read(pickle.dumps(np.array([1, "a", None], dtype=object), 2))
+    assert ours.name == "_reconstruct"
+    assert ours.state[-1] == [1, "a", None]
+
+
+def test_random_states_keep_their_arrays():
+    ours = read(pickle.dumps(np.random.RandomState(3).get_state(), 2))
+    assert ours[0] == "MT19937"
+    assert ours[1].shape == (624,)
+
+
+DTYPE = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R(K\x03X\x01\x00\x00\x00<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "data"),
+    [
+        ("too many elements", b"K\x03\x85", b"C\x08aaaabbbb"),
+        ("too few", b"K\x01\x85", b"C\x08aaaabbbb"),
+        ("huge", b"\x8a\x08\xff\xff\xff\xff\xff\xff\xff\x7f\x85", b"C\x08aaaabbbb"),
+        ("wraps to 8 bytes", b"\x8a\x09\x02\x00\x00\x00\x00\x00\x00\x40\x00\x85", b"C\x08aaaabbbb"),
+        ("negative", b"J\xfe\xff\xff\xffJ\xff\xff\xff\xff\x86", b"C\x08aaaabbbb"),
+        ("a boolean", b"\x88K\x02\x86", b"C\x08aaaabbbb"),
+        ("text", b"X\x01\x00\x00\x002\x85", b"C\x08aaaabbbb"),
+        ("rank 65", b"(" + b"K\x01" * 65 + b"t", b"C\x04aaaa"),
+        ("data that is a list", b"K\x02\x85", b"N"),
+        ("zero times huge", b"K\x00\x8a\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f\x00\x86", b"C\x00"),
+    ],
+)
+def test_lies_about_arrays(name, shape, data):
+    head = b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01"
+    with pytest.raises(PickleError) as caught:
+        read(head + shape + DTYPE + b"\x89" + data + b"tb.")
+    assert caught.value.offset is not None

@@ -1,0 +1,40 @@
+"""Byte runs against a byte-by-byte oracle."""
+
+from hypothesis import given, settings
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DTYPES
+from holdfast.plan.runs import byte_runs
+from tests.properties.strategies import bytes_touched, chunks
+
+
+@settings(max_examples=400)
+@given(chunks())
+def test_runs_are_exactly_the_bytes_touched(drawn):
+    chunk, dtype = drawn
+    starts, stops = byte_runs(chunk, dtype)
+    covered = {b for a, z in zip(starts.tolist(), stops.tolist(), strict=True) for b in range(a, z)}
+    assert covered == bytes_touched(chunk, dtype)
+
+
+@settings(max_examples=400)
+@given(chunks())
+def test_runs_are_sorted_disjoint_and_maximal(drawn):
+    starts, stops = byte_runs(*drawn)
+    assert all(a < z for a, z in zip(starts, stops, strict=True))
+    # A gap of at least one byte between neighbours: touching runs would not be maximal.
+    assert all(z < a for z, a in zip(stops[:-1], starts[1:], strict=True))
+
+
+def test_interleaved_strides_touch():
+    """Strides 2 and 3 over single bytes: 0, 2, 3, 5. The run 2..4 exists only after the merge."""
+    chunk = Chunk(Box.whole((2, 2)), Storage("f", 0, 8), 0, (24, 16))
+    starts, stops = byte_runs(chunk, DTYPES.name("uint8"))
+    assert (starts.tolist(), stops.tolist()) == ([0, 2, 5], [1, 4, 6])
+
+
+def test_a_billion_contiguous_elements_are_one_run():
+    chunk = Chunk(Box.whole((1 << 15, 1 << 15)), Storage("f", 0, 1 << 32), 0, (32 << 15, 32))
+    starts, stops = byte_runs(chunk, DTYPES.name("float32"))
+    assert (starts.tolist(), stops.tolist()) == ([0], [1 << 32])

@@ -1,0 +1,247 @@
+"""The shape of the package, held by tests: which layer may import which, who may import torch, who may print.
+
+    errors < core < plan, stores < formats, engine < api < holdfast < cli, torch
+
+Imports are found with `ast` in every module under `src/holdfast`, also those inside functions. Blocks under
+`TYPE_CHECKING` are not imports at run time and are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent / "src" / "holdfast"
+MODULES = sorted(ROOT.rglob("*.py"))
+
+MAX_LINES = 500
+
+BELOW = {
+    "errors": set(),
+    "core": {"errors"},
+    "plan": {"errors", "core"},
+    "stores": {"errors", "core"},
+    "formats": {"errors", "core", "plan"},
+    "engine": {"errors", "core", "plan", "stores"},
+    "api": {"errors", "core", "plan", "stores", "formats", "engine"},
+    "": {"errors", "core", "plan", "stores", "formats", "engine", "api"},
+    "cli": {"errors", "core", "plan", "stores", "formats", "engine", "api", ""},
+    "torch": {"errors", "core", "plan", "stores", "formats", "engine", "api", ""},
+}
+"""Layer to the layers that it may import besides itself; "" is `holdfast/__init__.py`."""
+
+UPWARD = {("core/tensor.py", "holdfast.torch.tensors"), ("core/composite.py", "holdfast.torch.tensors")}
+"""The only arrows that point up: the methods `torch()` import the adapter when they are called."""
+
+
+def layer(module: str) -> str:
+    """The layer of a module's dotted name.
+
+    >>> layer("holdfast.core.box"), layer("holdfast.errors"), layer("holdfast")
+    ('core', 'errors', '')
+    """
+    return module.split(".")[1] if "." in module else ""
+
+
+def dotted(path: Path) -> str:
+    """The dotted name of a file of the package."""
+    parts = ("holdfast", *path.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    test = node.test if isinstance(node, ast.If) else None
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def run_time_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that may run, which leaves out what is under `if TYPE_CHECKING`."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if is_type_checking(node):
+            waiting.extend(node.orelse)
+        else:
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def imports(tree: ast.AST, *, module: str, is_package: bool) -> Iterator[tuple[str, int]]:
+    """The dotted name of everything that a module imports, and the line."""
+    package = module if is_package else module.rpartition(".")[0]
+    for node in run_time_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base] if base else above)
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                yield (inner if base == "holdfast" and alias.name in BELOW else base), node.lineno
+
+
+def imports_of(path: Path) -> list[tuple[str, int]]:
+    tree = ast.parse(path.read_text(), str(path))
+    return list(imports(tree, module=dotted(path), is_package=path.name == "__init__.py"))
+
+
+def misplaced(module: str, imported: str) -> bool:
+    """Whether an import of the package by itself breaks the order of the layers."""
+    if imported.split(".")[0] != "holdfast":
+        return False
+    return layer(imported) != layer(module) and layer(imported) not in BELOW[layer(module)]
+
+
+def speaks(node: ast.AST) -> bool:
+    """Whether a node prints, touches a standard stream, or logs above DEBUG."""
+    if isinstance(node, ast.Call):
+        called = node.func
+        if isinstance(called, ast.Name):
+            return called.id in ("print", "breakpoint", "input")
+        loud = ("info", "warning", "warn", "error", "critical", "exception", "basicConfig")
+        if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.attr in loud:
+            return called.value.id.lower().strip("_") in ("log", "logger", "logging")
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.value.id == "sys" and node.attr in ("stdout", "stderr", "__stdout__", "__stderr__")
+    if isinstance(node, ast.ImportFrom) and node.module == "sys":
+        return any(alias.name in ("stdout", "stderr") for alias in node.names)
+    return False
+
+
+def fresh(code: str) -> str:
+    """Run code in a new interpreter and return what it printed."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_every_package_has_a_layer():
+    assert MODULES, f"nothing under {ROOT}"
+    assert {layer(dotted(path)) for path in MODULES} <= set(BELOW)
+
+
+def test_an_import_only_points_down():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for path in MODULES
+        for name, line in imports_of(path)
+        if misplaced(dotted(path), name) and (path.relative_to(ROOT).as_posix(), name) not in UPWARD
+    ]
+    assert wrong == []
+
+
+def test_the_documented_exceptions_are_still_needed():
+    found = {(path.relative_to(ROOT).as_posix(), name) for path in MODULES for name, _ in imports_of(path)}
+    assert found >= UPWARD
+
+
+def test_torch_is_imported_only_under_the_adapter():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in MODULES
+        for name, line in imports_of(path)
+        if name.split(".")[0] == "torch" and layer(dotted(path)) != "torch"
+    ]
+    assert wrong == []
+
+
+def test_importing_the_package_is_light():
+    banned = ("torch", "rich", "typer", "safetensors", "holdfast.cli", "holdfast.torch")
+    found = fresh(f"import sys, holdfast; print([m for m in {banned} if m in sys.modules])")
+    assert found == "[]"
+
+
+def test_importing_the_package_costs_little_beyond_numpy():
+    # CPU seconds, the least of three, against the two libraries that it cannot do without.
+    code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+    floor = min(float(fresh(code.format("numpy, ml_dtypes"))) for _ in range(3))
+    ours = min(float(fresh(code.format("holdfast"))) for _ in range(3))
+    assert ours < 4 * floor, f"importing holdfast takes {ours / floor:.1f} times as long as numpy and ml_dtypes"
+
+
+def test_nothing_prints_outside_the_cli():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        if layer(dotted(path)) != "cli"
+        for node in run_time_nodes(ast.parse(path.read_text(), str(path)))
+        if speaks(node)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("module", [dotted(path) for path in MODULES if path.name != "__main__.py"])
+def test_all_is_honest(module: str):
+    if layer(module) == "torch":
+        pytest.importorskip("torch")
+    loaded = importlib.import_module(module)
+    names = getattr(loaded, "__all__", [])
+    assert [name for name in names if not hasattr(loaded, name)] == []
+    assert len(names) == len(set(names))
+
+
+def test_no_module_is_long():
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in MODULES}
+    assert {name: count for name, count in lengths.items() if count > MAX_LINES} == {}
+
+
+# The checks themselves can fail:
+
+
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import torch", ["torch"]),
+        ("def f():\n    import torch.nn", ["torch.nn"]),
+        ("if TYPE_CHECKING:\n    import torch\nelse:\n    import numpy", ["numpy"]),
+        ("from holdfast import errors", ["holdfast.errors"]),
+        ("from holdfast import open", ["holdfast"]),
+        ("from . import box", ["holdfast.core"]),
+        ("from ..api.open import open", ["holdfast.api.open"]),
+    ],
+)
+def test_imports_are_found(source: str, names: list[str]):
+    found = imports(ast.parse(source), module="holdfast.core.tensor", is_package=False)
+    assert [name for name, _ in found] == names
+
+
+@pytest.mark.parametrize(
+    ("module", "imported", "wrong"),
+    [
+        ("holdfast.core.box", "holdfast.api.open", True),
+        ("holdfast.core.box", "holdfast", True),
+        ("holdfast.plan.runs", "holdfast.stores.local", True),
+        ("holdfast.engine.execute", "holdfast.formats.zip", True),
+        ("holdfast.cli.main", "holdfast.torch.tensors", True),
+        ("holdfast.api.open", "holdfast.core.box", False),
+        ("holdfast.core.box", "holdfast.core.chunk", False),
+        ("holdfast.core.box", "numpy", False),
+    ],
+)
+def test_layers_are_compared(module: str, imported: str, wrong: bool):
+    assert misplaced(module, imported) is wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "loud"),
+    [
+        ("print(1)", True),
+        ("import sys\nsys.stdout.write('x')", True),
+        ("from sys import stderr", True),
+        ("log.warning('x')", True),
+        ("log.debug('x')", False),
+        ("warnings.warn('x')", False),
+    ],
+)
+def test_speech_is_heard(source: str, loud: bool):
+    assert any(speaks(node) for node in ast.walk(ast.parse(source))) is loud
