@@ -15,6 +15,10 @@
     ├── Unsupported (NotImplementedError)   well-formed, but not something we can turn into what was asked for
     ├── NoSuchTensor (KeyError)             the name is not in the checkpoint; near names are suggested
     ├── BadIndex (IndexError)               an index that numpy would refuse too, or one that we cannot do lazily
+    ├── SaveError (OSError)                 a save did not do what it should
+    │   ├── NotCommitted                    nothing changed at the target; what was there is intact
+    │   └── DurabilityUncertain             the new content is in place, but may not survive a power cut
+    ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
     ├── BadTarget (ValueError)              `out=` has another shape, dtype or layout than the tensor
     └── Closed (ValueError)                 the checkpoint was closed before this read
 
@@ -24,14 +28,16 @@ being done, what was found and, where there is something to do, what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 __all__ = [
     "BadIndex",
     "BadTarget",
+    "CannotHold",
     "Closed",
     "Corrupted",
+    "DurabilityUncertain",
     "FormatError",
     "HeaderError",
     "HoldfastError",
@@ -39,7 +45,9 @@ __all__ = [
     "LimitExceeded",
     "MetadataError",
     "NoSuchTensor",
+    "NotCommitted",
     "PickleError",
+    "SaveError",
     "StoreError",
     "Truncated",
     "UnknownFormat",
@@ -143,6 +151,27 @@ class NoSuchTensor(HoldfastError, KeyError):
 
 class BadIndex(HoldfastError, IndexError):
     """An index that does not fit the tensor, or that cannot be done without reading more than it asks for."""
+
+
+class SaveError(HoldfastError, OSError):
+    """A save did not do what it should; the two kinds below say what is at the target."""
+
+
+class NotCommitted(SaveError):
+    """The save failed before its one visible step: what was at the target is untouched, and nothing else was left."""
+
+
+class DurabilityUncertain(SaveError):
+    """The new content is in place, but the file system refused to confirm that it would survive a power cut."""
+
+
+class CannotHold(HoldfastError, ValueError):
+    """The target format cannot hold some of the state; nothing was written."""
+
+    def __init__(self, message: str, problems: Sequence[str], *, file: str | None = None) -> None:
+        shown = [*problems[:20], *([f"… and {len(problems) - 20} more"] if len(problems) > 20 else [])]
+        super().__init__("\n  - ".join([message, *shown]), file=file)
+        self.problems = tuple(problems)
 
 
 class BadTarget(HoldfastError, ValueError):

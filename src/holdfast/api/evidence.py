@@ -95,6 +95,8 @@ def _inside(value: object) -> Iterator[tuple[str, object]]:
     """Everything in a value, with a short key for each."""
     match value:
         case dict():
+            # An OrderedDict keeps what a BUILD gave it (`_metadata`, and anything else) among its attributes.
+            yield from getattr(value, "__dict__", {}).items()
             for key, item in value.items():
                 yield brief(key, 40) if not isinstance(key, str) else key, item
                 if not isinstance(key, str | int):

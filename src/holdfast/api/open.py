@@ -30,19 +30,21 @@ def open(
     path: Openable,
     *,
     mmap: bool = False,
+    verify: bool = True,
     limits: Limits | None = None,
     threads: int | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
 
     `path` is a file, a directory, the bytes themselves, or a seekable binary file object. With `mmap=True` arrays are
-    views of the mapped file (copied on write) where their layout allows. `limits` raises what a file may cost; `threads`
-    bounds the parallel reads.
+    views of the mapped file (copied on write) where their layout allows, and checksums are not looked at. Otherwise, where the
+    file records a checksum and the whole of what it covers is read, it is compared (`verify=False` opts out). `limits` raises
+    what a file may cost; `threads` bounds the parallel reads.
     """
     store = store_of(path, limits or Limits())
     try:
         with located(file=store.name), resting_collector():
-            source = OpenSource(store, limits=limits, threads=threads, mapped=mmap)
+            source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify)
             return Checkpoint(source, detect(source).describe(source))
     except BaseException:
         store.close()

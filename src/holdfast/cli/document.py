@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 
 from holdfast.cli.outline import Branch, Leaf, outline
@@ -16,7 +17,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.tensor import LazyTensor
 
-__all__ = ["SCHEMA", "document", "dumps"]
+__all__ = ["SCHEMA", "document", "dumps", "print_json"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
@@ -28,6 +29,11 @@ LISTED = 1000
 def dumps(value: object) -> str:
     """JSON text, ASCII only, with no tokens that JSON lacks."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False)
+
+
+def print_json(value: object) -> None:
+    """Write a document to standard output, on one line."""
+    sys.stdout.write(dumps(value) + "\n")
 
 
 def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from holdfast.api.open import open as open_checkpoint
 from holdfast.cli.arrays import as_text, widens, write_npy, write_npz
-from holdfast.cli.lines import Line
+from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.show import matcher
 from holdfast.cli.slices import parse_slice
 from holdfast.cli.text import escape, nbytes, plural
@@ -15,7 +17,18 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import BadTarget, located
 
-__all__ = ["choose", "print_tensors", "write_tensors"]
+__all__ = ["choose", "run", "show_tensors", "write_tensors"]
+
+
+def run(path: Path, names: Sequence[str], *, index: str | None, output: Path | None, raw: bool) -> int:
+    """The command; returns its exit code."""
+    with open_checkpoint(path) as checkpoint:
+        tensors = choose(checkpoint, names, index)
+        if output is None:
+            print_lines(show_tensors(tensors))
+        else:
+            print_lines(write_tensors(checkpoint, tensors, output, raw=raw), file=sys.stderr)
+    return 0
 
 
 def choose(checkpoint: Checkpoint, names: Sequence[str], index: str | None) -> dict[str, LazyTensor]:
@@ -46,7 +59,7 @@ def choose(checkpoint: Checkpoint, names: Sequence[str], index: str | None) -> d
     return sliced
 
 
-def print_tensors(tensors: dict[str, LazyTensor]) -> Iterator[Line]:
+def show_tensors(tensors: dict[str, LazyTensor]) -> Iterator[Line]:
     """Each tensor as numpy shows it, under a line with its name, dtype, shape and size."""
     for position, (name, tensor) in enumerate(tensors.items()):
         with located(tensor=name):

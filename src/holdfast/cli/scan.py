@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from holdfast.api.scan import FileReport, Finding, ScanReport
-from holdfast.cli.lines import Line
+from holdfast.api.scan import FileReport, Finding, ScanReport, scan
+from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.text import clip, escape, plural
 
-__all__ = ["scan_document", "scan_lines"]
+__all__ = ["run", "scan_document", "scan_lines"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
 
 SHOWN = 50
 """Findings of one file that are shown unless `--all` is given; the worst stand first."""
+
+
+EXIT = {"clean": 0, "suspicious": 1, "error": 2}
+
+
+def run(paths: Sequence[Path], *, strict: bool, everything: bool, as_json: bool) -> int:
+    """The command; returns its exit code."""
+    report = scan(*paths)
+    if as_json:
+        from holdfast.cli.document import print_json
+
+        print_json(scan_document(report, strict=strict))
+    else:
+        print_lines(scan_lines(report, everything=everything, strict=strict))
+    return EXIT[report.verdict(strict=strict)]
 
 
 def scan_lines(report: ScanReport, *, everything: bool = False, strict: bool = False) -> Iterator[Line]:

@@ -16,15 +16,17 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from holdfast.api.open import open as open_checkpoint
 from holdfast.cli.fold import fold
-from holdfast.cli.lines import Line
+from holdfast.cli.lines import Line, guides, print_lines
 from holdfast.cli.outline import Branch, Leaf, Node, outline, ties, total
 from holdfast.cli.text import clip, count, escape, nbytes, percent, plural, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
 
-__all__ = ["LINES", "matcher", "short_dtype", "show_table", "show_tree"]
+__all__ = ["LINES", "matcher", "run", "short_dtype", "show_table", "show_tree"]
 
 LINES = 200
 """Lines that are shown unless `--all` is given: a few screens."""
@@ -46,6 +48,20 @@ class Row:
     shape: str = ""
     size: str = ""
     remark: Line | None = None
+
+
+def run(path: Path, *, pattern: str | None, depth: int | None, everything: bool, as_json: bool) -> int:
+    """The command; returns its exit code."""
+    with open_checkpoint(path) as checkpoint:
+        if as_json:
+            from holdfast.cli.document import document, print_json
+
+            print_json(document(checkpoint, wanted=matcher("*" if pattern is None else pattern)))
+        elif pattern is not None:
+            print_lines(show_table(checkpoint, pattern, everything=everything))
+        else:
+            print_lines(show_tree(checkpoint, depth=depth, everything=everything, pieces=guides()))
+    return 0
 
 
 def short_dtype(dtype: DType) -> str:

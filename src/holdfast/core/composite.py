@@ -19,16 +19,17 @@ class Composite:
     """A tensor made of plain parts. In a checkpoint's mapping its parts stand under `name.part`."""
 
     kind: str
-    """`sparse_coo`, `sparse_csr`, `sparse_csc`, `sparse_bsr`, `sparse_bsc`, `quantized` or `nested`."""
+    """`sparse_coo`, `sparse_csr`, `sparse_csc`, `sparse_bsr`, `sparse_bsc`, `quantized`, `nested` or `jagged`."""
 
     shape: tuple[int, ...]
-    """The shape of the whole."""
+    """The shape of the whole; of a nested tensor only how many tensors are in it."""
 
     parts: Mapping[str, LazyTensor]
-    """Its plain tensors: `indices` and `values`; `int_repr`, `scales`, `zero_points`; `buffer`, `sizes`, `strides`, `offsets`."""
+    """Its plain tensors: `indices` and `values`; `int_repr`, `scales`, `zero_points`; `buffer`, `sizes`, `strides`, `offsets`;
+    `values`, `offsets`, `lengths`."""
 
     attributes: Mapping[str, object]
-    """Everything else: `coalesced`, `qscheme`, `scale`, `zero_point`, `axis`."""
+    """Everything else: `coalesced`, `qscheme`, `scale`, `zero_point`, `axis`, `ragged_idx`, `min_seqlen`, `max_seqlen`."""
 
     traits: Traits
 

@@ -18,7 +18,7 @@ from holdfast.core.opaque import Global
 if TYPE_CHECKING:
     from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Description", "Foreign", "Format", "Request", "Source", "Store"]
+__all__ = ["Description", "Foreign", "Format", "Request", "Source", "State", "Store"]
 
 
 class Store(Protocol):
@@ -109,6 +109,23 @@ class Description:
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text that the file carries about itself (safetensors `__metadata__`, torch's version records)."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What is to be saved: the same two views of it that a `Description` gives, made by `api.state.describe_state`."""
+
+    tree: object
+    """The nested state; every tensor in it is a `LazyTensor` (or a `Composite` of them), whatever it was before."""
+
+    tensors: Mapping[str, LazyTensor]
+    """Every tensor under its dotted name. Two names with one storage are aliases."""
+
+    paths: Mapping[str, tuple[str | int, ...]]
+    """Where each name is in the tree."""
+
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Text to be kept with it (safetensors `__metadata__`)."""
 
 
 class Format(Protocol):

@@ -127,7 +127,12 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
         name = f"{base}#{count}"
     if count > 1:
         named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
-    named.tensors[name] = tensor.renamed(name)
+    if tensor.name:
+        tensor = tensor.renamed(name)
+    else:
+        # Fresh from a format and seen by nobody yet: named where it is, so that the tree's leaves know their names too.
+        object.__setattr__(tensor, "name", name)
+    named.tensors[name] = tensor
     named.paths[name] = path
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 import numpy as np
 
 from holdfast.core.protocols import Store
+from holdfast.engine.checks import Checks
 from holdfast.engine.place import place
 from holdfast.errors import HoldfastError
 from holdfast.plan.reads import Batch, Fetch, ReadPlan, Strip, tooth_chunk, tooth_index
@@ -35,9 +36,9 @@ def default_threads() -> int:
     return min(16, 2 * (os.cpu_count() or 1))
 
 
-def execute(plan: ReadPlan, store: Store, threads: int) -> None:
+def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
     """Carry out every fetch. Raises the first error after all threads have stopped."""
-    work = list(_tasks(plan, store))
+    work = list(_tasks(plan, store, checks))
     if threads <= 1 or len(work) == 1 or plan.read_nbytes < INLINE_NBYTES:
         for task in work:
             task()
@@ -68,22 +69,22 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
         future.result()
 
 
-def _tasks(plan: ReadPlan, store: Store) -> Iterator[Callable[[], None]]:
+def _tasks(plan: ReadPlan, store: Store, checks: Checks) -> Iterator[Callable[[], None]]:
     for batch in plan.batches:
         group: list[Fetch] = []
         nbytes = 0
         for fetch in batch.fetches:
             size = fetch.stop - fetch.start
             if group and (nbytes + size > TASK_NBYTES or len(group) >= TASK_FETCHES):
-                yield _task(batch, group, store)
+                yield _task(batch, group, store, checks)
                 group, nbytes = [], 0
             group.append(fetch)
             nbytes += size
         if group:
-            yield _task(batch, group, store)
+            yield _task(batch, group, store, checks)
 
 
-def _task(batch: Batch, fetches: list[Fetch], store: Store) -> Callable[[], None]:
+def _task(batch: Batch, fetches: list[Fetch], store: Store, checks: Checks) -> Callable[[], None]:
     def run() -> None:
         scratch = memoryview(b"")
         for fetch in fetches:
@@ -91,7 +92,9 @@ def _task(batch: Batch, fetches: list[Fetch], store: Store) -> Callable[[], None
                 number, tooth = fetch.teeth[0]
                 strip = batch.strips[number]
                 if strip.direct:
-                    _read(store, fetch, _flat(strip, tooth), strip)
+                    out = _flat(strip, tooth)
+                    _read(store, fetch, out, strip)
+                    checks.add(strip.chunk.storage, fetch.start, out)
                     continue
             need = fetch.stop - fetch.start
             if scratch.nbytes < need:
@@ -105,6 +108,9 @@ def _task(batch: Batch, fetches: list[Fetch], store: Store) -> Callable[[], None
                     place(tooth_chunk(strip, index), strip.dtype, fetched, fetch.start, strip.target[_keep(index)])
                 else:
                     place(strip.chunk, strip.dtype, fetched, fetch.start, strip.target)
+                    begin = strip.chunk.storage.start + strip.comb.base // 8
+                    end = begin + (strip.comb.extent + 7) // 8
+                    checks.add(strip.chunk.storage, begin, fetched[begin - fetch.start : end - fetch.start])
 
     return run
 

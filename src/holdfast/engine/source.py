@@ -9,6 +9,7 @@ import numpy as np
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.execute import default_threads, execute
 from holdfast.errors import Unsupported
 from holdfast.plan.coalesce import Policy
@@ -27,12 +28,18 @@ class OpenSource:
         limits: Limits | None = None,
         threads: int | None = None,
         mapped: bool = False,
+        resident: bool = False,
+        verify: bool = True,
         policy: Policy | None = None,
     ) -> None:
         self.store = store
         self.limits = limits or Limits()
         self.threads = threads or default_threads()
         self.mapped = mapped
+        self.verify = verify
+        """Whether checksums that the file records are compared when a storage is read from end to end."""
+        self.resident = resident
+        """Whether the bytes are in this process's memory, so that reading them is no more than looking."""
         self.policy = policy or Policy()
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
@@ -50,7 +57,9 @@ class OpenSource:
                 raise Unsupported(
                     "this tensor was saved on the meta device: it has a shape and no data", tensor=request.tensor.name
                 )
-        execute(self.plan(requests), self.store, self.threads)
+        checks = Checks(whole_storages(requests) if self.verify else {})
+        execute(self.plan(requests), self.store, self.threads, checks)
+        checks.finish()
         for request in requests:
             _resolve(request)
 

@@ -20,6 +20,10 @@ class MemoryStore:
         self._content = {key: memoryview(value).cast("B") for key, value in content.items()}
         self._closed = False
 
+    def add(self, key: str, content: memoryview) -> None:
+        """Put more bytes under a new key."""
+        self._content[key] = content
+
     def list(self) -> Sequence[str]:
         return sorted(self._content)
 
@@ -81,14 +85,16 @@ class FileObjectStore:
         with self._lock:
             try:
                 position = self._file.tell()
-                self._file.seek(start)
-                while done < out.nbytes:
-                    part = self._file.read(out.nbytes - done)
-                    if not isinstance(part, bytes) or not part:
-                        raise Truncated(f"the file object ended {out.nbytes - done} bytes early", offset=start + done)
-                    out[done : done + len(part)] = part
-                    done += len(part)
-                self._file.seek(position)
+                try:
+                    self._file.seek(start)
+                    while done < out.nbytes:
+                        part = self._file.read(out.nbytes - done)
+                        if not isinstance(part, bytes) or not part:
+                            raise Truncated(f"the file object ended {out.nbytes - done} bytes early", offset=start + done)
+                        out[done : done + len(part)] = part
+                        done += len(part)
+                finally:
+                    self._file.seek(position)
             except (OSError, ValueError) as error:
                 if isinstance(error, Truncated):
                     raise

@@ -8,7 +8,7 @@ import torch
 from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import MetadataError, Unsupported
+from holdfast.errors import HoldfastError, MetadataError, Unsupported
 
 __all__ = ["tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
 
@@ -41,8 +41,9 @@ def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
 
 def _from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """The same memory as a torch tensor: handed over as integers of the same width, then named by its true dtype."""
-    if any(s < 0 for s in array.strides):
-        array = np.ascontiguousarray(array)
+    if any(s < 0 for s in array.strides) or not array.flags.writeable:
+        # torch has neither reversed nor read-only tensors (the latter come from bytes opened with mmap=True).
+        array = array.copy()
     if not array.size:
         return torch.empty(array.shape, dtype=dtype)
     if array.ndim == 0:
@@ -57,8 +58,9 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
         if whole.kind == "quantized":
             return _quantized(whole)
         if whole.kind == "nested":
-            pieces = [parts[n].torch() for n in ("buffer", "sizes", "strides", "offsets")]
-            return torch._nested_view_from_buffer(*pieces)
+            return _nested(whole)
+        if whole.kind == "jagged":
+            return _jagged(whole)
         tensors = [part.torch() for part in parts.values()]
         if whole.kind == "sparse_coo":
             coalesced = whole.attributes.get("coalesced")
@@ -72,23 +74,72 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
             compressed_indices=compressed, plain_indices=plain, values=values, size=whole.shape, layout=layout,
             check_invariants=True,
         )
-    except (RuntimeError, IndexError) as error:
+    except HoldfastError:
+        raise
+    except (RuntimeError, IndexError, ValueError) as error:
         raise MetadataError(f"the parts of a {whole.kind} tensor do not fit: {error}", found=whole.shape) from error
+
+
+def _nested(whole: Composite) -> torch.Tensor:
+    """Tensors of several shapes in one buffer. torch trusts the numbers, so they are checked here against the buffer."""
+    buffer, sizes, strides, offsets = (whole.parts[n].torch() for n in ("buffer", "sizes", "strides", "offsets"))
+    rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
+    for shape, steps, offset in rows:
+        if min([offset, *shape, *steps]) < 0 or (
+            all(shape) and offset + sum((n - 1) * s for n, s in zip(shape, steps, strict=True)) >= buffer.numel()
+        ):
+            raise MetadataError("a nested tensor reaches past its buffer", found=tuple(shape), expected=buffer.numel())
+    return torch._nested_view_from_buffer(buffer, sizes, strides, offsets)
+
+
+def _jagged(whole: Composite) -> torch.Tensor:
+    """Rows of several lengths along one dimension; torch trusts the offsets, so they are checked here."""
+    values, offsets = whole.parts["values"].torch(), whole.parts["offsets"].torch()
+    lengths = whole.parts["lengths"].torch() if "lengths" in whole.parts else None
+    known = {name: value for name, value in whole.attributes.items() if isinstance(value, int)}
+    starts, stops = offsets[:-1], offsets[1:]
+    ends = stops if lengths is None else starts + lengths
+    if int(offsets[0]) < 0 or bool((stops < starts).any()) or bool((ends < starts).any()) or bool((ends > stops).any()):
+        raise MetadataError("the offsets of a jagged tensor do not rise, or its lengths do not fit between them")
+    room = values.shape[known["ragged_idx"] - 1]
+    if int(offsets[-1]) > room:
+        raise MetadataError("a jagged tensor reaches past its values", expected=room, found=int(offsets[-1]))
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, lengths, known["ragged_idx"], known.get("min_seqlen"), known.get("max_seqlen")
+    )
 
 
 def _quantized(whole: Composite) -> torch.Tensor:
     elements = whole.parts["int_repr"]
     carrier = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}.get(elements.dtype.name)
-    if carrier is None:
-        raise Unsupported(f"torch gives no way to build a {elements.dtype} tensor from its integers", tensor=elements.name)
-    integers = _from_array(elements.numpy(), carrier)
+    array = elements.numpy()
     match whole.attributes:
         case {"scale": float(scale), "zero_point": int(zero)}:
-            return torch._make_per_tensor_quantized_tensor(integers, scale, zero)
+            if carrier is not None:
+                return torch._make_per_tensor_quantized_tensor(_from_array(array, carrier), scale, zero)
+            made = torch._empty_affine_quantized(
+                elements.shape, scale=scale, zero_point=zero, dtype=torch_dtype(elements.dtype)
+            )
         case {"axis": int(axis)}:
             scales, zeros = whole.parts["scales"].torch(), whole.parts["zero_points"].torch()
-            return torch._make_per_channel_quantized_tensor(integers, scales, zeros, axis)
-    raise MetadataError("a quantised tensor without its scale")
+            if carrier is not None:
+                return torch._make_per_channel_quantized_tensor(_from_array(array, carrier), scales, zeros, axis)
+            made = torch._empty_per_channel_affine_quantized(
+                elements.shape, scales=scales, zero_points=zeros, axis=axis, dtype=torch_dtype(elements.dtype)
+            )
+        case _:
+            raise MetadataError("a quantised tensor without its scale")
+    return _packed(made, array, elements.dtype.bits)
+
+
+def _packed(made: torch.Tensor, array: np.ndarray, bits: int) -> torch.Tensor:
+    """Fill a quantised tensor of a packed type, which torch builds from nothing but its storage; lowest bits first."""
+    each = np.unpackbits(array.reshape(-1, 1), axis=1, bitorder="little")[:, :bits]
+    packed = np.packbits(each.reshape(-1), bitorder="little")
+    storage = torch.empty(0, dtype=torch.uint8).set_(made.untyped_storage())
+    storage.zero_()
+    storage[: len(packed)] = torch.from_numpy(packed)
+    return made
 
 
 def _carrier(dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:

@@ -39,7 +39,7 @@ CALLS = {
     "BUILD on a module": (P2 + b"csys\nmodules\n}" + STR(b"a") + CMD + b"sb.", "sys.modules", ("build", "mention")),
     "BUILD on a class": (P2 + b"cbuiltins\ndict\n}" + STR(b"__setstate__") + SYSTEM + b"sb.", "os.system", ("mention",)),
     "BUILD on an object": (P2 + b"ca\nB\n)\x81}" + STR(b"__class__") + SYSTEM + b"sb.", "os.system", ("mention",)),
-    "STACK_GLOBAL from the memo": (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x940h\x00h\x01\x93\x86h\x01\x85R."[:-4] + b".", None, None),
+    "STACK_GLOBAL from the memo": (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x86h\x00h\x01\x93)R\x86.", "os.system", None),
     "dotted name": (b"\x80\x04\x8c\x08builtins\x8c\x0ddict.__init__\x93" + CMD + b"\x85R.", "builtins.dict.__init__", None),
     "homoglyph": ("cоs\nsystem\n".encode() + CMD + b"\x85R.", "оs.system", ("call", "mention")),
     "newline in a name": (b"\x80\x04\x8c\x03o\ns\x8c\x01x\x93)R.", "o\ns.x", None),
@@ -53,7 +53,6 @@ CALLS = {
     "codec with side effects": (P2 + b"c_codecs\nencode\n" + CMD + STR(b"zlib") + b"\x86R.", "_codecs.encode", ("call", "mention")),
     "numpy subclass": (P2 + b"cnumpy.core.multiarray\n_reconstruct\nca\nB\nK\x00\x85U\x01b\x87R.", "a.B", ("mention",)),
 }
-CALLS["STACK_GLOBAL from the memo"] = (b"\x80\x04\x8c\x02os\x94\x8c\x06system\x94\x86h\x00h\x01\x93)R\x86.", "os.system", None)
 
 
 def deep(op: bytes, count: int, bottom: bytes = b"N") -> bytes:
@@ -169,18 +168,36 @@ BAD = {
     "hash bomb in an OrderedDict": (P2 + ORDERED + b"N\x85" + b"2\x86" * 100 + b"Ns.", LimitExceeded),
     "hash bomb in set()": (P2 + b"cbuiltins\nset\n]N\x85" + b"2\x86" * 100 + b"a\x85R.", LimitExceeded),
     "deep key": (P2 + b"}N" + b"\x85" * 100_000 + b"Ns.", LimitExceeded),
-    "integers that collide": (P2 + b"}(" + b"".join(long1(i * (2**61 - 1)) + b"N" for i in range(1, 30_000)) + b"u.", LimitExceeded),
+    "integers that collide": (
+        P2 + b"}(" + b"".join(long1(i * (2**61 - 1)) + b"N" for i in range(1, 20_000)) + b"u.",
+        LimitExceeded,
+    ),
+    "tuples that collide": (
+        P2 + b"}(" + b"".join(long1(i * (2**61 - 1)) + b"K\x00\x86N" for i in range(1, 30_000)) + b"u.",
+        LimitExceeded,
+    ),
     "long texts compared again and again": (
-        P2 + STR(b"a" * 100_000) + b"q\x000" + STR(b"a" * 100_000) + b"q\x010}(" + b"h\x00Nh\x01N" * 5000 + b"u.",
+        P2 + STR(b"a" * 100_000) + b"q\x000" + STR(b"a" * 100_000) + b"q\x010}(" + b"h\x00Nh\x01N" * 20_000 + b"u.",
         LimitExceeded,
     ),
     "a set copied again and again": (
-        P2 + b"](" + b"".join(b"M" + struct.pack("<H", i) for i in range(20_000)) + b"eq\x000cbuiltins\nset\nq\x010("
-        + b"h\x01h\x00\x85R" * 200 + b"t.", PickleError,
+        P2
+        + b"]("
+        + b"".join(b"M" + struct.pack("<H", i) for i in range(20_000))
+        + b"eq\x000cbuiltins\nset\nq\x010("
+        + b"h\x01h\x00\x85R" * 200
+        + b"t.",
+        PickleError,
     ),
     "bytes encoded again and again": (
-        P2 + STR(b"a" * 100_000) + b"q\x00" + STR(b"latin1") + b"\x86q\x010c_codecs\nencode\nq\x020("
-        + b"h\x02h\x01R" * 200 + b"t.", PickleError,
+        P2
+        + STR(b"a" * 100_000)
+        + b"q\x00"
+        + STR(b"latin1")
+        + b"\x86q\x010c_codecs\nencode\nq\x020("
+        + b"h\x02h\x01R" * 200
+        + b"t.",
+        PickleError,
     ),
     "a million empty sets and more": (b"\x80\x04(" + b"\x8f" * 1_200_000 + b"l.", LimitExceeded),
     # Constructors
@@ -202,10 +219,11 @@ BAD = {
 # Odd, and harmless: these open.
 FINE = {
     "expansion by DUP": deep(b"2\x86", 20_000),
-    "expansion by memo": P2 + b"]q\x00" + b"h\x00h\x00\x86q\x00" * 10_000 + b"\x86.",
+    "expansion by memo": P2 + b"]q\x000" + b"h\x00h\x00\x86q\x000" * 10_000 + b"h\x00.",
     "deep tuples": deep(b"\x85", 200_000),
     "deep objects": P2 + b"ca\nB\nq\x000N" + b"q\x010h\x00h\x01\x85R" * 20_000 + b".",
-    "deep default dicts": P2 + b"ccollections\ndefaultdict\nq\x000N" + b"q\x010h\x00)Rh\x01h\x01s"[:0] + b".",
+    # Freed recursively by CPython unless they are a subclass.
+    "deep default dicts": P2 + b"ccollections\ndefaultdict\nq\x000)q\x020N" + b"q\x010h\x00h\x02RNh\x01s" * 100_000 + b".",
     "slice of slices": P2 + b"cbuiltins\nslice\nq\x000N" + b"q\x010h\x00h\x01NN\x87R" * 20_000 + b".",
     "self-containing list": P2 + b"]q\x00h\x00a.",
     "object in its own state": P2 + b"ca\nB\n)\x81q\x00}" + STR(b"me") + b"h\x00sb.",
@@ -215,9 +233,10 @@ FINE = {
     "lone surrogate": P2 + STR(b"\xed\xa0\x80") + b".",
     "memo out of order": P2 + b"Nq\x020K\x01q\x000K\x02q\x010h\x02h\x00h\x01\x87.",
     "keys named like attributes": P2 + ORDERED + b"}" + STR(b"__class__") + SYSTEM + b"sb.",
+    "10,000 scattered integers": P2 + b"}(" + b"".join(long1(i * 0x9E3779B97F4A7C1 % 2**60) + b"N" for i in range(10_000)) + b"u.",
+    "pairs of words": P2 + b"}(" + b"".join(STR(b"%d" % i) + STR(b"x") + b"\x86N" for i in range(40_000)) + b"u.",
     "20,000 counting keys": P2 + b"}(" + b"".join(b"M" + struct.pack("<H", i) + b"N" for i in range(20_000)) + b"u.",
 }
-FINE["deep default dicts"] = P2 + b"ccollections\ndefaultdict\nq\x000)q\x020N" + b"q\x010h\x00h\x02RNh\x01s" * 100_000 + b"."
 
 
 def read(stream: bytes):
@@ -226,19 +245,21 @@ def read(stream: bytes):
 
 def measured(stream: bytes) -> object:
     """The outcome, or the error that was raised; fails when it cost too much."""
-    tracemalloc.start()
-    began = time.perf_counter()
+    # tracemalloc makes long streams many times slower; what a long one takes is checked once, below.
+    traced = len(stream) < 2000
+    if traced:
+        tracemalloc.start()
+    began = time.process_time()
     try:
         outcome: object = read(stream)
     except HoldfastError as error:
         outcome = error
-    finally:
-        spent = time.perf_counter() - began
+    spent = time.process_time() - began
+    if traced:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    # tracemalloc itself makes everything several times slower.
-    assert spent < 10
-    assert peak < 500 * len(stream) + (64 << 20) or "empty sets" in str(outcome) or peak < 400 << 20
+        assert peak < 1 << 20
+    assert spent < 5
     return outcome
 
 

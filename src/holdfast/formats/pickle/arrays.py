@@ -119,12 +119,7 @@ class PendingDType(Pending):
 
     def finish(self, state: object) -> object:
         # By type first: an array in the place of the text would be compared element by element.
-        if (
-            not isinstance(state, tuple)
-            or not 5 <= len(state) <= 9
-            or type(state[1]) is not str
-            or state[1] not in ORDERS
-        ):
+        if not isinstance(state, tuple) or not 5 <= len(state) <= 9 or type(state[1]) is not str or state[1] not in ORDERS:
             raise PickleError("a dtype whose state has not the form of numpy's")
         self.state = state
         plain = _known_dtype(self.args)
@@ -220,9 +215,7 @@ def _frombuffer(args: tuple[object, ...], table: Table) -> object:
             bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order), None
         ) if order in ("C", "F", "A"):  # fmt: skip
             return _array(data, dtype, shape, fortran=order == "F", table=table)
-        case (bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order), tuple(axes)) if (
-            order == "K"
-        ):
+        case (bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order), tuple(axes)) if order == "K":
             made = _array(data, dtype, shape, fortran=False, table=table)
             if len(axes) != len(shape) or set(map(type, axes)) - {int} or sorted(axes) != list(range(len(shape))):
                 raise PickleError("an array whose axes are no permutation")

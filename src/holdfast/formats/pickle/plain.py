@@ -1,8 +1,8 @@
 """Rows for plain Python: containers, bytes, numbers, paths, and the calls by which `copyreg` makes objects.
 
-A call with arguments of another form than any Python writes is a lie and raises `PickleError`. It becomes an `Opaque` instead, because honest files do
-it, where: the factory of a `defaultdict` is not a plain type; a `slice` is not of integers; text is encoded otherwise than as Latin-1.
-No constructor takes a number as a size.
+A call with arguments of another form than any Python writes is a lie and raises `PickleError`. It becomes an `Opaque` instead,
+because honest files do it, where the factory of a `defaultdict` is not a plain type, a `slice` is not of integers, or text is
+encoded otherwise than as Latin-1. No constructor takes a number as a size.
 """
 
 from __future__ import annotations

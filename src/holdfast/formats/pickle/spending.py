@@ -7,13 +7,16 @@ size of its argument is counted here:
    together are at most the stream's own size; `copy` refuses what goes far beyond.
 2. **Hashes.** Hashing a tuple costs its expanded size, so the values inside one key are counted before it is hashed.
 3. **Collisions.** Integers, floats and tuples of them hash without a secret: a file can choose a million keys that meet in one
-   slot of a dict, and filling it is then quadratic. Such keys are paid for as if each collided with all others in
-   its container. Text and bytes hash with a secret, and integers that count upwards spread: those are free.
-4. **Containers.** One byte makes an empty set, which takes 216 bytes: containers are counted against the size of the stream.
-5. **Comparisons.** Two equal texts of a megabyte, used as keys in turn, are compared in full each time: long texts pay their length.
+   slot of a dict, and filling it is then quadratic. Such keys are paid for as if each met all others in its container. Text
+   and bytes hash with a secret, objects by their place in memory, and integers that count upwards spread: those are free.
+4. **Comparisons.** Two equal texts of a megabyte, used as keys in turn, are compared in full each time: long ones pay their length.
+5. **Containers.** One byte makes an empty set, which takes 216 bytes: containers are counted against the size of the stream.
 """
 
 from __future__ import annotations
+
+import sys
+from pathlib import PurePath
 
 import numpy as np
 
@@ -23,8 +26,17 @@ from holdfast.errors import LimitExceeded, PickleError
 
 __all__ = ["Spending"]
 
-PROBES = 200_000_000
-"""Steps in hash tables that a stream may cause beyond the ordinary: under two seconds, or 20,000 scattered integers in one dict."""
+PROBES = 800_000_000
+"""Steps in hash tables that a stream may cause: two seconds. Room for 40,000 scattered integers as keys of one dict."""
+
+HASH_MODULUS = sys.hash_info.modulus
+"""Integers below it have hashes of their own; of those above, any number can share one."""
+
+EQUAL_HASH = 16
+"""A step past a key with the same hash compares the two keys, and costs this many steps past another one."""
+
+SPREAD = 16
+"""How much less integers cost that fill a range, in any order."""
 
 COPY_FLOOR_NBYTES = 1 << 20
 """Copies that are allowed however small the stream."""
@@ -83,20 +95,21 @@ class Spending:
             target.add(value)
 
     def key(self, key: object, size: int) -> None:
-        """Refuse a key or member that cannot be hashed, or costs too much; `size` is what its container holds already."""
+        """Refuse a key or member that cannot be hashed, or costs too much; `size` is what its container holds so far."""
         kind = type(key)
         if kind is str or kind is bytes:
             if len(key) > LONG_TEXT:  # type: ignore[arg-type]  # mypy does not narrow on `type() is`
                 self._probe(len(key))  # type: ignore[arg-type]  # as above
         elif kind is int:
-            if not -SMALL < key < 4 * size + SMALL:  # type: ignore[operator]  # as above
-                self._probe(size)
+            if key != size and key != size + 1:
+                dense = -SMALL < key < 4 * size + SMALL  # type: ignore[operator]  # as above
+                self._probe(size // SPREAD if dense else size * _price(key))
         elif key is not None and kind is not bool and kind is not Global:
             self._count(key, size)
 
     def _count(self, key: object, size: int) -> None:
         """Look at every value inside a key before it is hashed; no further than `key_nodes`."""
-        found = 0
+        found = price = 0
         waiting: list[object] = [key]
         while waiting:
             value = waiting.pop()
@@ -109,15 +122,15 @@ class Spending:
                         expected=self.key_nodes,
                     )
                 waiting.extend(value)
-            elif isinstance(value, str | bytes):
-                if len(value) > LONG_TEXT:
-                    self._probe(len(value))
             elif type(value).__hash__ is None or isinstance(value, np.void):
-                raise PickleError(
-                    f"a {type(value).__name__} cannot be a dict key or a set member", found=type(value).__name__
-                )
-        if found > 1 or type(key).__hash__ is not object.__hash__:
-            self._probe(size + NODE_PROBES * found)
+                name = type(value).__name__
+                raise PickleError(f"a {name} cannot be a dict key or a set member", found=name)
+            else:
+                price += _price(value)
+                if isinstance(value, str | bytes) and len(value) > LONG_TEXT:
+                    self._probe(len(value))
+        # Several numbers in one key give a file more than one way to the same hash.
+        self._probe(NODE_PROBES * found + size * (price if found == 1 else price * price))
 
     def _probe(self, steps: int) -> None:
         self.probes -= steps
@@ -126,3 +139,12 @@ class Spending:
                 "the keys of the dicts in this pickle may all collide: too many large integers, floats or tuples as keys",
                 expected=PROBES,
             )
+
+
+def _price(value: object) -> int:
+    """How many steps a key may cost for each key that is in its container: none where its hash is not for a file to choose."""
+    if isinstance(value, str | bytes | PurePath | Global | bool | None) or type(value).__hash__ is object.__hash__:
+        return 0
+    if isinstance(value, float) or (isinstance(value, int) and -HASH_MODULUS < value < HASH_MODULUS):
+        return 1
+    return EQUAL_HASH

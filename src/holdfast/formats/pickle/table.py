@@ -87,9 +87,7 @@ class Table:
     def foreign(self, stream: str) -> tuple[Foreign, ...]:
         """The globals of this stream that were not built, in the order of their first mention."""
         return tuple(
-            Foreign(m.what, tuple(sorted({"mention", *m.uses})), m.offset, stream)
-            for m in self._mentions.values()
-            if m.uses
+            Foreign(m.what, tuple(sorted({"mention", *m.uses})), m.offset, stream) for m in self._mentions.values() if m.uses
         )
 
     # What the machine asks for.

@@ -6,6 +6,7 @@ UTF-8, which ASCII is, and stay `bytes` where they are not. Encoding such a `str
 
 from __future__ import annotations
 
+import codecs
 import re
 
 from holdfast.errors import LimitExceeded, PickleError
@@ -77,7 +78,8 @@ def utf8(raw: bytes) -> str:
 def raw_unicode(raw: bytes) -> str:
     """The argument of UNICODE: Latin-1 with escapes of four and eight hexadecimal digits."""
     try:
-        return raw.decode("raw-unicode-escape")
+        # The codec itself: finding it by name makes CPython import a module of `encodings`, once, because a file asked.
+        return codecs.raw_unicode_escape_decode(raw)[0]
     except UnicodeDecodeError as error:
         raise PickleError(f"text with a broken escape: {error.reason}") from None
 

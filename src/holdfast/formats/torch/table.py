@@ -32,6 +32,9 @@ QSCHEMES = (
     "per_channel_symmetric",
     "per_channel_affine_float_qparams",
 )
+GRAPH_MODULES = ("reduce_graph_module", "reduce_package_graph_module", "reduce_deploy_graph_module")
+"""How `torch.fx` pickles a GraphModule: a call with its `__dict__`, where other modules have NEWOBJ and BUILD."""
+
 TENSOR_CLASSES = tuple(
     f"{kind}Tensor" for kind in ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 )
@@ -60,6 +63,8 @@ class TorchTable(PlainTable):
         self.calls.update(CALLS)
         self.calls["torch._tensor", "_rebuild_from_type_v2"] = self._from_type
         self.calls["torch._utils", "_rebuild_meta_tensor_no_storage"] = self._meta
+        for name in GRAPH_MODULES:
+            self.calls["torch.fx.graph_module", name] = self._graph_module(name)
         self.news.update(NEWS)
         self._source = source
         self._persistent = persistent
@@ -73,6 +78,17 @@ class TorchTable(PlainTable):
         shape = checked_ints(size, "size")
         checked_ints(stride, "stride", len(shape))
         return LazyTensor("", _dtype(dtype), shape, (), self._source, Traits(requires_grad=bool(grad), meta=True))
+
+    def _graph_module(self, name: str) -> Callable[[Args], object]:
+        """(attributes, source text, …): a `torch.fx.GraphModule`, kept like any module and never compiled."""
+        what = Global("torch.fx.graph_module", name)
+
+        def keep(args: Args) -> object:
+            self._used(what, "call")
+            state = args[0] if args and isinstance(args[0], dict) else None
+            return Opaque(what, args if state is None else args[1:], state=state)
+
+        return keep
 
     def _from_type(self, args: Args) -> object:
         """(function, type, arguments, state): a tensor with attributes, or one of a subclass."""
@@ -213,7 +229,10 @@ def _quantized(args: Args) -> object:
     if not scales.shape == zeros.shape == elements.shape[axis : axis + 1]:
         raise MetadataError("a per-channel quantiser needs a scale and a zero point for each channel", found=scales.shape)
     parts = {"int_repr": elements, "scales": scales, "zero_points": zeros}
-    return Composite("quantized", elements.shape, parts, {"qscheme": scheme.name, "axis": axis}, traits)
+    # torch writes per_channel_affine for both kinds and tells them apart by the dtype of the zero points (2.13).
+    floating = scheme.name == "per_channel_affine" and zeros.dtype.kind == "float"
+    name = "per_channel_affine_float_qparams" if floating else scheme.name
+    return Composite("quantized", elements.shape, parts, {"qscheme": name, "axis": axis}, traits)
 
 
 def _nested(args: Args) -> object:
@@ -225,6 +244,28 @@ def _nested(args: Args) -> object:
         raise PickleError("a nested tensor needs a flat buffer, sizes, strides and offsets", found=len(parts))
     count = parts["sizes"].shape[0] if parts["sizes"].shape else 0
     return Composite("nested", (count,), parts, {}, Traits())
+
+
+def _jagged(args: Args) -> object:
+    """({values, offsets, lengths, _ragged_idx, _metadata_cache, requires_grad},): a nested tensor with the jagged layout."""
+    (given,) = _arity(args, 1, 1, "_rebuild_njt")
+    if not isinstance(given, dict):
+        raise PickleError("a jagged tensor needs its values and offsets by name", found=type(given).__name__)
+    parts = {n: p for n in ("values", "offsets", "lengths") if isinstance(p := given.get(n), LazyTensor)}
+    ragged = given.get("_ragged_idx", 1)
+    if "values" not in parts or "offsets" not in parts or parts["offsets"].ndim != 1 or not parts["offsets"].size:
+        raise MetadataError("a jagged tensor needs values and a row of offsets", found=tuple(parts))
+    if type(ragged) is not int or not 1 <= ragged <= parts["values"].ndim:
+        raise MetadataError("a jagged tensor's ragged dimension is not one of its own", found=str(ragged)[:64])
+    attributes: dict[str, object] = {"ragged_idx": ragged}
+    cache = given.get("_metadata_cache")
+    for name in ("min_seqlen", "max_seqlen"):
+        # torch hides the number in the shape of a tensor without elements (nested_tensor.py, _store_val_in_tensor).
+        held = cache.get(name) if isinstance(cache, dict) else None
+        if isinstance(held, LazyTensor) and held.ndim == 2:
+            attributes[name] = held.shape[0]
+    count = parts["offsets"].shape[0] - 1
+    return Composite("jagged", (count,), parts, attributes, Traits(requires_grad=given.get("requires_grad") is True))
 
 
 def _device_tensor(args: Args) -> object:
@@ -286,6 +327,7 @@ CALLS: dict[tuple[str, str], Callable[[Args], object]] = {
     ("torch._utils", "_rebuild_sparse_csr_tensor"): _sparse,
     ("torch._utils", "_rebuild_qtensor"): _quantized,
     ("torch._utils", "_rebuild_nested_tensor"): _nested,
+    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _device_tensor,
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): _device_tensor,
     ("torch", "Size"): _size,
@@ -315,6 +357,7 @@ def _known() -> dict[tuple[str, str], object]:
     names += [(m, row.storage) for m in ("torch", "torch.cuda") for row in DTYPES.rows if row.storage]
     storages = ("UntypedStorage", "_UntypedStorage", "TypedStorage")
     names += [(m, n) for m in ("torch", "torch.storage", "torch.cuda") for n in storages]
+    names += [("torch.nested._internal.nested_tensor", "NestedTensor")]
     names += [("torch._tensor", "Tensor"), ("torch.nn.parameter", "Buffer"), ("torch._utils", "_rebuild_wrapper_subclass")]
     return {**values, **{(m, n): Global(m, n) for m, n in names}}
 

@@ -1,0 +1,191 @@
+"""What the command line takes: three verbs, their options, and help with examples.
+
+argparse, because it starts in 10 ms: typer takes 60, and since 0.29 another 80 for pydantic as soon as a command runs,
+which together are half of what `holdfast show` may take. Each verb imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["parse"]
+
+DESCRIPTION = "Open any PyTorch-family checkpoint without running the code inside it."
+
+EXAMPLES = """\
+examples:
+  holdfast show model.pt                     what is in it
+  holdfast read model.pt layers.0.weight     one tensor, and only its bytes
+  holdfast scan downloads/                   what the pickles would have done
+"""
+
+SHOW = """\
+Show what is in a checkpoint: names, dtypes, shapes, sizes, ties, plain values, foreign objects. No tensor data is read.
+Layers of the same structure are shown once, as layers.[0-31].
+"""
+
+SHOW_EXAMPLES = """\
+examples:
+  holdfast show model.pt
+  holdfast show model.pt --filter '*.attn.*'
+  holdfast show model.pt --filter optimizer.param_groups
+  holdfast show model.safetensors --depth 2
+  holdfast show model.pt --json | jq '.tensors[].name'
+"""
+
+READ = """\
+Read tensors: print them as numpy does, or write them to a file. Only the bytes that are asked for are read.
+bfloat16 and the 8-, 6- and 4-bit floats are printed and written as float32, which holds them exactly.
+"""
+
+READ_EXAMPLES = """\
+examples:
+  holdfast read model.pt layers.0.weight
+  holdfast read model.pt layers.0.weight --slice '0:2, ::2, -1'
+  holdfast read model.pt layers.0.weight -o weight.npy
+  holdfast read model.pt 'layers.0.*' -o layer0.npz
+"""
+
+SCAN = """\
+Say what files would have done if they had been loaded with pickle: each foreign global, how bad, and where.
+Nothing is loaded, imported or called to find out. In directories, what is no checkpoint and no pickle is skipped.
+"""
+
+SCAN_EXAMPLES = """\
+exit codes:
+  0  clean: nothing dangerous or suspicious (with --strict: nothing unknown either)
+  1  something dangerous or suspicious
+  2  a file could not be read, was refused, or ends too early
+
+examples:
+  holdfast scan model.pt
+  holdfast scan ~/.cache/huggingface --strict
+  holdfast scan *.ckpt --json
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, as all errors here are."""
+
+    def error(self, message: str) -> NoReturn:
+        from holdfast.cli.text import escape
+
+        self.exit(2, f"holdfast: {escape(message)} (try: {self.prog} --help)\n")
+
+
+class Version(argparse.Action):
+    """`--version`; the version is looked up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
+        from holdfast import __version__
+
+        sys.stdout.write(f"holdfast {__version__}\n")
+        parser.exit()
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; `run` is the function of the verb. Raises `SystemExit` as argparse does."""
+    return _parser().parse_args(_with_slices_joined(arguments))
+
+
+def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
+    """`--slice -2:` as `--slice=-2:`, because argparse takes `-2:` for an option."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in ("-s", "--slice") and "--" not in joined:
+            joined[-1] = f"--slice={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _parser() -> argparse.ArgumentParser:
+    whole = Parser(
+        prog="holdfast",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    whole.add_argument("--traceback", action="store_true", help="show where in Holdfast an error came from")
+    whole.set_defaults(run=lambda options: _help(whole))
+    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    _add_show(_verb(verbs, "show", "show what is in a checkpoint", SHOW, SHOW_EXAMPLES))
+    _add_read(_verb(verbs, "read", "print tensors, or write them as .npy or .npz", READ, READ_EXAMPLES))
+    _add_scan(_verb(verbs, "scan", "say what pickles would have done", SCAN, SCAN_EXAMPLES))
+    return whole
+
+
+def _help(whole: argparse.ArgumentParser) -> int:
+    whole.print_help()
+    return 0
+
+
+def _verb(
+    verbs: argparse._SubParsersAction[Parser], name: str, short: str, description: str, examples: str
+) -> argparse.ArgumentParser:
+    return verbs.add_parser(
+        name,
+        help=short,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+PATH_HELP = "a checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or a directory"
+JSON_HELP = "print one JSON document (its schema is in docs/cli.md)"
+
+
+def _add_show(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="PATH", type=Path, help=PATH_HELP)
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
+    verb.add_argument("-d", "--depth", metavar="N", type=_positive, help="levels of the tree to show")
+    verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
+    verb.add_argument("--json", action="store_true", help=JSON_HELP)
+    verb.set_defaults(run=_run_show)
+
+
+def _add_read(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="PATH", type=Path, help=PATH_HELP)
+    verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors, or globs")
+    verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
+    verb.add_argument("-o", "--output", metavar="FILE", type=Path, help="write .npy or .npz instead of printing")
+    verb.add_argument("--raw", action="store_true", help="with -o: keep the bits of types that numpy lacks, as unsigned integers")
+    verb.set_defaults(run=_run_read)
+
+
+def _add_scan(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="files, and directories to search")
+    verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
+    verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
+    verb.add_argument("--json", action="store_true", help=JSON_HELP)
+    verb.set_defaults(run=_run_scan)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
+def _run_show(options: argparse.Namespace) -> int:
+    from holdfast.cli.show import run
+
+    return run(options.path, pattern=options.filter, depth=options.depth, everything=options.all, as_json=options.json)
+
+
+def _run_read(options: argparse.Namespace) -> int:
+    from holdfast.cli.read import run
+
+    return run(options.path, options.names, index=options.slice, output=options.output, raw=options.raw)
+
+
+def _run_scan(options: argparse.Namespace) -> int:
+    from holdfast.cli.scan import run
+
+    return run(options.paths, strict=options.strict, everything=options.all, as_json=options.json)

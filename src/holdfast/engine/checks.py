@@ -1,0 +1,64 @@
+"""Checksums of bytes as they pass by: block CRCs collected per storage, combined, and compared with what the file records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from holdfast.core.chunk import Storage
+from holdfast.core.crc import combine, crc32
+from holdfast.core.protocols import Request
+from holdfast.errors import Corrupted
+
+__all__ = ["Checks", "whole_storages"]
+
+
+def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
+    """The storages that record a checksum and will be read from end to end, with the tensor that reads them."""
+    found: dict[Storage, str] = {}
+    for request in requests:
+        tensor = request.tensor
+        for chunk in tensor.chunks:
+            storage = chunk.storage
+            if storage.crc32 is None or storage in found or not storage.nbytes:
+                continue
+            dense = chunk.box.count * tensor.dtype.bits == storage.nbytes * 8
+            if dense and chunk.extent(tensor.dtype) == (0, storage.nbytes):
+                found[storage] = tensor.name
+    return found
+
+
+class Checks:
+    """Collects block checksums from many threads; `finish` raises for the first storage that is damaged."""
+
+    def __init__(self, storages: dict[Storage, str]) -> None:
+        self._storages = storages
+        self._parts: dict[Storage, dict[int, tuple[int, int]]] = {storage: {} for storage in storages}
+
+    def add(self, storage: Storage, start: int, data: memoryview) -> None:
+        """Take note of bytes of a storage that begin at byte `start` of the file."""
+        parts = self._parts.get(storage)
+        if parts is not None:
+            parts[start - storage.start] = (data.nbytes, crc32(data))
+
+    def damaged(self) -> Iterable[tuple[Storage, str, int]]:
+        """The storages whose blocks are all here and do not sum to the record: with the tensor and what was found."""
+        for storage, parts in self._parts.items():
+            at = total = 0
+            for start, (nbytes, crc) in sorted(parts.items()):
+                if start != at:
+                    break
+                total, at = combine(total, crc, nbytes), at + nbytes
+            if at == storage.nbytes and total != storage.crc32:
+                yield storage, self._storages[storage], total
+
+    def finish(self) -> None:
+        for storage, tensor, found in self.damaged():
+            raise Corrupted(
+                f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
+                "they changed after they were written; get the file again, or read it anyway with open(…, verify=False)",
+                file=storage.key,
+                tensor=tensor,
+                offset=storage.start,
+                expected=storage.crc32,
+                found=found,
+            )

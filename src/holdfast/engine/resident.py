@@ -1,0 +1,71 @@
+"""Arrays in memory as lazy tensors: a numpy buffer is a chunk like any other, and arrays over one buffer are aliases."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.engine.source import OpenSource
+from holdfast.errors import Unsupported
+from holdfast.stores.memory import MemoryStore
+
+__all__ = ["Resident"]
+
+
+class Resident:
+    """The memory of one state that is being saved. It keeps every buffer alive that its tensors point at."""
+
+    def __init__(self) -> None:
+        self._store = MemoryStore({}, name="<memory>")
+        self._source = OpenSource(self._store, mapped=True, resident=True)
+        self._storages: dict[tuple[int, int], Storage] = {}
+        self._alive: list[object] = []
+
+    def array(self, array: np.ndarray) -> LazyTensor:
+        """A numpy array as a lazy tensor over the buffer that owns its memory."""
+        if array.dtype.byteorder == ">":
+            array = array.astype(array.dtype.newbyteorder("="))
+        dtype = DTYPES.numpy(array.dtype)
+        if dtype is None:
+            raise Unsupported(f"an array of {array.dtype} has no counterpart among tensors")
+        if dtype.packed:
+            # numpy gives each narrow element a byte of its own: keep the bytes under the dtype that has that layout.
+            raise Unsupported(f"numpy arrays of {array.dtype} are unpacked; save them as uint8 or as a LazyTensor")
+        root = array
+        while isinstance(root.base, np.ndarray) and root.base.flags.forc:
+            root = root.base
+        if not root.flags.forc or root.dtype.hasobject:
+            array = root = np.ascontiguousarray(array)
+        flat = (root if root.flags.c_contiguous else root.T).reshape(-1).view(np.uint8)
+        start = root.__array_interface__["data"][0]
+        storage = self.memory(start, flat.data, owner=root)
+        offset = array.__array_interface__["data"][0] - start
+        return self.strided(storage, dtype, array.shape, array.strides, offset)
+
+    def memory(self, address: int, content: memoryview, *, owner: object, location: str = "cpu") -> Storage:
+        """The storage for a range of memory; the same one for the same range."""
+        found = self._storages.get((address, content.nbytes))
+        if found is None:
+            key = f"{address:x}+{content.nbytes:x}"
+            self._store.add(key, content)
+            found = Storage(key, 0, content.nbytes, location=location)
+            self._storages[address, content.nbytes] = found
+            self._alive.append(owner)
+        return found
+
+    def strided(
+        self, storage: Storage, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, traits: Traits = PLAIN
+    ) -> LazyTensor:
+        """A tensor over a storage; offset and strides in bytes."""
+        bits = tuple(s * 8 for s in strides) if math.prod(shape) else (0,) * len(shape)
+        chunk = Chunk(Box.whole(shape), storage, offset * 8 if math.prod(shape) else 0, bits)
+        return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
+
+    def meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:
+        """A tensor with a shape and no data."""
+        return LazyTensor("", dtype, shape, (), self._source, traits)

@@ -1,0 +1,100 @@
+"""Walk a tensor's elements in C order, a bounded number of bytes at a time.
+
+Saving, digesting and comparing all want the same thing: the tensor as a row of bytes, whatever its strides, chunks, byte order or
+file. A *slab* is a box of it whose elements are consecutive in C order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.core.chunk import c_strides
+from holdfast.core.dtype import DType
+from holdfast.core.protocols import Request
+from holdfast.core.tensor import LazyTensor
+
+__all__ = ["Slab", "contiguous_bytes", "mapped_bytes", "pack", "read_slab", "slabs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Consecutive elements of a tensor."""
+
+    tensor: LazyTensor
+    """The part, as a tensor of its own."""
+    start: int
+    """Its first byte in the C-ordered bytes of the whole."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+
+def slabs(tensor: LazyTensor, block: int, start: int = 0) -> Iterator[Slab]:
+    """Cut a tensor into slabs of at most `block` bytes, in order. Packed types are not cut inside a byte."""
+    if tensor.size == 0:
+        return
+    if tensor.nbytes <= block or not tensor.shape or tensor.dtype.packed:
+        yield Slab(tensor, start)
+        return
+    row = tensor.nbytes // tensor.shape[0]
+    if row > block:
+        for i in range(tensor.shape[0]):
+            yield from slabs(tensor[i], block, start + i * row)
+        return
+    rows = block // row
+    for i in range(0, tensor.shape[0], rows):
+        yield Slab(tensor[i : i + rows], start + i * row)
+
+
+def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
+    """Where the tensor's C-ordered little-endian bytes lie in one piece of one file: key and first byte; else None."""
+    if len(tensor.chunks) != 1 or tensor.traits.conj or tensor.traits.neg or tensor.traits.meta:
+        return None
+    (chunk,) = tensor.chunks
+    dtype = tensor.dtype
+    if chunk.shape != tensor.shape or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1):
+        return None
+    dense = c_strides(tensor.shape, dtype.bits)
+    if any(n > 1 and have != want for n, have, want in zip(tensor.shape, chunk.strides, dense, strict=True)):
+        return None
+    if chunk.offset % 8 or (tensor.size * dtype.bits) % 8:
+        return None
+    return chunk.storage.key, chunk.storage.start + chunk.offset // 8
+
+
+def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
+    """The tensor's bytes as memory that is there already, for tensors that live in this process; else None."""
+    place = contiguous_bytes(tensor)
+    if place is None or not getattr(tensor.source, "resident", False):
+        return None
+    memory = tensor.source.store.map(place[0])
+    return None if memory is None else memory[place[1] : place[1] + tensor.nbytes]
+
+
+def read_slab(slab: Slab) -> memoryview:
+    """The bytes of a slab: C order, little-endian, packed types packed."""
+    tensor = slab.tensor
+    memory = mapped_bytes(tensor)
+    if memory is not None:
+        return memory
+    place = contiguous_bytes(tensor)
+    if place is not None:
+        out = np.empty(tensor.nbytes, np.uint8).data
+        tensor.source.store.read(place[0], place[1], out)
+        return out
+    array = np.empty(tensor.shape, tensor.dtype.numpy)
+    tensor.source.read([Request(tensor, array)])
+    if tensor.dtype.packed:
+        return memoryview(pack(array, tensor.dtype))
+    return array.reshape(-1).view(np.uint8).data
+
+
+def pack(array: np.ndarray, dtype: DType) -> bytes:
+    """One byte an element to `dtype.bits` bits an element, the first in the lowest bits."""
+    values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    bits = np.unpackbits(values[:, None], axis=1, count=dtype.bits, bitorder="little")
+    return np.packbits(bits.reshape(-1), bitorder="little").tobytes()

@@ -1,0 +1,179 @@
+"""Carry out a save plan: segments at their offsets, by several threads, with checksums while the bytes pass by.
+
+1. Literal segments are joined with their neighbours where they touch, so that fifty thousand headers are a few writes.
+2. Data is cut into blocks. Tensors in memory are written straight from it; tensors in files are read into scratch, one block a
+   thread. Small tensors are gathered into blocks as well, since a system call a tensor would cost more than its bytes.
+3. Each block's CRC-32 is taken by the thread that has it; a tensor's follows by combination.
+4. When all data is written, the Late segments are made from the CRCs and written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from holdfast.core.crc import combine, crc32
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.slabs import Slab, read_slab, slabs
+from holdfast.errors import located
+from holdfast.plan.saves import Data, FilePlan, Late, Literal
+
+__all__ = ["Progress", "Receipt", "Sink", "write_file"]
+
+BLOCK = 4 << 20
+"""Bytes that one thread reads, sums and writes at a time."""
+
+GATHER = 256 << 10
+"""Neighbouring segments are gathered into one write as long as they are smaller than this together."""
+
+Progress = Callable[[int], None]
+"""Told how many bytes have been written since it was told last; called from several threads."""
+
+
+class Sink(Protocol):
+    """An open file that can be written at any offset by several threads."""
+
+    def allocate(self, nbytes: int) -> None:
+        """Make the file this long."""
+
+    def write(self, offset: int, data: memoryview) -> None:
+        """Write all of the data at an offset."""
+
+
+@dataclass(slots=True)
+class Receipt:
+    """What was written: the CRC-32 of every data segment by its label, and the length."""
+
+    nbytes: int
+    crcs: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sums:
+    """Block checksums of the tensors of one file, as they come in."""
+
+    parts: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
+
+    def add(self, label: str, start: int, nbytes: int, crc: int) -> None:
+        # One dict operation on a dict that no other thread replaces: safe under the interpreter lock.
+        self.parts.setdefault(label, {})[start] = (nbytes, crc)
+
+    def whole(self, label: str) -> int:
+        total = 0
+        for _, (nbytes, crc) in sorted(self.parts.get(label, {}).items()):
+            total = combine(total, crc, nbytes)
+        return total
+
+
+def write_file(
+    plan: FilePlan,
+    sink: Sink,
+    *,
+    crcs: Mapping[str, int] | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Receipt:
+    """Write one file. `crcs` are those of files written before, for Late segments that need them."""
+    offsets = plan.offsets()
+    sums = Sums()
+    sink.allocate(plan.nbytes)
+    work = list(_tasks(plan, offsets, sink, sums, progress))
+    run_all(work, threads or default_threads()) if len(work) > 1 else [task() for task in work]
+    known = dict(crcs or {})
+    receipt = Receipt(plan.nbytes)
+    for segment in plan.segments:
+        if isinstance(segment, Data):
+            receipt.crcs[segment.label] = known[segment.label] = sums.whole(segment.label)
+    for pieces in _joined_late(plan, offsets, known):
+        sink.write(pieces[0], memoryview(pieces[1]))
+        if progress:
+            progress(len(pieces[1]))
+    return receipt
+
+
+def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
+    """The late segments. Where literals alone lie between two of them they are written again with them, in one piece."""
+    begin, gathered = -1, bytearray()
+    for segment, offset in zip(plan.segments, offsets, strict=True):
+        if isinstance(segment, Late):
+            made = segment.make(crcs)
+            if len(made) != segment.nbytes:
+                raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
+            if begin < 0:
+                begin = offset
+            gathered += made
+        elif begin >= 0 and isinstance(segment, Literal) and segment.nbytes <= GATHER:
+            gathered += segment.data
+        elif begin >= 0:
+            yield begin, bytes(gathered)
+            begin, gathered = -1, bytearray()
+    if begin >= 0:
+        yield begin, bytes(gathered)
+
+
+def _tasks(
+    plan: FilePlan, offsets: Sequence[int], sink: Sink, sums: Sums, progress: Progress | None
+) -> Iterator[Callable[[], None]]:
+    """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
+    stretch: list[tuple[int, Literal | Data | Late]] = []
+    size = 0
+    for segment, offset in zip(plan.segments, offsets, strict=True):
+        if isinstance(segment, Data) and segment.nbytes > GATHER:
+            if stretch:
+                yield _stretch(stretch, sink, sums, progress)
+                stretch, size = [], 0
+            for slab in slabs(segment.tensor, BLOCK):
+                yield _block(segment, slab, offset, sink, sums, progress)
+            continue
+        stretch.append((offset, segment))
+        size += segment.nbytes
+        if size >= GATHER:
+            yield _stretch(stretch, sink, sums, progress)
+            stretch, size = [], 0
+    if stretch:
+        yield _stretch(stretch, sink, sums, progress)
+
+
+def _block(
+    segment: Data, slab: Slab, offset: int, sink: Sink, sums: Sums, progress: Progress | None
+) -> Callable[[], None]:
+    def run() -> None:
+        with located(tensor=segment.label):
+            data = read_slab(slab)
+        sums.add(segment.label, slab.start, data.nbytes, crc32(data))
+        sink.write(offset + slab.start, data)
+        if progress:
+            progress(data.nbytes)
+
+    return run
+
+
+def _stretch(
+    parts: list[tuple[int, Literal | Data | Late]], sink: Sink, sums: Sums, progress: Progress | None
+) -> Callable[[], None]:
+    """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
+
+    def run() -> None:
+        begin = parts[0][0]
+        total = parts[-1][0] + parts[-1][1].nbytes - begin
+        buffer = np.zeros(total, np.uint8).data
+        for offset, segment in parts:
+            at = offset - begin
+            if isinstance(segment, Literal):
+                buffer[at : at + segment.nbytes] = segment.data
+            elif isinstance(segment, Data):
+                data = bytearray()
+                with located(tensor=segment.label):
+                    for slab in slabs(segment.tensor, BLOCK):
+                        data += read_slab(slab)
+                sums.add(segment.label, 0, len(data), crc32(data))
+                buffer[at : at + len(data)] = data
+        if total:
+            sink.write(begin, buffer)
+            if progress:
+                progress(total - sum(s.nbytes for _, s in parts if isinstance(s, Late)))
+
+    return run

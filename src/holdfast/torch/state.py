@@ -1,0 +1,105 @@
+"""torch tensors as lazy tensors over the memory that they already have, for saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.values import Device, Size
+from holdfast.engine.resident import Resident
+from holdfast.errors import Unsupported
+
+__all__ = ["torch_leaf"]
+
+
+def torch_leaf(resident: Resident) -> Callable[[object], object]:
+    """A function that turns torch's tensors, sizes, dtypes and devices into ours, and gives everything else back."""
+
+    def convert(value: object) -> object:
+        match value:
+            case torch.Tensor():
+                return _tensor(value, resident)
+            case torch.Size():
+                return Size(value)
+            case torch.dtype():
+                return _dtype(value)
+            case torch.device():
+                return Device(value.type, value.index)
+            case _:
+                return value
+
+    return convert
+
+
+def _dtype(dtype: torch.dtype) -> DType:
+    found = DTYPES.torch(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise Unsupported(f"Holdfast does not know {dtype}")
+    return found
+
+
+def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    traits = Traits(requires_grad=tensor.requires_grad and tensor.is_leaf, parameter=parameter)
+    plain = tensor.detach()
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return _composite(plain, resident, traits)
+    if type(plain) not in (torch.Tensor, torch.nn.Parameter) and hasattr(plain, "__tensor_flatten__"):
+        raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
+    if plain.is_meta:
+        return resident.meta(_dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True))
+    traits = replace(traits, conj=plain.is_conj(), neg=plain.is_neg())
+    location = str(plain.device)
+    if plain.device.type != "cpu":
+        plain = plain.cpu()
+    storage = plain.untyped_storage()
+    content = memoryview(np.empty(0, np.uint8).data)
+    if storage.nbytes():
+        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
+    place = resident.memory(storage.data_ptr(), content, owner=storage, location=location)
+    width = plain.element_size()
+    strides = tuple(s * width for s in plain.stride())
+    return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)
+
+
+def _composite(tensor: torch.Tensor, resident: Resident, traits: Traits) -> Composite:
+    def lazy(part: torch.Tensor) -> LazyTensor:
+        made = _tensor(part, resident)
+        if not isinstance(made, LazyTensor):
+            raise Unsupported("a sparse tensor of tensors that are not plain")
+        return made
+
+    shape = tuple(tensor.shape)
+    if tensor.is_quantized:
+        return _quantized(tensor, lazy, traits)
+    kind = str(tensor.layout).removeprefix("torch.")
+    if kind == "sparse_coo":
+        parts = {"indices": lazy(tensor._indices()), "values": lazy(tensor._values())}
+        return Composite(kind, shape, parts, {"coalesced": tensor.is_coalesced()}, traits)
+    if kind in ("sparse_csr", "sparse_bsr"):
+        parts = {"crow_indices": lazy(tensor.crow_indices()), "col_indices": lazy(tensor.col_indices())}
+    elif kind in ("sparse_csc", "sparse_bsc"):
+        parts = {"ccol_indices": lazy(tensor.ccol_indices()), "row_indices": lazy(tensor.row_indices())}
+    else:
+        raise Unsupported(f"a tensor with layout {kind} cannot be saved")
+    return Composite(kind, shape, {**parts, "values": lazy(tensor.values())}, {}, traits)
+
+
+def _quantized(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], traits: Traits) -> Composite:
+    dtype = _dtype(tensor.dtype)
+    if dtype.packed:
+        raise Unsupported(f"a {dtype} tensor does not give its integers; it can be kept by converting the file")
+    parts = {"int_repr": replace(lazy(tensor.int_repr()), dtype=dtype)}
+    scheme = str(tensor.qscheme()).removeprefix("torch.")
+    if scheme.startswith("per_tensor"):
+        attributes = {"qscheme": scheme, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+    else:
+        parts |= {"scales": lazy(tensor.q_per_channel_scales()), "zero_points": lazy(tensor.q_per_channel_zero_points())}
+        attributes = {"qscheme": scheme, "axis": tensor.q_per_channel_axis()}
+    return Composite("quantized", tuple(tensor.shape), parts, attributes, traits)

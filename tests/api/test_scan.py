@@ -1,0 +1,232 @@
+"""`scan`: every foreign global is found and ranked, an error is never "nothing found", and nothing runs."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import json
+import os
+import pickle
+import struct
+import sys
+
+import numpy as np
+import pytest
+
+from holdfast.api.scan import ScanReport, scan
+from holdfast.api.severity import judge
+from holdfast.core.opaque import Global
+
+
+class Calls:
+    """Pickles to a call of `function` with `arguments`."""
+
+    def __init__(self, function, *arguments):
+        self.function = function
+        self.arguments = arguments
+
+    def __reduce__(self):
+        return self.function, self.arguments
+
+
+def whats(report: ScanReport) -> list[tuple[str, str]]:
+    return [(f.severity, f.what) for file in report.files for f in file.findings]
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Write one bare pickle and scan it."""
+
+    def scan_bare(value, name="x.pkl", protocol=4):
+        path = tmp_path / name
+        path.write_bytes(value if isinstance(value, bytes) else pickle.dumps(value, protocol))
+        return scan(path)
+
+    return scan_bare
+
+
+def safetensors_bytes() -> bytes:
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    return struct.pack("<Q", len(header)) + header + b"\0" * 4
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_bare_pickle_that_calls(bare, protocol):
+    report = bare({"hook": Calls(os.system, "echo hi")}, protocol=protocol)
+    (file,) = report.files
+    assert file.format == "pickle"
+    (finding,) = file.findings
+    assert (finding.severity, finding.what) == ("dangerous", f"{os.system.__module__}.system")
+    assert finding.calls == (f"{os.system.__module__}.system('echo hi')",)
+    assert finding.paths == ("hook",)
+    assert finding.reason == "runs commands"
+    assert "call" in finding.uses
+    assert report.verdict() == "suspicious"
+
+
+def test_plain_data_is_clean(bare):
+    report = bare({"a": [1, 2.0, None], "b": collections.OrderedDict(x=(1,)), "c": np.arange(3), "d": {1, 2}})
+    assert whats(report) == []
+    assert report.verdict() == report.verdict(strict=True) == "clean"
+
+
+def test_classes_are_information(bare):
+    report = bare([argparse.Namespace(lr=1), Calls(Calls, 1)])
+    assert whats(report) == [("unknown", f"{__name__}.Calls"), ("known", "argparse.Namespace")]
+    assert report.verdict() == "clean"
+    assert report.verdict(strict=True) == "suspicious"
+
+
+def test_an_unknown_function_that_is_called_is_suspicious(bare):
+    report = bare(Calls(safetensors_bytes))
+    assert [s for s, _ in whats(report)] == ["suspicious"]
+    assert report.verdict() == "suspicious"
+
+
+def test_an_unknown_function_that_is_mentioned_is_unknown(bare):
+    assert [s for s, _ in whats(bare(safetensors_bytes))] == ["unknown"]
+
+
+def test_a_payload_that_is_popped_again_is_found(bare):
+    report = bare(b"cposix\nsystem\n(S'echo hi'\ntR0N.")
+    assert whats(report) == [("dangerous", "posix.system")]
+    assert report.files[0].findings[0].calls == ("posix.system(…)",)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"cposix\nsystem\n(S'echo hi'\ntR", id="no stop"),
+        pytest.param(b"\x80\x04cposix\nsystem\n(S'echo hi'\ntR\xff.", id="broken tail"),
+        pytest.param(b"\x80\x04N.trailing", id="trailing bytes"),
+        pytest.param(b"", id="empty"),
+        pytest.param(b"no pickle at all", id="text"),
+        pytest.param(b"\x80\x04" + b"]" * 500 + b".", id="deep"),
+        pytest.param(b"PK\x03\x04 and nothing else", id="broken zip"),
+        pytest.param(safetensors_bytes()[:-2], id="truncated safetensors"),
+    ],
+)
+def test_what_cannot_be_parsed_is_an_error_and_never_clean(bare, content):
+    report = bare(content)
+    (file,) = report.files
+    assert file.error
+    assert report.verdict() == "error"
+
+
+def test_missing_files_are_errors(tmp_path):
+    report = scan(tmp_path / "nope.pt")
+    assert report.files[0].error
+    assert report.verdict() == "error"
+
+
+def test_an_oversized_pickle_is_an_error(bare, tmp_path):
+    from holdfast import Limits
+
+    bare(b"x" * 1000)
+    path = tmp_path / "x.pkl"
+    path.write_bytes(pickle.dumps(list(range(1000))))
+    assert "pickle_nbytes" in (scan(path, limits=Limits(pickle_nbytes=100)).files[0].error or "")
+
+
+def test_directories(tmp_path):
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    (tmp_path / "sub" / "evil.dat").write_bytes(pickle.dumps(Calls(os.system, "x")))
+    (tmp_path / "sub" / "deep" / "old").write_bytes(pickle.dumps(Calls(os.system, "x"), 0) + b"\n")
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes())
+    (tmp_path / "README.md").write_text("A text. It ends like a pickle.")
+    (tmp_path / "labels.txt").write_text("cat\ndog\n")
+    (tmp_path / "empty").write_bytes(b"")
+    (tmp_path / "broken.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    np.savez(tmp_path / "arrays.npz", a=np.arange(3))
+    (tmp_path / "nowhere").symlink_to("gone")
+    (tmp_path / "loop").symlink_to(".")
+    os.mkfifo(tmp_path / "pipe")
+    report = scan(tmp_path)
+    found = {os.path.relpath(f.path, tmp_path): f for f in report.files}
+    assert sorted(found) == ["broken.bin", "model.safetensors", "sub/deep/old", "sub/evil.dat"]
+    assert [f.severity for f in found["sub/evil.dat"].findings] == ["dangerous"]
+    assert found["sub/deep/old"].error  # a pickle with bytes behind it: refused, and so reported
+    assert "LFS" in (found["broken.bin"].error or "")
+    assert found["model.safetensors"].findings == ()
+    assert report.skipped == 6
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
+    def walk(top, onerror):
+        onerror(PermissionError(13, "Permission denied", str(top)))
+        return iter(())
+
+    monkeypatch.setattr("os.walk", walk)
+    assert scan(tmp_path).verdict() == "error"
+
+
+def test_hostile_golden_files(hostile, golden_dir):
+    wanted = json.loads((golden_dir / "hostile" / "expected.json").read_text())[hostile.name]["globals"]
+    (file,) = scan(hostile).files
+    if file.error is None:
+        modern = {w.replace(" ", ".").replace("__builtin__", "builtins") for w in wanted}
+        found = {f.what for f in file.findings}
+        assert any(f.severity == "dangerous" for f in file.findings)
+        assert found & modern
+        assert found <= modern
+    assert scan(hostile).verdict() in ("suspicious", "error")
+
+
+def test_golden_files_are_not_called_dangerous(golden):
+    report = scan(golden)
+    assert all(f.error is None for f in report.files)
+    assert not [w for w in whats(report) if w[0] in ("dangerous", "suspicious")]
+
+
+def test_a_tensor_pickled_without_torch_save_is_followed(tmp_path, golden_dir):
+    inner = (golden_dir / "hostile" / "os_system.pt").read_bytes()
+    stream = io.BytesIO()
+    stream.write(b"\x80\x04ctorch.storage\n_load_from_bytes\n")
+    stream.write(b"B" + struct.pack("<I", len(inner)) + inner + b"\x85R.")
+    path = tmp_path / "x.pkl"
+    path.write_bytes(stream.getvalue())
+    (file,) = scan(path).files
+    assert [(f.severity, f.what) for f in file.findings] == [
+        ("dangerous", "posix.system"),
+        ("known", "torch.storage._load_from_bytes"),
+    ]
+    assert file.findings[0].stream == "pickle > data.pkl"
+
+
+def test_scanning_imports_nothing(bare):
+    report = bare(b"\x80\x04cantigravity\nfly\n)R.")
+    assert whats(report) == [("dangerous", "antigravity.fly")]
+    assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "uses", "severity"),
+    [
+        ("os", "system", ("call",), "dangerous"),
+        ("os.path", "join", ("call",), "dangerous"),
+        ("__builtin__", "eval", ("call",), "dangerous"),
+        ("builtins", "getattr", ("mention",), "dangerous"),
+        ("torch.nn", "os.system", ("call",), "dangerous"),
+        ("mymodule", "helpers.subprocess.run", ("call",), "dangerous"),
+        ("mymodule", "__class__.__subclasses__", ("call",), "dangerous"),
+        ("numpy.testing._private.utils", "runstring", ("call",), "dangerous"),
+        ("torch.hub", "load", ("call",), "dangerous"),
+        ("torch", "load", ("call",), "dangerous"),
+        ("оs", "system", ("call",), "suspicious"),  # a Cyrillic o
+        ("mymodule", "make", ("call", "mention"), "suspicious"),
+        ("mymodule", "make", ("mention",), "unknown"),
+        ("mymodule", "Net", ("build", "mention", "new"), "unknown"),
+        ("transformers.training_args", "TrainingArguments", ("new",), "unknown"),
+        ("osmium", "Reader", ("new",), "unknown"),
+        ("torch.nn.modules.linear", "Linear", ("new",), "known"),
+        ("torch.nn.functional", "relu", ("mention",), "unknown"),
+        ("torch.optim.lr_scheduler", "LambdaLR", ("new",), "known"),
+        ("torch._utils", "_rebuild_xla_tensor", ("call",), "known"),
+        ("numpy.random._pickle", "__generator_ctor", ("call",), "known"),
+        ("argparse", "Namespace", ("new",), "known"),
+        ("__torch__.foo", "Net", ("new",), "known"),
+    ],
+)
+def test_severity(module, name, uses, severity):
+    assert judge(Global(module, name), uses)[0] == severity

@@ -1,0 +1,170 @@
+"""The command as people run it: exit codes, one line an error, plain text in pipes, no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+COMMAND = [sys.executable, "-c", "import sys; from holdfast.cli.main import main; sys.exit(main())"]
+
+
+def command(*arguments, **options):
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=60, **options)
+
+
+def test_help_version_and_no_arguments(run):
+    code, out, _ = run()
+    assert code == 0
+    assert "examples:" in out
+    assert run("--help")[1] == out
+    assert run("--version")[1].startswith("holdfast 0.")
+    for verb in ("show", "read", "scan"):
+        code, out, _ = run(verb, "--help")
+        assert code == 0
+        assert f"holdfast {verb} " in out.split("examples:")[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["nonsense"], ["show"], ["show", "x", "--depth", "0"], ["read", "x"], ["scan"], ["show", "x\x1b[2J.pt"], ["--frob"]],
+)
+def test_errors_are_one_printable_line(run, arguments):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert not out
+    assert err.startswith("holdfast: ")
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").isprintable()
+
+
+def test_golden_files_are_shown(run, golden):
+    code, out, err = run("show", golden)
+    assert (code, err) == (0, "")
+    assert out.startswith(str(golden))
+    assert all(line.isprintable() for line in out.splitlines())
+    code, out, _ = run("show", golden, "--json")
+    assert code == 0
+    parsed = json.loads(out)
+    assert run("show", golden, "--all")[0] == 0
+    assert len(parsed["tensors"]) == int(run("show", golden)[1].split(" · ")[1].split()[0])
+
+
+def test_golden_json_agrees_with_what_torch_found(run, golden, expected):
+    parsed = json.loads(run("show", golden, "--json")[1])
+    found = {t["name"]: (t["dtype"], t["shape"]) for t in parsed["tensors"]}
+    # The parts of composites have names of ours, which the reader's own tests compare.
+    for name, tensor in expected["tensors"].items():
+        assert found[name] == (tensor["dtype"], tensor["shape"])
+
+
+def test_hostile_files_are_shown_and_nothing_runs(run, hostile):
+    code, out, err = run("show", hostile)
+    assert code in (0, 2)
+    assert (code == 2) == bool(err)
+    assert "internal error" not in err
+    assert "pwned\n" not in out.replace("'", "")
+
+
+def test_read(run, golden_dir, tmp_path):
+    path = golden_dir / "files" / "training.pt"
+    code, out, _ = run("read", path, "model.embed.weight", "--slice", "-2:, 0")
+    assert code == 0
+    assert out.splitlines()[0] == "model.embed.weight  float32  [2]  8 B"
+    code, out, err = run("read", path, "model.*", "-o", tmp_path / "x.npz")
+    assert (code, out) == (0, "")
+    assert "12 arrays" in err
+    assert np.load(tmp_path / "x.npz")["model.embed.weight"].shape == (5, 4)
+    code, _, err = run("read", path, "model.embed.weigth")
+    assert code == 2
+    assert "did you mean 'model.embed.weight'" in err
+    code, _, err = run("read", path, "model.embed.weight", "-o", path)
+    assert code == 2
+
+
+def test_bugs_and_interruptions_are_one_line_too(run, monkeypatch, golden_dir):
+    def raising(error):
+        def run(*args, **kwargs):
+            raise error
+
+        return run
+
+    path = golden_dir / "files" / "plain.pt"
+    for error, code, text in (
+        (RuntimeError("odd\nthing"), 2, r"holdfast: internal error, please report it: RuntimeError: odd\nthing"),
+        (KeyboardInterrupt(), 130, "holdfast: interrupted"),
+        (MemoryError(), 2, "holdfast: out of memory"),
+        (PermissionError(13, "Permission denied", "x\n.npy"), 2, r"holdfast: Permission denied: 'x\n.npy'"),
+    ):
+        monkeypatch.setattr("holdfast.cli.show.run", raising(error))
+        found, _, err = run("show", path)
+        assert found == code
+        assert err.startswith(text)
+        assert err.count("\n") == 1
+    monkeypatch.setattr("holdfast.cli.show.run", raising(RuntimeError("odd")))
+    with pytest.raises(RuntimeError):
+        run("--traceback", "show", path)
+
+
+def test_a_closed_pipe_is_silent(golden_dir):
+    script = f"{' '.join(map(repr, COMMAND))} show {golden_dir / 'files' / 'training.pt'} --json"
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(["bash", "-c", script.replace("'-c'", "-c")], stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_pipes_get_plain_text_and_terminals_get_colours(golden_dir):
+    path = golden_dir / "files" / "training.pt"
+    piped = command("show", path, env={**os.environ, "COLUMNS": "40", "TERM": "xterm-256color"})
+    assert "\x1b" not in piped.stdout
+    assert max(map(len, piped.stdout.splitlines())) > 80
+    for environment, coloured in (
+        ({"TERM": "xterm"}, True),
+        ({"TERM": "xterm", "NO_COLOR": "1"}, False),
+        ({"TERM": "dumb"}, False),
+    ):
+        parent, child = pty.openpty()
+        clean = {k: v for k, v in os.environ.items() if k not in ("TERM", "NO_COLOR")}
+        with subprocess.Popen([*COMMAND, "show", path], stdout=child, env={**clean, **environment}) as process:
+            os.close(child)
+            seen = b""
+            try:
+                while piece := os.read(parent, 65536):
+                    seen += piece
+            except OSError:
+                pass  # the terminal is gone when the process ends
+            os.close(parent)
+        assert process.returncode == 0
+        assert (b"\x1b[" in seen) == coloured
+
+
+def test_an_output_without_unicode(golden_dir):
+    path = golden_dir / "files" / "metadata.safetensors"
+    done = command("show", path, env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"})
+    assert done.returncode == 0
+    assert done.stdout.isascii()
+    assert "`- poids" in done.stdout
+
+
+def test_starts_fast_and_without_torch(golden_dir):
+    path = golden_dir / "files" / "plain.pt"
+    code = (
+        "import sys; from holdfast.cli.main import main; main(['show', sys.argv[1]]); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'rich', 'typer', 'pydantic', 'click')))"
+    )
+    best = 99.0
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, timeout=60)
+        best = min(best, time.perf_counter() - start)
+        assert done.returncode == 0
+    # 0.3 s on an idle machine; here others may be at work.
+    assert best < 1.0
