@@ -36,8 +36,12 @@ BELOW = {
 }
 """Layer to the layers that it may import besides itself; "" is `holdfast/__init__.py`."""
 
-UPWARD = {("core/tensor.py", "holdfast.torch.tensors"), ("core/composite.py", "holdfast.torch.tensors")}
-"""The only arrows that point up: the methods `torch()` import the adapter when they are called."""
+UPWARD = {
+    ("core/tensor.py", "holdfast.torch.tensors"),
+    ("core/composite.py", "holdfast.torch.tensors"),
+    ("api/state.py", "holdfast.torch.state"),
+}
+"""The only arrows that point up: `torch()` imports the adapter when it is called, a save when the caller has torch."""
 
 
 def layer(module: str) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from holdfast import errors
+from holdfast.api.diff import Diff, diff
 from holdfast.api.open import open, read
+from holdfast.api.verify import VerifyReport, verify
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Alias, Checkpoint
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.composite import Composite
+from holdfast.core.digest import Digest
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
@@ -24,13 +27,18 @@ __all__ = [
     "Chunk",
     "Composite",
     "DType",
+    "Diff",
+    "Digest",
     "Global",
     "HoldfastError",
     "LazyTensor",
     "Limits",
     "Opaque",
     "Storage",
+    "VerifyReport",
+    "diff",
     "errors",
     "open",
     "read",
+    "verify",
 ]

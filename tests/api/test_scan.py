@@ -10,6 +10,7 @@ import os
 import pickle
 import struct
 import sys
+import zipfile
 
 import numpy as np
 import pytest
@@ -139,17 +140,24 @@ def test_directories(tmp_path):
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "broken.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
     np.savez(tmp_path / "arrays.npz", a=np.arange(3))
+    with zipfile.ZipFile(tmp_path / "package.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("package/", "")  # which the strict reader refuses
+        wheel.writestr("package/code.py", "x = 1\n" * 100)
+    with zipfile.ZipFile(tmp_path / "odd.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
+        wheel.writestr("package/", "")
+        wheel.writestr("package/data.pkl", pickle.dumps(Calls(os.system, "x")))
     (tmp_path / "nowhere").symlink_to("gone")
     (tmp_path / "loop").symlink_to(".")
     os.mkfifo(tmp_path / "pipe")
     report = scan(tmp_path)
     found = {os.path.relpath(f.path, tmp_path): f for f in report.files}
-    assert sorted(found) == ["broken.bin", "model.safetensors", "sub/deep/old", "sub/evil.dat"]
+    assert sorted(found) == ["broken.bin", "model.safetensors", "odd.whl", "sub/deep/old", "sub/evil.dat"]
     assert [f.severity for f in found["sub/evil.dat"].findings] == ["dangerous"]
     assert found["sub/deep/old"].error  # a pickle with bytes behind it: refused, and so reported
     assert "LFS" in (found["broken.bin"].error or "")
     assert found["model.safetensors"].findings == ()
-    assert report.skipped == 6
+    assert found["odd.whl"].error
+    assert report.skipped == 7
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):

@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
-
 from holdfast.errors import FormatError, LimitExceeded, PickleError, Truncated
 
 from .case import Case, foreign, opens, refused
 from .craft_pickle import (
-    APPEND, APPENDS, BUILD, DICT, DUP, EMPTY_DICT, EMPTY_LIST, EMPTY_TUPLE, LIST, MARK, MEMOIZE, NEWOBJ, NEWOBJ_EX,
-    NONE, OBJ, PERSID, POP, POP_MARK, REDUCE, SETITEM, SETITEMS, STACK_GLOBAL, STOP, TRUE, TUPLE, TUPLE1, TUPLE2,
-    binbytes, call, dict_of, frame, get, inst, integer, list_of, named, proto, put, short_text, stream, text, tuple_of,
-)  # fmt: skip
+    APPEND,
+    APPENDS,
+    BUILD,
+    DICT,
+    DUP,
+    EMPTY_DICT,
+    EMPTY_LIST,
+    EMPTY_TUPLE,
+    LIST,
+    MARK,
+    MEMOIZE,
+    NEWOBJ,
+    NEWOBJ_EX,
+    NONE,
+    OBJ,
+    PERSID,
+    POP,
+    POP_MARK,
+    REDUCE,
+    SETITEM,
+    SETITEMS,
+    STACK_GLOBAL,
+    STOP,
+    TRUE,
+    TUPLE,
+    TUPLE1,
+    TUPLE2,
+    binbytes,
+    call,
+    dict_of,
+    frame,
+    get,
+    inst,
+    integer,
+    list_of,
+    named,
+    proto,
+    put,
+    short_text,
+    stream,
+    text,
+    tuple_of,
+)
 from .craft_torch import legacy, state, storage, tar, torch_zip, torchscript, weight
 
 __all__ = ["CASES"]
@@ -41,7 +79,10 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "reduce-torch-load": (call("torch", "load", text("x")), "torch.load"),
     "reduce-torch-hub": (call("torch.hub", "load", text("a/b"), text("c")), "torch.hub.load"),
     "reduce-numpy-load": (call("numpy", "load", text("x.npy")), "numpy.load"),
-    "reduce-numpy-runstring": (call("numpy.testing._private.utils", "runstring", text("1"), EMPTY_DICT), "numpy.testing._private.utils.runstring"),
+    "reduce-numpy-runstring": (
+        call("numpy.testing._private.utils", "runstring", text("1"), EMPTY_DICT),
+        "numpy.testing._private.utils.runstring",
+    ),
     "reduce-operator-attrgetter": (call("operator", "attrgetter", text("system")), "operator.attrgetter"),
     "reduce-types-codetype": (call("types", "CodeType", integer(0)), "types.CodeType"),
     "reduce-functools-partial": (call("functools", "partial", named("os", "system"), SHELL), "functools.partial"),
@@ -62,28 +103,42 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "newobj-ex-class": (named("subprocess", "Popen") + EMPTY_TUPLE + dict_of(text("args"), SHELL) + NEWOBJ_EX, "subprocess.Popen"),
     "newobj-through-copyreg": (call("copyreg", "__newobj__", named("subprocess", "Popen"), SHELL), "subprocess.Popen"),
     "reconstructor-through-copyreg": (
-        call("copy_reg", "_reconstructor", named("os", "Evil"), named("__builtin__", "object"), NONE), "os.Evil"),
+        call("copy_reg", "_reconstructor", named("os", "Evil"), named("__builtin__", "object"), NONE),
+        "os.Evil",
+    ),
     "obj": (MARK + named("os", "system") + SHELL + OBJ, "os.system"),
     "inst": (MARK + SHELL + inst("os", "system"), "os.system"),
     "inst-python2": (MARK + SHELL + inst("__builtin__", "eval"), "builtins.eval"),
     "build-on-module": (named("os", "environ") + dict_of(text("PATH"), text("/tmp")) + BUILD, "os.environ"),
     "build-on-class": (named("torch.nn", "Module") + dict_of(text("__call__"), named("os", "system")) + BUILD, "torch.nn.Module"),
     "build-dunder-class": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__class__"), named("os", "system")) + BUILD, "os.system"),
+        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__class__"), named("os", "system")) + BUILD,
+        "os.system",
+    ),
     "build-dunder-dict": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__dict__"), dict_of(text("x"), SYSTEM)) + BUILD, "os.system"),
+        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__dict__"), dict_of(text("x"), SYSTEM)) + BUILD,
+        "os.system",
+    ),
     "build-dunder-setstate": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__setstate__"), named("os", "system")) + BUILD
-        + POP + SYSTEM, "os.system"),
+        named("a", "B") + EMPTY_TUPLE + NEWOBJ + dict_of(text("__setstate__"), named("os", "system")) + BUILD + POP + SYSTEM,
+        "os.system",
+    ),
     "build-slots-pair": (
-        named("a", "B") + EMPTY_TUPLE + NEWOBJ + tuple_of(NONE, dict_of(text("x"), named("os", "system"))) + BUILD, "a.B"),
+        named("a", "B") + EMPTY_TUPLE + NEWOBJ + tuple_of(NONE, dict_of(text("x"), named("os", "system"))) + BUILD,
+        "a.B",
+    ),
     "build-reduce-of-reduce": (SYSTEM + dict_of(text("x"), integer(1)) + BUILD, "os.system"),
     "call-of-a-call": (
-        call("builtins", "getattr", named("os", "path"), text("system")) + tuple_of(SHELL) + REDUCE, "builtins.getattr"),
+        call("builtins", "getattr", named("os", "path"), text("system")) + tuple_of(SHELL) + REDUCE,
+        "builtins.getattr",
+    ),
     "append-to-a-foreign": (SYSTEM + integer(1) + APPEND, "os.system"),
     "appends-to-a-foreign": (SYSTEM + MARK + integer(1) + APPENDS, "os.system"),
     "setitem-on-a-foreign": (SYSTEM + text("a") + integer(1) + SETITEM, "os.system"),
-    "setitems-on-a-foreign": (named("os", "environ") + EMPTY_TUPLE + REDUCE + MARK + text("A") + text("b") + SETITEMS, "os.environ"),
+    "setitems-on-a-foreign": (
+        named("os", "environ") + EMPTY_TUPLE + REDUCE + MARK + text("A") + text("b") + SETITEMS,
+        "os.environ",
+    ),
     "popped-again": (SYSTEM + POP + integer(1), "os.system"),
     "popped-with-its-mark": (MARK + SYSTEM + POP_MARK + integer(1), "os.system"),
     "duplicated-and-popped": (SYSTEM + DUP + POP, "os.system"),
@@ -91,14 +146,23 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "as-a-default-factory": (call("collections", "defaultdict", named("os", "getcwd")), "os.getcwd"),
     "in-subclass-rebuild": (
         call("torch._tensor", "_rebuild_from_type_v2", named("os", "system"), named("torch", "Tensor"), tuple_of(SHELL), NONE),
-        "os.system"),
+        "os.system",
+    ),
     "in-subclass-type": (
-        call("torch._tensor", "_rebuild_from_type_v2", named("torch._utils", "_rebuild_tensor_v2"), named("os", "system"),
-             tuple_of(storage(), integer(0), EMPTY_TUPLE, EMPTY_TUPLE), NONE), "os.system"),
+        call(
+            "torch._tensor",
+            "_rebuild_from_type_v2",
+            named("torch._utils", "_rebuild_tensor_v2"),
+            named("os", "system"),
+            tuple_of(storage(), integer(0), EMPTY_TUPLE, EMPTY_TUPLE),
+            NONE,
+        ),
+        "os.system",
+    ),
     "in-backward-hooks": (call("torch._utils", "_rebuild_parameter", NONE, TRUE, SYSTEM), "os.system"),
     "in-encode": (call("_codecs", "encode", text("x"), text("evil-codec")), "_codecs.encode"),
     "in-counter-subclass": (call("collections", "UserDict", SYSTEM), "os.system"),
-}  # fmt: skip
+}
 """What a payload is called: its bytes, and a global that must be listed."""
 
 MEMO_STRINGS = text("os") + put(0) + POP + text("system") + put(1) + POP + get(0) + get(1) + STACK_GLOBAL + tuple_of(SHELL) + REDUCE
@@ -113,18 +177,40 @@ OPENING = [
     opens("pickle-payload-protocol5", torch_zip(state(SYSTEM, protocol=5)), foreign("os.system")),
     opens("pickle-payload-is-the-whole-file", torch_zip(stream(SYSTEM)), foreign("os.system")),
     opens("pickle-payload-in-frames", torch_zip(proto(4) + frame(SYSTEM + POP) + frame(EMPTY_DICT + STOP)), foreign("os.system")),
+    opens("pickle-stop-outside-of-its-frame", torch_zip(proto(4) + frame(b"}", 1) + STOP)),
     opens("torchscript-call-in-data", torchscript(stream(SYSTEM), stream(EMPTY_TUPLE)), foreign("os.system")),
     opens("torchscript-call-in-constants", torchscript(stream(EMPTY_DICT), stream(tuple_of(SYSTEM))), foreign("os.system")),
     opens("pickle-dunder-keys-in-a-plain-dict", torch_zip(state(dict_of(text("__class__"), integer(1), text("__dict__"), NONE)))),
-    opens("pickle-ordered-dict-attributes",
-          torch_zip(state(call("collections", "OrderedDict") + dict_of(text("__class__"), SYSTEM, text("update"), NONE) + BUILD)),
-          foreign("os.system")),
-    opens("pickle-module-shadowing-methods",
-          torch_zip(state(named("m", "M") + EMPTY_TUPLE + NEWOBJ + dict_of(
-              text("_parameters"), dict_of(text("w"), weight()), text("_buffers"), EMPTY_DICT, text("_modules"), EMPTY_DICT,
-              text("state_dict"), SYSTEM, text("__getattr__"), SYSTEM) + BUILD)),
-          lambda ckpt: "extra0.w" in ckpt and foreign("os.system")(ckpt)),
-]  # fmt: skip
+    opens(
+        "pickle-ordered-dict-attributes",
+        torch_zip(state(call("collections", "OrderedDict") + dict_of(text("__class__"), SYSTEM, text("update"), NONE) + BUILD)),
+        foreign("os.system"),
+    ),
+    opens(
+        "pickle-module-shadowing-methods",
+        torch_zip(
+            state(
+                named("m", "M")
+                + EMPTY_TUPLE
+                + NEWOBJ
+                + dict_of(
+                    text("_parameters"),
+                    dict_of(text("w"), weight()),
+                    text("_buffers"),
+                    EMPTY_DICT,
+                    text("_modules"),
+                    EMPTY_DICT,
+                    text("state_dict"),
+                    SYSTEM,
+                    text("__getattr__"),
+                    SYSTEM,
+                )
+                + BUILD
+            )
+        ),
+        lambda ckpt: "extra0.w" in ckpt and foreign("os.system")(ckpt),
+    ),
+]
 
 SIDE_DOORS = ["reduce-os-system", "inst", "obj", "newobj-class", "popped-again", "build-on-module", "call-of-a-call"]
 DOORS = [
@@ -182,12 +268,32 @@ REFUSED = [
     _pickled("persid-too-long", tuple_of(text("storage"), *[NONE] * 40), PERSID),
     _pickled("persid-legacy-six-tuple", storage(view=NONE)),
     _pickled("persid-module-source", tuple_of(text("module"), named("m", "M"), text("m.py"), text("import os")), PERSID),
-    _pickled("persid-of-an-array", tuple_of(
-        call("numpy.core.multiarray", "scalar", call("numpy", "dtype", text("i1"), integer(0), integer(1)), binbytes(b"\1")),
-        NONE, NONE, NONE, NONE), PERSID),
-    _pickled("persid-tag-is-an-array", storage(tag=call(
-        "numpy._core.numeric", "_frombuffer", binbytes(b"\1\2"), call("numpy", "dtype", text("u1")) + tuple_of(
-            integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(0)) + BUILD, tuple_of(integer(2)), text("C")))),
+    _pickled(
+        "persid-of-an-array",
+        tuple_of(
+            call("numpy.core.multiarray", "scalar", call("numpy", "dtype", text("i1"), integer(0), integer(1)), binbytes(b"\1")),
+            NONE,
+            NONE,
+            NONE,
+            NONE,
+        ),
+        PERSID,
+    ),
+    _pickled(
+        "persid-tag-is-an-array",
+        storage(
+            tag=call(
+                "numpy._core.numeric",
+                "_frombuffer",
+                binbytes(b"\1\2"),
+                call("numpy", "dtype", text("u1"))
+                + tuple_of(integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(0))
+                + BUILD,
+                tuple_of(integer(2)),
+                text("C"),
+            )
+        ),
+    ),
     _pickled("persid-storage-class-unknown", storage(kind="EvilStorage")),
     _pickled("persid-storage-class-foreign", storage(kind=named("os", "system"))),
     _pickled("persid-storage-class-called", storage(kind=SYSTEM)),
@@ -215,7 +321,6 @@ REFUSED = [
     refused("pickle-frame-past-the-end", torch_zip(proto(4) + frame(b"}.", 3)), FormatError),
     refused("pickle-frame-of-2^63", torch_zip(proto(4) + frame(b"}.", 1 << 63)), FormatError),
     refused("pickle-frame-of-2^64-1", torch_zip(proto(4) + frame(b"}.", (1 << 64) - 1)), FormatError),
-    refused("pickle-frame-too-short", torch_zip(proto(4) + frame(b"}.", 1)), FormatError),
     refused("pickle-frame-straddled-by-text", torch_zip(proto(4) + frame(text("abcdef") + STOP, 7)), FormatError),
     refused("pickle-frame-straddled-by-number", torch_zip(proto(4) + frame(b"K\x01" + STOP, 1)), FormatError),
     refused("pickle-frame-straddled-by-line", torch_zip(proto(4) + frame(b"cos\nsystem\n" + STOP, 5)), FormatError),
@@ -251,7 +356,6 @@ REFUSED = [
     refused("zip-text-record-holds-a-pickle", torch_zip(state(), version=stream(SYSTEM)), FormatError),
     refused("torchscript-broken-constants", torchscript(stream(EMPTY_DICT), stream(SYSTEM)[:-1]), Truncated),
     refused("torchscript-without-data", torchscript(b"", stream(EMPTY_TUPLE)), FormatError, LimitExceeded),
-]  # fmt: skip
+]
 
 CASES = [*OPENING, *DOORS, *REFUSED]
-

@@ -166,7 +166,10 @@ def tar_of(*members: bytes, end: bytes = bytes(1024)) -> bytes:
 
 
 def tar(
-    pickle: bytes = stream(EMPTY_DICT), *, storages: bytes | Mapping[str, object] = STORAGES, tensors: bytes | Mapping[str, object] = TENSORS
+    pickle: bytes = stream(EMPTY_DICT),
+    *,
+    storages: bytes | Mapping[str, object] = STORAGES,
+    tensors: bytes | Mapping[str, object] = TENSORS,
 ) -> bytes:
     """A 0.1 tar with one storage (1) and one 2 × 2 tensor (7); mappings are arguments for other parts."""
     first = storages if isinstance(storages, bytes) else _storages(**storages)  # type: ignore[arg-type]

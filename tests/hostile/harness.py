@@ -48,6 +48,9 @@ SECONDS_FLOOR = 2.5
 DEADLINE = 30
 """Seconds on the clock after which a case is broken off as endless."""
 
+MAX_LISTED = 20_000
+"""In a checkpoint with more tensors than this, most are listed by name only: making them is what takes the time."""
+
 MAX_READS = 64
 """Tensors of one case that are read; the rest is listed only."""
 
@@ -78,7 +81,7 @@ class Watch:
             return
         if event == "open":
             _, mode, flags = (*args, None, None, None)[:3]
-            writes = isinstance(flags, int) and flags & WRITING or isinstance(mode, str) and set(mode) & set("wax+")
+            writes = (isinstance(flags, int) and flags & WRITING) or (isinstance(mode, str) and set(mode) & set("wax+"))
             if not writes:
                 return
         elif not event.startswith(FORBIDDEN):
@@ -135,10 +138,12 @@ class Outcome:
 
 def survey(ckpt: holdfast.Checkpoint) -> None:
     """List, describe and read everything in a checkpoint, as the CLI would. Raises only what Holdfast raises."""
-    for i, (name, tensor) in enumerate(ckpt.items()):
-        str(name), repr(tensor)
+    for i, name in enumerate(ckpt):
         if i < MAX_READS:
-            read(tensor)
+            repr(ckpt[name])
+            read(ckpt[name])
+    if len(ckpt) > MAX_LISTED:
+        return
     for value in nodes(ckpt.tree):
         if isinstance(value, holdfast.Opaque | holdfast.LazyTensor | Composite):
             repr(value)
@@ -211,7 +216,11 @@ def _open(case: Case, source: bytes | Path, outcome: Outcome) -> None:
 
 
 def plain_files(path: Path) -> list[Path]:
-    return [p for p in (path, *path.rglob("*")) if p.is_file() and not p.is_symlink()]
+    """The files of an input; none where its path is itself a lie."""
+    try:
+        return [p for p in (path, *path.rglob("*")) if p.is_file() and not p.is_symlink()]
+    except (OSError, ValueError):
+        return []
 
 
 def warm_up(makers: list[Callable[[], bytes | Path]]) -> None:

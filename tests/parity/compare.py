@@ -20,11 +20,17 @@ from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.values import Device, Size
-from tests.golden.expect import elements, groups, parts, short
+from tests.golden.expect import groups, parts, short
 
-__all__ = ["assert_composite", "assert_same_file", "assert_same_tree", "assert_tensor", "named_tensors", "saved"]
-
-CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+__all__ = [
+    "assert_composite",
+    "assert_same_file",
+    "assert_same_tree",
+    "assert_tensor",
+    "elements",
+    "named_tensors",
+    "saved",
+]
 
 
 def saved(state: object, **options: object) -> bytes:
@@ -32,6 +38,17 @@ def saved(state: object, **options: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(state, buffer, **options)
     return buffer.getvalue()
+
+
+def elements(tensor: torch.Tensor) -> bytes:
+    """The elements in C order, little-endian."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.numel() == 0:
+        return b""
+    plain = plain if plain.is_contiguous() else plain.contiguous()
+    stored = torch.empty(0, dtype=torch.uint8).set_(plain.untyped_storage())
+    start = plain.storage_offset() * plain.dtype.itemsize
+    return stored[start : start + plain.numel() * plain.dtype.itemsize].numpy().tobytes()
 
 
 def pieces_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
 
 Verdict = Literal["clean", "suspicious", "error"]
 
-SUFFIXES = frozenset({".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pth", ".th"})
+SUFFIXES = frozenset({".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".ptl", ".th"})
 """What programs hand to `torch.load` and `pickle.load`.
 
 Such a file in a directory is never skipped, whatever it holds.
@@ -44,6 +44,9 @@ HEAD_NBYTES = 1 << 16
 
 Text fails within a few bytes.
 """
+
+PICKLE_RECORD = b"data.pkl"
+"""The record that makes a zip a checkpoint."""
 
 NESTED = Global("torch.storage", "_load_from_bytes")
 """How a tensor pickles itself without `torch.save`: a call with a whole torch file as bytes."""
@@ -159,8 +162,7 @@ def _scan_found(path: Path, limits: Limits) -> FileReport | None:
     except UnknownFormat:
         return _scan_file(path, limits) if _like_pickle(path, limits) else None
     except FormatError as error:
-        # A zip without the records of a checkpoint (a wheel, an .npz): the parse of the archive itself went well.
-        return None if type(error) is FormatError and _begins_with(path, b"PK") else FileReport(str(path), "", error=str(error))
+        return None if _other_zip(path) else FileReport(str(path), "", error=str(error))
     except Exception as error:
         return FileReport(str(path), "", error=_described(error))
 
@@ -213,9 +215,21 @@ def _like_pickle(path: Path, limits: Limits) -> bool:
     return True
 
 
-def _begins_with(path: Path, head: bytes) -> bool:
+def _other_zip(path: Path) -> bool:
+    """Whether this is a zip that no torch reads (a wheel, an .npz, a document), so that refusing it says nothing.
+
+    torch wants a record `data.pkl`, and no zip compresses the names of its records: without these bytes there is none.
+    """
     with path.open("rb") as file:
-        return file.read(len(head)) == head
+        piece = file.read(1 << 20)
+        if not piece.startswith(b"PK"):
+            return False
+        while piece:
+            if PICKLE_RECORD in piece:
+                return False
+            more = file.read(1 << 20)
+            piece = piece[-len(PICKLE_RECORD) :] + more if more else b""
+    return True
 
 
 def _read(path: Path, limits: Limits, most: int | None = None) -> bytes:

@@ -11,8 +11,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 
-from holdfast.cli.outline import Branch, Leaf, outline
-from holdfast.cli.outline import ties as find_ties
+from holdfast.cli.outline import Branch, Leaf, leaves, outline
+from holdfast.cli.survey import survey
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.tensor import LazyTensor
@@ -38,25 +38,27 @@ def print_json(value: object) -> None:
 
 def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:
     """The checkpoint as values that JSON has. `wanted` chooses the names of tensors and values that are listed."""
-    ties = find_ties(checkpoint)
-    root = outline(checkpoint, split=False)
-    leaves = list(_leaves(root))
-    roles = {leaf.name: leaf.role for leaf in leaves if leaf.role}
+    found = survey(checkpoint)
+    root = outline(checkpoint, found.ties, split=False)
+    everywhere = list(leaves(root))
+    roles = {leaf.name: leaf.role for leaf in everywhere if leaf.role}
     return {
         "schema": SCHEMA,
         "path": checkpoint.path,
         "format": checkpoint.format,
-        "nbytes": checkpoint.nbytes,
+        "nbytes": found.nbytes,
         "tensors": [
-            _tensor(name, tensor, roles.get(name, ""), ties.get(name, "")) for name, tensor in checkpoint.items() if wanted(name)
+            _tensor(name, tensor, roles.get(name, ""), found.ties.get(name, ""))
+            for name, tensor in found.tensors.items()
+            if wanted(name)
         ],
-        "values": [_value(leaf) for leaf in leaves if leaf.kind != "tensor" and wanted(leaf.name)],
+        "values": [_value(leaf) for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)],
         "objects": [
             {"name": b.name, "kind": b.kind, "class": b.text}
             for b in _branches(root)
             if b.kind in ("object", "module") and wanted(b.name)
         ],
-        "aliases": [{"names": list(a.names), "storage": a.storage.label} for a in checkpoint.aliases],
+        "aliases": [{"names": list(a.names), "storage": a.storage.label} for a in found.aliases],
         "foreign": [
             {
                 "module": f.what.module,
@@ -124,14 +126,6 @@ def _native(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is None or type(value) in (bool, int, str)
-
-
-def _leaves(branch: Branch) -> Iterator[Leaf]:
-    for child in branch.children:
-        if isinstance(child, Branch):
-            yield from _leaves(child)
-        else:
-            yield child
 
 
 def _branches(branch: Branch) -> Iterator[Branch]:

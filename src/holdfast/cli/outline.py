@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.api.brief import brief, scalar
@@ -20,7 +20,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import ALONE, module_children
 
-__all__ = ["Branch", "Leaf", "Node", "outline", "ties", "total"]
+__all__ = ["Branch", "Leaf", "Node", "leaves", "outline", "total"]
 
 DEEPEST = 100
 """Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
@@ -79,31 +79,11 @@ class Branch:
 Node = Leaf | Branch
 
 
-def ties(checkpoint: Checkpoint) -> dict[str, str]:
-    """For each name that shares its storage with an earlier one: `= other` (the same elements) or `in other`."""
-    found: dict[str, str] = {}
-    for alias in checkpoint.aliases:
-        same: dict[object, str] = {}
-        for name in alias.names:
-            tensor = checkpoint[name]
-            places = tuple((c.storage, c.box, c.offset, c.strides) for c in tensor.chunks)
-            # A conjugated or negated view has the same bytes and other elements.
-            meaning = (tensor.dtype.name, tensor.shape, tensor.traits.conj, tensor.traits.neg, places)
-            first = same.setdefault(meaning, name)
-            if first != name:
-                found[name] = f"= {first}"
-            elif name != alias.names[0]:
-                found.setdefault(name, f"in {alias.names[0]}")
-    return found
-
-
-def outline(checkpoint: Checkpoint, *, split: bool = True) -> Branch:
+def outline(checkpoint: Checkpoint, ties: Mapping[str, str], *, split: bool = True) -> Branch:
     """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece."""
-    walk = _Walk(ties(checkpoint), split)
-    root = walk.node(checkpoint.tree, "", "", 0)
+    root = _Walk(ties, split).node(checkpoint.tree, "", "", 0)
     if isinstance(root, Leaf):
         root.label = root.name = ALONE
-        root.tie = walk.ties.get(ALONE, "")
         root = Branch("", "", "dict", children=[root])
     return root
 
@@ -124,11 +104,20 @@ def total(branch: Branch) -> None:
                 branch.nbytes += 0 if child.tensor.traits.meta else child.tensor.nbytes * child.times
 
 
+def leaves(branch: Branch) -> Iterator[Leaf]:
+    """Every leaf below a branch, in order."""
+    for child in branch.children:
+        if isinstance(child, Branch):
+            yield from leaves(child)
+        else:
+            yield child
+
+
 @dataclass(slots=True)
 class _Walk:
     """One pass over a tree that remembers where each container was met."""
 
-    ties: dict[str, str]
+    ties: Mapping[str, str]
     split: bool
     met: dict[int, str] = field(default_factory=dict)
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from holdfast.api.open import open as open_checkpoint
 from holdfast.cli.fold import fold
 from holdfast.cli.lines import Line, guides, print_lines
-from holdfast.cli.outline import Branch, Leaf, Node, outline, ties, total
+from holdfast.cli.outline import Branch, Leaf, Node, leaves, outline, total
+from holdfast.cli.survey import Survey, survey
 from holdfast.cli.text import clip, count, escape, nbytes, percent, plural, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
@@ -85,11 +86,12 @@ def show_tree(
     pieces: tuple[str, str, str, str] = PIECES,
 ) -> Iterator[Line]:
     """The lines of the whole view: header, tree, notes."""
-    root = outline(checkpoint)
+    found = survey(checkpoint)
+    root = outline(checkpoint, found.ties)
     if not everything:
         fold(root)
     total(root)
-    yield _header(checkpoint, root)
+    yield _header(checkpoint, found, root)
     levels = _levels(root)
     wanted = sum(levels[:depth])
     if depth is None and not everything:
@@ -104,19 +106,18 @@ def show_tree(
 def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False) -> Iterator[Line]:
     """The lines of `--filter`: tensors, then plain values, whose dotted names match."""
     wanted = matcher(pattern)
-    tied = ties(checkpoint)
-    rows: list[Row] = []
-    found, size = 0, 0
-    for name, tensor in checkpoint.items():
-        if wanted(name):
-            found += 1
-            size += tensor.nbytes
-            rows.append(_tensor_row("", Leaf(name, name, "tensor", tensor=tensor, tie=tied.get(name, ""))))
-    values = [leaf for leaf in _leaves(outline(checkpoint, split=False)) if leaf.kind != "tensor" and wanted(leaf.name)]
+    found = survey(checkpoint)
+    tensors = {name: tensor for name, tensor in found.tensors.items() if wanted(name)}
+    rows = [
+        _tensor_row("", Leaf(name, name, "tensor", tensor=tensor, tie=found.ties.get(name, ""))) for name, tensor in tensors.items()
+    ]
+    everywhere = leaves(outline(checkpoint, found.ties, split=False))
+    values = [leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)]
     rows += [Row("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
+    size = nbytes(sum(tensor.nbytes for tensor in tensors.values()))
     yield [
         (escape(checkpoint.path), "title"),
-        (f"  {plural(found, 'tensor')} of {len(checkpoint):,} match {escape(pattern)} · {nbytes(size)}", "dim"),
+        (f"  {plural(len(tensors), 'tensor')} of {len(checkpoint):,} match {escape(pattern)} · {size}", "dim"),
     ]
     shown = rows if everything else rows[:LINES]
     yield from _aligned(shown)
@@ -124,21 +125,16 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
         yield [(f"… {len(rows) - len(shown):,} more: use a narrower --filter or --all", "dim")]
 
 
-def _header(checkpoint: Checkpoint, root: Branch) -> Line:
-    mix: dict[DType, int] = {}
-    tied = ties(checkpoint)
-    for name, tensor in checkpoint.items():
-        if name not in tied or not tied[name].startswith("="):
-            mix[tensor.dtype] = mix.get(tensor.dtype, 0) + tensor.size
-    elements = sum(mix.values())
+def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
+    elements = sum(found.elements.values())
     # Optimizer moments are not parameters. Only where all there is are tensors, or one module, is it safe to
     # say the word.
-    pure = root.kind == "module" or all(leaf.kind == "tensor" for leaf in _leaves(root))
+    pure = root.kind == "module" or all(leaf.kind == "tensor" for leaf in leaves(root))
     parts = [checkpoint.format, plural(len(checkpoint), "tensor")]
     if elements:
         parts.append(f"{count(elements)} {'parameters' if pure else 'elements'}")
-    parts.append(nbytes(checkpoint.nbytes))
-    common = sorted(mix.items(), key=lambda item: -item[1])
+    parts.append(nbytes(found.nbytes))
+    common = sorted(found.elements.items(), key=lambda item: -item[1])
     parts += [f"{short_dtype(dtype)} {percent(n, elements)}" for dtype, n in common[:4] if n]
     line: Line = [(escape(checkpoint.path), "title"), (f"  {' · '.join(parts)}", "dim")]
     if root.kind in ("object", "module"):
@@ -262,11 +258,3 @@ def _levels(root: Branch) -> list[int]:
         counts.append(len(level))
         level = [child for node in level if isinstance(node, Branch) for child in node.children]
     return counts
-
-
-def _leaves(branch: Branch) -> Iterator[Leaf]:
-    for child in branch.children:
-        if isinstance(child, Branch):
-            yield from _leaves(child)
-        else:
-            yield child

@@ -10,6 +10,7 @@ from types import TracebackType
 import numpy as np
 
 from holdfast.core.chunk import Storage
+from holdfast.core.digest import Digest, combined
 from holdfast.core.protocols import Description, Foreign, Request, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import NoSuchTensor
@@ -116,6 +117,20 @@ class Checkpoint(Mapping[str, LazyTensor]):
         outs = [t.empty() for t in tensors]
         self._source.read([Request(t, o) for t, o in zip(tensors, outs, strict=True)])
         return {t.name: o for t, o in zip(tensors, outs, strict=True)}
+
+    def digests(self) -> dict[str, Digest]:
+        """What each tensor holds, independent of format, sharding and strides.
+
+        Where the file records the checksum of exactly a tensor's bytes, that is taken at its word and nothing is read.
+        """
+        tensors = dict(self)
+        filled = {name: tensor for name, tensor in tensors.items() if not tensor.traits.meta}
+        known = dict(zip(filled, self._source.digest(list(filled.values())), strict=True))
+        return {name: Digest.of(tensor.dtype, tensor.shape, known.get(name)) for name, tensor in tensors.items()}
+
+    def digest(self) -> str:
+        """What all tensors hold under their names, as 32 hexadecimal digits: equal for equal content in every format."""
+        return combined(self.digests())
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r} {self.format}, {len(self):,} tensors>"

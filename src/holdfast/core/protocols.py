@@ -72,6 +72,9 @@ class Source(Protocol):
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
         """The tensor as an array over mapped memory, or None where that cannot be (not mapped, split, packed, swapped)."""
 
+    def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
+        """The CRC-32 of each tensor's elements: as the file records it where it does, else by reading, in parallel."""
+
 
 @dataclass(frozen=True, slots=True)
 class Foreign:

@@ -15,6 +15,7 @@ import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
 from holdfast.core.index import select
 from holdfast.core.opaque import Global
@@ -24,7 +25,24 @@ from holdfast.errors import BadIndex, BadTarget, LimitExceeded, Unsupported
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LazyTensor", "Traits"]
+__all__ = ["AliasView", "LazyTensor", "Traits"]
+
+
+@dataclass(frozen=True, slots=True)
+class AliasView:
+    """The storage that a tensor shared with others before it was saved in a format that copies each of them.
+
+    Counted in bits, as in a `Chunk`: `Chunk(Box.whole(shape), storage, view.offset, view.strides)` is the view again.
+    """
+
+    group: int
+    """Number of the storage; tensors of one source with the same number shared it."""
+    nbytes: int
+    """How long that storage was. Bytes that no tensor covers were not kept."""
+    offset: int
+    """Bit of the storage where the tensor's first element lay."""
+    strides: tuple[int, ...]
+    """Bits from one element to the next, a dimension each; never negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +64,8 @@ class Traits:
     """The class of a tensor subclass, which was not built."""
     state: object = None
     """Attributes that were saved with it."""
+    alias: AliasView | None = None
+    """Where it lay when it shared its storage, in a file whose format stores every tensor by itself."""
 
 
 PLAIN = Traits()
@@ -110,7 +130,7 @@ class LazyTensor:
         chunks = tuple(
             Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides)) for c in self.chunks
         )
-        return replace(self, shape=turn(self.shape), chunks=chunks)
+        return replace(self, shape=turn(self.shape), chunks=chunks, traits=replace(self.traits, alias=None))
 
     @property
     def T(self) -> LazyTensor:  # noqa: N802  # numpy's and torch's name
@@ -147,8 +167,20 @@ class LazyTensor:
         self.source.read([Request(self, out)])
         return out
 
+    def digest(self) -> Digest:
+        """What the tensor holds, in a few bytes; nothing is read where the file records the checksum of exactly its bytes."""
+        crc = None if self.traits.meta else self.source.digest([self])[0]
+        return Digest.of(self.dtype, self.shape, crc)
+
     def empty(self) -> np.ndarray:
         """A fresh array that can hold the elements; refused where an expanded view would cost more than was stored."""
+        self.check_expansion()
+        if self.traits.meta:
+            raise Unsupported("this tensor was saved on the meta device: it has a shape and no data", tensor=self.name)
+        return np.empty(self.shape, self.dtype.numpy)
+
+    def check_expansion(self) -> None:
+        """Raise `LimitExceeded` where this is an expanded view whose elements are many more than were stored."""
         nbytes = self.size * self.dtype.numpy.itemsize
         limits = self.source.limits
         allowed = max(limits.expansion * sum(s.nbytes for s in self.storages), limits.expansion_floor_nbytes)
@@ -161,13 +193,17 @@ class LazyTensor:
                 expected=allowed,
                 found=nbytes,
             )
-        if self.traits.meta:
-            raise Unsupported("this tensor was saved on the meta device: it has a shape and no data", tensor=self.name)
-        return np.empty(self.shape, self.dtype.numpy)
 
     def __array__(self, dtype: np.dtype[np.generic] | None = None, copy: bool | None = None) -> np.ndarray:
-        array = self.numpy()
-        return array if dtype is None or dtype == array.dtype else array.astype(dtype)
+        """What `np.asarray` calls. Reading makes the copy, so `copy=False` works over mapped memory alone, as numpy asks."""
+        view = self.source.view(self)
+        same = dtype is None or dtype == self.dtype.numpy
+        if copy is False and (view is None or not same):
+            raise ValueError("this tensor cannot be an array without a copy; open with mmap=True, or leave copy=False away")
+        array = view if view is not None else self.read()
+        if not same:
+            return array.astype(dtype)
+        return array.copy() if copy and view is not None else array
 
     def torch(self) -> torch.Tensor:
         """The elements as a torch tensor; imports torch, which is the one thing here that needs it."""

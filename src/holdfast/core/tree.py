@@ -23,7 +23,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import LimitExceeded
 
-__all__ = ["Named", "Path", "dotted", "module_children", "name_tensors"]
+__all__ = ["Named", "Path", "dotted", "module_children", "name_tensors", "step"]
 
 Path = tuple[str | int, ...]
 
@@ -120,7 +120,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
 
 
 def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
-    name = base = dotted(path) or ALONE
+    name = base = dotted(path) if path else ALONE
     count = 1
     while name in named.tensors:
         count += 1
@@ -140,7 +140,7 @@ def _children(value: object) -> Iterator[tuple[str | int, object]] | None:
     """What is inside a container, or None for a leaf."""
     match value:
         case dict():
-            return ((k if isinstance(k, str | int) and not isinstance(k, bool) else _label(k), v) for k, v in value.items())
+            return ((step(k), v) for k, v in value.items())
         case list() | tuple():
             return iter(enumerate(value))
         case Opaque():
@@ -152,8 +152,10 @@ def _children(value: object) -> Iterator[tuple[str | int, object]] | None:
             return None
 
 
-def _label(key: object) -> str:
-    """A key that is neither text nor a number, as a path element of bounded length."""
+def step(key: object) -> str | int:
+    """A dict key as a path element: text and integers as they are, others as a text of bounded length."""
+    if isinstance(key, str | int) and not isinstance(key, bool):
+        return key
     if isinstance(key, float | bool | complex | bytes) or key is None:
         return repr(key)[:64]
     if isinstance(key, tuple) and all(isinstance(k, str | int | float | None) for k in key):

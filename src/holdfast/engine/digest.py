@@ -1,24 +1,43 @@
-"""The CRC-32 of a tensor's elements in C order: from the file's own records where they say it, else from the bytes, in parallel."""
+"""The CRC-32 of a tensor's elements in C order: from the file's own records where they say it, else from the bytes, in parallel.
+
+A tensor takes one of four ways, the cheapest that it can:
+
+1. The file records the checksum of exactly these bytes: nothing is read.
+2. It is cut into pieces that each have such a record and that are consecutive in C order (shards of rows): the records combine.
+3. Its bytes lie in one piece of one file: they are swept. In this process's memory: they are looked at.
+4. Anything else (strides, shards of columns, big-endian, conjugated): it is read slab by slab, in C order.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.core.crc import combine, crc32
+from holdfast.core.chunk import Chunk, c_strides
+from holdfast.core.crc import combine, crc32, of_runs
+from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.slabs import Slab, contiguous_bytes, read_slab, slabs
-from holdfast.errors import located
+from holdfast.engine.slabs import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
+from holdfast.engine.sweep import Progress, Span, Sweep
+from holdfast.errors import HoldfastError, located
 
 __all__ = ["recorded_crc", "tensor_crcs"]
 
 BLOCK = 8 << 20
+"""Bytes of a slab: enough rows of a strided tensor that neighbouring runs are read together."""
+
+Parts = dict[int, tuple[int, int]]
+"""First byte → length and CRC."""
 
 
 def recorded_crc(tensor: LazyTensor) -> int | None:
-    """The checksum, where the file records it for exactly these bytes; else None."""
+    """The checksum, where the file records it for exactly these bytes, in one piece or in several; else None."""
+    if tensor.traits.meta:
+        return None
     if tensor.size == 0:
         return 0
+    if len(tensor.chunks) > 1:
+        return _recorded_pieces(tensor)
     if contiguous_bytes(tensor) is None:
         return None
     (chunk,) = tensor.chunks
@@ -26,35 +45,112 @@ def recorded_crc(tensor: LazyTensor) -> int | None:
     return storage.crc32 if chunk.offset == 0 and storage.nbytes == tensor.nbytes else None
 
 
+def _recorded_pieces(tensor: LazyTensor) -> int | None:
+    """The checksum from the records of pieces that follow each other in C order."""
+    if tensor.traits.conj or tensor.traits.neg:
+        return None
+    runs: list[tuple[int, int, int]] = []
+    for chunk in tensor.chunks:
+        if chunk.box.count == 0:
+            continue
+        crc, start = chunk.storage.crc32, _run_start(chunk, tensor)
+        if crc is None or start is None:
+            return None
+        runs.append((start, chunk.storage.nbytes, crc))
+    at = 0
+    for start, nbytes, _ in sorted(runs):
+        if start != at:
+            return None
+        at += nbytes
+    if at != tensor.nbytes:
+        return None
+    starts, lengths, crcs = zip(*runs, strict=True)
+    return of_runs(crcs, lengths, starts, at)
+
+
+def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
+    """The byte of the tensor's C order where a chunk begins that fills its storage and is one run of it; else None."""
+    dtype, storage = tensor.dtype, chunk.storage
+    if storage.byteorder != "little" and dtype.swap_nbytes > 1:
+        return None
+    if chunk.offset != 0 or chunk.box.count * dtype.bits != storage.nbytes * 8:
+        return None
+    dense = c_strides(chunk.shape, dtype.bits)
+    if any(n > 1 and have != want for n, have, want in zip(chunk.shape, chunk.strides, dense, strict=True)):
+        return None
+    # One run: single rows, then part of one dimension, then whole dimensions.
+    cut = next((d for d, n in enumerate(chunk.shape) if n > 1), tensor.ndim)
+    if chunk.shape[cut + 1 :] != tensor.shape[cut + 1 :]:
+        return None
+    start = sum(a * s for a, s in zip(chunk.box.start, c_strides(tensor.shape, dtype.bits), strict=True))
+    return start // 8 if start % 8 == 0 else None
+
+
 def tensor_crcs(
     tensors: Sequence[LazyTensor],
     *,
     recorded: bool = True,
     threads: int | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> list[int]:
-    """One checksum a tensor. With `recorded=False` every byte is read, whatever the file says of it."""
+    """One checksum a tensor. With `recorded=False` every byte is read, whatever the file says of it.
+
+    Raises `LimitExceeded` for an expanded view whose elements are many more than were stored.
+    """
     known = [recorded_crc(t) if recorded else None for t in tensors]
-    parts: list[dict[int, tuple[int, int]]] = [{} for _ in tensors]
-
-    def task(number: int, slab: Slab) -> Callable[[], None]:
-        def run() -> None:
-            with located(tensor=tensors[number].name):
-                data = read_slab(slab)
-            parts[number][slab.start] = (data.nbytes, crc32(data))
-            if progress:
-                progress(data.nbytes)
-
-        return run
-
-    work = [task(i, slab) for i, t in enumerate(tensors) if known[i] is None for slab in slabs(t, BLOCK)]
+    twins: dict[object, int] = {}
+    twin_of: dict[int, int] = {}
+    swept: dict[int, tuple[Store, list[int], list[Span]]] = {}
+    parts: dict[int, Parts] = {}
+    work: list[Callable[[], None]] = []
+    for i, tensor in enumerate(tensors):
+        if known[i] is not None:
+            continue
+        # Tied weights are read once.
+        content = (id(tensor.source), tensor.dtype.name, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg)
+        first = twins.setdefault(content, i)
+        if first != i:
+            twin_of[i] = first
+            continue
+        with located(tensor=tensor.name):
+            tensor.check_expansion()
+        place = contiguous_bytes(tensor)
+        if place is not None and mapped_bytes(tensor) is None:
+            _, numbers, spans = swept.setdefault(id(tensor.source.store), (tensor.source.store, [], []))
+            numbers.append(i)
+            spans.append(Span(place[0], place[1], tensor.nbytes))
+        else:
+            parts[i] = {}
+            work += [_slab_task(slab, tensor.name, parts[i], progress) for slab in slabs(tensor, BLOCK)]
+    sweeps = [(numbers, Sweep(store, spans)) for store, numbers, spans in swept.values()]
+    for _, sweep in sweeps:
+        work += sweep.tasks(progress)
     if work:
         run_all(work, threads or default_threads())
-    found = []
-    for number, crc in enumerate(known):
-        total = crc or 0
-        if crc is None:
-            for _, (nbytes, part) in sorted(parts[number].items()):
-                total = combine(total, part, nbytes)
-        found.append(total)
-    return found
+    for numbers, sweep in sweeps:
+        for position, i in enumerate(numbers):
+            known[i] = _or_raise(sweep.outcome(position), tensors[i].name)
+    for i, found in parts.items():
+        total = 0
+        for _, (nbytes, crc) in sorted(found.items()):
+            total = combine(total, crc, nbytes)
+        known[i] = total
+    return [known[twin_of.get(i, i)] or 0 for i in range(len(tensors))]
+
+
+def _slab_task(slab: Slab, name: str, parts: Parts, progress: Progress | None) -> Callable[[], None]:
+    def run() -> None:
+        with located(tensor=name):
+            data = read_slab(slab)
+        parts[slab.start] = (data.nbytes, crc32(data))
+        if progress is not None:
+            progress(data.nbytes)
+
+    return run
+
+
+def _or_raise(outcome: int | HoldfastError, name: str) -> int:
+    if isinstance(outcome, HoldfastError):
+        with located(tensor=name):
+            raise outcome
+    return outcome

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -47,26 +47,29 @@ def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run callables on threads; the first failure cancels those that have not begun and is raised."""
+    """Run callables on threads; the first failure, in time, keeps all others from beginning and is raised at the end."""
     stop = threading.Event()
+    failures: list[BaseException] = []
 
     def guarded(task: Callable[[], None]) -> None:
-        if not stop.is_set():
+        if stop.is_set():
+            return
+        try:
             task()
+        except BaseException as error:
+            # Here and not by whoever waits: under load that thread wakes when hundreds of further tasks have run.
+            failures.append(error)
+            stop.set()
 
     with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="holdfast") as pool:
         futures: list[Future[None]] = [pool.submit(guarded, task) for task in work]
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            wait(futures)
         except BaseException:
             stop.set()
             raise
-        stop.set()
-        failed = [f for f in futures if f in done and f.exception() is not None]
-        for future in futures:
-            future.cancel()
-    for future in failed:
-        future.result()
+    if failures:
+        raise failures[0]
 
 
 def _tasks(plan: ReadPlan, store: Store, checks: Checks) -> Iterator[Callable[[], None]]:

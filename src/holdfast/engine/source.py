@@ -10,6 +10,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checks import Checks, whole_storages
+from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.execute import default_threads, execute
 from holdfast.errors import Unsupported
 from holdfast.plan.coalesce import Policy
@@ -76,6 +77,9 @@ class OpenSource:
             return None
         offset = chunk.storage.start + chunk.offset // 8
         return np.ndarray(tensor.shape, dtype.numpy, memory, offset, tuple(s // 8 for s in chunk.strides))
+
+    def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
+        return tensor_crcs(tensors, threads=self.threads)
 
 
 def _resolve(request: Request) -> None:

@@ -75,12 +75,16 @@ def write_file(
     crcs: Mapping[str, int] | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    block: int | None = None,
 ) -> Receipt:
-    """Write one file. `crcs` are those of files written before, for Late segments that need them."""
+    """Write one file. `crcs` are those of files written before, for Late segments that need them.
+
+    Memory beyond the state itself is about `threads × block × 2`: what was read, and what is computed from it.
+    """
     offsets = plan.offsets()
     sums = Sums()
     sink.allocate(plan.nbytes)
-    work = list(_tasks(plan, offsets, sink, sums, progress))
+    work = list(_tasks(plan, offsets, sink, sums, progress, block or BLOCK))
     run_all(work, threads or default_threads()) if len(work) > 1 else [task() for task in work]
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
@@ -115,7 +119,7 @@ def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int]
 
 
 def _tasks(
-    plan: FilePlan, offsets: Sequence[int], sink: Sink, sums: Sums, progress: Progress | None
+    plan: FilePlan, offsets: Sequence[int], sink: Sink, sums: Sums, progress: Progress | None, block: int
 ) -> Iterator[Callable[[], None]]:
     """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
     stretch: list[tuple[int, Literal | Data | Late]] = []
@@ -125,7 +129,7 @@ def _tasks(
             if stretch:
                 yield _stretch(stretch, sink, sums, progress)
                 stretch, size = [], 0
-            for slab in slabs(segment.tensor, BLOCK):
+            for slab in slabs(segment.tensor, block):
                 yield _block(segment, slab, offset, sink, sums, progress)
             continue
         stretch.append((offset, segment))

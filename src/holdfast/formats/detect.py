@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from holdfast.core.protocols import Format, Source
 from holdfast.errors import StoreError, UnknownFormat
-from holdfast.formats.safetensors import SafetensorsDirectory, SafetensorsFile
+from holdfast.formats.native.directory import NativeDirectory
+from holdfast.formats.safetensors.directory import SafetensorsDirectory
+from holdfast.formats.safetensors.file import SafetensorsFile
 from holdfast.formats.torch.legacy import TorchLegacy
 from holdfast.formats.torch.tar import TorchTar
 from holdfast.formats.torch.zip import TorchZip
 
 __all__ = ["FORMATS", "detect"]
 
-FORMATS: tuple[Format, ...] = (TorchZip(), TorchLegacy(), TorchTar(), SafetensorsFile(), SafetensorsDirectory())
+FORMATS: tuple[Format, ...] = (
+    TorchZip(), TorchLegacy(), TorchTar(), SafetensorsFile(), NativeDirectory(), SafetensorsDirectory(),
+)  # fmt: skip
+"""A native directory holds safetensors files and an index of them as well, so it is looked for first."""
 
 HINTS = (
     (b"\x80", "it begins like a bare pickle, which `holdfast scan` can look into"),
@@ -36,7 +41,7 @@ def detect(source: Source) -> Format:
         raise StoreError("the folder is empty", file=source.store.name)
     if len(keys) > 1:
         raise UnknownFormat(
-            "no checkpoint in this folder: no safetensors files; open one of its files instead", found=keys[:3]
+            "no checkpoint in this folder: no holdfast.json and no safetensors files; open one of its files instead", found=keys[:3]
         )
     size = source.store.size(keys[0])
     head = source.bytes(keys[0], 0, min(size, 32))

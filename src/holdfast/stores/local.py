@@ -15,9 +15,9 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import Closed, LimitExceeded, StoreError, Truncated, UnsafePath
+from holdfast.errors import Closed, HoldfastError, LimitExceeded, StoreError, Truncated, UnsafePath
 
-__all__ = ["LocalStore", "check_key"]
+__all__ = ["LocalStore", "check_key", "free_nbytes", "read_at"]
 
 Keys = list[str]
 
@@ -98,21 +98,18 @@ class LocalStore:
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         handle = self._open(key)
-        done, total = 0, out.nbytes
+        total = out.nbytes
         if start < 0 or start + total > handle.nbytes:
             raise Truncated(
                 f"wanted bytes {start} to {start + total} of {handle.nbytes}", file=self._label(key), offset=handle.nbytes
             )
-        while done < total:
-            try:
-                got = os.preadv(handle.descriptor, [out[done : done + MAX_READ]], start + done)
-            except OSError as error:
-                raise _refused(self._label(key), error, self._closed) from None
-            if got == 0:
-                raise Truncated(
-                    f"the file shrank while it was read: {total - done} bytes are gone", file=self._label(key), offset=start + done
-                )
-            done += got
+        try:
+            read_at(handle.descriptor, start, out)
+        except HoldfastError as error:
+            error.file = self._label(key)
+            raise
+        except OSError as error:
+            raise _refused(self._label(key), error, self._closed) from None
 
     def map(self, key: str) -> memoryview | None:
         handle = self._open(key)
@@ -184,6 +181,25 @@ class LocalStore:
         if not any(path.startswith(place + os.sep) for place in allowed):
             raise UnsafePath(f"a link leads out of the checkpoint, to {path!r}", file=self._label(key))
         return path
+
+
+def read_at(descriptor: int, start: int, out: memoryview) -> None:
+    """Fill `out` from an open file, from `start` on."""
+    done, total = 0, out.nbytes
+    while done < total:
+        got = os.preadv(descriptor, [out[done : done + MAX_READ]], start + done)
+        if got == 0:
+            raise Truncated(f"the file shrank while it was read: {total - done} bytes are gone", offset=start + done)
+        done += got
+
+
+def free_nbytes(path: str) -> int:
+    """Bytes that may still be written where `path` is."""
+    try:
+        found = os.statvfs(path)
+    except OSError as error:
+        raise _refused(path, error) from None
+    return found.f_bavail * found.f_frsize
 
 
 def _refused(label: str, error: OSError | UnicodeEncodeError, closed: bool = False) -> StoreError | Closed:

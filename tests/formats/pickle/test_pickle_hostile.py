@@ -245,7 +245,7 @@ def read(stream: bytes):
 
 def measured(stream: bytes) -> object:
     """The outcome, or the error that was raised; fails when it cost too much."""
-    # tracemalloc makes long streams many times slower; what a long one takes is checked once, below.
+    # Not for long streams, which tracemalloc makes many times slower; see test_memory_for_each_byte.
     traced = len(stream) < 2000
     if traced:
         tracemalloc.start()
@@ -334,3 +334,26 @@ def test_the_collector_is_restored():
     with pytest.raises(Truncated):
         read(b"")
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("sets", b"\x8f"),
+        ("dicts", b"}"),
+        ("tuples", b"N\x85"),
+        ("objects", b"h\x00)R"),
+        ("calls", b"h\x01)R"),
+        ("frozensets", b"(N\x91"),
+    ],
+)
+def test_memory_for_each_byte(name, unit):
+    """What the densest streams take; beyond a million containers `Spending` stops them."""
+    stream = b"\x80\x04ca\nB\n\x940ccollections\nOrderedDict\n\x940(" + unit * (20_000 // len(unit)) + b"l."
+    table = PlainTable()
+    tracemalloc.start()
+    found = interpret_whole(stream, table, limits=Limits())
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(found.value) == 20_000 // len(unit)
+    assert peak < 300 * len(stream)

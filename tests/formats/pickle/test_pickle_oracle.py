@@ -18,7 +18,7 @@ PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 LIMITS, TABLE = Limits(), PlainTable()
 
 any_text = st.text(st.characters(exclude_categories=()), max_size=12)
-integers = st.integers(-(2**127), 2**127 - 1) | st.integers(-70000, 70000)
+integers = st.integers(1 - 2**128, 2**128 - 1) | st.integers(-70000, 70000)
 keys = st.recursive(
     st.none() | st.booleans() | integers | st.floats(allow_nan=False) | any_text | st.binary(max_size=6),
     lambda inner: st.lists(inner, max_size=3).map(tuple) | st.frozensets(inner, max_size=3),

@@ -20,7 +20,8 @@ from holdfast.errors import (
     UnsafePath,
     Unsupported,
 )
-from holdfast.formats.safetensors import SafetensorsDirectory, SafetensorsFile
+from holdfast.formats.safetensors.directory import SafetensorsDirectory
+from holdfast.formats.safetensors.file import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

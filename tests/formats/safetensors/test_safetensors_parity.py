@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError
-from holdfast.formats.safetensors import SafetensorsFile
+from holdfast.formats.safetensors.file import SafetensorsFile
 from holdfast.formats.safetensors.header import parse_exact, parse_fast
 
 CODES = (

@@ -53,7 +53,10 @@ LONG_TEXT = 1024
 SMALL = 1024
 """Integers this near to zero, or to the range that a counter would have filled, spread over a hash table."""
 
-NODE_PROBES = 32
+SECRET = (str, bytes, bool, Global, PurePath)
+"""What hashes with a secret of this process (or has two values)."""
+
+NODE_PROBES = 256
 """Looking at one value inside a key costs about as much as this many steps in a hash table."""
 
 
@@ -78,7 +81,7 @@ class Spending:
         """Pay for one new container: a dict, a list, a set, an object."""
         self.containers -= 1
         if self.containers < 0:
-            raise LimitExceeded("the pickle makes more empty containers than its size gives reason for")
+            raise LimitExceeded("the pickle makes more containers than its size gives reason for")
 
     def fill(self, target: dict[object, object], flat: list[object]) -> None:
         """Set the keys and values that stand in turn in `flat`, which has an even length."""
@@ -130,7 +133,7 @@ class Spending:
                 if isinstance(value, str | bytes) and len(value) > LONG_TEXT:
                     self._probe(len(value))
         # Several numbers in one key give a file more than one way to the same hash.
-        self._probe(NODE_PROBES * found + size * (price if found == 1 else price * price))
+        self._probe(size * price if found == 1 else NODE_PROBES * found + size * price * price)
 
     def _probe(self, steps: int) -> None:
         self.probes -= steps
@@ -143,7 +146,7 @@ class Spending:
 
 def _price(value: object) -> int:
     """How many steps a key may cost for each key that is in its container: none where its hash is not for a file to choose."""
-    if isinstance(value, str | bytes | PurePath | Global | bool | None) or type(value).__hash__ is object.__hash__:
+    if isinstance(value, SECRET) or value is None or type(value).__hash__ is object.__hash__:
         return 0
     if isinstance(value, float) or (isinstance(value, int) and -HASH_MODULUS < value < HASH_MODULUS):
         return 1

@@ -190,7 +190,7 @@ class Table:
         if isinstance(what, Opaque):
             raise PickleError(f"what is called was computed by more than {COMPUTED} calls")
         if not isinstance(what, Global):
-            raise PickleError(f"a {use} of a {type(what).__name__}", found=type(what).__name__)
+            raise PickleError(f"a {type(what).__name__} where a class or a function belongs", found=type(what).__name__)
 
 
 def keep_attributes(target: OrderedDict[object, object], state: dict[object, object]) -> None:

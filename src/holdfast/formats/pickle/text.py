@@ -34,7 +34,7 @@ LETTERS = {
 
 
 def decimal(text: bytes, most_nbytes: int) -> int:
-    """An integer in decimal digits, at most as large as one of `most_nbytes` bytes.
+    """An integer in decimal digits whose magnitude fits into `most_nbytes` bytes.
 
     >>> decimal(b"-12", 16)
     -12
@@ -50,7 +50,7 @@ def decimal(text: bytes, most_nbytes: int) -> int:
     if not digits.isdigit():
         raise PickleError(f"{text[:40]!r} is no decimal integer", found=text[:40])
     value = int(text)
-    if value.bit_length() >= most_nbytes * 8 and value != -(1 << (most_nbytes * 8 - 1)):
+    if value.bit_length() > 8 * most_nbytes:
         raise LimitExceeded(f"an integer is larger than Limits(integer_nbytes={most_nbytes})", expected=most_nbytes)
     return value
 

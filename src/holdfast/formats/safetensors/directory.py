@@ -16,9 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import MetadataError, UnknownFormat
+from holdfast.errors import MetadataError, UnknownFormat, located
+from holdfast.formats.recorded import Recorded, restore
 from holdfast.formats.safetensors.file import Header, read_header
-from holdfast.formats.safetensors.index_file import INDEX_SUFFIX, choose_index, read_weight_map
+from holdfast.formats.safetensors.index_file import INDEX_SUFFIX, choose_index, read_index
+from holdfast.formats.safetensors.record import Record, read_record
 from holdfast.formats.safetensors.sharding import SHARDING_INFO, join, saved_offsets
 from holdfast.formats.safetensors.strict_json import pointer, quoted
 
@@ -70,7 +72,8 @@ class SafetensorsDirectory:
         """Read the index and the header of every file that counts, and check that they agree."""
         keys = source.store.list()
         index = choose_index(keys, source.store.name)
-        weight_map = None if index is None else read_weight_map(source, index)
+        listed = None if index is None else read_index(source, index)
+        weight_map = None if listed is None else listed.weight_map
         files = _at_the_top(keys) if weight_map is None else list(dict.fromkeys(weight_map.values()))
         if not files and weight_map is None:
             raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
@@ -83,8 +86,37 @@ class SafetensorsDirectory:
             if others:
                 notes.append(f"{index!r} does not name {_some(others)}; not read")
         metadata = _common_metadata(headers.values(), notes)
-        tensors = DirectoryTensors(places, source)
-        return Description(self.name, tensors, tensors, notes=tuple(notes), metadata=metadata)
+        stored = DirectoryTensors(places, source)
+        with located(file=index):
+            record = Record()
+            if listed is not None:
+                record = read_record(listed.record, listed.weight_map, None, source.limits)
+            recorded = _together(headers.values(), record, stored, notes)
+            tensors, tree = restore(stored, recorded, source)
+        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata)
+
+
+def _together(
+    headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], notes: list[str]
+) -> Recorded:
+    """What was noted about the whole: in the index or, in a folder of files that were saved one by one, in each of them."""
+    notes += index.notes
+    if index.recorded:
+        return index.recorded
+    aliases: dict[str, str] = {}
+    pairs: set[str] = set()
+    trees = []
+    for header in headers:
+        recorded = header.record.recorded
+        notes += [f"{header.key}: {note}" for note in header.record.notes]
+        # An index of another program may leave some of them out.
+        aliases |= {name: first for name, first in recorded.aliases.items() if first in stored and name not in stored}
+        pairs |= {name for name in recorded.pairs if name in stored}
+        if not recorded.flat:
+            trees.append(header.key)
+    if trees:
+        notes.append(f"a tree is recorded in {_some(trees)}; open one alone to see it")
+    return Recorded(aliases, pairs=frozenset(pairs))
 
 
 def _at_the_top(keys: Sequence[str]) -> list[str]:

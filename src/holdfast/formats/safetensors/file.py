@@ -7,16 +7,18 @@ small record a tensor; a `LazyTensor` is made when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import FormatError, HeaderError, LimitExceeded, Truncated
+from holdfast.errors import FormatError, HeaderError, LimitExceeded, Truncated, located
+from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.header import PREFIX_NBYTES, Entry, parse_document
 from holdfast.formats.safetensors.layout import check_layout
+from holdfast.formats.safetensors.record import RECORD, Record, read_record
 from holdfast.formats.safetensors.sharding import saved_offsets
 
 __all__ = ["Header", "HeaderTensors", "SafetensorsFile", "begins_like_safetensors", "read_header"]
@@ -45,7 +47,10 @@ class Header:
     """Every tensor, in the order of the header."""
 
     metadata: dict[str, str]
-    """The file's `__metadata__`."""
+    """The file's `__metadata__`, without the record."""
+
+    record: Record = field(default_factory=Record)
+    """What Holdfast noted in this file when it wrote it."""
 
     def dtype(self, name: str) -> DType:
         dtype = DTYPES.safetensors(self.entries[name].dtype)
@@ -56,7 +61,7 @@ class Header:
     def storage(self, name: str) -> Storage:
         """Where the bytes of a tensor lie."""
         begin, end = self.entries[name].data_offsets
-        return Storage(self.key, self.data_start + begin, end - begin, label=name)
+        return Storage(self.key, self.data_start + begin, end - begin, crc32=self.record.crcs.get(name), label=name)
 
     def tensor(self, name: str, source: Source) -> LazyTensor:
         """A tensor as it lies in this file."""
@@ -112,7 +117,10 @@ def read_header(source: Source, key: str) -> Header:
     data_start = PREFIX_NBYTES + length
     document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
     check_layout(document.entries, size - data_start, source.limits, file=key)
-    return Header(key, data_start, document.entries, document.metadata)
+    with located(file=key):
+        record = read_record(document.metadata.get(RECORD), document.entries, document.entries, source.limits)
+    metadata = {name: text for name, text in document.metadata.items() if name != RECORD}
+    return Header(key, data_start, document.entries, metadata, record)
 
 
 def begins_like_safetensors(source: Source, key: str) -> bool:
@@ -150,11 +158,12 @@ class SafetensorsFile:
             )
         header = read_header(source, keys[0])
         pieces = sum(any(offsets) for offsets in saved_offsets(header, source.limits).values())
-        notes = []
+        notes = [*header.record.notes]
         if pieces:
             notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
-        tensors = HeaderTensors(header, source)
-        return Description(self.name, tensors, tensors, notes=tuple(notes), metadata=header.metadata)
+        with located(file=header.key):
+            tensors, tree = restore(HeaderTensors(header, source), header.record.recorded, source)
+        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=header.metadata)
 
 
 def _refuse_length(source: Source, key: str, length: int, size: int) -> NoReturn:

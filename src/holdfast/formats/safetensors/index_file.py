@@ -2,25 +2,37 @@
 
     {"metadata": {"total_size": 58}, "weight_map": {"a": "model-00001-of-00002.safetensors", …}}
 
-Only `weight_map` is used. `metadata` may be missing, and its `total_size` is a float in some files on the hub; no
-reader depends on it.
+`metadata` may be missing, and its `total_size` is a float in some files on the hub; no reader depends on it. Holdfast
+writes a record in there (`record`), as text, where there is more to say than which file has which tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from holdfast.core.protocols import Source
 from holdfast.errors import HeaderError, LimitExceeded, StoreError, UnsafePath, Unsupported
+from holdfast.formats.safetensors.record import RECORD
 from holdfast.formats.safetensors.strict_json import kind, parse, pointer, quoted
 
-__all__ = ["INDEX_SUFFIX", "choose_index", "read_weight_map"]
+__all__ = ["INDEX_SUFFIX", "Index", "choose_index", "read_index"]
 
 INDEX_SUFFIX = ".safetensors.index.json"
 USUAL_INDEX = "model.safetensors.index.json"
 WEIGHT_MAP = "weight_map"
 SHOWN_FILES = 5
 """Names of missing files that an error lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What an index says."""
+
+    weight_map: dict[str, str]
+    """The file of every tensor, in the order of the index."""
+    record: str | None
+    """The text of Holdfast's record."""
 
 
 def choose_index(keys: Sequence[str], directory: str) -> str | None:
@@ -42,8 +54,8 @@ def choose_index(keys: Sequence[str], directory: str) -> str | None:
     return found[0] if found else None
 
 
-def read_weight_map(source: Source, key: str) -> dict[str, str]:
-    """The file of every tensor, in the order of the index. Every file is there, and none has a name that leads away.
+def read_index(source: Source, key: str) -> Index:
+    """The file of every tensor. Every file is there, and none has a name that leads away.
 
     Raises `HeaderError`, `LimitExceeded`, `UnsafePath` for a name that is not plain and relative, or `StoreError` for
     files that are missing.
@@ -81,7 +93,11 @@ def read_weight_map(source: Source, key: str) -> dict[str, str]:
         shown = ", ".join(quoted(file) for file in list(missing)[:SHOWN_FILES])
         more = f" and {len(missing) - SHOWN_FILES:,} more" if len(missing) > SHOWN_FILES else ""
         raise StoreError(f"the index names files that are not there: {shown}{more}", file=key, found=tuple(missing))
-    return weight_map
+    metadata = document.get("metadata")
+    record = metadata.get(RECORD) if isinstance(metadata, dict) else None
+    if not isinstance(record, str | None):
+        raise HeaderError(f"at {pointer('metadata', RECORD)}: expected text, found {kind(record)}", file=key)
+    return Index(weight_map, record)
 
 
 def _check_plain(file: str, name: str, key: str) -> None:

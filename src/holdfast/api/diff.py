@@ -1,0 +1,222 @@
+"""`diff`: what is different between two checkpoints, of whatever formats.
+
+1. Names that both have. Where both files record the checksum of a tensor's bytes and dtype and shape agree, equal checksums mean
+   the same content and nothing is read (`exact=True` compares the bytes all the same). Everything else of one shape is read, both
+   sides block by block, and counted. Of another shape it is changed, and nothing is read.
+2. Names that only one has. A tensor of the same digest under another name was renamed; digests are needed, and read where they are
+   not recorded, only of tensors whose dtype and shape occur on both sides. Of several candidates the nearest name wins.
+3. Everything that is no tensor: plain values and containers, by their paths.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from holdfast.api.open import Openable
+from holdfast.api.open import open as open_checkpoint
+from holdfast.api.renames import Rename, match_names
+from holdfast.api.values import ABSENT, Absent, ValueChange, compare_metadata, compare_values
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.digest import Digest, canonical
+from holdfast.core.limits import Limits
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.compare import Content, Tally, blocks, compare_block
+from holdfast.engine.digest import recorded_crc, tensor_crcs
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.sweep import Progress
+from holdfast.errors import located
+
+__all__ = ["ABSENT", "Absent", "Comparison", "Content", "Diff", "Rename", "TensorChange", "ValueChange", "diff"]
+
+Pair = tuple[LazyTensor, LazyTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor that both checkpoints have under one name and that is not the same."""
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    content: Content | None
+    """How the elements differ; None where the shapes do, or where one of the two is on the meta device and has no elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What is different in `b`, seen from `a`."""
+
+    a: str
+    b: str
+    added: tuple[str, ...]
+    """Tensors that only `b` has, in its order."""
+    removed: tuple[str, ...]
+    """Tensors that only `a` has, in its order."""
+    renamed: tuple[Rename, ...]
+    changed: tuple[TensorChange, ...]
+    values: tuple[ValueChange, ...]
+    """What is no tensor and is not the same."""
+    same: int
+    """Tensors that are the same under the same name."""
+    same_by_checksum: int
+    """How many of them were not read, because both files record the same checksum."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether there is no difference at all."""
+        return not (self.added or self.removed or self.renamed or self.changed or self.values)
+
+
+def diff(
+    a: Openable | Checkpoint,
+    b: Openable | Checkpoint,
+    *,
+    rename: bool = True,
+    exact: bool = False,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
+
+    With `rename=False` a tensor that moved to another name counts as removed and added. With `exact=True` no checksum is taken at
+    its word. `progress` is called with the number of bytes that were read since its last call, from any thread.
+    """
+    with ExitStack() as stack:
+        sides = [x if isinstance(x, Checkpoint) else stack.enter_context(open_checkpoint(x, limits=limits)) for x in (a, b)]
+        return Comparison(sides[0], sides[1], rename=rename, exact=exact).run(progress)
+
+
+class Comparison:
+    """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
+
+    def __init__(self, a: Checkpoint, b: Checkpoint, *, rename: bool = True, exact: bool = False) -> None:
+        self._a, self._b, self._exact = a, b, exact
+        left, right = dict(a), dict(b)
+        self._changes: dict[str, TensorChange] = {}
+        self._pairs: dict[str, Pair] = {}
+        self._same = self._by_checksum = 0
+        for name, tensor in left.items():
+            if name in right:
+                self._plan_pair(name, (tensor, right[name]))
+        self._removed = {name: t for name, t in left.items() if name not in right}
+        self._added = {name: t for name, t in right.items() if name not in left}
+        self._candidates = _candidates(self._removed.values(), self._added.values()) if rename else ([], [])
+        lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
+        self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(t.nbytes for t in lone)
+
+    def run(self, progress: Progress | None = None) -> Diff:
+        """Read what has to be read, and say what differs."""
+        found = compare_tensors(list(self._pairs.values()), progress)
+        changes, same = dict(self._changes), self._same
+        for (name, pair), content in zip(self._pairs.items(), found, strict=True):
+            if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
+                changes[name] = _change(name, pair, content)
+            else:
+                same += 1
+        renamed = self._renames(progress)
+        gone, come = {r.a for r in renamed}, {r.b for r in renamed}
+        values, notes = compare_values(self._a.tree, self._b.tree)
+        if self._a.format.startswith("safetensors") and self._b.format.startswith("safetensors"):
+            values += compare_metadata(self._a.metadata, self._b.metadata)
+        return Diff(
+            self._a.path,
+            self._b.path,
+            tuple(name for name in self._added if name not in come),
+            tuple(name for name in self._removed if name not in gone),
+            renamed,
+            tuple(changes[name] for name in self._a if name in changes),
+            values,
+            same,
+            self._by_checksum,
+            notes,
+        )
+
+    def _plan_pair(self, name: str, pair: Pair) -> None:
+        a, b = pair
+        alike = canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape)
+        if a.traits.meta or b.traits.meta or canonical(a.dtype, a.shape)[1] != canonical(b.dtype, b.shape)[1]:
+            if alike and a.traits.meta and b.traits.meta:
+                self._same += 1
+            else:
+                self._changes[name] = _change(name, pair, None)
+            return
+        if alike and not self._exact:
+            known = recorded_crc(a)
+            if known is not None and known == recorded_crc(b):
+                self._same += 1
+                self._by_checksum += 1
+                return
+        self._pairs[name] = pair
+
+    def _renames(self, progress: Progress | None) -> tuple[Rename, ...]:
+        """Pairs of removed and added tensors with the same content."""
+        old, new = self._candidates
+        crcs = tensor_crcs([*old, *new], recorded=not self._exact, progress=progress)
+        digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip([*old, *new], crcs, strict=True)]
+        before = {t.name: d for t, d in zip(old, digests[: len(old)], strict=True)}
+        after = {t.name: d for t, d in zip(new, digests[len(old) :], strict=True)}
+        renames = match_names(before, after)
+        if self._exact:
+            found = compare_tensors([(self._removed[r.a], self._added[r.b]) for r in renames], None)
+            renames = [r for r, content in zip(renames, found, strict=True) if not content.changed]
+        order = {name: i for i, name in enumerate(self._removed)}
+        return tuple(sorted(renames, key=lambda r: order[r.a]))
+
+
+def _candidates(old: Iterable[LazyTensor], new: Iterable[LazyTensor]) -> tuple[list[LazyTensor], list[LazyTensor]]:
+    """The tensors on both sides whose dtype and shape the other side has too. Those without data look all alike: not them."""
+    sides = [[t for t in side if not t.traits.meta] for side in (old, new)]
+    kinds = [{canonical(t.dtype, t.shape) for t in side} for side in sides]
+    both = kinds[0] & kinds[1]
+    first, second = ([t for t in side if canonical(t.dtype, t.shape) in both] for side in sides)
+    return first, second
+
+
+def pair_dtypes(pair: Pair) -> tuple[str, str]:
+    """The canonical dtypes of both sides."""
+    first, second = (canonical(t.dtype, t.shape)[0].name for t in pair)
+    return first, second
+
+
+def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
+    shapes = tuple(canonical(t.dtype, t.shape)[1] for t in pair)
+    return TensorChange(name, pair_dtypes(pair), (shapes[0], shapes[1]), content)
+
+
+def compare_tensors(pairs: list[Pair], progress: Progress | None) -> list[Content]:
+    """The difference of each pair, in bounded memory: at most a block of each side a thread."""
+    tallies = [Tally() for _ in pairs]
+    lock = threading.Lock()
+
+    def task(number: int, start: int, stop: int) -> Callable[[], None]:
+        a, b = pairs[number]
+
+        def run() -> None:
+            with located(tensor=a.name):
+                found = compare_block(a, b, start, stop)
+            with lock:
+                tallies[number] += found
+            if progress is not None:
+                progress(a.dtype.nbytes(a.size * (stop - start) // count) + b.dtype.nbytes(b.size * (stop - start) // count))
+
+        count = elements_of(a)
+        return run
+
+    work = []
+    for number, (a, b) in enumerate(pairs):
+        for tensor in (a, b):
+            with located(file=tensor.source.store.name, tensor=tensor.name):
+                tensor.check_expansion()
+        work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
+    if work:
+        run_all(work, default_threads())
+    return [tally.content() for tally in tallies]
+
+
+def elements_of(tensor: LazyTensor) -> int:
+    """How many elements it has, pairs counted as two."""
+    return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)

@@ -1,0 +1,103 @@
+"""`save`: any state to any format, wholly or not at all.
+
+1. The state is described: every tensor a lazy tensor, nothing copied (api/state.py).
+2. The format lays out every byte (api/targets.py); what it cannot hold is refused now, all of it, before a file exists.
+3. The plan is written beside the target and published by one rename (engine/write.py, engine/commit.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.api.state import describe_state
+from holdfast.api.targets import Options, byte_count, format_for, is_replaceable, plan_save
+from holdfast.engine.commit import DirectoryTransaction, FileTransaction, NewFile
+from holdfast.engine.readback import check_source, check_written
+from holdfast.engine.write import Progress, write_file
+from holdfast.plan.saves import FilePlan, SavePlan
+from holdfast.stores.files import Files
+
+__all__ = ["Saved", "save", "write_plan"]
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save did."""
+
+    path: str
+    format: str
+    nbytes: int
+    files: int
+    crcs: Mapping[str, int]
+    """CRC-32 of the bytes of each stored piece, under the name that the file gives it."""
+    notes: tuple[str, ...] = ()
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: object,
+    *,
+    format: str | None = None,
+    overwrite: bool | None = None,
+    durable: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str | None = None,
+    keep_tree: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Save a state: nested dicts, lists and tuples of arrays, tensors, lazy tensors and plain values; or an open checkpoint.
+
+    The format is `format` (`torch`, `safetensors`, `native`) or what the suffix says: `.pt` and `.pth` are torch's zip,
+    `.safetensors` is safetensors, a name without suffix is a native directory. `max_shard_size` ("5GB") splits safetensors
+    into a directory with an index. Files are replaced by default and directories are not (`overwrite`). With `durable=False`
+    nothing is flushed to disk: a killed process still leaves the old or the new, a power cut may not.
+
+    Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
+    nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
+    """
+    target = os.fspath(path)
+    options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree)
+    described = describe_state(state, metadata=metadata)
+    plan = plan_save(target, described, format_for(target, format, options), options)
+    return write_plan(plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress)
+
+
+def write_plan(
+    plan: SavePlan,
+    path: str,
+    *,
+    overwrite: bool | None = None,
+    durable: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    block: int | None = None,
+    check: bool = False,
+    files: Files | None = None,
+) -> Saved:
+    """Write a plan and publish it. With `check`, what was written is read back and compared before it is published."""
+    crcs: dict[str, int] = {}
+
+    def put(file: FilePlan, sink: NewFile) -> None:
+        receipt = write_file(file, sink, crcs=crcs, threads=threads, progress=progress, block=block)
+        crcs.update(receipt.crcs)
+        check_source(file, crcs)
+        if check:
+            check_written(file, sink.descriptor, crcs, path=path, threads=threads)
+
+    if plan.directory:
+        replace = bool(overwrite)
+        with DirectoryTransaction(path, durable=durable, overwrite=replace, replaceable=is_replaceable, files=files) as folder:
+            for file in plan.files:
+                put(file, folder.create(file.key))
+            folder.seal_data()
+            for file in plan.index:
+                put(file, folder.create(file.key))
+            folder.commit()
+    else:
+        (file,) = plan.files
+        with FileTransaction(path, durable=durable, overwrite=overwrite is not False, files=files) as single:
+            put(file, single.file)
+            single.commit()
+    return Saved(path, plan.format, plan.nbytes, len(plan.files) + len(plan.index), crcs, plan.notes)

@@ -1,0 +1,207 @@
+"""What differs between two trees besides their tensors: plain values, containers, objects that were not built.
+
+The trees may be hostile: shared a million times, cyclic, deep. So each is laid out flat first, path by path, with an explicit stack
+and a budget of steps; then paths that both have are compared, leaf by leaf, at a cost that the leaf's size bounds. No method
+of a foreign type is ever called.
+
+Leaves are scalars, arrays, sets, and containers without anything in them. The kind of a container (list, tuple, dict) and the class
+of an object are leaves of their own at its path; a dict and an OrderedDict are of one kind, since most formats know only one.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+
+from holdfast.api.brief import brief, scalar
+from holdfast.core.composite import Composite
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import Path, dotted, step
+
+__all__ = ["ABSENT", "Absent", "ValueChange", "compare_metadata", "compare_values"]
+
+STEPS = 1_000_000
+"""Values of one tree that are looked at: more than any checkpoint has besides tensors."""
+
+SHOWN = 400
+"""Characters to which a value of no known type, or a member of a set, is cut before it is compared as text."""
+
+
+class Absent(Enum):
+    """The one value that stands for no value."""
+
+    ABSENT = "absent"
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = Absent.ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """A plain value that is not the same in both, or is in one of them only."""
+
+    path: Path
+    a: object
+    """The value, or `ABSENT`."""
+    b: object
+
+    @property
+    def name(self) -> str:
+        """The dotted path."""
+        return dotted(self.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a container is, as a value that can be compared and shown."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def compare_values(a: object, b: object) -> tuple[tuple[ValueChange, ...], tuple[str, ...]]:
+    """Everything that differs, in the order of `a` and then of `b`; and sentences about what was not looked at."""
+    notes: list[str] = []
+    left, right = _flat(a, "first", notes), _flat(b, "second", notes)
+    changes = []
+    for path, value in left.items():
+        other = right.get(path, ABSENT)
+        if isinstance(other, Absent) and isinstance(value, Kind):
+            continue  # what is in the container says so
+        if isinstance(other, Absent) or not same_value(value, other):
+            changes.append(ValueChange(path, value, other))
+    changes += [ValueChange(p, ABSENT, v) for p, v in right.items() if p not in left and not isinstance(v, Kind)]
+    return tuple(changes), tuple(notes)
+
+
+def _flat(tree: object, which: str, notes: list[str]) -> dict[Path, object]:
+    """The leaves of a tree by their paths, in order."""
+    found: dict[Path, object] = {}
+    levels: list[tuple[Iterator[tuple[str | int, object]], int, Path]] = [(iter([("", tree)]), 0, ())]
+    on_path: set[int] = set()
+    steps = 0
+    while levels:
+        children, owner, above = levels[-1]
+        item = next(children, None)
+        if item is None:
+            levels.pop()
+            on_path.discard(owner)
+            continue
+        steps += 1
+        if steps > STEPS:
+            notes.append(f"only the first {STEPS:,} values of the {which} tree were compared")
+            break
+        key, value = item
+        path = (*above, key) if len(levels) > 1 else ()
+        if isinstance(value, LazyTensor) or id(value) in on_path:
+            continue
+        inside = _inside(value)
+        if inside is None:
+            _enter(found, path, value)
+            continue
+        described = _described(value)
+        if described is not None:
+            _enter(found, path, described)
+        on_path.add(id(value))
+        levels.append((iter(inside), id(value), path))
+    return found
+
+
+def _enter(found: dict[Path, object], path: Path, value: object) -> None:
+    count, at = 1, path
+    while at in found:  # keys that are written alike: two objects, say
+        count += 1
+        at = (*path[:-1], f"{path[-1] if path else ''}#{count}")
+    found[at] = value
+
+
+def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
+    """What is in a container that has something in it; None for a leaf."""
+    match value:
+        case dict() if value:
+            return ((step(k), v) for k, v in value.items())
+        case list() | tuple() if value:
+            return enumerate(value)
+        case Opaque():
+            return value.children()
+        case Composite():
+            return value.attributes.items()
+        case _:
+            return None
+
+
+def _described(value: object) -> object:
+    """The leaf that stands for a container itself; None where its content says enough."""
+    match value:
+        case dict():
+            return Kind("dict")
+        case list():
+            return Kind("list")
+        case tuple():
+            return Kind("tuple")
+        case Opaque():
+            return value.what if isinstance(value.what, Global) else brief(value.what, SHOWN)
+        case Composite():
+            return Kind(f"{value.kind} tensor {list(value.shape)}")
+        case _:
+            return None
+
+
+def same_value(a: object, b: object) -> bool:
+    """Whether two leaves are of one type and equal; NaN is the same as NaN, and 0.0 is not the same as -0.0."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return not a and not b
+    if type(a) is not type(b):
+        return False
+    match a, b:
+        case float(), float():
+            return _float_bits(a) == _float_bits(b)
+        case complex(), complex():
+            return (_float_bits(a.real), _float_bits(a.imag)) == (_float_bits(b.real), _float_bits(b.imag))
+        case np.generic(), np.generic():
+            return same_array(np.asarray(a), np.asarray(b))
+        case np.ndarray(), np.ndarray():
+            return same_array(a, b)
+        case (set(), set()) | (frozenset(), frozenset()):
+            return len(a) == len(b) and _members(a) == _members(b)
+        case Kind(), Kind():
+            return a == b
+    if scalar(a):
+        return bool(a == b)
+    return brief(a, SHOWN) == brief(b, SHOWN)
+
+
+def _float_bits(value: float) -> bytes:
+    return b"nan" if value != value else struct.pack("<d", value)
+
+
+def same_array(a: np.ndarray, b: np.ndarray) -> bool:
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    if a.dtype.hasobject:
+        return [brief(v, SHOWN) for v in a.reshape(-1)[:STEPS]] == [brief(v, SHOWN) for v in b.reshape(-1)[:STEPS]]
+    return a.tobytes() == b.tobytes()
+
+
+def _members(values: Iterable[object]) -> list[tuple[str, str]]:
+    """Members of a set in an order, without hashing or comparing what a file made."""
+    return sorted((type(v).__name__, brief(v, SHOWN)) for v in values)
+
+
+def compare_metadata(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[ValueChange, ...]:
+    """The text that two files carry about themselves."""
+    differing = [key for key in dict.fromkeys((*a, *b)) if a.get(key) != b.get(key)]
+    return tuple(ValueChange(("__metadata__", key), a.get(key, ABSENT), b.get(key, ABSENT)) for key in differing)

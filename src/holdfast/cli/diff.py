@@ -1,0 +1,194 @@
+"""`holdfast diff`: what `holdfast.diff` found, as a table and as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from holdfast.api.brief import brief
+from holdfast.api.diff import Absent, Comparison, Content, Diff, TensorChange, ValueChange
+from holdfast.api.open import open as open_checkpoint
+from holdfast.cli.lines import Line, print_lines
+from holdfast.cli.progress import bar
+from holdfast.cli.text import clip, count, escape, plural, width
+from holdfast.core.tensor import LazyTensor
+
+__all__ = ["diff_document", "diff_lines", "run"]
+
+SCHEMA = 1
+"""Raised when a field changes its meaning or goes away."""
+
+SHOWN = 50
+"""Lines of one kind that are shown unless `--all` is given."""
+
+NAME_WIDTH = 60
+"""Columns up to which names are aligned; a longer one pushes its own line to the right."""
+
+Tensors = Mapping[str, LazyTensor]
+
+
+def run(a: Path, b: Path, *, exact: bool, everything: bool, quiet: bool, as_json: bool) -> int:
+    """The command; returns its exit code, which is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
+    with open_checkpoint(a) as first, open_checkpoint(b) as second:
+        comparison = Comparison(first, second, exact=exact)
+        with bar("Comparing", comparison.nbytes, quiet=quiet or as_json) as progress:
+            found = comparison.run(progress)
+        if as_json:
+            from holdfast.cli.document import print_json
+
+            print_json(diff_document(found))
+        else:
+            print_lines(diff_lines(found, first, second, everything=everything))
+    return 0 if found.equal else 1
+
+
+def diff_lines(found: Diff, a: Tensors, b: Tensors, *, everything: bool = False) -> Iterator[Line]:
+    """The difference for people: a line for each thing that differs, and one of totals."""
+    if not found.equal:
+        yield [("--- ", "foreign"), (escape(clip(found.a, 400)), "title")]
+        yield [("+++ ", "clean"), (escape(clip(found.b, 400)), "title")]
+    sections: list[Sequence[tuple[str, str, str, list[str]]]] = [
+        [("-", "foreign", name, _described(a[name])) for name in found.removed],
+        [("+", "clean", name, _described(b[name])) for name in found.added],
+        [(">", "group", r.a, ["→", escape(clip(r.b))]) for r in found.renamed],
+        [("~", "value", change.name, _changed(change)) for change in found.changed],
+        [_value(change) for change in found.values],
+    ]
+    shown = [section if everything else section[:SHOWN] for section in sections]
+    names = [width(escape(clip(name))) for section in shown for _, _, name, _ in section]
+    room = min(max(names, default=0), NAME_WIDTH)
+    for section, part in zip(sections, shown, strict=True):
+        columns = _widths([cells for *_, cells in part])
+        for mark, style, name, cells in part:
+            text = escape(clip(name))
+            gap = " " * max(room - width(text), 0)
+            padded = [cell + " " * (w - width(cell)) for cell, w in zip(cells, columns, strict=False)]
+            yield [(f"{mark} {text}", style), (f"{gap}  {'  '.join(padded)}", "")]
+        if len(part) < len(section):
+            yield [(f"  … {len(section) - len(part):,} more: use --all or --json", "dim")]
+    for note in found.notes:
+        yield [(f"note: {escape(note)}", "note")]
+    yield [(totals(found), "title")]
+
+
+def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The width of each column but the last of a row, which is never padded."""
+    most = max((len(row) for row in rows), default=0)
+    return [max((width(row[i]) for row in rows if i < len(row)), default=0) for i in range(most)]
+
+
+def totals(found: Diff) -> str:
+    """How many of each, in words."""
+    parts = [
+        f"{len(things):,} {word}"
+        for things, word in (
+            (found.removed, "removed"),
+            (found.added, "added"),
+            (found.renamed, "renamed"),
+            (found.changed, "changed"),
+        )
+        if things
+    ]
+    if found.values:
+        parts.append(f"{plural(len(found.values), 'value')} differ{'s' if len(found.values) == 1 else ''}")
+    unread = f" ({found.same_by_checksum:,} by checksum)" if found.same_by_checksum else ""
+    parts.append(f"{plural(found.same, 'tensor')} the same{unread}")
+    return " · ".join(parts)
+
+
+def _described(tensor: LazyTensor) -> list[str]:
+    return [tensor.dtype.name, str(list(tensor.shape))]
+
+
+def _changed(change: TensorChange) -> list[str]:
+    dtype = change.dtypes[0] if change.dtypes[0] == change.dtypes[1] else " → ".join(change.dtypes)
+    shapes = [str(list(shape)) for shape in change.shapes]
+    shape = shapes[0] if shapes[0] == shapes[1] else " → ".join(shapes)
+    if change.content is None:
+        return [dtype, shape] if shapes[0] != shapes[1] else [dtype, shape, "one of them has no data (meta)"]
+    return [dtype, shape, *_statistics(change.content)]
+
+
+def _statistics(content: Content) -> list[str]:
+    if not content.changed:
+        return ["every value is the same"]
+    cells = [
+        f"{count(content.changed)} of {count(content.total)}",
+        f"max abs {number(content.max_abs)}",
+        f"rel {number(content.max_rel)}",
+        "cosine -" if content.cosine is None else f"cosine {content.cosine:.6f}",
+    ]
+    return [*cells, f"{count(content.nans)} NaN"] if content.nans else cells
+
+
+def number(value: float) -> str:
+    """A statistic in a few digits; integers in all of theirs.
+
+    >>> number(0.000123456), number(18446744073709551615), number(float("inf"))
+    ('0.0001235', '18446744073709551615', 'inf')
+    """
+    return str(value) if isinstance(value, int) else f"{value:.4g}"
+
+
+def _value(change: ValueChange) -> tuple[str, str, str, list[str]]:
+    name = change.name or "(the whole)"
+    if isinstance(change.a, Absent):
+        return "+", "clean", name, [_text(change.b)]
+    if isinstance(change.b, Absent):
+        return "-", "foreign", name, [_text(change.a)]
+    return "~", "value", name, [_text(change.a), "→", _text(change.b)]
+
+
+def _text(value: object) -> str:
+    from holdfast.api.values import Kind
+
+    return escape(str(value) if isinstance(value, Kind) else brief(value))
+
+
+def diff_document(found: Diff) -> dict[str, object]:
+    """The difference as values that JSON has; numbers that it lacks as text."""
+    return {
+        "schema": SCHEMA,
+        "a": found.a,
+        "b": found.b,
+        "equal": found.equal,
+        "same": found.same,
+        "same_by_checksum": found.same_by_checksum,
+        "removed": list(found.removed),
+        "added": list(found.added),
+        "renamed": [{"a": r.a, "b": r.b} for r in found.renamed],
+        "changed": [
+            {
+                "name": change.name,
+                "dtypes": list(change.dtypes),
+                "shapes": [list(shape) for shape in change.shapes],
+                "content": None if change.content is None else _content(change.content),
+            }
+            for change in found.changed
+        ],
+        "values": [
+            {
+                "path": list(change.path),
+                "a": None if isinstance(change.a, Absent) else _text(change.a),
+                "b": None if isinstance(change.b, Absent) else _text(change.b),
+            }
+            for change in found.values
+        ],
+        "notes": list(found.notes),
+    }
+
+
+def _content(content: Content) -> dict[str, object]:
+    return {
+        "changed": content.changed,
+        "total": content.total,
+        "max_abs": _native(content.max_abs),
+        "max_rel": _native(content.max_rel),
+        "cosine": content.cosine,
+        "nans": content.nans,
+    }
+
+
+def _native(value: float) -> float | str:
+    return value if isinstance(value, int) or math.isfinite(value) else str(value)

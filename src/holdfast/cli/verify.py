@@ -1,0 +1,136 @@
+"""`holdfast verify`: the report of `holdfast.verify`, as lines and as JSON."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from holdfast.api.verify import Damage, Problem, VerifyReport, verify
+from holdfast.cli.lines import Line, print_lines
+from holdfast.cli.progress import bar
+from holdfast.cli.text import clip, escape, nbytes, plural
+
+__all__ = ["run", "verify_document", "verify_lines"]
+
+SCHEMA = 1
+"""Raised when a field changes its meaning or goes away."""
+
+SHOWN = 50
+"""Damages of one checkpoint that are shown unless `--all` is given."""
+
+NAMES = 4
+"""Names of one damaged storage that are shown."""
+
+
+def run(paths: Sequence[Path], *, everything: bool, quiet: bool, as_json: bool) -> int:
+    """The command; returns its exit code: 0 sound, 1 damaged, 2 not all of it could be looked at."""
+    with bar("Verifying", sum(map(size_of, paths)), quiet=quiet or as_json) as progress:
+        reports = [verify(path, progress=progress) for path in paths]
+    if as_json:
+        from holdfast.cli.document import print_json
+
+        print_json(verify_document(reports))
+    else:
+        print_lines(line for report in reports for line in verify_lines(report, everything=everything))
+    if any(report.problems for report in reports):
+        return 2
+    return 0 if all(report.ok for report in reports) else 1
+
+
+def size_of(path: Path) -> int:
+    """About how much there is to read."""
+    try:
+        if path.is_dir():
+            return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+        return path.stat().st_size
+    except OSError:
+        return 0  # verifying it says what is wrong
+
+
+def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[Line]:
+    """The report for people: a verdict, every damage, and what could not be checked."""
+    line: Line = [(escape(clip(report.path, 400)), "title"), (f"  {report.format}" if report.format else "", "dim")]
+    if report.problems:
+        line.append(("  not verified", "error"))
+    elif report.damaged:
+        line.append(("  damaged", "error"))
+    elif report.checked_nbytes or not report.unchecked:
+        line.append(("  ok", "clean"))
+    else:
+        line.append(("  readable", "note"))
+    if report.checked_nbytes:
+        line.append((f"  {nbytes(report.checked_nbytes)} checked", "dim"))
+    yield line
+    for problem in report.problems:
+        yield from _problem_lines(problem, report.path)
+    shown = report.damaged if everything else report.damaged[:SHOWN]
+    for damage in shown:
+        yield from _damage_lines(damage, report.path)
+    if len(shown) < len(report.damaged):
+        yield [(f"  … {len(report.damaged) - len(shown):,} more: use --all or --json", "dim")]
+    if report.unchecked:
+        amount = f"{plural(len(report.unchecked), 'tensor')}, {nbytes(report.unchecked_nbytes)}"
+        text = f"  no checksums are recorded for {amount}: read without error, but the content cannot be verified"
+        yield [(text, "note")]
+
+
+def _problem_lines(problem: Problem, path: str) -> Iterator[Line]:
+    where = "" if problem.file == path else f"{problem.file}: "
+    yield [("  error    ", "error"), (escape(clip(where + problem.message, 600)), "")]
+    if problem.tensors:
+        yield [("           ", ""), (_names(problem.tensors), "dim")]
+
+
+def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:
+    found = "what does not inflate" if damage.found is None else f"{damage.found:08x}"
+    where = "" if damage.file == path else f"  {escape(clip(os.path.relpath(damage.file, path), 200))}"
+    yield [
+        ("  damaged  ", "error"),
+        (_names(damage.tensors) or escape(clip(damage.label)) or "the file", ""),
+        (where, "dim"),
+        (f"  {escape(clip(damage.label))}" if damage.tensors and damage.tensors != (damage.label,) else "", "dim"),
+        (f"  byte {damage.offset:,}, {nbytes(damage.nbytes)}", "value"),
+        (f"  expected {damage.expected:08x}, found {found}", "dim"),
+    ]
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES:,} more" if len(names) > NAMES else ""
+    return ", ".join(escape(clip(name, 120)) for name in names[:NAMES]) + more
+
+
+def verify_document(reports: Sequence[VerifyReport]) -> dict[str, object]:
+    """The reports as values that JSON has."""
+    return {
+        "schema": SCHEMA,
+        "ok": all(report.ok for report in reports),
+        "checkpoints": [
+            {
+                "path": report.path,
+                "format": report.format,
+                "ok": report.ok,
+                "files": report.files,
+                "checked_nbytes": report.checked_nbytes,
+                "unchecked": list(report.unchecked),
+                "unchecked_nbytes": report.unchecked_nbytes,
+                "skipped": list(report.skipped),
+                "damaged": [
+                    {
+                        "file": d.file,
+                        "tensors": list(d.tensors),
+                        "label": d.label,
+                        "offset": d.offset,
+                        "nbytes": d.nbytes,
+                        "expected": d.expected,
+                        "found": d.found,
+                    }
+                    for d in report.damaged
+                ],
+                "problems": [
+                    {"file": p.file, "message": p.message, "kind": p.kind, "tensors": list(p.tensors)} for p in report.problems
+                ],
+            }
+            for report in reports
+        ],
+    }

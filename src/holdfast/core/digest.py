@@ -1,0 +1,70 @@
+"""`Digest`: what a tensor holds, in a few bytes, whatever file, sharding, strides or byte order it is stored in.
+
+The checksum is the CRC-32 of the elements in C order and little-endian, packed types packed, conjugation and negation resolved.
+It answers "certainly different?" and "damaged?"; two tensors with one digest are the same but for one chance in four billion, and
+for a file that was made to deceive.
+
+A tensor on the meta device has no elements: its digest has no checksum, and is equal to that of any such tensor of its
+dtype and shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.core.dtype import DTYPES, DType
+
+__all__ = ["Digest", "canonical", "combined"]
+
+NO_DATA = "meta"
+"""What stands in place of a checksum where there is no data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Digest:
+    """The dtype, the shape and the CRC-32 of a tensor's elements. Make one with `Digest.of`."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    crc32: int | None
+    """None where there is no data."""
+
+    @classmethod
+    def of(cls, dtype: DType, shape: tuple[int, ...], crc32: int | None) -> Digest:
+        """The digest under the one name that equal content has in every format."""
+        return cls(*canonical(dtype, shape), crc32)
+
+    def __str__(self) -> str:
+        """
+        >>> str(Digest.of(DTYPES.name("float32"), (4096, 4096), 0x1A2B3C4D))
+        'float32[4096,4096]:1a2b3c4d'
+        """
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]:{self.checksum}"
+
+    @property
+    def checksum(self) -> str:
+        """The checksum as eight hexadecimal digits."""
+        return NO_DATA if self.crc32 is None else f"{self.crc32:08x}"
+
+
+def canonical(dtype: DType, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
+    """The dtype and shape that stand for all ways of saying the same.
+
+    torch has pairs of 4-bit floats where safetensors has the 4-bit floats themselves: twice as many, in the same bytes.
+    """
+    single = DTYPES.name("float4_e2m1fn")
+    if dtype.name == "float4_e2m1fn_x2" and single is not None:
+        return single, ((*shape[:-1], 2 * shape[-1]) if shape else (2,))
+    return dtype, shape
+
+
+def combined(digests: Mapping[str, Digest]) -> str:
+    """One digest of many named tensors, whatever their order: 32 hexadecimal digits.
+
+    blake2b over one line a name, sorted. Each line is a JSON array, so that no name can pose as another line.
+    """
+    lines = sorted(json.dumps([name, d.dtype.name, list(d.shape), d.checksum]) for name, d in digests.items())
+    return hashlib.blake2b("\n".join(lines).encode("ascii"), digest_size=16).hexdigest()

@@ -1,0 +1,205 @@
+"""How two tensors of one shape differ, element by element, in bounded memory.
+
+Both are walked in C order, a block of elements at a time, whatever their formats, chunks, strides and byte orders. What is kept of
+a block is a handful of numbers (`Tally`); tallies of blocks add up to that of the tensor, in any order, on any thread.
+
+- Elements of one dtype are the same when their bits are: a NaN with the same bits is unchanged, and -0.0 in place of 0.0 is not.
+  Elements of two dtypes are the same when their values are (any NaN is as good as another).
+- Floats are compared as float64, which holds every value of the narrower ones. Integers are compared exactly, across signs
+  and widths; an integer and a float as float64.
+- Squares and products are summed per block as float64, scaled by a power of two, and across blocks as exact fractions: no
+  magnitude overflows, and none is lost beside a larger one of another block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.core.digest import canonical
+from holdfast.core.dtype import DType
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.computed import read_flat
+from holdfast.engine.integers import greatest, int_changes
+
+__all__ = ["BLOCK", "Content", "Tally", "blocks", "compare_block"]
+
+BLOCK = 1 << 18
+"""Elements at a time, a multiple of eight so that packed types are cut between bytes: 4 MiB as float64 for both sides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """How the elements of two tensors differ."""
+
+    changed: int
+    """Elements that are not the same."""
+    total: int
+    max_abs: int | float
+    """The largest |a − b|, exact for integers; infinite where an infinity met something else. Pairs with a NaN do not count."""
+    max_rel: float
+    """The largest |a − b| / max(|a|, |b|): 0 to 2, or infinite where an infinity met something else."""
+    cosine: float | None
+    """The cosine of the angle between the two as vectors, over pairs that are finite; None where either is all zeros."""
+    nans: int
+    """Pairs of which at least one is NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """What is known of some pairs of elements."""
+
+    changed: int = 0
+    total: int = 0
+    max_abs: int | float = 0
+    max_rel: float = 0.0
+    nans: int = 0
+    dot: Fraction = Fraction(0)
+    squares_a: Fraction = Fraction(0)
+    squares_b: Fraction = Fraction(0)
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            self.changed + other.changed,
+            self.total + other.total,
+            max(self.max_abs, other.max_abs),
+            max(self.max_rel, other.max_rel),
+            self.nans + other.nans,
+            self.dot + other.dot,
+            self.squares_a + other.squares_a,
+            self.squares_b + other.squares_b,
+        )
+
+    def content(self) -> Content:
+        """The numbers that people want."""
+        return Content(self.changed, self.total, self.max_abs, self.max_rel, self._cosine(), self.nans)
+
+    def _cosine(self) -> float | None:
+        if not self.squares_a or not self.squares_b:
+            return None
+        # Of one vector with itself, exactly 1; rounding in the sums of blocks must not lead beyond it.
+        size = min(math.sqrt(self.dot * self.dot / (self.squares_a * self.squares_b)), 1.0)
+        return size if self.dot >= 0 else -size
+
+
+def blocks(count: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:
+    """Ranges of elements that cover `count` of them."""
+    return ((start, min(start + block, count)) for start in range(0, count, block))
+
+
+def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
+    """The tally of elements [start, stop), counted in C order; the tensors have one canonical shape. Reads both."""
+    return tally(elements(a, start, stop), elements(b, start, stop), same_bits=_dtype(a) is _dtype(b))
+
+
+def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
+    """Elements in C order as a 1-D array of something that numpy can compute with."""
+    if tensor.dtype.name == "float4_e2m1fn_x2":
+        pairs = read_flat(tensor, start // 2, -(-stop // 2))
+        single = _dtype(tensor)
+        return np.stack((pairs & 15, pairs >> 4), axis=1).reshape(-1)[start % 2 :][: stop - start].view(single.numpy)
+    array = read_flat(tensor, start, stop)
+    return array.view(np.uint8) if array.dtype == np.bool_ else array
+
+
+def _dtype(tensor: LazyTensor) -> DType:
+    return canonical(tensor.dtype, tensor.shape)[0]
+
+
+def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
+    """Compare two 1-D arrays of one length. With `same_bits`, they have one dtype, and the bits decide what is the same."""
+    if a.dtype.kind in "iu" and b.dtype.kind in "iu":
+        return _tally_integers(a, b)
+    changed = _differing_bits(a, b) if same_bits else None
+    if changed is not None and not changed.any():
+        wide = _wide(a)
+        finite, nans = _finite(wide)
+        squares = _squares(finite)
+        return Tally(0, a.size, 0.0, 0.0, nans, squares, squares, squares)
+    wide_a, wide_b = _wide(a), _wide(b)
+    nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
+    nan = nan_a | nan_b
+    if changed is None:
+        changed = (wide_a != wide_b) & ~(nan_a & nan_b)
+    max_abs, max_rel = _largest(wide_a[changed & ~nan], wide_b[changed & ~nan])
+    usable = np.isfinite(wide_a) & np.isfinite(wide_b)
+    left, right = (wide_a, wide_b) if usable.all() else (wide_a[usable], wide_b[usable])
+    return Tally(
+        int(changed.sum()), a.size, max_abs, max_rel, int(nan.sum()), _dot(left, right), _squares(left), _squares(right)
+    )
+
+
+def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:
+    changed = int_changes(a, b)
+    max_abs, max_rel = greatest(a[changed], b[changed])
+    wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
+    return Tally(
+        int(changed.sum()), a.size, max_abs, max_rel, 0, _dot(wide_a, wide_b), _squares(wide_a), _squares(wide_b)
+    )
+
+
+def _differing_bits(a: np.ndarray, b: np.ndarray) -> npt.NDArray[np.bool_]:
+    """Which elements of two arrays of one dtype do not have the same bits."""
+    width = a.dtype.itemsize
+    if width == 16:
+        return np.asarray((a.view(np.uint64) != b.view(np.uint64)).reshape(-1, 2).any(axis=1))
+    return np.asarray(a.view(f"u{width}") != b.view(f"u{width}"))
+
+
+def _wide(array: np.ndarray) -> np.ndarray:
+    """As float64 or complex128, without loss but for integers beyond 2^53."""
+    if array.dtype.names:
+        return array["real"].astype(np.float64) + 1j * array["imag"].astype(np.float64)
+    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
+
+
+def _finite(wide: np.ndarray) -> tuple[np.ndarray, int]:
+    usable = np.isfinite(wide)
+    return (wide, 0) if usable.all() else (wide[usable], int(np.isnan(wide).sum()))
+
+
+def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
+    """The largest absolute and relative difference of pairs without NaN, none of them equal in bits."""
+    if not a.size:
+        return 0.0, 0.0
+    with np.errstate(all="ignore"):
+        size = np.maximum(np.abs(a), np.abs(b))
+        apart = np.abs(a - b)
+        # The difference of two large numbers of two signs may be beyond float64, where their ratio is not.
+        ratio = np.where(np.isfinite(apart), apart / size, np.abs(a / size - b / size))
+    infinite = ~(np.isfinite(a) & np.isfinite(b))
+    # inf − inf of one sign differs in nothing, and a zero from the other zero neither.
+    apart = np.where(infinite, np.where(a == b, 0.0, np.inf), apart)
+    ratio = np.where(infinite, apart, np.where(size == 0, 0.0, ratio))
+    return float(apart.max()), float(ratio.max())
+
+
+def _scale(array: np.ndarray) -> int:
+    """The exponent of the power of two by which dividing leaves magnitudes of about one."""
+    largest = float(np.abs(_parts(array)).max()) if array.size else 0.0
+    return math.frexp(largest)[1]
+
+
+def _parts(array: np.ndarray) -> np.ndarray:
+    """Complex numbers as pairs of floats."""
+    return array.view(np.float64) if array.dtype.kind == "c" else array
+
+
+def _squares(array: np.ndarray) -> Fraction:
+    exponent = _scale(array)
+    scaled = np.ldexp(_parts(array), -exponent)
+    return Fraction(float(np.dot(scaled, scaled))) * Fraction(2) ** (2 * exponent)
+
+
+def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:
+    """The real part of the inner product: complex vectors count as real ones of twice the length."""
+    if a.dtype != b.dtype:
+        a, b = a.astype(np.complex128), b.astype(np.complex128)
+    first, second = _scale(a), _scale(b)
+    value = float(np.dot(np.ldexp(_parts(a), -first), np.ldexp(_parts(b), -second)))
+    return Fraction(value) * Fraction(2) ** (first + second)

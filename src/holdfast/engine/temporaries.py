@@ -1,0 +1,241 @@
+"""The hidden names that a save uses beside its target, whose they are, and what becomes of those that a dead process left.
+
+    .model.pt.0123456789abcdef.tmp     a file or directory that is being written; after an exchange, the directory that it replaced
+    .step-100.0123456789abcdef.old     a directory that was moved aside, on file systems that cannot exchange two names
+
+**Whose.** Every live transaction holds flock(2) on its temporary. The kernel drops the lock with the process, so what can be locked
+belongs to nobody: `clean` removes exactly that, and `claim` closes the gap between creating and locking (it looks whether the name
+still stands for what it made, and starts again where a cleaner was faster). Where a file system has no locks, nothing is cleaned.
+
+**Recovery.** A target that does not exist while exactly one `.old` of it does was caught between two renames. `recover` tells where
+the checkpoint is, so that `open` can read it there; `repair`, at the start of the next save, moves it back.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import re
+import secrets
+from contextlib import suppress
+
+from holdfast.stores.files import AnyPath, Files, OsFiles, path_text, split_path
+
+__all__ = ["Kept", "claim", "clean", "recover", "repair", "temporary_name"]
+
+ATTEMPTS = 100
+"""How often a temporary is made again because a cleaner took it; once is already a rare accident."""
+
+OVERHEAD = len("..0123456789abcdef.tmp")
+
+NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
+"""What flock(2) answers on a file system without locks (Lustre mounted with `noflock`, some FUSE)."""
+
+
+def temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str:
+    """A new hidden name for a target, of at most `longest` bytes."""
+    return f".{_stem(name, longest)}.{secrets.token_hex(8)}.{suffix}"
+
+
+def _stem(name: str, longest: int) -> str:
+    """A target's part in its temporaries' names: the name, or where that is too long its start and a digest of all of it.
+
+    >>> _stem("model.pt", 255)
+    'model.pt'
+    >>> len(_stem("x" * 255, 255))
+    233
+    """
+    room = longest - OVERHEAD
+    encoded = name.encode("utf-8", "surrogateescape")
+    if len(encoded) <= room:
+        return name
+    # Without the digest, two long names with one start would take each other's `.old` for their own.
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    start = encoded[: room - len(digest) - 1].decode("utf-8", "ignore")
+    return f"{start}~{digest}"
+
+
+def _ours(name: str, *, suffix: str, longest: int) -> re.Pattern[str]:
+    return re.compile(rf"\.{re.escape(_stem(name, longest))}\.[0-9a-f]{{16}}\.{suffix}")
+
+
+class Kept:
+    """A name in a directory, open and locked: ours for as long as the descriptor is."""
+
+    def __init__(self, files: Files, name: str, *, at: int, descriptor: int) -> None:
+        self.files = files
+        self.name = name
+        self.at = at
+        self.descriptor = descriptor
+        self.identity = files.inspect(descriptor).identity
+
+    @classmethod
+    def open(cls, files: Files, name: str, *, at: int) -> Kept:
+        """Open a directory under its name; locking it is the next thing to do."""
+        descriptor = files.open_directory(name, at=at)
+        try:
+            return cls(files, name, at=at, descriptor=descriptor)
+        except BaseException:
+            with suppress(OSError):
+                files.close(descriptor)
+            raise
+
+    def in_place(self) -> bool:
+        """Whether the name still stands for what is open."""
+        found = self.files.stat(self.name, at=self.at)
+        return found is not None and found.identity == self.identity
+
+    def close(self) -> None:
+        """Let go."""
+        self.files.close(self.descriptor)
+
+
+def locked(files: Files, descriptor: int) -> bool:
+    """Take the lock of something that is ours; where there are no locks nobody cleans, and it is ours without."""
+    try:
+        return files.lock(descriptor)
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            return True
+        raise
+
+
+def claim(files: Files, name: str, *, at: int, directory: bool, private: bool, longest: int) -> Kept:
+    """Make a temporary for a target, locked and certainly still there."""
+    for _ in range(ATTEMPTS):
+        temporary = temporary_name(name, longest=longest)
+        made = _make(files, temporary, at=at, directory=directory, private=private)
+        if made is not None:
+            return made
+    raise OSError(errno.EAGAIN, f"other processes removed {ATTEMPTS} temporaries while they were made")
+
+
+def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -> Kept | None:
+    descriptor = None
+    try:
+        if directory:
+            files.mkdir(name, at=at, private=private)
+            if files.stat(name, at=at) is None:
+                return None
+            descriptor = files.open_directory(name, at=at)
+        else:
+            descriptor = files.create(name, at=at, private=private)
+        if locked(files, descriptor):
+            made = Kept(files, name, at=at, descriptor=descriptor)
+            if made.in_place():
+                return made
+        # A cleaner locked it first, and removes it or has done so already.
+        files.close(descriptor)
+        return None
+    except BaseException:
+        # Also an interrupt between a call and the next line: the name is ours alone, whatever was done under it.
+        with suppress(OSError):
+            (files.rmdir if directory else files.unlink)(name, at=at)
+        if descriptor is not None:
+            with suppress(OSError):
+                files.close(descriptor)
+        raise
+
+
+def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) -> None:
+    """Remove the temporaries of a target that no live process holds. What cannot be removed stays; it is no reason not to save.
+
+    Plain files, and with `directories` also directories that hold nothing but plain files. Anything else under such a name is not
+    our work and is left alone. A directory may be the old content of an exchange that is not on disk yet, so the parent is
+    synced before one is emptied.
+    """
+    with suppress(OSError):
+        stale = _ours(name, suffix="(tmp|old)", longest=longest)
+        for entry in files.list(at):
+            if stale.fullmatch(entry):
+                with suppress(OSError):
+                    _clean_one(files, entry, name=name, at=at, directories=directories)
+
+
+def _clean_one(files: Files, entry: str, *, name: str, at: int, directories: bool) -> None:
+    found = files.stat(entry, at=at)
+    if found is None or found.kind not in ("file", "directory"):
+        return
+    directory = found.kind == "directory"
+    if directory and not directories:
+        return
+    descriptor = files.open_directory(entry, at=at) if directory else files.open(entry, at=at)
+    try:
+        if not files.lock(descriptor):
+            return
+        kept = Kept(files, entry, at=at, descriptor=descriptor)
+        # The owner may have given it its final name between our opening and our locking.
+        if not kept.in_place():
+            return
+        if not directory:
+            files.unlink(entry, at=at)
+        elif (names := plain_names(files, descriptor)) is not None:
+            if entry.endswith(".old") and files.stat(name, at=at) is None:
+                return
+            files.sync(at)
+            empty(files, kept, names)
+    finally:
+        with suppress(OSError):
+            files.close(descriptor)
+
+
+def plain_names(files: Files, descriptor: int) -> list[str] | None:
+    """The names in a directory where all of them are plain files, else None."""
+    names = list(files.list(descriptor))
+    for name in names:
+        found = files.stat(name, at=descriptor)
+        if found is not None and found.kind != "file":
+            return None
+    return names
+
+
+def empty(files: Files, directory: Kept, names: list[str]) -> None:
+    """Remove files from a directory, and the directory itself where nothing else is in it."""
+    for name in names:
+        with suppress(FileNotFoundError):
+            files.unlink(name, at=directory.descriptor)
+    files.rmdir(directory.name, at=directory.at)
+
+
+def set_aside(files: Files, name: str, *, at: int, longest: int) -> list[str]:
+    """The names of directories that were moved aside for a target."""
+    aside = _ours(name, suffix="old", longest=longest)
+    names = [entry for entry in files.list(at) if aside.fullmatch(entry)]
+    found = [(entry, files.stat(entry, at=at)) for entry in names]
+    return [entry for entry, what in found if what is not None and what.kind == "directory"]
+
+
+def recover(path: AnyPath, *, files: Files | None = None) -> str | None:
+    """Where the checkpoint is that a crash caught between two renames; None where `path` exists or nothing stands in for it.
+
+    Changes nothing. More than one candidate is nobody's choice to make here: None.
+    """
+    files = files or OsFiles()
+    with suppress(OSError, ValueError):
+        parent, name = split_path(files.resolve(path_text(path)))
+        at = files.open_directory(parent)
+        try:
+            if name and files.stat(name, at=at) is None:
+                aside = set_aside(files, name, at=at, longest=files.longest_name(at))
+                return f"{parent.rstrip('/')}/{aside[0]}" if len(aside) == 1 else None
+        finally:
+            files.close(at)
+    return None
+
+
+def repair(files: Files, name: str, *, at: int, longest: int) -> None:
+    """Move a checkpoint that was caught between two renames back to its name."""
+    if files.stat(name, at=at) is not None:
+        return
+    aside = set_aside(files, name, at=at, longest=longest)
+    if len(aside) != 1:
+        return
+    descriptor = files.open_directory(aside[0], at=at)
+    try:
+        # A live transaction holds it while it is between its two renames: not ours to repair.
+        if locked(files, descriptor):
+            if not files.rename_new(aside[0], name, at=at):
+                files.rename(aside[0], name, at=at)
+            files.sync(at)
+    finally:
+        files.close(descriptor)

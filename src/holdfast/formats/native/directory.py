@@ -1,0 +1,271 @@
+"""Read a native directory. Opening reads the manifest and measures the files; tensors are made when they are asked for.
+
+What the manifest says is checked before anything uses it: files that are there and as long as they should be, byte ranges inside of
+them that do not overlap, boxes that tile each tensor, bytes that fit dtype and shape. That the data files' own headers agree is
+for `check_files`, which a verification runs: it costs a read of every file, and no tensor depends on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from holdfast.core.box import Box, tiles
+from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Truncated, UnsafePath, located
+from holdfast.formats.native.layout import carried
+from holdfast.formats.native.manifest import MANIFEST, DataFile, Parsed, StoredChunk, StoredTensor, parse_manifest
+from holdfast.formats.recorded import restore
+from holdfast.formats.safetensors.file import read_header
+from holdfast.formats.safetensors.header import PREFIX_NBYTES
+from holdfast.formats.safetensors.layout import ADDRESSABLE, addressable
+from holdfast.formats.safetensors.strict_json import pointer, quoted
+
+__all__ = ["ManifestTensors", "NativeDirectory", "check_files"]
+
+MARK = re.compile(rb'\s*\{\s*"format"\s*:\s*"holdfast"')
+MARK_NBYTES = 256
+
+CRC = re.compile(r"[0-9a-f]{8}\Z")
+
+BITS = {row.name: row.bits for row in DTYPES.rows}
+
+
+class ManifestTensors(Mapping[str, LazyTensor]):
+    """The tensors of a manifest that was checked. Each is made when it is asked for; iterating over names makes none."""
+
+    def __init__(self, manifest: Parsed, source: Source) -> None:
+        self._tensors = manifest.tensors
+        self._files = [file.name for file in manifest.files]
+        self._source = source
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        stored = self._tensors[name]
+        dtype = dtype_named(stored.dtype)
+        chunks = tuple([self._chunk(name, dtype, stored, chunk) for chunk in stored.chunks])
+        return LazyTensor(name, dtype, stored.shape, chunks, self._source)
+
+    def _chunk(self, name: str, dtype: DType, stored: StoredTensor, chunk: StoredChunk) -> Chunk:
+        start, stop = chunk.bytes
+        storage = Storage(self._files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name)
+        box = box_of(stored, chunk)
+        return Chunk(box, storage, 0, c_strides(box.shape, dtype.bits))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors of {self._source.store.name!r}>"
+
+
+class NativeDirectory:
+    """The format of a directory with a manifest."""
+
+    name = "native"
+
+    def matches(self, source: Source) -> bool:
+        """Whether there is a `holdfast.json` at the top that begins as ours do."""
+        if MANIFEST not in source.store.list():
+            return False
+        try:
+            size = source.store.size(MANIFEST)
+            return MARK.match(source.bytes(MANIFEST, 0, min(size, MARK_NBYTES))) is not None
+        except HoldfastError:
+            return False
+
+    def describe(self, source: Source) -> Description:
+        """Read the manifest and check everything that it says; only lengths are asked of the files."""
+        manifest = read_manifest(source)
+        with located(file=MANIFEST):
+            tensors, tree = restore(ManifestTensors(manifest, source), manifest.recorded, source)
+        return Description(self.name, tensors, tree, metadata=manifest.metadata)
+
+
+def read_manifest(source: Source) -> Parsed:
+    """The checked manifest of a directory."""
+    size = source.store.size(MANIFEST)
+    if size > source.limits.index_nbytes:
+        raise LimitExceeded(
+            f"a manifest of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})",
+            file=MANIFEST,
+            expected=source.limits.index_nbytes,
+            found=size,
+        )
+    raw = source.bytes(MANIFEST, 0, size)
+    with located(file=MANIFEST):
+        manifest = parse_manifest(raw, source.limits)
+        check_names(manifest.files)
+        present = set(source.store.list())
+        missing = [file.name for file in manifest.files if file.name not in present]
+        if missing:
+            shown = ", ".join(map(quoted, missing[:5]))
+            raise StoreError(f"the manifest names files that are not there: {shown}", found=tuple(missing))
+        check_tensors(manifest, source.limits)
+    for file in manifest.files:
+        found = source.store.size(file.name)
+        if found != file.nbytes:
+            wrong = Truncated if found < file.nbytes else MetadataError
+            said = f"the manifest says {file.nbytes:,} bytes, the file has {found:,}"
+            raise wrong(said, file=file.name, expected=file.nbytes, found=found)
+    return manifest
+
+
+def check_names(files: Sequence[DataFile]) -> None:
+    """Refuse names that are not those of files in this directory, and lengths that are none."""
+    seen: set[str] = set()
+    for i, file in enumerate(files):
+        name = file.name
+        if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+            at = pointer("files", i, "name")
+            raise UnsafePath(f"at {at}: {quoted(name)} is not the plain name of a file in the directory", found=name)
+        if name in seen or name == MANIFEST:
+            raise HeaderError(f"at {pointer('files', i, 'name')}: {quoted(name)} is there already")
+        if not 0 <= file.nbytes <= ADDRESSABLE:
+            raise HeaderError(f"at {pointer('files', i, 'nbytes')}: {file.nbytes} is no length")
+        seen.add(name)
+
+
+def check_tensors(manifest: Parsed, limits: Limits) -> None:
+    """Check every tensor, and that no two lie over each other. Written for the honest file; `_explain` says what is wrong."""
+    ends = [file.nbytes for file in manifest.files]
+    ranges: list[tuple[int, int, int]] = []
+    for name, stored in manifest.tensors.items():
+        shape, chunks = stored.shape, stored.chunks
+        bits = BITS.get(stored.dtype, 0)
+        if not bits or len(shape) > limits.rank or not chunks:
+            _explain(name, stored, limits)
+        count = bits
+        for n in shape:
+            if not 0 <= n <= ADDRESSABLE:
+                _explain(name, stored, limits)
+            count *= n
+        if count > ADDRESSABLE or (not count and not addressable(shape, bits)):
+            _explain(name, stored, limits)
+        for number, chunk in enumerate(chunks):
+            start, stop = chunk.bytes
+            file = chunk.file
+            if chunk.start is None and chunk.stop is None and len(chunks) == 1:
+                whole = (count + 7) // 8
+            else:
+                whole = _box_nbytes(name, stored, number, bits)
+            if not 0 <= file < len(ends) or not PREFIX_NBYTES <= start <= stop <= ends[file] or stop - start != whole:
+                _explain_chunk(name, number, chunk, ends, whole)
+            if not CRC.match(chunk.crc32):
+                _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
+            ranges.append((file, start, stop))
+        if len(chunks) > 1 and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
+            _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
+    _check_apart(ranges, manifest)
+
+
+def _box_nbytes(name: str, stored: StoredTensor, number: int, bits: int) -> int:
+    """Bytes of a chunk that says which box it is; refuses a box that is none, or not inside of the tensor."""
+    chunk, rank = stored.chunks[number], len(stored.shape)
+    start, stop = chunk.start, chunk.stop
+    if start is None or stop is None:
+        _refuse(name, "one of several chunks needs a start and a stop", "chunks", number)
+    if len(start) != rank or len(stop) != rank:
+        _refuse(name, f"a box of another rank than {rank}", "chunks", number)
+    if not all(0 <= a <= b <= n for a, b, n in zip(start, stop, stored.shape, strict=True)):
+        _lie(name, f"{list(start)} to {list(stop)} is no box in {list(stored.shape)}", "chunks", number)
+    if len(stored.chunks) == 1 and not tiles(Box.whole(stored.shape), [Box(start, stop)]):
+        _lie(name, f"one chunk does not cover {list(stored.shape)}", "chunks")
+    return (Box(start, stop).count * bits + 7) // 8
+
+
+def _check_apart(ranges: list[tuple[int, int, int]], manifest: Parsed) -> None:
+    """Refuse byte ranges that overlap: what is shared is said by `aliases`, and everything else has bytes of its own."""
+    places = np.array(ranges, np.int64).reshape(-1, 3)
+    files, starts, stops = places[places[:, 1] < places[:, 2]].T
+    order = np.lexsort((starts, files))
+    files, starts, stops = files[order], starts[order], stops[order]
+    over = np.flatnonzero((files[1:] == files[:-1]) & (starts[1:] < stops[:-1]))
+    if len(over):
+        wanted = (int(files[over[0] + 1]), int(starts[over[0] + 1]))
+        for name, stored in manifest.tensors.items():
+            for number, chunk in enumerate(stored.chunks):
+                if (chunk.file, chunk.bytes[0]) == wanted and chunk.bytes[0] < chunk.bytes[1]:
+                    _lie(name, "these bytes belong to another tensor as well", "chunks", number, "bytes")
+
+
+def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
+    """Raise for a tensor that cannot be true, naming the first field that shows it."""
+    if stored.dtype not in BITS:
+        _refuse(name, f"there is no dtype {quoted(stored.dtype)}", "dtype")
+    if len(stored.shape) > limits.rank:
+        raise LimitExceeded(
+            f"at {pointer('tensors', name, 'shape')}: {len(stored.shape):,} dimensions are more than Limits(rank={limits.rank})",
+            tensor=name,
+            expected=limits.rank,
+            found=len(stored.shape),
+        )
+    if not stored.chunks:
+        _refuse(name, "a tensor without chunks", "chunks")
+    for i, n in enumerate(stored.shape):
+        if not 0 <= n <= ADDRESSABLE:
+            _refuse(name, "this is no length", "shape", i)
+    _lie(name, "more than any file can hold", "shape")
+
+
+def _explain_chunk(name: str, number: int, chunk: StoredChunk, ends: list[int], whole: int) -> NoReturn:
+    start, stop = chunk.bytes
+    if not 0 <= chunk.file < len(ends):
+        _refuse(name, f"there are {len(ends):,} files, and no number {chunk.file}", "chunks", number, "file")
+    if not PREFIX_NBYTES <= start <= stop <= ends[chunk.file]:
+        _lie(name, f"{start:,} to {stop:,} is not inside of a file of {ends[chunk.file]:,} bytes", "chunks", number, "bytes")
+    _lie(name, f"{stop - start:,} bytes for elements that take {whole:,}", "chunks", number, "bytes")
+
+
+def _refuse(name: str, found: str, *steps: str | int) -> NoReturn:
+    """Raise for what is no value of its field."""
+    raise HeaderError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
+
+
+def _lie(name: str, found: str, *steps: str | int) -> NoReturn:
+    """Raise for numbers that cannot be true together."""
+    raise MetadataError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
+
+
+def dtype_named(name: str) -> DType:
+    dtype = DTYPES.name(name)
+    if dtype is None:  # the check has looked every name up
+        raise HeaderError(f"there is no dtype {quoted(name)}")
+    return dtype
+
+
+def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
+    """The part of a tensor that a chunk holds."""
+    return Box.whole(stored.shape) if chunk.start is None or chunk.stop is None else Box(chunk.start, chunk.stop)
+
+
+def check_files(source: Source) -> None:
+    """Check that the header of every data file says of each whole tensor what the manifest says; reads headers only.
+
+    Raises `MetadataError` for the first that does not.
+    """
+    manifest = read_manifest(source)
+    tensors = ManifestTensors(manifest, source)
+    headers = [read_header(source, file.name) for file in manifest.files]
+    for name, stored in manifest.tensors.items():
+        if len(stored.chunks) > 1:
+            continue
+        (chunk,) = stored.chunks
+        header = headers[chunk.file]
+        entry = header.entries.get(name)
+        piece = carried(name, tensors[name])
+        begin, end = (place - header.data_start for place in chunk.bytes)
+        if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (piece.code, piece.shape, (begin, end)):
+            raise MetadataError("the manifest and the file's own header do not say the same", file=header.key, tensor=name)

@@ -1,0 +1,113 @@
+"""Lay out a state as a native directory: data files, the Hugging Face index, and the manifest, which comes last.
+
+The data files are ordinary safetensors. A dtype that the format lacks is carried by one that has the same bytes, and the manifest
+has the true one:
+
+    complex128, complex32         F64, F16    with a last dimension of 2
+    float4_e2m1fn_x2              F4          with the last dimension doubled
+    quantised, bits, narrow ints  U8, I8, U16, I32      whatever numpy has for them
+    packed, not in whole bytes    U8          the bytes, flat
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import CannotHold
+from holdfast.formats.native.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    DataFile,
+    Manifest,
+    StoredChunk,
+    StoredTensor,
+    encode_manifest,
+)
+from holdfast.formats.recorded import PAIRS, sharing_fields
+from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, plan_file
+from holdfast.formats.safetensors.save import index_file, is_flat, metadata_problems
+from holdfast.formats.sharing import find_sharing
+from holdfast.formats.tree_json import encode_tree
+from holdfast.plan.saves import FilePlan, Late, SavePlan
+
+__all__ = ["SHARD_NBYTES", "carried", "lay_out_native"]
+
+SHARD_NBYTES = 5 << 30
+"""Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
+
+INDEX = "model.safetensors.index.json"
+"""What `transformers` looks for."""
+
+
+def lay_out_native(state: State, *, max_shard_size: int | None = None) -> SavePlan:
+    """The plan of a native directory, its data files with at most `max_shard_size` bytes of tensors.
+
+    Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
+    """
+    sharing = find_sharing(state.tensors)
+    problems = metadata_problems(state)
+    notes = sharing.notes()
+    fields = sharing_fields(sharing)
+    if not is_flat(state):
+        encoded = encode_tree(state.tree, state.paths)
+        problems += encoded.problems
+        notes += encoded.notes
+        fields["tree"] = encoded.value
+    if problems:
+        raise CannotHold("a native checkpoint cannot hold this state", list(dict.fromkeys(problems)))
+    pieces = [carried(name, tensor) for name, tensor in sharing.written.items()]
+    shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
+    files = [
+        plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, {}) for i, shard in enumerate(shards)
+    ]
+    manifest = _manifest(state, sharing.written, files, fields)
+    most = Limits().index_nbytes
+    if manifest.nbytes > most or any(file.header_nbytes > Limits().header_nbytes for file in files):
+        raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would be longer than {most:,} bytes"])
+    index = (index_file(INDEX, files, {}), manifest)
+    return SavePlan("native", tuple(file.plan for file in files), tuple(notes), directory=True, index=index)
+
+
+def carried(name: str, tensor: LazyTensor) -> Piece:
+    """A tensor as a safetensors header can name it, with the same bytes."""
+    dtype, shape = tensor.dtype, tensor.shape
+    if dtype.name == PAIRS and shape:
+        return Piece(name, tensor, "F4", (*shape[:-1], 2 * shape[-1]))
+    if dtype.safetensors is not None and tensor.size * dtype.bits % 8 == 0:
+        return Piece(name, tensor, dtype.safetensors, shape)
+    if dtype.packed:
+        return Piece(name, tensor, "U8", (tensor.nbytes,))
+    if dtype.kind == "complex":
+        return Piece(name, tensor, "F64" if dtype.bits == 128 else "F16", (*shape, 2))
+    plain = DTYPES.numpy(dtype.numpy)
+    if plain is None or plain.safetensors is None:
+        return Piece(name, tensor, "U8", (tensor.nbytes,))
+    return Piece(name, tensor, plain.safetensors, shape)
+
+
+def _manifest(
+    state: State, written: Mapping[str, LazyTensor], files: list[FileLayout], fields: Mapping[str, object]
+) -> FilePlan:
+    """The manifest as one late segment: its checksums come when all data has passed by, its length does not depend on them."""
+    places = {name: (number, place) for number, file in enumerate(files) for name, place in file.places.items()}
+    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+    listed = tuple(DataFile(file.plan.key, file.plan.nbytes) for file in files)
+
+    def make(crcs: Mapping[str, int]) -> bytes:
+        tensors = {}
+        for name, tensor in written.items():
+            number, (start, stop) = places[name]
+            # A tensor without bytes has no data segment, and the checksum of nothing, 0.
+            chunk = StoredChunk(number, (start, stop), f"{crcs[name] if start < stop else 0:08x}")
+            tensors[name] = StoredTensor(tensor.dtype.name, tensor.shape, (chunk,))
+        return encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(state.metadata), **rest))
+
+    blank = make(dict.fromkeys(written, 0))
+    return FilePlan(MANIFEST, (Late(len(blank), make),))

@@ -1,0 +1,178 @@
+"""The manifest of a native directory: its schema, its text, and the way back.
+
+    {"format": "holdfast", "version": 1,
+     "files": [{"name": "data-00001-of-00001.safetensors", "nbytes": 472}],
+     "tensors": {"w": {"dtype": "float32", "shape": [2, 3], "chunks": [{"file": 0, "bytes": [448, 472], "crc32": "5bb0e7a9"}]}},
+     "metadata": {"step": "1000"},
+     "aliases": {…}, "views": […], "tree": …}
+
+A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor. The
+last three fields are those of `formats.recorded` and stand there where they say something.
+
+There are two parsers, as for a safetensors header. msgspec reads the text that Holdfast writes; the proof that it read nothing else
+is that it writes the same text again. Every other text goes through `strict_json`, which says what is wrong and where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.core.limits import Limits
+from holdfast.errors import HeaderError, Unsupported
+from holdfast.formats.recorded import Recorded, parse_recorded
+from holdfast.formats.safetensors.strict_json import kind, parse, parse_own, pay_for_containers, pointer
+from holdfast.formats.tree_json import json_limits
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "VERSION",
+    "DataFile",
+    "Manifest",
+    "Parsed",
+    "StoredChunk",
+    "StoredTensor",
+    "encode_manifest",
+    "parse_exact",
+    "parse_fast",
+    "parse_manifest",
+]
+
+MANIFEST = "holdfast.json"
+FORMAT = "holdfast"
+VERSION = 1
+
+
+class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One piece of one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
+
+    file: int
+    """Which of the files."""
+    bytes: tuple[int, int]
+    """First byte in that file, and the byte after the last."""
+    crc32: str
+    """Of these bytes, as eight hexadecimal digits."""
+    start: tuple[int, ...] | None = None
+    """The lowest corner of its box; None for the whole tensor."""
+    stop: tuple[int, ...] | None = None
+
+
+class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """What is known of one tensor."""
+
+    dtype: str
+    """Holdfast's name of it, whatever the safetensors file says."""
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+class DataFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """One safetensors file beside the manifest."""
+
+    name: str
+    nbytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole document."""
+
+    format: str
+    version: int
+    files: tuple[DataFile, ...]
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+    aliases: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    views: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    tree: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+Part = TypeVar("Part", DataFile, StoredTensor)
+
+RECORDED = ("aliases", "views", "tree")
+FIELDS = ("format", "version", "files", "tensors", "metadata")
+DECODER = msgspec.json.Decoder(Manifest)
+
+
+@dataclass(frozen=True, slots=True)
+class Parsed:
+    """A manifest whose form has been checked. The meaning of its numbers has not."""
+
+    files: tuple[DataFile, ...]
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+    recorded: Recorded
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The text of a manifest, with spaces behind it where the reader would think that it has too many lists for its length."""
+    return pay_for_containers(msgspec.json.encode(manifest))
+
+
+def parse_manifest(raw: bytes, limits: Limits) -> Parsed:
+    """Parse a manifest. Raises `HeaderError`, `LimitExceeded`, or `Unsupported` for a version that is not known."""
+    deep = json_limits(limits)
+    fast = parse_fast(raw)
+    if fast is not None:
+        fields = {name: getattr(fast, name) for name in RECORDED}
+        given = {name: parse_own(bytes(text), deep) for name, text in fields.items() if text is not msgspec.UNSET}
+        return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given))
+    return parse_exact(raw, deep)
+
+
+def parse_fast(raw: bytes) -> Manifest | None:
+    """A manifest of the text that Holdfast writes; None for any other, be it valid or not."""
+    try:
+        manifest = DECODER.decode(raw)
+        same = msgspec.json.encode(manifest) == raw.rstrip(b" ")
+    except (ValueError, RecursionError, msgspec.MsgspecError):
+        return None
+    return manifest if same and manifest.format == FORMAT and manifest.version == VERSION else None
+
+
+def parse_exact(raw: bytes, limits: Limits) -> Parsed:
+    """Any manifest, or what is wrong with it and where."""
+    document = parse(raw, limits)
+    if not isinstance(document, dict):
+        raise HeaderError(f"at $: expected an object, found {kind(document)}")
+    if document.get("format") != FORMAT:
+        raise HeaderError(f"at $.format: expected {FORMAT!r}, found {kind(document.get('format'))}")
+    version = document.get("version")
+    if type(version) is not int:
+        raise HeaderError(f"at $.version: expected a number, found {kind(version)}")
+    if version != VERSION:
+        known = f"this Holdfast reads version {VERSION}; a newer one may read this"
+        raise Unsupported(f"a manifest of version {version}; {known}", expected=VERSION, found=version)
+    for name in FIELDS:
+        if name not in document:
+            raise HeaderError(f"at $: the field {name} is missing")
+    for name in document:
+        if name not in FIELDS and name not in RECORDED:
+            raise HeaderError(f"at {pointer(name)}: a manifest has no such field")
+    files = document["files"]
+    if not isinstance(files, list):
+        raise HeaderError(f"at $.files: expected a list, found {kind(files)}")
+    tensors, metadata = document["tensors"], document["metadata"]
+    for name, value in (("tensors", tensors), ("metadata", metadata)):
+        if not isinstance(value, dict):
+            raise HeaderError(f"at {pointer(name)}: expected an object, found {kind(value)}")
+    for name, text in metadata.items():
+        if not isinstance(text, str):
+            raise HeaderError(f"at {pointer('metadata', name)}: expected text, found {kind(text)}")
+    return Parsed(
+        tuple(_convert(file, DataFile, ("files", i)) for i, file in enumerate(files)),
+        {name: _convert(tensor, StoredTensor, ("tensors", name)) for name, tensor in tensors.items()},
+        metadata,
+        parse_recorded({name: document[name] for name in RECORDED if name in document}),
+    )
+
+
+def _convert(value: object, kind_of: type[Part], at: tuple[str | int, ...]) -> Part:
+    """A parsed value as a part of the schema; msgspec says what is wrong inside, and we say where it begins."""
+    try:
+        return msgspec.convert(value, kind_of)
+    except msgspec.ValidationError as error:
+        reason, _, inside = str(error).partition(" - at `$")
+        raise HeaderError(f"at {pointer(*at)}{inside.rstrip('`')}: {reason}") from None

@@ -1,0 +1,347 @@
+"""`PickleWriter`: plain values to a pickle of protocol 2, byte for byte as CPython's own pickler writes them.
+
+1. Each type has a row, a method that appends opcodes. What has no row is a problem, with its path; writing goes on, so that all
+   problems are found. Nothing is asked how it would like to be pickled, so nothing of the caller's runs.
+2. Every value that can be shared is remembered (BINPUT) behind its opcodes, and met again it is a reference (BINGET): containers
+   that are shared stay shared. Lists and dicts are remembered before they are filled, so they may contain themselves.
+3. As in CPython, sameness is identity: the same object twice is one, two equal texts are two. Globals and dtypes go by their value,
+   since there is one of each. A value that the writer makes itself only takes a number: nobody can meet it again.
+4. Protocol 2 has no opcodes for bytes, sets and the like: they are calls of their types, under the names of Python 2.
+
+One deviation: CPython writes empty bytes as `bytes()`, which torch refuses to load with `weights_only=True`; they are written like
+other bytes, as encoded text.
+
+Used by subclassing: formats add rows of their own (`rows`) and write with `write`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from itertools import islice
+from pathlib import PurePath
+
+import numpy as np
+
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.tree import dotted
+from holdfast.formats.pickle.array_writer import write_array, write_dtype, write_scalar
+from holdfast.formats.pickle.opcodes import FLOAT, LONG_PUT, TEXT, TUPLES, get, integer, put
+from holdfast.formats.pickle.plain import PATHS, PLAIN_TYPES, DefaultDict
+from holdfast.formats.pickle.table import ATTRIBUTES
+
+__all__ = ["PickleWriter"]
+
+Row = Callable[..., None]
+"""A method that appends the opcodes of a value of its own type."""
+
+BATCH = 1000
+"""Items between a MARK and the opcode that takes them, as CPython has it."""
+
+MAX_TEXT_NBYTES = 0xFFFFFFFF
+"""BINUNICODE has a 32-bit length; its 64-bit sister came with protocol 4."""
+
+OLD_MODULES = {"builtins": "__builtin__", "copyreg": "copy_reg"}
+OLD_NAMES = {
+    ("builtins", "range"): "xrange",
+    ("builtins", "str"): "unicode",
+    ("builtins", "int"): "long",
+    ("builtins", "chr"): "unichr",
+}
+"""Protocol 2 names things as Python 2 did, whatever writes it."""
+
+FACTORIES: dict[object, Global] = {
+    **{kind: Global("builtins", name) for name, kind in PLAIN_TYPES.items()},
+    OrderedDict: Global("collections", "OrderedDict"),
+}
+"""What a `defaultdict` may be filled by."""
+
+
+class PickleWriter:
+    """One pickle at work. `write` one value, then take it from `finish`, unless there are `problems`."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self.out: list[bytes] = [b"\x80\x02"]
+        self.problems: list[str] = []
+        """What has no form in this pickle, each with its path."""
+        self.notes: list[str] = []
+        """What a reader may stumble over."""
+        self.mentioned: dict[Global, str] = {}
+        """Every global that the pickle names, and the path where it does first."""
+        self.count = 0
+        """Numbers of the memo that are taken."""
+        self.memo: dict[int, int] = {}
+        self.path: list[object] = []
+        self._globals: dict[tuple[str, str], bytes] = {}
+        self._dtypes: dict[np.dtype[np.generic], bytes] = {}
+        self._kept: list[object] = []
+        """Values made on the way that are remembered by identity, and must not make room for another with the same."""
+        self.rows: dict[type, Row] = {
+            type(None): self._none,
+            bool: self._bool,
+            int: self._int,
+            float: self._float,
+            str: self._str,
+            bytes: self._bytes,
+            bytearray: self._bytearray,
+            list: self._list,
+            tuple: self._tuple,
+            dict: self._dict,
+            OrderedDict: self._ordered_dict,
+            Counter: self._counter,
+            defaultdict: self._default_dict,
+            DefaultDict: self._default_dict,
+            set: self._set,
+            frozenset: self._set,
+            complex: self._complex,
+            range: self._range,
+            slice: self._range,
+            Global: self._global,
+            np.ndarray: partial(write_array, self),
+        }
+
+    def finish(self) -> bytes:
+        """The whole pickle."""
+        self.out.append(b".")
+        return b"".join(self.out)
+
+    def write(self, value: object) -> None:
+        """Append the opcodes of a value."""
+        row = self.rows.get(type(value))
+        if row is None:
+            row = self._rare(value)
+        row(value)
+
+    def refuse(self, what: str) -> None:
+        """Note a problem at the path where the writer is; a None stands in the value's place."""
+        self.problems.append(f"{self.where()}: {what}")
+        self.out.append(b"N")
+
+    def where(self) -> str:
+        """The path of the value at work, for people."""
+        return dotted(tuple(k if isinstance(k, str | int) else f"<{type(k).__name__}>" for k in self.path)) or "the state"
+
+    # For rows.
+
+    def put(self) -> int:
+        """Remember the top of the stack; its number."""
+        number = self.count
+        self.count = number + 1
+        self.out.append(LONG_PUT(b"r", number) if number > 255 else put(number))
+        return number
+
+    def known(self, value: object) -> bool:
+        """Write a reference to a value that was written before, if it was."""
+        number = self.memo.get(id(value))
+        if number is None:
+            return False
+        self.out.append(get(number))
+        return True
+
+    def name(self, module: str, name: str) -> None:
+        """A global."""
+        found = self._globals.get((module, name))
+        if found is not None:
+            self.out.append(found)
+            return
+        self.mentioned.setdefault(Global(module, name), self.where())
+        old = OLD_MODULES.get(module, module), OLD_NAMES.get((module, name), name)
+        self.out.append(b"c%b\n%b\n" % (old[0].encode(), old[1].encode()))
+        number = self.put()
+        self._globals[module, name] = get(number)
+
+    def fresh_tuple(self, items: tuple[object, ...]) -> None:
+        """A tuple that nobody can meet again."""
+        if len(items) > 3:
+            self.out.append(b"(")
+        for item in items:
+            self.write(item)
+        self.out.append(b"t" if len(items) > 3 else TUPLES[len(items)])
+        if items:
+            self.put()
+
+    def call(self, value: object, what: str, args: tuple[object, ...]) -> None:
+        """A value as the call that makes it."""
+        if self.known(value):
+            return
+        self._kept.append(args)
+        self.name(*what.rsplit(".", 1))
+        self.fresh_tuple(args)
+        self.out.append(b"R")
+        self.memo[id(value)] = self.put()
+
+    def remember_dtype(self, dtype: np.dtype[np.generic]) -> None:
+        """Remember the dtype on the top of the stack, by its value."""
+        number = self.put()
+        self._dtypes[dtype] = get(number)
+
+    def known_dtype(self, dtype: np.dtype[np.generic]) -> bool:
+        """Write a reference to a dtype that was written before, if it was."""
+        found = self._dtypes.get(dtype)
+        if found is not None:
+            self.out.append(found)
+        return found is not None
+
+    def keep(self, value: object) -> None:
+        """Keep a value that was made on the way, so that none with the same identity comes after it."""
+        self._kept.append(value)
+
+    def _rare(self, value: object) -> Row:
+        """The row of a type that is not listed by itself: numpy's scalars and dtypes, and paths."""
+        row: Row = self._problem
+        if isinstance(value, np.generic):
+            row = partial(write_scalar, self)
+        elif isinstance(value, np.dtype):
+            row = partial(write_dtype, self)
+        elif isinstance(value, PurePath) and type(value).__name__ in PATHS:
+            row = self._path
+        self.rows[type(value)] = row
+        return row
+
+    def _problem(self, value: object) -> None:
+        if isinstance(value, Opaque):
+            self.refuse(f"an object of {value.module}.{value.name}, which was not built when the file was opened")
+        else:
+            self.refuse(f"a {type(value).__module__}.{type(value).__qualname__}, which is not plain data")
+
+    def _none(self, value: None) -> None:
+        self.out.append(b"N")
+
+    def _bool(self, value: bool) -> None:
+        self.out.append(b"\x88" if value else b"\x89")
+
+    def _int(self, value: int) -> None:
+        raw = integer(value)
+        self.out.append(raw)
+        if len(raw) > self.limits.integer_nbytes + 2:
+            self.notes.append(f"{self.where()}: an integer of {len(raw) - 2} bytes; `open` refuses it unless told otherwise")
+
+    def _float(self, value: float) -> None:
+        self.out.append(FLOAT(b"G", value))
+
+    def _str(self, value: str) -> None:
+        if self.known(value):
+            return
+        raw = value.encode("utf-8", "surrogatepass")
+        if len(raw) > MAX_TEXT_NBYTES:
+            self.refuse(f"a text of {len(raw):,} bytes, above the {MAX_TEXT_NBYTES:,} of protocol 2")
+            return
+        self.out.append(TEXT(b"X", len(raw)) + raw)
+        self.memo[id(value)] = self.put()
+
+    def _bytes(self, value: bytes) -> None:
+        self.call(value, "_codecs.encode", (value.decode("latin1"), "latin1"))
+
+    def _bytearray(self, value: bytearray) -> None:
+        self.call(value, "builtins.bytearray", (bytes(value),) if value else ())
+
+    def _complex(self, value: complex) -> None:
+        self.call(value, "builtins.complex", (value.real, value.imag))
+
+    def _range(self, value: range | slice) -> None:
+        self.call(value, f"builtins.{type(value).__name__}", (value.start, value.stop, value.step))
+
+    def _path(self, value: PurePath) -> None:
+        self.call(value, f"pathlib.{type(value).__name__}", value.parts)
+
+    def _global(self, value: Global) -> None:
+        self.name(value.module, value.name)
+
+    def _list(self, value: list[object]) -> None:
+        if self.known(value):
+            return
+        self.out.append(b"]")
+        self.memo[id(value)] = self.put()
+        for batch in _batches(enumerate(value)):
+            self._fill(batch, b"a" if len(value) == 1 else b"e")
+
+    def _dict(self, value: dict[object, object]) -> None:
+        if self.known(value):
+            return
+        self.out.append(b"}")
+        self.memo[id(value)] = self.put()
+        for batch in _batches(value.items()):
+            self._fill(batch, b"s" if len(value) == 1 else b"u")
+
+    def _items(self, value: Mapping[object, object]) -> None:
+        """The items of what is like a dict; unlike in a dict, the last one of 1,001 gets no MARK."""
+        for batch in _batches(value.items()):
+            self._fill(batch, b"s" if len(batch) == 1 else b"u")
+
+    def _fill(self, items: list[tuple[object, object]], opcode: bytes) -> None:
+        """One batch of values under their keys (SETITEM, SETITEMS) or one behind the other (APPEND, APPENDS)."""
+        if self._too_deep():
+            items = [(None, None)]
+        if opcode in b"eu":
+            self.out.append(b"(")
+        path, write, keys = self.path, self.write, opcode in b"su"
+        path.append(None)
+        for key, item in items:
+            path[-1] = key
+            if keys:
+                write(key)
+            write(item)
+        path.pop()
+        self.out.append(opcode)
+
+    def _too_deep(self) -> bool:
+        if len(self.path) < self.limits.depth:
+            return False
+        self.problems.append(f"{self.where()}: nested deeper than Limits(depth={self.limits.depth}), or inside of itself")
+        return True
+
+    def _tuple(self, value: tuple[object, ...]) -> None:
+        if self.known(value):
+            return
+        if self._too_deep():
+            value = ()
+        if len(value) > 3:
+            self.out.append(b"(")
+        self.path.append(None)
+        for position, item in enumerate(value):
+            self.path[-1] = position
+            self.write(item)
+        self.path.pop()
+        if value and id(value) in self.memo:
+            # It is inside of itself, by way of a list or a dict: what was just written goes, and the inner one is used.
+            self.out.append(b"1" if len(value) > 3 else b"0" * len(value))
+            self.known(value)
+            return
+        self.out.append(b"t" if len(value) > 3 else TUPLES[len(value)])
+        if value:
+            self.memo[id(value)] = self.put()
+
+    def _ordered_dict(self, value: OrderedDict[object, object]) -> None:
+        if self.known(value):
+            return
+        self.call(value, "collections.OrderedDict", ())
+        self._items(value)
+        state = vars(value)
+        if state:
+            self._dict(state.get(ATTRIBUTES, state))
+            self.out.append(b"b")
+
+    def _counter(self, value: Counter[object]) -> None:
+        self.call(value, "collections.Counter", (dict(value),))
+
+    def _default_dict(self, value: defaultdict[object, object]) -> None:
+        if self.known(value):
+            return
+        factory = value.default_factory
+        if factory is not None and factory not in FACTORIES:
+            self.refuse("a defaultdict that is filled by something else than a plain type")
+            return
+        self.call(value, "collections.defaultdict", () if factory is None else (FACTORIES[factory],))
+        self._items(value)
+
+    def _set(self, value: set[object] | frozenset[object]) -> None:
+        self.call(value, f"builtins.{type(value).__name__}", (list(value),))
+
+
+def _batches(items: Iterable[tuple[object, object]]) -> Iterator[list[tuple[object, object]]]:
+    rest = iter(items)
+    while batch := list(islice(rest, BATCH)):
+        yield batch

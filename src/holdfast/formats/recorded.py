@@ -1,0 +1,197 @@
+"""What Holdfast notes beside plain tensors, and how it is put back: other names, old storages, true dtypes, the tree.
+
+The notes stand in a JSON document (safetensors `__metadata__`, an index, a manifest) under these fields, each optional:
+
+    aliases   {"other name": "name of the tensor"}
+    views     [{"nbytes": bytes of the storage, "names": {"name": [offset, [strides]]}}]      in bits
+    dtypes    {"name": "float4_e2m1fn_x2"}        where the header can only say it in another way
+    tree      the state as typed JSON; without it, the state is a dict of all tensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.protocols import Source
+from holdfast.core.tensor import AliasView, LazyTensor
+from holdfast.errors import HeaderError, MetadataError
+from holdfast.formats.safetensors.layout import ADDRESSABLE
+from holdfast.formats.safetensors.strict_json import kind, pointer, quoted
+from holdfast.formats.sharing import Sharing
+from holdfast.formats.tree_json import decode_tree
+
+__all__ = ["FIELDS", "Recorded", "RecordedTensors", "parse_recorded", "restore", "sharing_fields"]
+
+FIELDS = ("aliases", "views", "dtypes", "tree")
+
+PAIRS = "float4_e2m1fn_x2"
+"""torch's pair of 4-bit floats: in a safetensors header it is F4 with twice the last dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The notes of one document, checked for their form."""
+
+    aliases: dict[str, str] = field(default_factory=dict)
+    views: dict[str, AliasView] = field(default_factory=dict)
+    pairs: frozenset[str] = frozenset()
+    """Tensors of `float4_e2m1fn_x2`."""
+    tree: object = None
+    flat: bool = True
+    """Whether there is no tree, and the state is a dict of the tensors."""
+
+    def __bool__(self) -> bool:
+        return bool(self.aliases or self.views or self.pairs or not self.flat)
+
+
+def sharing_fields(sharing: Sharing) -> dict[str, object]:
+    """The fields `aliases` and `views` of a document; only those that say something."""
+    fields: dict[str, object] = {}
+    if sharing.aliases:
+        fields["aliases"] = sharing.aliases
+    if sharing.groups:
+        fields["views"] = [{"nbytes": group.nbytes, "names": group.names} for group in sharing.groups]
+    return fields
+
+
+def parse_recorded(document: Mapping[str, object]) -> Recorded:
+    """Check the form of the notes in a document. What they say about tensors is checked by `restore`."""
+    aliases = _texts(document.get("aliases", {}), "aliases")
+    dtypes = _texts(document.get("dtypes", {}), "dtypes")
+    for name, dtype in dtypes.items():
+        if dtype != PAIRS:
+            raise HeaderError(f"at {pointer('dtypes', name)}: only {PAIRS} is noted here, found {kind(dtype)}")
+    groups = document.get("views", [])
+    if not isinstance(groups, list):
+        raise HeaderError(f"at {pointer('views')}: expected a list, found {kind(groups)}")
+    views: dict[str, AliasView] = {}
+    for number, group in enumerate(groups):
+        match group:
+            case {"nbytes": int(nbytes), "names": dict(names), **rest} if not rest and _place(nbytes):
+                pass
+            case _:
+                raise HeaderError(f"at {pointer('views', number)}: expected nbytes and names, found {kind(group)}")
+        for name, view in names.items():
+            at = pointer("views", number, "names", name)
+            match view:
+                case [int(offset), list(strides)] if _place(offset) and all(map(_place, strides)):
+                    pass
+                case _:
+                    raise HeaderError(f"at {at}: expected an offset and strides, found {kind(view)}")
+            if name in views:
+                raise HeaderError(f"at {at}: a tensor that is a view of another storage already")
+            views[name] = AliasView(number, nbytes, offset, tuple(strides))
+    return Recorded(aliases, views, frozenset(dtypes), document.get("tree"), "tree" not in document)
+
+
+def _texts(value: object, name: str) -> dict[str, str]:
+    if not isinstance(value, dict):
+        raise HeaderError(f"at {pointer(name)}: expected an object, found {kind(value)}")
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise HeaderError(f"at {pointer(name, key)}: expected text, found {kind(text)}")
+    return value
+
+
+def _place(value: object) -> bool:
+    """Whether a value can be a length, or a place counted in bits."""
+    return type(value) is int and 0 <= value <= ADDRESSABLE
+
+
+class RecordedTensors(Mapping[str, LazyTensor]):
+    """Tensors as a file has them, with the notes put back: other names, old storages, true dtypes."""
+
+    def __init__(self, stored: Mapping[str, LazyTensor], recorded: Recorded) -> None:
+        self._stored = stored
+        self._recorded = recorded
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        recorded = self._recorded
+        first = recorded.aliases.get(name)
+        tensor = self._stored[name] if first is None else self._stored[first].renamed(name)
+        if (first or name) in recorded.pairs:
+            tensor = _as_pairs(tensor)
+        view = recorded.views.get(first or name)
+        return tensor if view is None else replace(tensor, traits=replace(tensor.traits, alias=view))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._stored
+        yield from self._recorded.aliases
+
+    def __len__(self) -> int:
+        return len(self._stored) + len(self._recorded.aliases)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored or name in self._recorded.aliases
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors, {len(self._recorded.aliases):,} of them other names>"
+
+
+def restore(
+    stored: Mapping[str, LazyTensor], recorded: Recorded, source: Source, *, at: tuple[str | int, ...] = ()
+) -> tuple[Mapping[str, LazyTensor], object]:
+    """The tensors by name and the tree, from what is stored and what was noted; `at` is the place of the notes.
+
+    Raises `HeaderError` where the notes name tensors that are not there, `MetadataError` where they cannot be true.
+    """
+    for other, first in recorded.aliases.items():
+        if first not in stored:
+            raise HeaderError(f"at {pointer(*at, 'aliases', other)}: there is no tensor {quoted(first)}", tensor=other)
+        if other in stored:
+            raise HeaderError(f"at {pointer(*at, 'aliases', other)}: a tensor that has bytes of its own", tensor=other)
+    for name in (*recorded.views, *recorded.pairs):
+        if name not in stored:
+            field = "views" if name in recorded.views else "dtypes"
+            raise HeaderError(f"at {pointer(*at, field)}: there is no tensor {quoted(name)}", tensor=name)
+    tensors = RecordedTensors(stored, recorded) if recorded else stored
+    for name, view in recorded.views.items():
+        _check_view(tensors[name], view, at)
+    for name in recorded.pairs:
+        _as_pairs(stored[name])
+    if recorded.flat:
+        return tensors, tensors
+    decoded = decode_tree(recorded.tree, tensors.__getitem__, source, at=(*at, "tree"))
+    for name in tensors:
+        if name not in decoded.tensors:
+            raise HeaderError(f"at {pointer(*at, 'tree')}: the tensor {quoted(name)} is missing", tensor=name)
+    return decoded.tensors, decoded.tree
+
+
+def _check_view(tensor: LazyTensor, view: AliasView, at: tuple[str | int, ...]) -> None:
+    """Refuse a view that does not fit the tensor, or reaches beyond its storage."""
+    bits = tensor.dtype.bits
+    last = view.offset + (bits if tensor.size else 0)
+    fits = len(view.strides) == tensor.ndim
+    if fits and tensor.size:
+        last += sum((n - 1) * stride for n, stride in zip(tensor.shape, view.strides, strict=True))
+    whole = tensor.dtype.packed or not any(place % 8 for place in (view.offset, *view.strides))
+    if not fits or not whole or last > view.nbytes * 8:
+        raise MetadataError(
+            f"at {pointer(*at, 'views', view.group, 'names', tensor.name)}: no view of {list(tensor.shape)} {tensor.dtype} "
+            f"in {view.nbytes:,} bytes",
+            tensor=tensor.name,
+            expected=view.nbytes * 8,
+            found=last,
+        )
+
+
+def _as_pairs(tensor: LazyTensor) -> LazyTensor:
+    """4-bit floats as torch's pairs of them."""
+    true = _named(PAIRS)
+    if tensor.dtype is true:
+        return tensor
+    if tensor.dtype.name != "float4_e2m1fn" or not tensor.ndim or tensor.shape[-1] % 2 or len(tensor.chunks) != 1:
+        raise MetadataError(f"{tensor.dtype} {list(tensor.shape)} is no {PAIRS}", tensor=tensor.name, found=tensor.shape)
+    shape = (*tensor.shape[:-1], tensor.shape[-1] // 2)
+    pairs = LazyTensor.contiguous(tensor.name, true, shape, tensor.chunks[0].storage, tensor.source)
+    return replace(pairs, traits=tensor.traits)
+
+
+def _named(name: str) -> DType:
+    dtype = DTYPES.name(name)
+    if dtype is None:
+        raise HeaderError(f"there is no dtype {quoted(name)}")
+    return dtype

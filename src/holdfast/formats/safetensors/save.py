@@ -1,0 +1,182 @@
+"""Lay out a state as safetensors: one file, or a directory of them with a Hugging Face index.
+
+The format is a flat mapping of text to tensors. What a state has beyond that is recorded where Holdfast finds it again, in
+`__metadata__` of the file or `metadata` of the index:
+
+1. Nested dicts become dotted names; which dicts there were is recorded, and so are Parameters and sparse tensors.
+2. Second names of a tensor and views of a storage are recorded (`formats.sharing`).
+3. Plain values, lists, tuples, keys that are no text: refused, or recorded with `keep_tree=True`.
+
+A dtype that the format lacks is refused. Every tensor is written in C order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from holdfast.core.composite import Composite
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Opaque
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import Path, dotted
+from holdfast.errors import CannotHold
+from holdfast.formats.recorded import PAIRS, sharing_fields
+from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, name_problem, plan_file, size_problem
+from holdfast.formats.safetensors.record import RECORD, record_ends
+from holdfast.formats.sharing import find_sharing
+from holdfast.formats.tree_json import encode_tree
+from holdfast.formats.tree_json.scalars import is_unicode
+from holdfast.plan.saves import FilePlan, Literal, SavePlan
+
+__all__ = ["index_file", "is_flat", "lay_out_safetensors", "metadata_problems"]
+
+HINT = "safetensors holds tensors only (keep_tree=True records it in __metadata__)"
+
+
+def lay_out_safetensors(
+    state: State, *, keep_tree: bool = False, max_shard_size: int | None = None, stem: str = "model"
+) -> SavePlan:
+    """The plan of a single file or, with `max_shard_size` (bytes of tensors in a file), of a directory.
+
+    Raises `CannotHold` with every problem.
+    """
+    sharing = find_sharing(state.tensors)
+    problems = metadata_problems(state)
+    pieces: list[Piece] = []
+    paired: dict[str, str] = {}
+    for name, tensor in sharing.written.items():
+        piece = _piece(name, tensor)
+        if isinstance(piece, str):
+            problems.append(f"{name}: {piece}")
+            continue
+        pieces.append(piece)
+        if tensor.dtype.name == PAIRS:
+            paired[name] = PAIRS
+    notes = sharing.notes()
+    fields = sharing_fields(sharing) | ({"dtypes": paired} if paired else {})
+    if not is_flat(state):
+        beyond = [] if keep_tree else _not_tensors(state.tree)
+        problems += beyond
+        if not beyond:
+            encoded = encode_tree(state.tree, state.paths)
+            problems += encoded.problems
+            notes += encoded.notes
+            fields["tree"] = encoded.value
+    if not problems:
+        if max_shard_size is None:
+            plan = _plan_one(state, pieces, fields, notes)
+        else:
+            plan = _plan_directory(state, fill_shards(pieces, max_shard_size), fields, notes, stem)
+        if plan is not None:
+            return plan
+        problems.append(f"the header would be longer than {Limits().header_nbytes:,} bytes, the most that the format allows")
+    raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
+
+
+def _plan_one(state: State, pieces: list[Piece], fields: Mapping[str, object], notes: list[str]) -> SavePlan | None:
+    laid = plan_file("", pieces, state.metadata, fields)
+    return SavePlan("safetensors", (laid.plan,), tuple(notes)) if laid.header_nbytes <= Limits().header_nbytes else None
+
+
+def _plan_directory(
+    state: State, shards: list[list[Piece]], fields: Mapping[str, object], notes: list[str], stem: str
+) -> SavePlan | None:
+    laid = [
+        plan_file(f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, {})
+        for i, shard in enumerate(shards)
+    ]
+    if any(file.header_nbytes > Limits().header_nbytes for file in laid):
+        return None
+    index = index_file(f"{stem}.safetensors.index.json", laid, fields)
+    return SavePlan("safetensors-dir", tuple(file.plan for file in laid), tuple(notes), directory=True, index=(index,))
+
+
+def index_file(key: str, files: list[FileLayout], fields: Mapping[str, object]) -> FilePlan:
+    """The Hugging Face index of some files; `fields` go into a record in its metadata."""
+    weight_map = {name: file.plan.key for file in files for name in file.places}
+    total = sum(stop - start for file in files for start, stop in file.places.values())
+    metadata: dict[str, object] = {"total_size": total}
+    if fields:
+        metadata[RECORD] = b"".join(record_ends(fields, weight_map)).decode("utf-8")
+    document = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False)
+    return FilePlan(key, (Literal(document.encode("utf-8") + b"\n"),))
+
+
+def is_flat(state: State) -> bool:
+    """Whether a state is a plain dict of plain tensors under their own names, of which nothing needs to be recorded."""
+    tree = state.tree
+    if tree is state.tensors:
+        return True
+    if type(tree) is not dict or len(tree) != len(state.tensors):
+        return False
+    for name, tensor in tree.items():
+        if type(tensor) is not LazyTensor or state.paths.get(name) != (name,):
+            return False
+        traits = tensor.traits
+        if traits.requires_grad or traits.parameter or traits.buffer or traits.meta:
+            return False
+        if traits.subclass is not None or traits.state is not None:
+            return False
+    return True
+
+
+def metadata_problems(state: State) -> list[str]:
+    """What in the names and texts of a state no JSON document can have, and tensors that are too large written out."""
+    problems = [
+        f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not (is_unicode(key) and is_unicode(text))
+    ]
+    for name, tensor in state.tensors.items():
+        problem = name_problem(name) or size_problem(tensor)
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
+    return problems
+
+
+def _piece(name: str, tensor: LazyTensor) -> Piece | str:
+    """A tensor as the format says it, or why it cannot."""
+    dtype, shape = tensor.dtype, tensor.shape
+    if dtype.name == PAIRS and shape:
+        return Piece(name, tensor, "F4", (*shape[:-1], 2 * shape[-1]))
+    if dtype.safetensors is None:
+        return f"safetensors has no dtype {dtype}"
+    if tensor.size * dtype.bits % 8:
+        return f"{tensor.size:,} elements of {dtype} do not fill whole bytes"
+    return Piece(name, tensor, dtype.safetensors, shape)
+
+
+def _not_tensors(tree: object) -> list[str]:
+    """Everything that is no tensor and no dict of them, without looking inside of what is listed."""
+    problems: list[str] = []
+    seen: set[int] = set()
+    waiting: list[tuple[Path, object]] = [((), tree)]
+    while waiting:
+        path, value = waiting.pop()
+        place = dotted(path) or "the state itself"
+        match value:
+            case LazyTensor():
+                if value.traits.meta:
+                    problems.append(f"{place}: a tensor without data, on the meta device; {HINT}")
+            case Composite():
+                pass
+            case dict() if type(value) in (dict, OrderedDict) and all(type(key) is str for key in value):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    waiting += [((*path, key), inside) for key, inside in reversed(value.items())]
+            case dict() if type(value) in (dict, OrderedDict):
+                problems.append(f"{place}: a dict with keys that are not text; {HINT}")
+            case Opaque():
+                problems.append(f"{place}: an object of class {value.module}.{value.name}; safetensors holds tensors only")
+            case _:
+                problems.append(f"{place}: {_kind(value)}; {HINT}")
+    return problems
+
+
+def _kind(value: object) -> str:
+    """What a value is, with its article."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"

@@ -1,0 +1,177 @@
+"""Lay out a state as the zip that `torch.save` writes, record for record and byte for byte.
+
+    data.pkl                  the state, with a persistent id where a storage belongs
+    .format_version           '1': storages are in the order of their numbers
+    .storage_alignment        '64'
+    byteorder                 'little'
+    data/0, data/1 …          the storages, in the order in which the pickle first asks for them
+    version                   '3'
+    .data/serialization_id    40 digits over the names and checksums of all the others
+
+1. Write the pickle. Every tensor in it asks for a storage record and gets one; nothing is read.
+2. All problems together are one `CannotHold`.
+3. The zip is laid out around the pickle, the storages, and the id, which is known when the checksums are.
+
+For tensors that fill their storages, the file is the one that torch 2.13 writes for the same objects. A view of a part of a
+storage differs: torch writes all of the storage, this writes what is reached (unless `trim=False`).
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import PurePath
+
+from holdfast.core.crc import crc32
+from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global
+from holdfast.core.protocols import State
+from holdfast.errors import CannotHold
+from holdfast.formats.torch.composite_writer import NESTED
+from holdfast.formats.torch.serialization_id import NBYTES, mistaken_crc, serialization_id
+from holdfast.formats.torch.table import CALLS, QSCHEMES, TENSOR_CLASSES
+from holdfast.formats.torch.writer import TorchPickle
+from holdfast.formats.zip.writer import Payload, lay_out_zip
+from holdfast.plan.saves import Data, FilePlan, Late, SavePlan
+
+__all__ = ["archive_name", "lay_out_torch_zip"]
+
+ALIGNMENT = 64
+"""torch's default since 2.7."""
+
+SERIALIZATION_ID = ".data/serialization_id"
+
+
+def archive_name(path: str) -> str:
+    """The folder in the archive, for a file: its name without the last suffix; `archive` where torch would not take that.
+
+    >>> archive_name("out/model.v2.pt"), archive_name("modèle.pt"), archive_name(".pt")
+    ('model.v2', 'archive', '.pt')
+    """
+    stem = PurePath(path).stem
+    odd = not stem.isascii() or stem.strip(". ") == "" or any(c in '\\:\0' for c in stem)
+    return "archive" if odd else stem
+
+
+def lay_out_torch_zip(
+    state: State,
+    *,
+    name: str = "archive",
+    alignment: int = ALIGNMENT,
+    crc: bool = True,
+    trim: bool = True,
+    limits: Limits | None = None,
+) -> SavePlan:
+    """The plan of one file, format `torch-zip`. `name` is the folder in the archive: see `archive_name`.
+
+    `trim=False` writes whole storages, as torch does, however little of them the tensors reach. Raises
+    `CannotHold` with every value that has no place in such a file, by its path.
+    """
+    limits = limits or Limits()
+    with resting_collector():
+        return _lay_out(state, name, alignment, crc=crc, trim=trim, limits=limits)
+
+
+def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, limits: Limits) -> SavePlan:
+    pickled = TorchPickle(limits, trim=trim)
+    pickled.write(state.tree)
+    if pickled.problems:
+        raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
+    content = pickled.finish()
+    storages = [record.data() for record in pickled.storages.records]
+    records: list[tuple[str, Payload]] = [
+        ("data.pkl", content),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % alignment),
+        ("byteorder", b"little"),
+        *((data.label, data) for data in storages),
+        ("version", b"3\n"),
+    ]
+    identity = Late(NBYTES, Identity(records, crc=crc))
+    segments = lay_out_zip(name, [*records, (SERIALIZATION_ID, identity)], alignment=alignment, crc=crc)
+    notes = [*_notes(pickled), *_unkept(state.metadata)]
+    if len(content) > limits.pickle_nbytes:
+        notes.append(f"data.pkl has {len(content):,} bytes: to open it, raise Limits(pickle_nbytes={limits.pickle_nbytes:,})")
+    return SavePlan("torch-zip", (FilePlan("", segments),), tuple(notes))
+
+
+@contextmanager
+def resting_collector() -> Iterator[None]:
+    """No cyclic garbage collection meanwhile: objects by the hundred thousand are made, none is garbage, and the collector would
+    walk all of them again and again (more than half of the time for 50,000 tensors)."""
+    resting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if resting:
+            gc.enable()
+
+
+class Identity:
+    """Makes the serialization id from the checksums of the data."""
+
+    __slots__ = ("crc", "records")
+
+    def __init__(self, records: Sequence[tuple[str, Payload]], *, crc: bool) -> None:
+        self.records = records
+        self.crc = crc
+
+    def __call__(self, crcs: Mapping[str, int]) -> bytes:
+        found: list[int] = []
+        for _, payload in self.records:
+            if isinstance(payload, bytes):
+                found.append(crc32(payload) if self.crc else 0)
+            elif isinstance(payload, Data) and payload.nbytes:
+                mistaken = mistaken_crc(_head(payload))
+                if mistaken is not None:
+                    found.append(mistaken)
+                found.append(crcs[payload.label] if self.crc else 0)
+        return serialization_id([name for name, _ in self.records], found)
+
+
+def _head(data: Data) -> bytes:
+    """The first bytes of a payload, where they can be seen without reading: the id is the only use for them."""
+    view = data.tensor.source.view(data.tensor) if data.nbytes >= 8 else None
+    return b"" if view is None or not view.flags.c_contiguous else bytes(view.reshape(-1)[:8].view("u1")[:8])
+
+
+def _notes(pickled: TorchPickle) -> list[str]:
+    """What a person should know about the file."""
+    refused = [f"{what} ({where})" for what, where in pickled.mentioned.items() if what not in LOADED]
+    notes = list(pickled.notes)
+    if refused:
+        shown = ", ".join(refused[:8]) + (f" and {len(refused) - 8} more" if len(refused) > 8 else "")
+        notes.append(f"torch.load(weights_only=True) refuses this file unless it is told to allow {shown}")
+    for one, other in pickled.storages.lost():
+        notes.append(
+            f"{one.name!r} ({one.sample.dtype}) and {other.name!r} ({other.sample.dtype}) share bytes; torch keeps one dtype "
+            "a storage, so they are written apart"
+        )
+    return notes
+
+
+def _unkept(metadata: Mapping[str, str]) -> list[str]:
+    return [f"the metadata ({', '.join(sorted(metadata)[:8])}) has no place in a torch file and is not kept"] if metadata else []
+
+
+LOADED = frozenset(
+    [
+        *(Global(module, name) for module, name in CALLS if module == "torch._utils"),
+        *(Global("torch", row.torch) for row in DTYPES.rows if row.torch),
+        *(Global("torch", row.storage) for row in DTYPES.rows if row.storage),
+        *(Global("torch", name) for name in (*QSCHEMES, *TENSOR_CLASSES, "Tensor", "Size", "device")),
+        *(Global("builtins", name) for name in ("bytearray", "set", "complex")),
+        *(Global("collections", name) for name in ("OrderedDict", "Counter")),
+        Global("_codecs", "encode"),
+        *(Global(NESTED, name) for name in ("NestedTensor", "_rebuild_njt")),
+        Global("torch._tensor", "_rebuild_from_type_v2"),
+        Global("torch._utils", "_rebuild_meta_tensor_no_storage"),
+        Global("torch.nn.parameter", "Parameter"),
+        Global("torch.serialization", "_get_layout"),
+        Global("torch.storage", "UntypedStorage"),
+    ]
+)
+"""What torch 2.13 builds with `weights_only=True`, of all that a pickle of ours may name."""

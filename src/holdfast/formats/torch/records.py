@@ -1,0 +1,179 @@
+"""Which storages a torch file gets: tensors that share bytes share a record `data/N`, and keep their offsets and strides in it.
+
+    source storage   │ · · · a a a a b b · · c c · · · │      what a, b and c reach, from the first byte to the last
+    data/0                 │ a a a a b b · · c c │
+
+1. Tensors over one source storage go to one record, which holds the bytes from the first that any of them reaches to the last. A
+   small view of a large buffer therefore costs what it shows, and views of each other stay views of each other.
+2. torch wants one dtype a storage; dtypes without a storage class of their own count as uint8. Where tensors over one storage are
+   of different classes, or lie at odd offsets, each kind gets a record, and a note says which sharing was lost.
+   Untrimmed, a record holds its whole source storage, as torch writes it.
+3. What a torch tensor cannot be (several chunks, reversed axes, steps of a fraction of an element) is written in C order, as a
+   record of its own.
+
+Offsets and lengths are known when all tensors were seen, so `place` gives the record, and `base` and `count` are asked for later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.plan.saves import Data
+
+__all__ = ["StorageRecord", "StorageRecords"]
+
+BYTES = DTYPES.storage("ByteStorage")
+UNTYPED = "ByteStorage"
+"""What torch takes an untyped storage for when it looks for two dtypes over one storage."""
+
+
+@dataclass(slots=True, eq=False)
+class StorageRecord:
+    """One `data/N`."""
+
+    number: int
+    """N."""
+    sample: LazyTensor
+    """The first tensor in it: the source, the storage and the dtype of all others."""
+    name: str
+    """What a person calls that tensor."""
+    low: int
+    """First bit of the source storage that a tensor reaches."""
+    high: int
+    """The bit after the last one."""
+    step: int
+    """Bits of the widest element: tensors begin at multiples of it, counted from `odd`."""
+    odd: int
+    whole: bool = False
+    """The sample alone, in C order."""
+
+    @property
+    def base(self) -> int:
+        """The bit of the source storage where the record begins."""
+        return 0 if self.whole else self.low - (self.low - self.odd) % self.step
+
+    @property
+    def nbytes(self) -> int:
+        return self.sample.nbytes if self.whole else (self.high - self.base + 7) // 8
+
+    @property
+    def count(self) -> int:
+        """Elements, as torch counts them: bytes for types that are untyped or packed."""
+        dtype = self.sample.dtype
+        return self.nbytes if dtype.storage is None or dtype.packed else self.nbytes * 8 // dtype.bits
+
+    @property
+    def location(self) -> str:
+        """The device that it was on, where that is known."""
+        return (self.sample.chunks[0].storage.location if self.sample.chunks else "") or "cpu"
+
+    def data(self) -> Data:
+        """The segment that writes it."""
+        label = f"data/{self.number}"
+        if self.whole:
+            return Data(replace(self.sample, name=self.name, traits=PLAIN), label)
+        (chunk,) = self.sample.chunks
+        dtype = self.sample.dtype
+        if self._is_sample(chunk):
+            return Data(self.sample, label)
+        if BYTES is not None and not _swapped(chunk.storage, dtype):
+            # As bytes: whatever they mean, they are copied.
+            dtype = BYTES
+        n = self.nbytes * 8 // dtype.bits
+        view = Chunk(Box((0,), (n,)), chunk.storage, self.base, (dtype.bits,))
+        return Data(LazyTensor(self.name, dtype, (n,), (view,), self.sample.source), label)
+
+
+    def _is_sample(self, chunk: Chunk) -> bool:
+        """Whether the record is the first tensor and nothing else, so that no other view of the bytes needs to be made."""
+        sample = self.sample
+        if chunk.offset != self.base or self.high - self.base != sample.size * sample.dtype.bits:
+            return False
+        return chunk.strides == c_strides(sample.shape, sample.dtype.bits) and not (sample.traits.conj or sample.traits.neg)
+
+
+class StorageRecords:
+    """The records of one file, in the order in which tensors ask for them."""
+
+    def __init__(self, *, trim: bool = True) -> None:
+        self._trim = trim
+        self.records: list[StorageRecord] = []
+        self._found: dict[object, StorageRecord] = {}
+
+    def place(self, tensor: LazyTensor, path: Sequence[object]) -> tuple[StorageRecord, int, tuple[int, ...]]:
+        """Find or begin the record of a tensor, which is not on the meta device.
+
+        Gives the record, the bit of the source storage where the tensor begins, and its strides in elements.
+        """
+        shape, dtype = tensor.shape, tensor.dtype
+        bits = dtype.bits
+        if len(tensor.chunks) != 1:
+            return self._whole(tensor, path)
+        chunk = tensor.chunks[0]
+        start, storage = chunk.offset, chunk.storage
+        if 0 in shape:
+            strides, start, stop = c_strides(shape, 1), 0, 0
+        else:
+            stop = start + bits
+            steps = []
+            for n, stride in zip(shape, chunk.strides, strict=True):
+                step, rest = divmod(stride, bits)
+                if stride < 0 or rest:
+                    if n > 1:
+                        return self._whole(tensor, path)
+                    step = 0
+                steps.append(step)
+                stop += (n - 1) * stride
+            strides = tuple(steps)
+        # A packed storage begins with a whole byte, and its tensors anywhere in it.
+        odd = 0 if dtype.packed else start % bits
+        kind = dtype.name if _swapped(storage, dtype) else dtype.storage or UNTYPED
+        key = (id(tensor.source), storage.key, storage.start, storage.nbytes, kind, odd)
+        record = self._found.get(key)
+        if record is not None:
+            if stop > record.high or (start < record.low and stop):
+                low = min(record.low, start) if record.high else start
+                record.low, record.high = low, max(record.high, stop)
+            record.step = max(record.step, bits)
+            return record, start, strides
+        # A packed storage is kept whole: torch pads rows of quint4x2 to bytes, so its last elements lie behind where they should.
+        trimmed = odd or (self._trim and not dtype.packed)
+        low, high = (start, stop) if trimmed else (0, storage.nbytes * 8)
+        record = StorageRecord(len(self.records), tensor, ".".join(map(str, path)), low, high, max(bits, 8), odd)
+        self._found[key] = record
+        self.records.append(record)
+        return record, start, strides
+
+    def _whole(self, tensor: LazyTensor, path: Sequence[object]) -> tuple[StorageRecord, int, tuple[int, ...]]:
+        key = (id(tensor.source), tensor.dtype, tensor.shape, tensor.chunks)
+        record = self._found.get(key)
+        if record is None:
+            record = StorageRecord(len(self.records), tensor, ".".join(map(str, path)), 0, 0, 8, 0, whole=True)
+            self._found[key] = record
+            self.records.append(record)
+        return record, 0, c_strides(tensor.shape, 1)
+
+    def lost(self) -> list[tuple[StorageRecord, StorageRecord]]:
+        """Pairs of records that had bytes in common and are now written apart."""
+        pairs: list[tuple[StorageRecord, StorageRecord]] = []
+        groups: dict[tuple[int, str, int], list[StorageRecord]] = {}
+        for record in self.records:
+            if not record.whole:
+                storage = record.sample.chunks[0].storage
+                groups.setdefault((id(record.sample.source), storage.key, storage.start), []).append(record)
+        for group in groups.values():
+            if len(group) > 1:
+                ordered = sorted((r for r in group if r.high), key=lambda r: r.base)
+                pairs += [(a, b) for a, b in pairwise(ordered) if b.base < a.high]
+        return pairs
+
+
+def _swapped(storage: Storage, dtype: DType) -> bool:
+    """Whether the bytes of an element change their order on the way."""
+    return storage.byteorder != "little" and dtype.swap_nbytes > 1

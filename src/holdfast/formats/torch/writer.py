@@ -1,0 +1,296 @@
+"""`TorchPickle`: a state with tensors to the `data.pkl` of a torch file.
+
+    tensor       torch._utils._rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[, flags])
+    untyped      torch._utils._rebuild_tensor_v3(…, OrderedDict(), dtype[, flags])              fp8, uint16, …
+    parameter    torch._utils._rebuild_parameter(tensor, requires_grad, OrderedDict())
+    attributes   torch._utils._rebuild_parameter_with_state, torch._tensor._rebuild_from_type_v2
+    storage      BINPERSID of ('storage', class, key, location, count)
+
+The count of a storage and the offset of a tensor in it are known when all tensors were seen: their places in the pickle are noted,
+and filled in by `finish`.
+
+What torch's pickler makes anew for each tensor (the tuples, the empty OrderedDict, the text 'conj') is made anew here, and what it
+has once ('storage', 'cpu', the key of a storage) is shared, so that the bytes are the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, c_strides
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global
+from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.values import Device, Size
+from holdfast.formats.pickle.opcodes import TUPLES, get, integer
+from holdfast.formats.pickle.writer import PickleWriter
+from holdfast.formats.torch.composite_writer import COMPOSITES
+from holdfast.formats.torch.records import StorageRecords
+from holdfast.formats.torch.table import LAYOUTS
+
+__all__ = ["TorchPickle"]
+
+UTILS = "torch._utils"
+TENSOR = Global("torch", "Tensor")
+STORAGE = "storage"
+PAIRS = DTYPES.name("float4_e2m1fn_x2")
+"""torch has 4-bit floats in pairs only: an element of a byte, the first float in the low half."""
+
+BUFFER: dict[str, object] = {"persistent": True, "_is_buffer": True}
+"""The attributes by which an `nn.Buffer` is known."""
+
+LAYOUT_OF = {name: Global("torch", name) for name in LAYOUTS}
+"""One object for each layout, as torch has it."""
+
+OFFSET = 4
+"""From the count of a storage to the offset in it: the tuple's end, its number, BINPERSID."""
+
+
+class TorchPickle(PickleWriter):
+    """The pickle of a torch file, and the storage records that it points at."""
+
+    def __init__(self, limits: Limits | None = None, *, trim: bool = True) -> None:
+        super().__init__(limits)
+        self.storages = StorageRecords(trim=trim)
+        self.rows |= {
+            LazyTensor: self.tensor,
+            Composite: self._composite,
+            Size: self.size,
+            Device: self._device,
+            DType: self._torch_dtype,
+            Global: self._global_or_layout,
+        }
+        self._keys: list[int] = []
+        """The memo's number of each record's key."""
+        self._texts: dict[str, bytes] = {}
+        """References to texts that are shared by all tensors."""
+        self._tuples: dict[tuple[int, ...], bytes] = {}
+        self._open: list[tuple[int, int, int, int]] = []
+        """Where in `out` a count and an offset are left open; the number of the record, the first bit, the bits of an element."""
+
+    def finish(self) -> bytes:
+        counts = [integer(record.count) for record in self.storages.records]
+        bases = [record.base for record in self.storages.records]
+        for at, number, start, bits in self._open:
+            self.out[at] = counts[number]
+            # An empty tensor begins nowhere, and may come before what its record holds.
+            self.out[at + OFFSET] = integer(max(start - bases[number], 0) // bits)
+        return super().finish()
+
+    def tensor(self, tensor: LazyTensor) -> None:
+        """A tensor with all that it is beyond its elements."""
+        if self.known(tensor):
+            return
+        whole, tensor = tensor, _as_pairs(tensor)
+        problem = _problem(tensor)
+        if problem:
+            self.refuse(problem)
+            return
+        traits = tensor.traits
+        if traits.subclass is not None or (not traits.parameter and (traits.state is not None or traits.buffer)):
+            self.name("torch._tensor", "_rebuild_from_type_v2")
+            self.out.append(b"(")
+            self.name(UTILS, _function(tensor))
+            self._global(traits.subclass or TENSOR)
+            self._args(tensor, traits.requires_grad)
+            self.write(BUFFER if traits.state is None and traits.buffer else traits.state)
+            self.end_call(b"t")
+        elif traits.parameter:
+            self._begin_parameter(traits)
+            self._plain(tensor, requires_grad=False)
+            self._end_parameter(traits)
+        else:
+            self._plain(tensor, traits.requires_grad)
+        self.memo[id(whole)] = self.count - 1
+
+    def _begin_parameter(self, traits: Traits) -> None:
+        if traits.state:
+            self.name(UTILS, "_rebuild_parameter_with_state")
+            self.out.append(b"(")
+        else:
+            self.name(UTILS, "_rebuild_parameter")
+
+    def _end_parameter(self, traits: Traits) -> None:
+        self._bool(traits.requires_grad)
+        self.hooks()
+        if traits.state:
+            self.write(traits.state)
+        self.end_call(b"t" if traits.state else TUPLES[3])
+
+    def _plain(self, tensor: LazyTensor, requires_grad: bool) -> None:
+        """The tensor without what it is beyond its elements."""
+        self.name(UTILS, _function(tensor))
+        self._args(tensor, requires_grad)
+        self.out.append(b"R")
+        self.put()
+
+    def _args(self, tensor: LazyTensor, requires_grad: bool) -> None:
+        """The tuple of arguments of `_function`."""
+        dtype, traits = tensor.dtype, tensor.traits
+        self.out.append(b"(")
+        if traits.meta:
+            self._torch_dtype(dtype)
+            self._ints(tensor.shape)
+            self._ints(c_strides(tensor.shape, 1))
+            self._bool(requires_grad)
+        else:
+            self.view(tensor)
+            self._bool(requires_grad)
+            self.hooks()
+            if dtype.storage is None:
+                self._torch_dtype(dtype)
+            if traits.conj or traits.neg:
+                self._flags(traits)
+        self.out.append(b"t")
+        self.put()
+
+    def view(self, tensor: LazyTensor) -> None:
+        """A storage, an offset, a size and a stride."""
+        record, start, strides = self.storages.place(tensor, self.path)
+        out, kind = self.out, tensor.dtype.storage
+        out.append(b"(")
+        self._shared(STORAGE)
+        if kind is None:
+            self.name("torch.storage", "UntypedStorage")
+        else:
+            self.name("torch", kind)
+        if record.number == len(self._keys):
+            key = str(record.number)
+            self.keep(key)
+            self._str(key)
+            self._keys.append(self.memo[id(key)])
+        else:
+            out.append(get(self._keys[record.number]))
+        self._shared(record.location)
+        self._open.append((len(out), record.number, start, tensor.dtype.bits))
+        out += (b"", b"t")
+        self.put()
+        out += (b"Q", b"")
+        self._ints(tensor.shape)
+        self._ints(strides)
+
+    def _shared(self, text: str) -> None:
+        """A text that torch has once, however often it is written."""
+        found = self._texts.get(text)
+        if found is None:
+            self._str(text)
+            found = self._texts[text] = get(self.memo[id(text)])
+        else:
+            self.out.append(found)
+
+    def _ints(self, values: tuple[int, ...]) -> None:
+        """A tuple of integers, made anew."""
+        raw = self._tuples.get(values)
+        if raw is None:
+            raw = b"".join(map(integer, values))
+            raw = raw + TUPLES[len(values)] if len(values) < 4 else b"(" + raw + b"t"
+            self._tuples[values] = raw
+        self.out.append(raw)
+        if values:
+            self.put()
+
+    def hooks(self) -> None:
+        """An empty OrderedDict, where torch had backward hooks once."""
+        self.name("collections", "OrderedDict")
+        self.out.append(b")R")
+        self.put()
+
+    def _flags(self, traits: Traits) -> None:
+        flags = {name: True for name, there in (("neg", traits.neg), ("conj", traits.conj)) if there}
+        self.out.append(b"}")
+        self.put()
+        if len(flags) > 1:
+            self.out.append(b"(")
+        for flag in flags:
+            self.out.append(b"X" + len(flag).to_bytes(4, "little") + flag.encode())
+            self.put()
+            self.out.append(b"\x88")
+        self.out.append(b"u" if len(flags) > 1 else b"s")
+
+    def end_call(self, tuple_opcode: bytes) -> None:
+        """The arguments become a tuple, and are called with."""
+        self.out.append(tuple_opcode)
+        self.put()
+        self.out.append(b"R")
+        self.put()
+
+    def _composite(self, whole: Composite) -> None:
+        if self.known(whole):
+            return
+        write = COMPOSITES.get(whole.kind)
+        if write is None:
+            self.refuse(f"a tensor of the unknown kind {whole.kind!r}")
+            return
+        self.path.append(whole.kind)
+        if whole.traits.parameter:
+            self._begin_parameter(whole.traits)
+        write(self, whole)
+        if whole.traits.parameter:
+            self._end_parameter(whole.traits)
+        self.path.pop()
+        self.memo[id(whole)] = self.count - 1
+
+    def size(self, value: Size) -> None:
+        """A torch.Size."""
+        if self.known(value):
+            return
+        self.name("torch", "Size")
+        self._ints(tuple(value))
+        self.end_call(TUPLES[1])
+        self.memo[id(value)] = self.count - 1
+
+    def _device(self, value: Device) -> None:
+        self.call(value, "torch.device", (value.type,) if value.index is None else (value.type, value.index))
+
+    def _torch_dtype(self, value: DType) -> None:
+        if value.torch is None:
+            self.refuse(f"the dtype {value}, which torch does not have")
+        else:
+            self.name("torch", value.torch)
+
+    def _global_or_layout(self, value: Global) -> None:
+        if value.module == "torch" and value.name in LAYOUTS:
+            self.layout(value.name)
+        else:
+            self._global(value)
+
+    def layout(self, name: str) -> None:
+        """torch.strided and the like are made by a call, once."""
+        self.call(LAYOUT_OF[name], "torch.serialization._get_layout", (f"torch.{name}",))
+
+
+def _function(tensor: LazyTensor) -> str:
+    """What builds it."""
+    if tensor.traits.meta:
+        return "_rebuild_meta_tensor_no_storage"
+    return "_rebuild_tensor_v2" if tensor.dtype.storage else "_rebuild_tensor_v3"
+
+
+def _problem(tensor: LazyTensor) -> str | None:
+    """Why torch could not have this tensor."""
+    if tensor.dtype.name == "float4_e2m1fn":
+        return f"4-bit floats of shape {list(tensor.shape)} that do not lie in pairs, as torch has them"
+    if tensor.dtype.torch is None:
+        return f"a tensor of {tensor.dtype}, which torch does not have"
+    if tensor.dtype.kind == "quantized":
+        return f"elements of {tensor.dtype} without their scale"
+    return None
+
+
+def _as_pairs(tensor: LazyTensor) -> LazyTensor:
+    """4-bit floats as the pairs that torch has; given back as they are where they do not lie in pairs."""
+    if tensor.dtype.name != "float4_e2m1fn" or PAIRS is None or not tensor.shape or tensor.shape[-1] % 2:
+        return tensor
+    chunks = []
+    for chunk in tensor.chunks:
+        start, stop, last = chunk.box.start, chunk.box.stop, chunk.strides[-1]
+        if start[-1] % 2 or stop[-1] % 2 or chunk.offset % 8 or any(s % 8 for s in chunk.strides[:-1]):
+            return tensor
+        if last != tensor.dtype.bits and tensor.size:
+            return tensor
+        box = Box((*start[:-1], start[-1] // 2), (*stop[:-1], stop[-1] // 2))
+        chunks.append(Chunk(box, chunk.storage, chunk.offset, (*chunk.strides[:-1], PAIRS.bits)))
+    return replace(tensor, dtype=PAIRS, shape=(*tensor.shape[:-1], tensor.shape[-1] // 2), chunks=tuple(chunks))

@@ -1,0 +1,285 @@
+"""From Python state to typed JSON, or to the list of what has no form there.
+
+    None, bool, text, finite float, int up to 2^53      as they are
+    list; dict whose keys are text without a leading $  as they are
+    everything else                                     {"$": its kind, …}        see docs/formats/native.md
+
+A container that stands in two places is written twice, which a note says; one that contains itself is a problem. The walk goes
+through a tree in the order in which `core.tree.name_tensors` gave the tensors their names.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+
+import msgspec
+import numpy as np
+
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DType
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tree import Path, dotted, step
+from holdfast.core.values import Device, Size
+from holdfast.errors import LimitExceeded, PickleError
+from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
+from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.tree_json import scalars
+
+__all__ = ["TAG", "EncodedTree", "encode_tree"]
+
+TAG = "$"
+"""The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
+
+LEAF_DEPTH = 2
+"""Levels that a tensor or another value may take below the deepest container that `Limits.depth` allows."""
+
+FREE_STEPS = 100_000
+"""Values that may be written again because the container around them stands in several places."""
+
+FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "OrderedDict"}
+"""What fills a defaultdict, and its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTree:
+    """The outcome: JSON values, and what is to be said about them."""
+
+    value: object
+    problems: tuple[str, ...] = ()
+    """`path: what it is`, for everything that has no form; the value is of no use then."""
+    notes: tuple[str, ...] = ()
+
+
+def encode_tree(tree: object, paths: Mapping[str, Path], *, limits: Limits | None = None) -> EncodedTree:
+    """The tree as JSON values; `paths` says where each tensor's name is, as in `State.paths`. Raises nothing for bad state."""
+    encoder = Encoder(paths, limits or Limits())
+    try:
+        value = encoder.node(tree, ())
+    except RecursionError:
+        # A caller may have raised `limits.depth` above what the interpreter has left.
+        value = encoder.problem((), "nested too deeply")
+    notes = []
+    if encoder.repeated:
+        notes.append(f"{encoder.repeated:,} containers stand in several places; each place gets its own copy")
+    return EncodedTree(value, tuple(encoder.problems), tuple(notes))
+
+
+class Encoder:
+    """One walk."""
+
+    def __init__(self, paths: Mapping[str, Path], limits: Limits) -> None:
+        self.limits = limits
+        self.names: dict[Path, list[str]] = {}
+        for name in reversed(list(paths)):
+            self.names.setdefault(paths[name], []).append(name)
+        self.problems: list[str] = []
+        self.repeated = 0
+        self.steps = 0
+        self.seen: set[int] = set()
+        self.on_path: set[int] = set()
+        self.spending = Spending(limits, 0)
+
+    def problem(self, path: Path, what: str) -> object:
+        """Note what has no form, and give null in its place, so that the walk goes on and finds all of them."""
+        self.problems.append(f"{dotted(path) or 'the state itself'}: {what}")
+        return None
+
+    def node(self, value: object, path: Path) -> object:
+        """One value and everything in it."""
+        self.steps += 1
+        kind = type(value)
+        if kind is LazyTensor:
+            return self.tensor(value, path)  # type: ignore[arg-type]  # mypy does not narrow on `type() is`
+        if kind in CONTAINERS or isinstance(value, Composite):
+            return self.container(value, path)
+        return self.leaf(value, path)
+
+    def container(self, value: object, path: Path) -> object:
+        """A value that holds others: entered at most once on its own path, and not below the limit."""
+        if id(value) in self.on_path:
+            return self.problem(path, f"a {type(value).__name__} that contains itself")
+        if len(self.on_path) >= self.limits.depth + LEAF_DEPTH:
+            return self.problem(path, f"nested deeper than Limits(depth={self.limits.depth})")
+        if id(value) in self.seen:
+            self.repeated += not isinstance(value, tuple | frozenset)
+            if self.steps > FREE_STEPS + 8 * len(self.seen):
+                return self.problem(path, "one of too many places that share their containers; written out, they have no end")
+        self.seen.add(id(value))
+        self.on_path.add(id(value))
+        try:
+            return self.content(value, path)
+        finally:
+            self.on_path.discard(id(value))
+
+    def content(self, value: object, path: Path) -> object:
+        match value:
+            case OrderedDict():
+                return {TAG: "ordered_dict", **self.entries(value, path), **self.attributes(value, path)}
+            case Counter():
+                return {TAG: "counter", **self.entries(value, path)}
+            case defaultdict():
+                made = value.default_factory
+                name = None if made is None else FILLERS.get(made)
+                if made is not None and name is None:
+                    return self.problem(path, "a defaultdict that is filled by something else than a plain type")
+                return {TAG: "defaultdict", "filler": name, **self.entries(value, path)}
+            case dict():
+                entries = self.entries(value, path)
+                plain = entries.get("entries")
+                if isinstance(plain, dict) and not any(key.startswith(TAG) for key in plain):
+                    return plain
+                return {TAG: "dict", **entries}
+            case list():
+                return self.items(value, path)
+            case Size():
+                return {TAG: "size", "lengths": self.items(value, path)}
+            case tuple():
+                return {TAG: "tuple", "items": self.items(value, path)}
+            case set() | frozenset():
+                kind = "set" if isinstance(value, set) else "frozenset"
+                return {TAG: kind, "items": self.members(value, path)}
+            case Composite():
+                return self.composite(value, path)
+        raise TypeError(f"no container: {type(value).__name__}")
+
+    def items(self, values: Iterable[object], path: Path) -> list[object]:
+        return [self.node(value, (*path, i)) for i, value in enumerate(values)]
+
+    def entries(self, value: Mapping[object, object], path: Path) -> dict[str, object]:
+        """The entries of a dict: as an object where all keys are text, as pairs where they are not."""
+        if all(type(key) is str and scalars.is_unicode(key) for key in value):
+            return {"entries": {str(key): self.node(inside, (*path, str(key))) for key, inside in value.items()}}
+        pairs = []
+        for i, (key, inside) in enumerate(value.items()):
+            place = (*path, step(key))
+            pairs.append([self.key(key, i, place), self.node(inside, place)])
+        return {"items": pairs}
+
+    def members(self, values: Iterable[object], path: Path) -> list[object]:
+        """The members of a set, in an order that does not depend on this process."""
+        made = [self.key(value, i, (*path, step(value))) for i, value in enumerate(values)]
+        return made if self.problems else sorted(made, key=msgspec.json.encode)
+
+    def key(self, key: object, size: int, path: Path) -> object:
+        """A dict key or a set member, if the reader will be able to take it."""
+        try:
+            self.spending.key(key, size)
+        except (PickleError, LimitExceeded) as error:
+            return self.problem(path, error.message)
+        return self.node(key, (*path, "<key>"))
+
+    def attributes(self, value: OrderedDict[object, object], path: Path) -> dict[str, object]:
+        """`_metadata`, which torch's `state_dict()` sets on its OrderedDict; other attributes have no form."""
+        others = [name for name in vars(value) if name != "_metadata"]
+        if others:
+            self.problem(path, f"an OrderedDict with attributes ({', '.join(map(repr, others[:5]))})")
+        metadata = vars(value).get("_metadata")
+        if metadata is not None and not isinstance(metadata, dict):
+            self.problem(path, f"an OrderedDict whose _metadata is a {type(metadata).__name__}")
+        return {} if metadata is None else {"metadata": self.node(metadata, (*path, "_metadata"))}
+
+    def tensor(self, tensor: LazyTensor, path: Path) -> object:
+        names = self.names.get(path)
+        if not names:
+            return self.problem(path, "a tensor where tensors have no name (in a key, a set, or the attributes of another)")
+        name = names.pop()
+        if not scalars.is_unicode(name):
+            return self.problem(path, scalars.NO_UNICODE)
+        node: dict[str, object] = {TAG: "tensor", "name": name}
+        if tensor.traits.meta:
+            node |= {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+        return node | self.traits(tensor.traits, path)
+
+    def composite(self, whole: Composite, path: Path) -> object:
+        parts = {name: self.node(part, (*path, name)) for name, part in whole.parts.items()}
+        attributes = {name: self.node(value, (*path, name)) for name, value in whole.attributes.items()}
+        node = {TAG: "composite", "kind": whole.kind, "shape": list(whole.shape), "parts": parts, "attributes": attributes}
+        return node | self.traits(whole.traits, path)
+
+    def traits(self, traits: Traits, path: Path) -> dict[str, object]:
+        """What is not as it usually is. Conjugated and negated elements are written as what they stand for."""
+        flags = ("requires_grad", "parameter", "buffer")
+        node: dict[str, object] = {flag: True for flag in flags if getattr(traits, flag)}
+        if traits.subclass is not None:
+            node["subclass"] = self.leaf(traits.subclass, path)
+        if traits.state is not None:
+            node["state"] = self.node(traits.state, (*path, "<attributes>"))
+        return node
+
+    def leaf(self, value: object, path: Path) -> object:
+        """A value without parts."""
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if isinstance(value, np.generic | np.ndarray | np.dtype):
+            return self.numpy(value, path)
+        if kind not in LEAVES:
+            return self.problem(path, _described(value))
+        match value:
+            case str():
+                if scalars.is_unicode(value):
+                    return value
+                return {TAG: "str", "utf8": scalars.bytes_text(value.encode("utf-8", "surrogatepass"))}
+            case int():
+                if -scalars.SAFE_INTEGER <= value <= scalars.SAFE_INTEGER:
+                    return value
+                digits = scalars.integer_text(value)
+                return self.problem(path, "an int of thousands of digits") if digits is None else {TAG: "int", "value": digits}
+            case float():
+                text = scalars.float_text(value)
+                return value if text is None else {TAG: "float", "value": text}
+            case complex():
+                return {TAG: "complex", "real": self.leaf(value.real, path), "imag": self.leaf(value.imag, path)}
+            case bytes() | bytearray():
+                return {TAG: kind.__name__, "base64": scalars.bytes_text(value)}
+            case range() | slice():
+                fields = {name: getattr(value, name) for name in ("start", "stop", "step")}
+                if any(part is not None and type(part) is not int for part in fields.values()):
+                    return self.problem(path, "a slice of something else than integers")
+                return {TAG: kind.__name__, **{name: self.leaf(part, path) for name, part in fields.items()}}
+            case Device():
+                return {TAG: "device", "type": self.leaf(value.type, path), "index": self.leaf(value.index, path)}
+            case DType():
+                return {TAG: "dtype", "name": value.name}
+            case Global():
+                return {TAG: "global", "module": self.leaf(value.module, path), "name": self.leaf(value.name, path)}
+            case PurePosixPath() | PureWindowsPath():
+                if len(str(value)) > PATH_CHARACTERS:
+                    return self.problem(path, f"a path of more than {PATH_CHARACTERS} characters")
+                flavour = "posix" if isinstance(value, PurePosixPath) else "windows"
+                return {TAG: "path", "flavour": flavour, "path": self.leaf(str(value), path)}
+        raise TypeError(f"no leaf: {kind.__name__}")
+
+    def numpy(self, value: np.generic | np.ndarray | np.dtype[np.generic], path: Path) -> object:
+        form = scalars.dtype_form(value if isinstance(value, np.dtype) else value.dtype)
+        if form is None or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
+            return self.problem(path, f"{_described(value)} with a dtype that is not plain")
+        if isinstance(value, np.dtype):
+            return {TAG: "numpy.dtype", "dtype": form}
+        if value.nbytes > scalars.ARRAY_NBYTES or (isinstance(value, np.ndarray) and not value.itemsize):
+            return self.problem(path, f"a numpy array of {value.nbytes:,} bytes, too many or too few to be kept as a value")
+        node = {"dtype": form, "base64": scalars.bytes_text(value.tobytes())}
+        if isinstance(value, np.ndarray):
+            return {TAG: "numpy.array", "shape": list(value.shape), **node}
+        return {TAG: "numpy.scalar", **node}
+
+
+CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset})
+LEAVES = frozenset({
+    str, int, float, complex, bytes, bytearray, range, slice, Device, DType, Global, PurePosixPath, PureWindowsPath,
+    PosixPath, WindowsPath,
+})  # fmt: skip
+"""Exact types. A subclass (an `IntEnum`, a named tuple) would come back as something else; only paths lose their disk."""
+
+
+def _described(value: object) -> str:
+    """What a value is, for a list of problems."""
+    if isinstance(value, Opaque):
+        return f"an object of class {value.module}.{value.name}"
+    kind = type(value)
+    return f"an object of class {kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,253 @@
+"""Lay out a stored zip exactly as torch's writer does: strictly forward, never patched, every payload aligned.
+
+    │ header  30 │ prefix/name │ zip64 │ FB pad ZZZ… │ payload │ descriptor │   for each record
+    │ entry   46 │ prefix/name │ zip64 │                                        for each record: the central directory
+    │ zip64 end 56 │ locator 20 │ end 22 │
+
+1. A header says neither checksum nor sizes, since its writer does not know them yet: flags 0x0808, and a descriptor (`PK\\7\\8`,
+   CRC-32, size, size) behind the payload. An empty record has flags 0x0800 and no descriptor.
+2. The padding block (`F` `B`, a 16-bit length, that many `Z`) makes the payload begin at a multiple of the alignment.
+3. A zip64 block appears when the size or the header's offset is 0xFFFFFFFF or more: [size, 0] if the size is, then [offset] if the
+   offset is. The directory has [size, size] in its place. A record with such a block has a descriptor with 64-bit sizes.
+
+Everything but the checksums is known here, so a record of data costs two segments: the `Data`, and a `Late` with its
+descriptor and all that is known up to the next data. The last `Late` is the central directory, made beforehand with blank
+checksums, which are filled in together.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from holdfast.core.crc import crc32
+from holdfast.formats.zip.layout import (
+    DESCRIBED,
+    DESCRIPTOR_SIGNATURE,
+    ENTRY_SIGNATURE,
+    LOCAL_SIGNATURE,
+    MAX16,
+    MAX32,
+    UTF8,
+)
+from holdfast.plan.saves import Data, Late, Literal, Segment
+
+__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "lay_out_zip"]
+
+Payload = bytes | Data | Late
+"""What a record holds. A `Late` one is known when the checksums of all records before it are; it stands last."""
+
+MAX_ALIGNMENT = MAX16 - 31
+"""The padding is an extra field, whose length has 16 bits; 4 bytes of it begin the block and 28 may be a zip64 block.
+
+torch 2.13 accepts more, and writes a file that it cannot read."""
+
+HEADER = struct.Struct("<I5H3I2H")
+ENTRY = struct.Struct("<I6H3I5H2I")
+ENTRY_CRC = 16
+"""Where the checksum lies in an entry."""
+NARROW = struct.Struct("<IIII")
+WIDE = struct.Struct("<IIQQ")
+ZIP64_END = struct.Struct("<IQ2H2I4Q")
+LOCATOR = struct.Struct("<IIQI")
+END = struct.Struct("<I4H2IH")
+
+MADE_BY, NEEDED = 0x031E, 0x002D
+"""Unix, version 3.0; readers need version 4.5, which has zip64. In the end record only: elsewhere torch writes 0."""
+
+
+class Descriptor:
+    """The bytes behind a payload: its data descriptor, then what is known. Called with the checksums, as a `Late` is."""
+
+    __slots__ = ("behind", "label", "nbytes", "pack")
+
+    def __init__(self, label: str, nbytes: int, *, wide: bool, behind: bytes) -> None:
+        self.label = label
+        """The one `Data` segment whose checksum is needed."""
+        self.nbytes = nbytes
+        self.pack = (WIDE if wide else NARROW).pack
+        self.behind = behind
+
+    def __call__(self, crcs: Mapping[str, int]) -> bytes:
+        return self.pack(DESCRIPTOR_SIGNATURE, crcs[self.label], self.nbytes, self.nbytes) + self.behind
+
+
+class Ending:
+    """The bytes from a late last payload, or from the central directory, to the end of the file."""
+
+    __slots__ = ("blank", "crc", "labels", "payload", "places", "wide")
+
+    def __init__(self, blank: bytes, *, labels: list[str], places: list[int], crc: bool) -> None:
+        self.blank = blank
+        """The directory and the end records, with checksums of 0 where data or a late payload is meant."""
+        self.labels = labels
+        self.places = np.array(places, np.int64)
+        """Where in `blank` the checksums are, in the order of the labels; that of a late payload comes last."""
+        self.crc = crc
+        self.payload: Late | None = None
+        self.wide = False
+
+    @property
+    def nbytes(self) -> int:
+        if self.payload is None:
+            return len(self.blank)
+        return len(self.blank) + self.payload.nbytes + _descriptor_nbytes(self.payload.nbytes, wide=self.wide)
+
+    def __call__(self, crcs: Mapping[str, int]) -> bytes:
+        found = [crcs[label] for label in self.labels] if self.crc else []
+        before = b""
+        if self.payload is not None:
+            before = self.payload.make(crcs)
+            if len(before) != self.payload.nbytes:
+                raise ValueError(f"a late payload of {self.payload.nbytes} bytes was made with {len(before)}")
+            own = crc32(before) if self.crc else 0
+            if self.crc and before:
+                found.append(own)
+            if before:
+                before += (WIDE if self.wide else NARROW).pack(DESCRIPTOR_SIGNATURE, own, len(before), len(before))
+        if not found:
+            return before + self.blank
+        filled = np.frombuffer(self.blank, np.uint8).copy()
+        filled[self.places[:, None] + np.arange(4)] = np.array(found, "<u4").view(np.uint8).reshape(-1, 4)
+        return before + filled.tobytes()
+
+
+def lay_out_zip(
+    prefix: str, records: Sequence[tuple[str, Payload]], *, alignment: int = 64, crc: bool = True
+) -> tuple[Segment, ...]:
+    """The segments of an archive with these records, in this order, all under the folder `prefix`.
+
+    A `Data` record's label is the key of its checksum. With `crc=False` every checksum field is 0, as torch's
+    `set_crc32_options(False)` does. Raises `ValueError` for an alignment or a name that no reader would understand.
+    """
+    if not 1 <= alignment <= MAX_ALIGNMENT:
+        raise ValueError(f"an alignment of {alignment}: a zip archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
+    if len({name.casefold() for name, _ in records}) != len(records):
+        raise ValueError("two records of one name (readers ignore case)")
+    return _Forward(prefix, alignment=alignment, crc=crc).lay_out(records)
+
+
+class _Forward:
+    """One layout at work: the position in the file, and what is known since the last data."""
+
+    def __init__(self, prefix: str, *, alignment: int, crc: bool) -> None:
+        self.prefix = prefix.encode("utf-8") + b"/"
+        self.alignment = alignment
+        self.crc = crc
+        self.at = 0
+        self.segments: list[Segment] = []
+        self.known: list[bytes] = []
+        self.waiting: tuple[str, int, bool] | None = None
+        """The label, length and width of the data whose descriptor begins what is known."""
+        self.entries: list[bytes] = []
+        self.directory = 0
+        """Bytes of the entries so far."""
+        self.labels: list[str] = []
+        self.places: list[int] = []
+
+    def lay_out(self, records: Sequence[tuple[str, Payload]]) -> tuple[Segment, ...]:
+        late: tuple[Late, bool] | None = None
+        for name, payload in records:
+            if late is not None:
+                raise ValueError("a late payload must be the last record")
+            nbytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
+            wide = self._header(name, payload, nbytes)
+            self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
+            if isinstance(payload, Late):
+                late = payload, wide
+            elif isinstance(payload, bytes):
+                self.known.append(payload)
+                if nbytes:
+                    own = crc32(payload) if self.crc else 0
+                    self.known.append((WIDE if wide else NARROW).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes))
+            elif nbytes:
+                self._flush()
+                self.segments.append(payload)
+                if self.crc:
+                    self.waiting = payload.label, nbytes, wide
+                else:
+                    self.known.append((WIDE if wide else NARROW).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
+        self._flush()
+        blank = b"".join((*self.entries, _end(len(records), self.at, self.directory)))
+        ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
+        if late is not None:
+            ending.payload, ending.wide = late
+        if self.labels or late is not None:
+            self.segments.append(Late(ending.nbytes, ending))
+        else:
+            self._literal(ending({}))
+        return tuple(self.segments)
+
+    def _header(self, name: str, payload: Payload, nbytes: int) -> bool:
+        """Add a record's header to what is known and its entry to the directory; whether it has a zip64 block."""
+        raw = self.prefix + name.encode("utf-8")
+        if len(raw) > MAX16:
+            raise ValueError(f"a record's name of {len(raw):,} bytes")
+        at, large = self.at, nbytes >= MAX32
+        far = at >= MAX32
+        flags = UTF8 | DESCRIBED if nbytes else UTF8
+        block = again = b""
+        if large or far:
+            block = _zip64([nbytes, 0] * large + [at] * far)
+            again = _zip64([nbytes, nbytes] * large + [at] * far)
+        begin = at + HEADER.size + len(raw) + len(block) + 4
+        pad = -begin % self.alignment
+        header = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(block) + 4 + pad)
+        self.known += (header, raw, block, b"FB", pad.to_bytes(2, "little"), b"Z" * pad)
+        self.at = begin + pad
+        own = 0
+        if isinstance(payload, bytes):
+            own = crc32(payload) if self.crc else 0
+        elif nbytes and self.crc:
+            self.places.append(self.directory + ENTRY_CRC)
+            if isinstance(payload, Data):
+                self.labels.append(payload.label)
+        size = MAX32 if large else nbytes
+        self.entries.append(
+            ENTRY.pack(
+                ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0, own, size, size, len(raw), len(again), 0, 0, 0, 0, MAX32 if far else at
+            )
+        )
+        self.entries += (raw, again) if again else (raw,)
+        self.directory += ENTRY.size + len(raw) + len(again)
+        return large or far
+
+    def _flush(self) -> None:
+        """Make a segment of what is known since the last data."""
+        known = b"".join(self.known)
+        self.known.clear()
+        if self.waiting is None:
+            self._literal(known)
+            return
+        label, nbytes, wide = self.waiting
+        self.waiting = None
+        made = Descriptor(label, nbytes, wide=wide, behind=known)
+        self.segments.append(Late(_descriptor_nbytes(nbytes, wide=wide) + len(known), made))
+
+    def _literal(self, data: bytes) -> None:
+        if self.segments and isinstance(self.segments[-1], Literal):
+            data = self.segments.pop().data + data  # type: ignore[union-attr]  # a Literal, as was just asked
+        if data:
+            self.segments.append(Literal(data))
+
+
+def _descriptor_nbytes(nbytes: int, *, wide: bool) -> int:
+    return 0 if not nbytes else WIDE.size if wide else NARROW.size
+
+
+def _zip64(values: list[int]) -> bytes:
+    return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
+
+
+def _end(count: int, start: int, nbytes: int) -> bytes:
+    """The three records at the end, for a directory of `count` entries that begins at `start`; torch always writes all three."""
+    few = min(count, MAX16)
+    return b"".join(
+        (
+            ZIP64_END.pack(0x06064B50, ZIP64_END.size - 12, MADE_BY, NEEDED, 0, 0, count, count, nbytes, start),
+            LOCATOR.pack(0x07064B50, 0, start + nbytes, 1),
+            END.pack(0x06054B50, 0, 0, few, few, min(nbytes, MAX32), min(start, MAX32), 0),
+        )
+    )

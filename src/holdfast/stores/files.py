@@ -1,0 +1,324 @@
+"""`Files`: the one small object through which every file-system call of a save goes.
+
+A save is proved by putting something else in its place: a model that builds every state a crash may leave, a saboteur that fails
+the Nth call (`tests/crash`). So each method here is one system call, or as near to it as can be, and decides nothing: an `OSError`
+passes with its code as it is. What to do about it is `engine/commit.py`'s business.
+
+Names are relative to an open directory (`at`), so a parent that is moved during a save cannot lead it elsewhere. Nothing here
+follows a link but `resolve`, which is asked once, before anything is written.
+
+What loops (on a short write, on a short copy) stands beside the object and goes through it: `write_all`, `copy_all`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from holdfast.errors import Truncated
+
+__all__ = ["AnyPath", "Buffer", "Files", "Found", "OsFiles", "copy_all", "is_temporary", "path_text", "split_path", "write_all"]
+
+AnyPath = str | os.PathLike[str]
+Buffer = bytes | bytearray | memoryview
+Kind = Literal["file", "directory", "link", "other"]
+Names = list[str]
+
+MAX_WRITE = 1 << 30
+"""Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
+
+COPY_BLOCK = 1 << 20
+"""Bytes that `copy_all` holds at a time where the kernel cannot copy by itself; larger blocks leave the second-level cache."""
+
+RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
+"""Flags of renameat2(2), Linux 3.15."""
+
+ABSENT = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What a kernel or a file system answers that does not know a call, or a flag of it (NFS and overlayfs: EINVAL)."""
+
+CANNOT_COPY = ABSENT | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
+"""What copy_file_range(2) answers between file systems that it cannot copy between."""
+
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What there is under a name, or behind a descriptor."""
+
+    kind: Kind
+    identity: tuple[int, int]
+    """Device and inode: equal for the same file, whatever its name is now."""
+    mode: int
+    """Permission bits."""
+    nbytes: int
+
+
+class Files(Protocol):
+    """The file system as a save sees it. Every method may raise `OSError`; several threads call `pwrite` and `copy_range`."""
+
+    def resolve(self, path: str) -> str:
+        """An absolute path with every link followed; what does not exist yet is kept as it is."""
+
+    def open_directory(self, path: str, *, at: int | None = None) -> int:
+        """A descriptor of a directory. With `at`, the path is a name in there and must be no link."""
+
+    def open(self, name: str, *, at: int) -> int:
+        """A descriptor of an existing file, for looking at and locking it. A link is refused, a pipe does not wait."""
+
+    def create(self, name: str, *, at: int, private: bool = False) -> int:
+        """A descriptor, for reading and writing, of a file that did not exist. Private: for this user alone."""
+
+    def allocate(self, descriptor: int, nbytes: int) -> None:
+        """Give a file its length, and its blocks where the file system can promise them."""
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        """Write some of the bytes at an offset, and say how many."""
+
+    def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+        """Copy some bytes from file to file inside the kernel (shared on disk where that is possible), and say how many."""
+
+    def sync(self, descriptor: int) -> None:
+        """fsync: come back when a file's bytes, or a directory's entries, would survive a power cut."""
+
+    def chmod(self, descriptor: int, mode: int) -> None:
+        """Set permission bits."""
+
+    def rename(self, source: str, target: str, *, at: int) -> None:
+        """Give a name to what has another one, in one step; what was under it is replaced."""
+
+    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+        """As `rename`, but an existing target is `FileExistsError`. False, and nothing done, where that is not supported."""
+
+    def exchange(self, first: str, second: str, *, at: int) -> bool:
+        """Swap what two names stand for, in one step. False, and nothing done, where that is not supported."""
+
+    def link(self, source: str, target: str, *, at: int) -> None:
+        """Give a file a second name; an existing one is `FileExistsError`."""
+
+    def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
+        """Make a directory. Private: for this user alone."""
+
+    def unlink(self, name: str, *, at: int) -> None:
+        """Remove a name of something that is no directory. A link goes, not what it leads to."""
+
+    def rmdir(self, name: str, *, at: int) -> None:
+        """Remove an empty directory."""
+
+    def list(self, descriptor: int) -> Sequence[str]:
+        """The names in a directory, sorted."""
+
+    def lock(self, descriptor: int) -> bool:
+        """Take the exclusive lock (flock) without waiting; False where someone else has it. It goes with the descriptor."""
+
+    def stat(self, name: str, *, at: int) -> Found | None:
+        """What is under a name (a link is itself), or None."""
+
+    def inspect(self, descriptor: int) -> Found:
+        """What is behind a descriptor."""
+
+    def longest_name(self, descriptor: int) -> int:
+        """How many bytes a name in this directory may have."""
+
+    def close(self, descriptor: int) -> None:
+        """Give a descriptor back. It is gone even where this raises."""
+
+
+class OsFiles:
+    """The file system of this machine."""
+
+    def resolve(self, path: str) -> str:
+        return os.path.realpath(path)
+
+    def open_directory(self, path: str, *, at: int | None = None) -> int:
+        follow = os.O_NOFOLLOW if at is not None else 0
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow, dir_fd=at)
+
+    def open(self, name: str, *, at: int) -> int:
+        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+
+    def create(self, name: str, *, at: int, private: bool = False) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(name, flags, 0o600 if private else 0o666, dir_fd=at)
+
+    def allocate(self, descriptor: int, nbytes: int) -> None:
+        os.ftruncate(descriptor, nbytes)
+        if nbytes:
+            # Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every block.
+            _fallocate(descriptor, nbytes)
+
+    def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(descriptor, data, offset)
+
+    def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+        return os.copy_file_range(source, target, nbytes, source_offset, offset)
+
+    def sync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def chmod(self, descriptor: int, mode: int) -> None:
+        os.fchmod(descriptor, mode)
+
+    def rename(self, source: str, target: str, *, at: int) -> None:
+        os.rename(source, target, src_dir_fd=at, dst_dir_fd=at)
+
+    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+        return _renameat2(source, target, at=at, flags=RENAME_NOREPLACE)
+
+    def exchange(self, first: str, second: str, *, at: int) -> bool:
+        return _renameat2(first, second, at=at, flags=RENAME_EXCHANGE)
+
+    def link(self, source: str, target: str, *, at: int) -> None:
+        os.link(source, target, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
+
+    def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
+        os.mkdir(name, 0o700 if private else 0o777, dir_fd=at)
+
+    def unlink(self, name: str, *, at: int) -> None:
+        os.unlink(name, dir_fd=at)
+
+    def rmdir(self, name: str, *, at: int) -> None:
+        os.rmdir(name, dir_fd=at)
+
+    def list(self, descriptor: int) -> Names:
+        return sorted(os.listdir(descriptor))
+
+    def lock(self, descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def stat(self, name: str, *, at: int) -> Found | None:
+        try:
+            return _found(os.stat(name, dir_fd=at, follow_symlinks=False))
+        except FileNotFoundError:
+            return None
+
+    def inspect(self, descriptor: int) -> Found:
+        return _found(os.fstat(descriptor))
+
+    def longest_name(self, descriptor: int) -> int:
+        return os.fpathconf(descriptor, "PC_NAME_MAX")
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+
+def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> None:
+    """Write every byte of a buffer at an offset: the loop on short writes, in one place."""
+    view = memoryview(data).cast("B")
+    done = 0
+    while done < view.nbytes:
+        count = files.pwrite(descriptor, view[done : done + MAX_WRITE], offset + done)
+        if count <= 0:
+            # POSIX allows 0 only for an empty buffer; a loop that believed it would never end.
+            raise OSError(errno.EIO, "the file system took none of the bytes and said no reason")
+        done += count
+
+
+def copy_all(files: Files, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> None:
+    """Copy a range from file to file, inside the kernel where it can, through a block of memory where not.
+
+    Raises `Truncated` where the source ends before the range does.
+    """
+    done = 0
+    while done < nbytes:
+        at, to = source_offset + done, offset + done
+        try:
+            count = files.copy_range(source, target, min(nbytes - done, MAX_WRITE), source_offset=at, offset=to)
+        except OSError as error:
+            if error.errno not in CANNOT_COPY:
+                raise
+            count = 0
+        if count <= 0:
+            # Also some file systems' way to say that they cannot (Linux before 5.19); reading tells whether it is the end.
+            block = os.pread(source, min(nbytes - done, COPY_BLOCK), at)
+            if not block:
+                raise Truncated(f"the source ends {nbytes - done} bytes before the range to copy", offset=at)
+            write_all(files, target, block, offset=to)
+            count = len(block)
+        done += count
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one of those that saves use for what is not, or no longer, a checkpoint (`engine/temporaries.py`).
+
+    >>> is_temporary(".model.pt.0123456789abcdef.tmp"), is_temporary(".metadata")
+    (True, False)
+    """
+    return TEMPORARY.fullmatch(name) is not None
+
+
+def path_text(path: AnyPath) -> str:
+    """A path as text, which it must be able to be.
+
+    >>> path_text("checkpoints/model.pt")
+    'checkpoints/model.pt'
+    """
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"a path must be text, not {type(text).__name__}")
+    return text
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """The folder and the name in it.
+
+    >>> split_path("/data/model.pt")
+    ('/data', 'model.pt')
+    """
+    return os.path.split(path)
+
+
+def _found(status: os.stat_result) -> Found:
+    mode = status.st_mode
+    kind: Kind = "other"
+    if stat.S_ISREG(mode):
+        kind = "file"
+    elif stat.S_ISDIR(mode):
+        kind = "directory"
+    elif stat.S_ISLNK(mode):
+        kind = "link"
+    return Found(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def _called(result: int, *names: str) -> bool:
+    """What a call through ctypes came to: True, False where it does not exist here, or its error raised."""
+    if result == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in ABSENT:
+        return False
+    raise OSError(code, os.strerror(code), *names[:1], *([None, names[1]] if names[1:] else []))
+
+
+def _renameat2(source: str, target: str, *, at: int, flags: int) -> bool:
+    call = getattr(_LIBC, "renameat2", None)  # glibc 2.28; Python has no name for it
+    if call is None:
+        return False
+    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return _called(call(at, os.fsencode(source), at, os.fsencode(target), flags), source, target)
+
+
+def _fallocate(descriptor: int, nbytes: int) -> bool:
+    call = getattr(_LIBC, "fallocate", None)
+    if call is None:
+        return False
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    while True:
+        try:
+            return _called(call(descriptor, 0, 0, nbytes))
+        except InterruptedError:
+            continue

@@ -1,0 +1,110 @@
+"""From a nested state to names: order, repeats, clashes, cycles and depth."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import pytest
+
+from holdfast.core.chunk import Storage
+from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import dotted, name_tensors
+from holdfast.engine.source import OpenSource
+from holdfast.errors import LimitExceeded
+from holdfast.stores.memory import MemoryStore
+
+SOURCE = OpenSource(MemoryStore({"f": bytes(64)}))
+
+
+def tensor() -> LazyTensor:
+    return LazyTensor.contiguous("", DTYPES.name("uint8"), (4,), Storage("f", 0, 4), SOURCE)
+
+
+def names(tree: object, **limits: int) -> list[str]:
+    return list(name_tensors(tree, Limits(**limits), 1000).tensors)
+
+
+def test_paths_are_joined_by_dots_in_reading_order():
+    tree = {"b": tensor(), "a": [tensor(), (tensor(), {"x": tensor()})], 3: OrderedDict(y=tensor()), "none": None}
+    assert names(tree) == ["b", "a.0", "a.1.0", "a.1.1.x", "3.y"]
+    assert name_tensors(tree, Limits(), 100).paths["a.1.1.x"] == ("a", 1, 1, "x")
+
+
+def test_a_tensor_alone():
+    assert names(tensor()) == ["tensor"]
+    assert names([tensor()]) == ["0"]
+    assert names({}) == names(7) == []
+
+
+def test_two_paths_with_one_name_are_kept_apart_and_noted():
+    named = name_tensors({"a.b": tensor(), "a": {"b": tensor()}, 1: tensor(), "1": tensor()}, Limits(), 100)
+    assert list(named.tensors) == ["a.b", "a.b#2", "1", "1#2"]
+    assert len(named.notes) == 2
+
+
+def test_strange_keys_have_bounded_names():
+    tree = {None: tensor(), 2.5: tensor(), (1, "a"): tensor(), b"x" * 1000: tensor(), True: tensor(), frozenset(): tensor()}
+    found = names(tree)
+    assert found[:3] == ["None", "2.5", "(1, 'a')"]
+    assert all(len(name) <= 64 for name in found)
+    assert len(found) == 6
+
+
+def test_a_container_under_two_keys_has_both_names():
+    shared = {"w": tensor()}
+    assert names({"a": shared, "b": [shared, shared]}) == ["a.w", "b.0.w", "b.1.w"]
+
+
+def test_a_container_that_contains_itself_is_entered_once():
+    tree: dict[str, object] = {"w": tensor()}
+    tree["self"] = tree
+    rows: list[object] = [tree]
+    rows.append(rows)
+    tree["rows"] = rows
+    assert names(tree) == ["w"]
+
+
+def test_a_bomb_of_shared_containers_is_cut_off_and_noted():
+    level: object = [tensor()]
+    for _ in range(40):
+        level = [level] * 8
+    named = name_tensors(level, Limits(), 1000)
+    assert len(named.tensors) < 20_000
+    assert "not listed" in named.notes[-1]
+
+
+def test_nesting_is_limited():
+    tree: object = tensor()
+    for _ in range(10):
+        tree = [tree]
+    assert names(tree, depth=10) == ["0." * 9 + "0"]
+    with pytest.raises(LimitExceeded, match="depth=9"):
+        names(tree, depth=9)
+
+
+def module(**state: object) -> Opaque:
+    whole = {"training": True, "_parameters": {}, "_buffers": {}, "_modules": {}, **state}
+    return Opaque(Global("somewhere", "Net"), state=whole)
+
+
+def test_a_module_is_walked_as_its_state_dict():
+    inner = module(_parameters={"weight": tensor(), "bias": None}, _buffers={"mean": tensor(), "cache": tensor()})
+    inner.state["_non_persistent_buffers_set"] = {"cache"}
+    outer = module(_modules={"first": inner, "none": None}, _parameters={"scale": tensor()}, attribute=tensor())
+    named = name_tensors({"net": outer}, Limits(), 100)
+    assert list(named.tensors) == ["net.scale", "net.first.weight", "net.first.mean"]
+    assert [dotted(path) for path, _ in named.opaques] == ["net", "net.first"]
+
+
+def test_other_objects_are_walked_by_attribute():
+    thing = Opaque(Global("m", "C"), (tensor(),), state={"a": tensor()}, items=[tensor()], entries=[("k", tensor())])
+    assert names({"x": thing}) == ["x.a", "x.args.0", "x.0", "x.k"]
+
+
+def test_an_opaque_shows_itself_in_bounded_space():
+    hostile = Opaque(Global("m", "C"), ("x" * 10**6,), state={"k" * 3: 1, "b": 2, "c": 3, "d": 4, "e": 5})
+    hostile.items.append(hostile)
+    assert repr(hostile) == "<Opaque m.C (1 args; state: kkk, b, c, d, …; 1 items)>"

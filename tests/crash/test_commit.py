@@ -1,0 +1,630 @@
+"""The two transactions on the real file system: what they refuse, what they keep, what they clean, and what they leave alone."""
+
+# ruff: noqa: PT012  (what is done inside a transaction is more than one statement)
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdfast.engine.commit import DirectoryTransaction, FileTransaction, recover
+from holdfast.engine.temporaries import temporary_name
+from holdfast.errors import NotCommitted, SaveError, StoreError, Truncated
+from holdfast.stores.files import OsFiles, is_temporary
+
+DEAD = ".model.0123456789abcdef.tmp"
+ASIDE = ".model.0123456789abcdef.old"
+
+
+def put(path: Path | str, data: bytes = b"new", *, overwrite: bool = True, files: OsFiles | None = None) -> None:
+    with FileTransaction(path, overwrite=overwrite, files=files) as t:
+        t.write(0, data)
+        t.commit()
+
+
+def put_directory(path: Path | str, *, overwrite: bool = True, files: OsFiles | None = None, **content: bytes) -> None:
+    with DirectoryTransaction(path, overwrite=overwrite, replaceable={"a", "b"}.__contains__, files=files) as t:
+        for key, data in content.items():
+            t.create(key).write(0, data)
+        t.commit()
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {inner.name: inner.read_bytes() for inner in folder.iterdir()}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(inner.name for inner in folder.iterdir())
+
+
+class Plain(OsFiles):
+    """A file system that can neither exchange nor refuse to replace."""
+
+    def exchange(self, first: str, second: str, *, at: int) -> bool:
+        return False
+
+    def rename_new(self, source: str, target: str, *, at: int) -> bool:
+        return False
+
+
+# One file.
+
+
+def test_a_new_file_has_the_usual_permissions(tmp_path: Path):
+    put(tmp_path / "model")
+    (tmp_path / "usual").write_bytes(b"")
+    assert (tmp_path / "model").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert (tmp_path / "model").read_bytes() == b"new"
+
+
+def test_the_permissions_of_a_replaced_file_stay(tmp_path: Path):
+    path = tmp_path / "model"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    with FileTransaction(path) as t:
+        assert stat.S_IMODE(os.fstat(t.descriptor).st_mode) == 0o600  # nobody reads it early
+        t.write(0, b"new")
+        t.commit()
+    assert (stat.S_IMODE(path.stat().st_mode), path.read_bytes()) == (0o640, b"new")
+
+
+def test_nothing_happens_without_commit(tmp_path: Path):
+    path = tmp_path / "model"
+    path.write_bytes(b"old")
+    with FileTransaction(path) as t:
+        t.write(0, b"new")
+        assert names(tmp_path) != ["model"]
+    assert content(tmp_path) == {"model": b"old"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError, SystemExit, StoreError("the source is gone")])
+def test_an_exception_gives_up_and_passes(tmp_path: Path, error: BaseException | type[BaseException]):
+    path = tmp_path / "model"
+    path.write_bytes(b"old")
+    with pytest.raises(error if isinstance(error, type) else type(error)), FileTransaction(path) as t:
+        t.write(0, b"new")
+        raise error
+    assert content(tmp_path) == {"model": b"old"}
+
+
+def test_an_os_error_of_the_caller_becomes_ours(tmp_path: Path):
+    with pytest.raises(NotCommitted) as caught, FileTransaction(tmp_path / "model"):
+        raise OSError(errno.ESTALE, "Stale file handle")
+    assert caught.value.errno == errno.ESTALE
+    assert isinstance(caught.value.__cause__, OSError)
+    assert names(tmp_path) == []
+
+
+def test_a_write_that_failed_cannot_be_committed(tmp_path: Path):
+    class Full(OsFiles):
+        def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with FileTransaction(tmp_path / "model", files=Full()) as t:
+        with pytest.raises(NotCommitted, match="disk is full") as caught:
+            t.write(0, b"new")
+        assert caught.value.errno == errno.ENOSPC
+        with pytest.raises(NotCommitted):
+            t.commit()
+    assert names(tmp_path) == []
+
+
+def test_a_file_system_that_writes_nothing_does_not_hang(tmp_path: Path):
+    class Lazy(OsFiles):
+        def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+            return 0
+
+    with pytest.raises(NotCommitted):
+        put(tmp_path / "model", files=Lazy())
+
+
+def test_use_after_the_end(tmp_path: Path):
+    with FileTransaction(tmp_path / "model") as t:
+        t.commit()
+        with pytest.raises(SaveError):
+            t.commit()
+    with pytest.raises(SaveError):
+        t.write(0, b"")
+    with pytest.raises(SaveError):
+        FileTransaction(tmp_path / "model").commit()
+
+
+def test_writes_from_several_threads(tmp_path: Path):
+    blocks = [bytes([i]) * 10_000 for i in range(20)]
+    with FileTransaction(tmp_path / "model") as t:
+        t.allocate(200_000)
+        threads = [threading.Thread(target=t.write, args=(i * 10_000, block)) for i, block in enumerate(blocks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        t.commit()
+    assert (tmp_path / "model").read_bytes() == b"".join(blocks)
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_copying_ranges(tmp_path: Path, supported: bool):
+    class NoCopy(OsFiles):
+        def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    data = os.urandom(3_000_000)
+    (tmp_path / "source").write_bytes(data)
+    with (tmp_path / "source").open("rb") as source:
+        with FileTransaction(tmp_path / "model", files=OsFiles() if supported else NoCopy()) as t:
+            t.allocate(2_000_010)
+            t.copy(source.fileno(), 2_000_000, source_offset=7, offset=10)
+            t.commit()
+        assert (tmp_path / "model").read_bytes() == bytes(10) + data[7:2_000_007]
+        with pytest.raises(Truncated), FileTransaction(tmp_path / "model", files=OsFiles() if supported else NoCopy()) as t:
+            t.copy(source.fileno(), 10, source_offset=2_999_995, offset=0)
+    assert names(tmp_path) == ["model", "source"]
+
+
+# Targets.
+
+
+def test_a_link_means_the_file_behind_it(tmp_path: Path):
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("far/real")
+    put(tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert content(tmp_path / "far") == {"real": b"new"}
+    (tmp_path / "dangling").symlink_to("far/other")
+    put(tmp_path / "dangling")
+    assert (tmp_path / "far" / "other").read_bytes() == b"new"
+
+
+def test_further_names_of_a_file_keep_the_old_content(tmp_path: Path):
+    (tmp_path / "model").write_bytes(b"old")
+    os.link(tmp_path / "model", tmp_path / "best")
+    put(tmp_path / "model")
+    assert content(tmp_path) == {"model": b"new", "best": b"old"}
+
+
+def make_loop(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def make_read_only(path: Path) -> None:
+    path.write_bytes(b"old")
+    path.chmod(0o444)
+
+
+REFUSED = {
+    "a folder": (Path.mkdir, errno.EISDIR),
+    "a pipe": (os.mkfifo, errno.EINVAL),
+    "a loop": (make_loop, errno.ELOOP),
+    "read-only": (make_read_only, errno.EACCES),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_targets_that_are_refused(tmp_path: Path, what: str):
+    make, code = REFUSED[what]
+    make(tmp_path / "model")
+    before = (tmp_path / "model").lstat()
+    with pytest.raises(NotCommitted) as caught:
+        put(tmp_path / "model")
+    assert caught.value.errno == code
+    assert names(tmp_path) == ["model"]
+    assert (tmp_path / "model").lstat().st_ino == before.st_ino
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("missing/model", errno.ENOENT),
+        ("x" * 256, errno.ENAMETOOLONG),
+        ("é" * 128, errno.ENAMETOOLONG),
+        ("deep/" * 1000 + "model", errno.ENAMETOOLONG),
+        ("file/model", errno.ENOTDIR),
+        ("model/", errno.EISDIR),
+        ("mo\0del", errno.EINVAL),
+        ("mo\ud800del", errno.EINVAL),
+        (DEAD, errno.EINVAL),
+        (ASIDE, errno.EINVAL),
+    ],
+)
+def test_paths_that_are_refused(tmp_path: Path, name: str, code: int):
+    (tmp_path / "file").write_bytes(b"")
+    for save in (put, put_directory):
+        if save is put_directory and name == "model/":
+            continue
+        with pytest.raises(NotCommitted) as caught:
+            save(f"{tmp_path}/{name}")
+        assert caught.value.errno == code
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.parametrize("path", ["", "/", "/dev/null"])
+def test_places_that_are_refused(path: str):
+    with pytest.raises(NotCommitted):
+        put(path)
+
+
+def test_a_folder_that_may_not_be_written_to():
+    class Denied(OsFiles):
+        def create(self, name: str, *, at: int, private: bool = False) -> int:
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+    # Not with real permissions: the tests may run as root, whom nothing is denied.
+    with pytest.raises(NotCommitted, match="permission denied") as caught:
+        put("/tmp/holdfast-denied", files=Denied())
+    assert caught.value.errno == errno.EACCES
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "x" * 234, "日" * 85, "\udc80" * 200, ".hidden", "a\nb"])
+def test_names_of_every_length(tmp_path: Path, name: str):
+    for data in (b"old", b"new"):
+        put(tmp_path / name, data)
+    assert content(tmp_path) == {name: b"new"}
+
+
+def test_long_names_with_one_start_do_not_meet():
+    one, two = temporary_name("x" * 250 + "1"), temporary_name("x" * 250 + "2")
+    assert one[:-21] != two[:-21]
+    assert len(one) == len(two) == 255
+    assert is_temporary(one)
+
+
+@pytest.mark.parametrize("files", [OsFiles(), Plain()], ids=["renameat2", "link"])
+def test_without_overwrite(tmp_path: Path, files: OsFiles):
+    put(tmp_path / "model", b"old", overwrite=False, files=files)
+    with pytest.raises(NotCommitted) as caught:
+        put(tmp_path / "model", overwrite=False, files=files)
+    assert caught.value.errno == errno.EEXIST
+    with pytest.raises(NotCommitted) as caught, FileTransaction(tmp_path / "late", overwrite=False, files=files) as t:
+        t.write(0, b"new")
+        (tmp_path / "late").write_bytes(b"someone else's")
+        t.commit()
+    assert caught.value.errno == errno.EEXIST
+    assert content(tmp_path) == {"model": b"old", "late": b"someone else's"}
+
+
+def test_without_overwrite_where_the_file_system_cannot_promise(tmp_path: Path):
+    class NoLinks(Plain):
+        def link(self, source: str, target: str, *, at: int) -> None:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with pytest.raises(NotCommitted, match="overwrite=True"):
+        put(tmp_path / "model", overwrite=False, files=NoLinks())
+    put(tmp_path / "model", files=NoLinks())
+    assert content(tmp_path) == {"model": b"new"}
+
+
+# Cleaning.
+
+
+def test_what_a_dead_process_left_is_cleaned(tmp_path: Path):
+    (tmp_path / DEAD).write_bytes(b"half")
+    put(tmp_path / "model")
+    assert names(tmp_path) == ["model"]
+    (tmp_path / ".dir.0123456789abcdef.tmp").mkdir()
+    (tmp_path / ".dir.0123456789abcdef.tmp" / "a").write_bytes(b"half")
+    put_directory(tmp_path / "dir", a=b"1")
+    assert names(tmp_path) == ["dir", "model"]
+
+
+def test_what_a_live_process_holds_is_left_alone(tmp_path: Path):
+    with FileTransaction(tmp_path / "model") as slow, DirectoryTransaction(tmp_path / "dir") as slow_directory:
+        slow.write(0, b"slow")
+        slow_directory.create("a").write(0, b"slow")
+        held = names(tmp_path)
+        assert len(held) == 2
+        put(tmp_path / "model", b"quick")
+        with DirectoryTransaction(tmp_path / "dir", overwrite=True):
+            pass
+        assert names(tmp_path) == sorted([*held, "model"])
+        slow.commit()
+        slow_directory.commit()
+    assert names(tmp_path) == ["dir", "model"]
+    assert (tmp_path / "model").read_bytes() == b"slow"
+
+
+def test_only_our_own_names_are_cleaned(tmp_path: Path):
+    others = [".model.tmp", ".model.0123456789abcdeg.tmp", ".model.0123456789ABCDEF.tmp", ".models.0123456789abcdef.tmp"]
+    others += [".model.0123456789abcdef.tmp.bak", "model.0123456789abcdef.tmp", ".model.pt.0123456789abcdef.tmp"]
+    for name in others:
+        (tmp_path / name).write_bytes(b"precious")
+    put(tmp_path / "model")
+    assert names(tmp_path) == sorted([*others, "model"])
+
+
+def test_cleaning_follows_no_link(tmp_path: Path):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_bytes(b"precious")
+    (tmp_path / DEAD).symlink_to("precious")
+    (tmp_path / ".model.1123456789abcdef.tmp").symlink_to("precious/file")
+    (tmp_path / ".model.2123456789abcdef.tmp").mkdir()
+    (tmp_path / ".model.2123456789abcdef.tmp" / "file").symlink_to(tmp_path / "precious" / "file")
+    (tmp_path / ".model.3123456789abcdef.tmp").mkdir()
+    (tmp_path / ".model.3123456789abcdef.tmp" / "inner").mkdir()
+    (tmp_path / ".model.3123456789abcdef.tmp" / "plain").write_bytes(b"")
+    os.mkfifo(tmp_path / ".model.4123456789abcdef.tmp")
+    before = names(tmp_path)
+    put_directory(tmp_path / "model", a=b"1")
+    assert names(tmp_path) == sorted([*before, "model"])
+    assert content(tmp_path / "precious") == {"file": b"precious"}
+    assert names(tmp_path / ".model.3123456789abcdef.tmp") == ["inner", "plain"]
+
+
+@pytest.mark.parametrize("directory", [False, True])
+@pytest.mark.parametrize("when", ["removed", "locked"])
+def test_a_cleaner_between_creating_and_locking(tmp_path: Path, directory: bool, when: str):
+    """The creator starts again with another name, whether the cleaner is done or still at it."""
+
+    class Raced(OsFiles):
+        tries = 0
+        held = -1
+
+        def lock(self, descriptor: int) -> bool:
+            fresh = next(name for name in names(tmp_path) if is_temporary(name))
+            self.tries += 1
+            if self.tries == 1:
+                if when == "locked":
+                    self.held = os.open(tmp_path / fresh, os.O_RDONLY)
+                    assert OsFiles().lock(self.held)
+                else:
+                    (os.rmdir if directory else os.unlink)(tmp_path / fresh)
+            elif when == "locked" and self.tries == 2:
+                # The cleaner goes on.
+                (os.rmdir if directory else os.unlink)(
+                    tmp_path / min(n for n in names(tmp_path) if is_open(tmp_path / n, self.held))
+                )
+                os.close(self.held)
+            return super().lock(descriptor)
+
+    files = Raced()
+    if directory:
+        put_directory(tmp_path / "model", files=files, a=b"1")
+    else:
+        put(tmp_path / "model", files=files)
+    assert files.tries >= 2
+    assert names(tmp_path) == ["model"]
+
+
+def is_open(path: Path, descriptor: int) -> bool:
+    return path.stat().st_ino == os.fstat(descriptor).st_ino
+
+
+def test_a_file_system_without_locks(tmp_path: Path):
+    class NoLocks(OsFiles):
+        def lock(self, descriptor: int) -> bool:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / DEAD).write_bytes(b"whose?")
+    put(tmp_path / "model", files=NoLocks())
+    assert names(tmp_path) == [DEAD, "model"]
+
+
+# Directories.
+
+
+def test_a_directory_is_replaced_as_a_whole(tmp_path: Path):
+    for files in (OsFiles(), Plain()):
+        put_directory(tmp_path / "model", files=files, a=b"1", b=b"2")
+        (tmp_path / "model").chmod(0o750)
+        put_directory(tmp_path / "model", files=files, a=b"3")
+        assert content(tmp_path / "model") == {"a": b"3"}
+        assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o750
+        assert names(tmp_path) == ["model"]
+
+
+def test_an_open_reader_keeps_the_old_files(tmp_path: Path):
+    put_directory(tmp_path / "model", a=b"old")
+    with (tmp_path / "model" / "a").open("rb") as reader:
+        put_directory(tmp_path / "model", a=b"new")
+        assert reader.read() == b"old"
+
+
+def make_foreign(folder: Path) -> None:
+    (folder / "thesis.tex").write_bytes(b"")
+
+
+def make_inner(folder: Path) -> None:
+    (folder / "a").mkdir()
+
+
+def make_link(folder: Path) -> None:
+    (folder / "a").symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize("make", [make_foreign, make_inner, make_link])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, make: object, late: bool):
+    (tmp_path / "model").mkdir()
+    if not late:
+        make(tmp_path / "model")
+    with (
+        pytest.raises(NotCommitted, match="no part of a checkpoint") as caught,
+        DirectoryTransaction(tmp_path / "model", overwrite=True, replaceable="ab".__contains__) as t,
+    ):
+        assert late
+        t.create("b").write(0, b"new")
+        make(tmp_path / "model")
+        t.commit()
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert names(tmp_path) == ["model"]
+    assert len(names(tmp_path / "model")) == 1
+
+
+def test_an_existing_directory_stays_without_overwrite(tmp_path: Path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(NotCommitted) as caught, DirectoryTransaction(tmp_path / "model"):
+        pass
+    assert caught.value.errno == errno.EEXIST
+    with pytest.raises(NotCommitted) as caught, DirectoryTransaction(tmp_path / "late") as t:
+        (tmp_path / "late").mkdir()
+        t.commit()
+    assert caught.value.errno == errno.EEXIST
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(NotCommitted) as caught:
+        put_directory(tmp_path / "file", overwrite=True)
+    assert caught.value.errno == errno.ENOTDIR
+    assert names(tmp_path) == ["file", "late", "model"]
+
+
+@pytest.mark.parametrize("key", ["", ".", "..", "a/b", "/a", "a\\b", "a\0", ".x.0123456789abcdef.tmp", "x" * 256, "\ud800"])
+def test_keys_that_are_refused(tmp_path: Path, key: str):
+    with pytest.raises(NotCommitted), DirectoryTransaction(tmp_path / "model") as t:
+        t.create(key)
+    assert names(tmp_path) == []
+
+
+def test_a_key_is_written_once(tmp_path: Path):
+    with pytest.raises(NotCommitted), DirectoryTransaction(tmp_path / "model") as t:
+        t.create("a")
+        t.create("a")
+    assert names(tmp_path) == []
+
+
+def test_a_directory_with_a_failed_file_cannot_be_committed(tmp_path: Path):
+    class Full(OsFiles):
+        def allocate(self, descriptor: int, nbytes: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with DirectoryTransaction(tmp_path / "model", files=Full()) as t:
+        with pytest.raises(NotCommitted, match="disk is full"):
+            t.create("a").allocate(10)
+        for step in (t.seal_data, t.commit):
+            with pytest.raises(NotCommitted):
+                step()
+    assert names(tmp_path) == []
+
+
+def test_two_saves_do_not_replace_one_directory_at_once(tmp_path: Path):
+    put_directory(tmp_path / "model", a=b"old")
+
+    class Busy(OsFiles):
+        def exchange(self, first: str, second: str, *, at: int) -> bool:
+            with pytest.raises(NotCommitted) as caught:
+                put_directory(tmp_path / "model", a=b"meanwhile")
+            assert caught.value.errno == errno.EBUSY
+            return super().exchange(first, second, at=at)
+
+    put_directory(tmp_path / "model", files=Busy(), a=b"new")
+    assert content(tmp_path / "model") == {"a": b"new"}
+    assert names(tmp_path) == ["model"]
+
+
+@pytest.mark.parametrize("call", ["exchange", "rename"])
+@pytest.mark.parametrize("after", [False, True])
+def test_an_interrupt_around_the_visible_step(tmp_path: Path, call: str, after: bool):
+    """Ctrl-C right before or right after each rename: wholly old or wholly new, and nothing beside it."""
+    for which in (1, 2) if call == "rename" else (1,):
+        count = 0
+
+        class Interrupted(OsFiles):
+            def _maybe(self, name: str, *args: str, at: int) -> bool:
+                nonlocal count
+                if call == "rename" and name == "exchange":
+                    return False
+                count += name == call
+                if count == which and not after:  # noqa: B023
+                    count += 1
+                    raise KeyboardInterrupt
+                result = getattr(OsFiles, name)(self, *args, at=at)
+                if count == which and after:  # noqa: B023
+                    count += 1
+                    raise KeyboardInterrupt
+                return bool(result)
+
+            def exchange(self, first: str, second: str, *, at: int) -> bool:
+                return self._maybe("exchange", first, second, at=at)
+
+            def rename(self, source: str, target: str, *, at: int) -> None:
+                self._maybe("rename", source, target, at=at)
+
+        put_directory(tmp_path / "model", a=b"old")
+        with pytest.raises(KeyboardInterrupt):
+            put_directory(tmp_path / "model", files=Interrupted(), a=b"new")
+        assert names(tmp_path) == ["model"]
+        new = after and (call == "exchange" or which == 2)
+        assert content(tmp_path / "model") == {"a": b"new" if new else b"old"}
+
+
+# Recovery.
+
+
+def test_recovery(tmp_path: Path):
+    path = tmp_path / "model"
+    assert recover(path) is None
+    (tmp_path / ASIDE).mkdir()
+    (tmp_path / ASIDE / "a").write_bytes(b"old")
+    assert recover(path) == str(tmp_path / ASIDE)
+    assert names(tmp_path) == [ASIDE]
+    with pytest.raises(NotCommitted) as caught:
+        put_directory(path, overwrite=False, a=b"new")
+    assert caught.value.errno == errno.EEXIST
+    assert names(tmp_path) == ["model"]
+    assert content(path) == {"a": b"old"}
+    assert recover(path) is None
+
+
+def test_recovery_then_replacing(tmp_path: Path):
+    (tmp_path / ASIDE).mkdir()
+    (tmp_path / ASIDE / "a").write_bytes(b"old")
+    put_directory(tmp_path / "model", a=b"new")
+    assert names(tmp_path) == ["model"]
+    assert content(tmp_path / "model") == {"a": b"new"}
+
+
+def test_what_is_set_aside_is_no_use_where_the_target_exists(tmp_path: Path):
+    put_directory(tmp_path / "model", a=b"new")
+    (tmp_path / ASIDE).mkdir()
+    (tmp_path / ASIDE / "a").write_bytes(b"old")
+    assert recover(tmp_path / "model") is None
+    put_directory(tmp_path / "model", a=b"newer")
+    assert names(tmp_path) == ["model"]
+
+
+def test_recovery_does_not_guess(tmp_path: Path):
+    (tmp_path / ASIDE).mkdir()
+    (tmp_path / ".model.1123456789abcdef.old").mkdir()
+    assert recover(tmp_path / "model") is None
+    assert recover(tmp_path / "missing" / "model") is None
+    assert recover("/") is None
+    assert recover("\0") is None
+    (tmp_path / ".link.0123456789abcdef.old").symlink_to("/etc")
+    (tmp_path / ".file.0123456789abcdef.old").write_bytes(b"")
+    assert recover(tmp_path / "link") is None
+    assert recover(tmp_path / "file") is None
+
+
+def test_a_live_save_between_its_renames_is_not_repaired(tmp_path: Path):
+    put_directory(tmp_path / "model", a=b"old")
+
+    class Slow(Plain):
+        renames = 0
+
+        def rename(self, source: str, target: str, *, at: int) -> None:
+            self.renames += 1
+            if self.renames == 2:
+                assert recover(tmp_path / "model") is not None
+                with DirectoryTransaction(tmp_path / "model", overwrite=True):
+                    assert not (tmp_path / "model").exists()
+            super().rename(source, target, at=at)
+
+    put_directory(tmp_path / "model", files=Slow(), a=b"new")
+    assert names(tmp_path) == ["model"]
+    assert content(tmp_path / "model") == {"a": b"new"}
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path):
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        put(tmp_path / "model")
+        put_directory(tmp_path / "dir", a=b"1")
+        for wrong in ("missing/x", "dir", "x" * 300):
+            with pytest.raises(NotCommitted):
+                put(tmp_path / wrong)
+        with pytest.raises(NotCommitted):
+            put_directory(tmp_path / "dir", overwrite=False)
+    assert len(os.listdir("/proc/self/fd")) == before

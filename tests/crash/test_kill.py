@@ -1,0 +1,44 @@
+"""Proof 3: kill -9 at random moments, again and again; `tests/crash/kill.py` is what does it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.crash.writers import WRITERS, Writer
+
+KILLS = 300
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def killed(name: str) -> subprocess.CompletedProcess[str]:
+    # What a killed process leaves does not depend on the disk; in memory, the moments are not all spent in fsync.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        command = [sys.executable, "-m", "tests.crash.kill", name, folder, str(KILLS), "20261115"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("writer", WRITERS, ids=str)
+def test_killed_at_random_moments(writer: Writer):
+    done = killed(writer.name)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout)
+    assert seen["kills"] == KILLS
+    # The moments are spread over the save: some fall into it, some after it.
+    assert seen["left a temporary"] > KILLS // 20
+    assert seen["saves"] + seen["new but not reported"] > KILLS // 20
+    if writer.directory:
+        assert seen["set aside"] > 0
+
+
+def test_a_save_in_place_does_not_survive_this():
+    done = killed("in-place")
+    assert done.returncode != 0
+    assert "AssertionError" in done.stderr

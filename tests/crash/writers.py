@@ -1,0 +1,196 @@
+"""Every writer that the proofs are run on. A new format joins by one line in `WRITERS`.
+
+A writer saves a numbered version of some state and, given a path, says which version is there. `read` checks everything (lengths,
+checksums, every byte) and raises whatever it likes where that is not exactly one of the versions. The state should be a few blocks
+of 4096 bytes long, so that there is something to tear, and must depend on the version in its first and in its last byte.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+import holdfast
+from holdfast.api.save import write_plan
+from holdfast.api.state import describe_state
+from holdfast.api.targets import Options, format_for, plan_save
+from holdfast.engine.commit import DirectoryTransaction, FileTransaction
+from holdfast.stores.files import Files
+
+BLOCK = 3_000
+"""No multiple of a sector, so that writes meet in the middle of one."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """How to save a version, and how to tell which one there is."""
+
+    name: str
+    directory: bool
+    save: Callable[..., None]
+    """`save(path, version, *, files, durable=True, overwrite=True)`; `files=None` is the real file system."""
+    read: Callable[[Path], int]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def payload(version: int, count: int = 4 * BLOCK) -> bytes:
+    """Bytes that differ between versions everywhere."""
+    stretch = bytes((i * 7 + version * 31) % 251 + 1 for i in range(256))
+    return (stretch * (count // 256 + 1))[:count]
+
+
+def put_file(path: str, data: bytes, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    """A file in blocks, the first one last: its place is known before its content is."""
+    with FileTransaction(path, durable=durable, overwrite=overwrite, files=files) as t:
+        t.allocate(len(data))
+        for offset in reversed(range(0, len(data), BLOCK)):
+            t.write(offset, data[offset : offset + BLOCK])
+        t.commit()
+
+
+def put_directory(
+    path: str, data: dict[str, bytes], index: dict[str, bytes], *, files: Files | None, durable: bool = True, overwrite: bool = True
+) -> None:
+    """Data files, then index files."""
+    known = {*data, *index}
+    with DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=known.__contains__, files=files) as t:
+        for key, content in data.items():
+            file = t.create(key)
+            file.allocate(len(content))
+            for offset in range(0, len(content), BLOCK):
+                file.write(offset, content[offset : offset + BLOCK])
+        t.seal_data()
+        for key, content in index.items():
+            t.create(key).write(0, content)
+        t.commit()
+
+
+# A toy: one file that knows its own checksum.
+
+
+def toy(version: int) -> bytes:
+    body = b"version %d\n" % version + payload(version)
+    return body + b"crc %08x\n" % zlib.crc32(body)
+
+
+def save_toy(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    put_file(path, toy(version), files=files, durable=durable, overwrite=overwrite)
+
+
+def read_toy(path: Path) -> int:
+    data = path.read_bytes()
+    body, line = data[:-13], data[-13:]
+    assert line == b"crc %08x\n" % zlib.crc32(body), "the checksum does not match"
+    version = int(body.split(b"\n", 1)[0].removeprefix(b"version "))
+    assert data == toy(version), "not what was saved"
+    return version
+
+
+# A toy directory: an index with the checksums of two data files.
+
+
+def toy_files(version: int) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    data = {"one": payload(version, 9_000), "two": payload(version + 1, 5_000)}
+    return data, {"index": json.dumps({"version": version, **{key: zlib.crc32(d) for key, d in data.items()}}).encode()}
+
+
+def save_toy_directory(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    put_directory(path, *toy_files(version), files=files, durable=durable, overwrite=overwrite)
+
+
+def read_toy_directory(path: Path) -> int:
+    version = int(json.loads((path / "index").read_bytes())["version"])
+    data, index = toy_files(version)
+    found = {inner.name: inner.read_bytes() for inner in path.iterdir()}
+    assert found == data | index, "not what was saved"
+    return version
+
+
+# safetensors, made by hand and read by our own reader.
+
+
+def safetensors(version: int, name: str = "w") -> bytes:
+    data = np.frombuffer(payload(version, 12_000), np.uint8)
+    header = json.dumps(
+        {name: {"dtype": "U8", "shape": [12_000], "data_offsets": [0, 12_000]}, "__metadata__": {"version": str(version)}}
+    )
+    return struct.pack("<Q", len(header)) + header.encode() + data.tobytes()
+
+
+def save_safetensors(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    put_file(path, safetensors(version), files=files, durable=durable, overwrite=overwrite)
+
+
+def read_safetensors(path: Path) -> int:
+    with holdfast.open(path) as checkpoint:
+        version = int(checkpoint.metadata["version"])
+        assert checkpoint["w"].numpy().tobytes() == payload(version, 12_000)
+    with holdfast.open(path.read_bytes()) as checkpoint:
+        assert list(checkpoint) == ["w"]
+    return version
+
+
+def save_sharded(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    data = {f"model-{i}-of-2.safetensors": safetensors(version + i, f"w{i}") for i in (1, 2)}
+    index = {"metadata": {"version": str(version)}, "weight_map": {f"w{i}": f"model-{i}-of-2.safetensors" for i in (1, 2)}}
+    content = {"model.safetensors.index.json": json.dumps(index).encode()}
+    put_directory(path, data, content, files=files, durable=durable, overwrite=overwrite)
+
+
+def read_sharded(path: Path) -> int:
+    with holdfast.open(path) as checkpoint:
+        version = int(json.loads((path / "model.safetensors.index.json").read_bytes())["metadata"]["version"])
+        for i in (1, 2):
+            assert checkpoint[f"w{i}"].numpy().tobytes() == payload(version + i, 12_000)
+    return version
+
+
+# The writers of the library, as `holdfast.save` calls them.
+
+
+def state(version: int) -> dict[str, object]:
+    data = np.frombuffer(payload(version, 12_000), np.uint8)
+    return {"w": data.view(np.float32).reshape(30, 100), "b": data[:5_000], "step": np.int64(version)}
+
+
+def writer_of(name: str, format: str, *, directory: bool, split: int | None = None) -> Writer:
+    """A writer that saves `state(version)` in a format of the library and reads it back with `open`."""
+
+    def save(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+        options = Options(split)
+        described = describe_state({key: np.asarray(value) for key, value in state(version).items()})
+        plan = plan_save(path, described, format_for(path, format, options), options)
+        write_plan(plan, path, overwrite=overwrite, durable=durable, files=files, threads=1)
+
+    def read(path: Path) -> int:
+        with holdfast.open(path) as checkpoint:
+            version = int(checkpoint["step"].numpy())
+            expected = state(version)
+            assert sorted(checkpoint) == sorted(expected)
+            for key, value in expected.items():
+                found = checkpoint[key].numpy()
+                assert found.dtype == np.asarray(value).dtype
+                assert found.tobytes() == np.asarray(value).tobytes()
+        return version
+
+    return Writer(name, directory, save, read)
+
+
+WRITERS = [
+    Writer("toy", False, save_toy, read_toy),
+    Writer("safetensors", False, save_safetensors, read_safetensors),
+    Writer("toy-directory", True, save_toy_directory, read_toy_directory),
+    Writer("sharded", True, save_sharded, read_sharded),
+    writer_of("save-torch", "torch", directory=False),
+    writer_of("save-safetensors", "safetensors", directory=False),
+    writer_of("save-split", "safetensors", directory=True, split=8_000),
+    writer_of("save-native", "native", directory=True),
+]

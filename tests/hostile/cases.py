@@ -1,0 +1,20 @@
+"""Every case, by its attack class in SAFETY.md."""
+
+from __future__ import annotations
+
+from . import cases_calls, cases_directories, cases_old, cases_resources, cases_safetensors, cases_tensors, cases_zip
+from .case import Case
+
+__all__ = ["ALL", "CLASSES"]
+
+CLASSES: dict[str, list[Case]] = {
+    "pickle calls": cases_calls.CASES,
+    "pickle resources": cases_resources.CASES,
+    "tensor metadata": cases_tensors.CASES,
+    "zip": cases_zip.CASES,
+    "legacy and tar": cases_old.CASES,
+    "safetensors": cases_safetensors.CASES,
+    "directories": cases_directories.CASES,
+}
+
+ALL: list[Case] = [case for cases in CLASSES.values() for case in cases]

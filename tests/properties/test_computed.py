@@ -1,0 +1,57 @@
+"""Flat ranges and computed tensors against numpy."""
+
+import ml_dtypes
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdfast.core.dtype import DTYPES
+from holdfast.engine.computed import Computed, flat_boxes, read_flat
+from holdfast.engine.resident import Resident
+from holdfast.engine.slabs import pack, read_slab, slabs
+
+shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
+
+
+@given(shapes, st.data())
+def test_flat_boxes_are_the_range(shape, data):
+    array = np.arange(int(np.prod(shape))).reshape(shape)
+    start = data.draw(st.integers(0, array.size))
+    stop = data.draw(st.integers(start, array.size))
+    parts = [array[box].reshape(-1) for box in flat_boxes(shape, start, stop)]
+    assert np.concatenate([np.empty(0, int), *parts]).tolist() == list(range(start, stop))
+
+
+@settings(deadline=None)
+@given(shapes, st.integers(1, 64), st.booleans())
+def test_slabs_of_any_size_are_the_bytes(shape, block, transposed):
+    array = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
+    array = np.asfortranarray(array) if transposed else array
+    tensor = Resident().array(array)
+    found = bytearray(array.nbytes)
+    for slab in slabs(tensor, block):
+        found[slab.start : slab.start + slab.nbytes] = read_slab(slab)
+    assert bytes(found) == array.tobytes()
+
+
+@settings(deadline=None)
+@given(shapes, st.integers(1, 64))
+def test_a_cast_reads_like_astype(shape, block):
+    array = np.linspace(-3, 3, int(np.prod(shape)), dtype=np.float32).reshape(shape)
+    half = Computed().tensor(Resident().array(array), DTYPES.name("bfloat16"), lambda a: a.astype(ml_dtypes.bfloat16))
+    expected = array.astype(ml_dtypes.bfloat16)
+    assert half.numpy().tobytes() == expected.tobytes()
+    assert b"".join(bytes(read_slab(s)) for s in slabs(half, block)) == expected.tobytes()
+    if shape:
+        assert half[-1].numpy().tobytes() == expected[-1].tobytes()
+
+
+def test_read_flat_of_a_transposed_tensor():
+    array = np.arange(24, dtype=np.int16).reshape(4, 6)
+    assert read_flat(Resident().array(array).T, 5, 11).tolist() == array.T.reshape(-1)[5:11].tolist()
+
+
+@given(st.lists(st.integers(0, 15), min_size=2, max_size=9))
+def test_pack_four_bits(values):
+    packed = pack(np.array(values, np.uint8), DTYPES.name("quint4x2"))
+    assert [packed[i // 2] >> 4 * (i % 2) & 15 for i in range(len(values))] == values
