@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 import tempfile
 from fnmatch import fnmatch
@@ -32,17 +33,20 @@ def main() -> int:
         return 0 if asked.list else 2
     rounds = 1 if asked.quick else max(asked.rounds, 1)
     outcomes: list[Outcome] = []
+    # A polite kill ends the run as Ctrl-C does: gigabytes must not stay behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     files = Files(folder, asked.quick)
     try:
         for number, case in enumerate(wanted, 1):
             print(f"[{number}/{len(wanted)}] {case.name}", file=sys.stderr, flush=True)
             outcomes.append(run_case(case, files, rounds))
+            # After every case: a run that is killed leaves what it has measured.
+            write_json(outcomes, asked.json, rounds=rounds, quick=asked.quick)
     except KeyboardInterrupt:
         print("stopped; the table has the cases that were done", file=sys.stderr)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    write_json(outcomes, asked.json, rounds=rounds, quick=asked.quick)
     if asked.markdown:
         print(as_markdown(outcomes))
     else:

@@ -169,8 +169,11 @@ class CannotHold(HoldfastError, ValueError):
     """The target format cannot hold some of the state; nothing was written."""
 
     def __init__(self, message: str, problems: Sequence[str], *, file: str | None = None) -> None:
-        shown = [*problems[:20], *([f"… and {len(problems) - 20} more"] if len(problems) > 20 else [])]
-        super().__init__("\n  - ".join([message, *shown]), file=file)
+        self.shown = [*problems[:20], *([f"… and {len(problems) - 20} more"] if len(problems) > 20 else [])]
+        """Those that the message lists."""
+        super().__init__("\n  - ".join([message, *self.shown]), file=file)
+        self.what = message
+        """The message without them."""
         self.problems = tuple(problems)
 
 

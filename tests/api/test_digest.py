@@ -120,7 +120,7 @@ def stored_tensors(draw):
     return array, dtype, tuple(chunks), bytes(content)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(stored_tensors())
 def test_any_storage_of_an_array_gives_its_digest(stored):
     array, dtype, chunks, content = stored

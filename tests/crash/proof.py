@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 from holdfast.engine.commit import recover
@@ -70,13 +71,18 @@ class Report:
             self.violations.append(what)
 
 
+@lru_cache(maxsize=100)
+def settled(save: Save, exchange: bool, noreplace: bool) -> Tree:
+    """The folder with the old version in it."""
+    model = Model(exchange=exchange, noreplace=noreplace)
+    save(f"{ROOT}/{TARGET}", OLD, files=model)
+    assert not temporaries(model.live())
+    return model.live()
+
+
 def start(save: Save, *, old: bool, exchange: bool = True, noreplace: bool = True) -> Model:
     """A model on which the old version is durable, or nothing is."""
-    first = Model(exchange=exchange, noreplace=noreplace)
-    if old:
-        save(f"{ROOT}/{TARGET}", OLD, files=first)
-        assert not temporaries(first.live())
-    return Model(exchange=exchange, noreplace=noreplace, tree=first.live())
+    return Model(exchange=exchange, noreplace=noreplace, tree=settled(save, exchange, noreplace) if old else {})
 
 
 def examine(

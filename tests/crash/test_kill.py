@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.writers import WRITERS, Writer
+from tests.crash.writers import LIBRARY, Writer
 
 KILLS = 300
 
@@ -25,7 +25,7 @@ def killed(name: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("writer", WRITERS, ids=str)
+@pytest.mark.parametrize("writer", LIBRARY, ids=str)
 def test_killed_at_random_moments(writer: Writer):
     done = killed(writer.name)
     assert done.returncode == 0, done.stderr

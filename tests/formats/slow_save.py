@@ -82,13 +82,16 @@ class Memory:
     def raw(self, dtype: DType | str, shape: tuple[int, ...], content: bytes | None = None) -> LazyTensor:
         dtype = DTYPES.name(dtype) if isinstance(dtype, str) else dtype
         nbytes = dtype.nbytes(int(np.prod(shape, dtype=object)))
-        return LazyTensor.contiguous("", dtype, shape, self.storage(content or bytes(i * 37 % 251 for i in range(nbytes))), self.source)
+        storage = self.storage(content or bytes(i * 37 % 251 for i in range(nbytes)))
+        return LazyTensor.contiguous("", dtype, shape, storage, self.source)
 
     def array(self, array: np.ndarray, **traits: object) -> LazyTensor:
         tensor = self.raw(DTYPES.numpy(array.dtype), array.shape, array.tobytes())
         return LazyTensor("", tensor.dtype, tensor.shape, tensor.chunks, self.source, Traits(**traits))
 
-    def view(self, of: LazyTensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, **traits: object) -> LazyTensor:
+    def view(
+        self, of: LazyTensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, **traits: object
+    ) -> LazyTensor:
         """Strides and offset in elements of the storage of another tensor."""
         bits = of.dtype.bits
         chunk = Chunk(Box.whole(shape), of.chunks[0].storage, offset * bits, tuple(s * bits for s in strides))
@@ -123,8 +126,8 @@ def assert_same(a: object, b: object, path: str = "$") -> None:
     match a:
         case dict():
             assert len(a) == len(b), path
-            for (k, v), (l, w) in zip(a.items(), b.items(), strict=True):
-                assert_same(k, l, f"{path}<key>")
+            for (k, v), (other, w) in zip(a.items(), b.items(), strict=True):
+                assert_same(k, other, f"{path}<key>")
                 assert_same(v, w, f"{path}.{k}")
             if isinstance(a, OrderedDict):
                 assert_same(vars(a).get("_metadata"), vars(b).get("_metadata"), f"{path}._metadata")
@@ -133,11 +136,14 @@ def assert_same(a: object, b: object, path: str = "$") -> None:
             for i, (v, w) in enumerate(zip(a, b, strict=True)):
                 assert_same(v, w, f"{path}[{i}]")
         case set() | frozenset():
-            assert sorted(map(repr, a)) == sorted(map(repr, b)), path
+            assert a == b, path
+            assert sorted(type(x).__name__ for x in a) == sorted(type(x).__name__ for x in b), path
         case float() if not isinstance(a, np.generic):
             assert np.float64(a).tobytes() == np.float64(b).tobytes(), path
         case complex() if not isinstance(a, np.generic):
             assert np.complex128(a).tobytes() == np.complex128(b).tobytes(), path
+        case np.str_() | np.bytes_():
+            assert (len(a), [*a]) == (len(b), [*b]), path
         case np.ndarray() | np.generic():
             assert a.dtype == b.dtype, path
             assert a.shape == b.shape, path

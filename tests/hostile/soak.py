@@ -20,7 +20,7 @@ from .craft_pickle import stream
 from .craft_torch import legacy, state, tar, torch_zip
 from .golden import FILES, FOLDERS, look
 from .mutate import NUMBERS, Edit, apply
-from .test_fuzz import repacked, zips
+from .test_fuzz import CHECKED, repacked
 
 SLOW = 5.0
 """Seconds of processor time for an input of some kilobytes."""
@@ -60,8 +60,7 @@ def example(rng: random.Random) -> bytes | dict[str, bytes]:
         case 0:
             return apply(rng.choice(list(FILES.values())), random_edits(rng))
         case 1 | 2:
-            edits = random_edits(rng)
-            return repacked(FILES[rng.choice(zips)], lambda raw: apply(raw, edits))
+            return repacked(rng.choice(CHECKED), random_edits(rng))
         case 3:
             pickle = random_pickle(rng)
             return rng.choice([torch_zip, legacy, tar])(pickle)

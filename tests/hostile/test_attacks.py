@@ -25,6 +25,11 @@ ADDRESS_SPACE = 3 << 30
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm() -> None:
+    warm()
+
+
+def warm() -> None:
+    """Open every golden file and what the cases are made from."""
     golden = [lambda path=path: path for path in sorted(GOLDEN.iterdir())]
     made = [torch_zip(state()), legacy(state(legacy_ids=True)), tar(stream(dict_of(text("w"), text("7"), PERSID)))]
     warm_up([*golden, *(lambda raw=raw: raw for raw in made)])
@@ -111,6 +116,7 @@ def test_the_scripts_of_the_base_are_honest():
 def _bombs() -> None:
     """Open every bomb in this process, under a limit of its address space, and print what went wrong."""
     resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    warm()
     wrong = []
     opened = 0
     for case in BOMBS:

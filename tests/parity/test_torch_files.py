@@ -406,6 +406,56 @@ def test_bare_storages():
         assert [a.names for a in ckpt.aliases] == [("typed", "view")]
 
 
+# What older versions pickled, written by their rules and read by torch today.
+
+
+class Reduced:
+    """Pickles as a call, its arguments and a state, whatever these are."""
+
+    def __init__(self, *reduced: object) -> None:
+        self.reduced = reduced
+
+    def __reduce_ex__(self, protocol: int) -> tuple[object, ...]:
+        return self.reduced
+
+
+def reduced(name: str) -> Reduced:
+    data = torch.arange(6.0).reshape(2, 3)
+    hooks: OrderedDict[str, object] = OrderedDict()
+    plain = (data.storage(), 0, (2, 3), (3, 1))
+    rebuild = (torch._utils._rebuild_tensor_v2, torch.Tensor, (*plain, False, hooks), {"note": 1})
+    return {
+        "0.1 tensor": Reduced(torch.Tensor, (), plain),
+        "0.1 parameter": Reduced(nn.Parameter, (), (data, None, hooks, True, False)),
+        "0.3 parameter": Reduced(nn.Parameter, (data,), (False, False, hooks)),
+        "0.3 variable": Reduced(torch.autograd.Variable, (data,), (True, False, hooks)),
+        "0.3 tensor": Reduced(torch._utils._rebuild_tensor, plain),
+        "0.4 parameter": Reduced(nn.Parameter, (data, True)),
+        "1.8 tensor with attributes": Reduced(torch._tensor._rebuild_from_type, rebuild),
+        "1.12 sparse without its flag": Reduced(
+            torch._utils._rebuild_sparse_tensor, (torch.sparse_coo, (torch.tensor([[1]]), torch.tensor([2.0]), torch.Size([3])))
+        ),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["0.1 tensor", "0.1 parameter", "0.3 parameter", "0.3 variable", "0.3 tensor", "0.4 parameter", "1.8 tensor with attributes"],
+)
+@pytest.mark.parametrize("container", ["zip", "legacy"])
+@pytest.mark.filterwarnings("ignore:TypedStorage")
+def test_tensors_as_older_versions_pickled_them(name, container):
+    check({"model": {"weight": reduced(name)}, "after": torch.ones(1)}, **CONTAINERS[container])
+
+
+def test_a_sparse_tensor_of_older_versions():
+    data = saved({"s": reduced("1.12 sparse without its flag")})
+    loaded = torch.load(io.BytesIO(data), weights_only=False)["s"]
+    with holdfast.open(data) as ckpt:
+        assert_tensor(ckpt["s.values"], loaded._values())
+        assert torch.equal(ckpt.tree["s"].torch().to_dense(), loaded.to_dense())
+
+
 # Containers.
 
 

@@ -8,13 +8,13 @@ of threads times a few blocks, whatever the checkpoint's size; `max_memory` choo
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from holdfast.api.open import open as open_checkpoint
-from holdfast.api.save import Saved, write_plan
+from holdfast.api.save import Saved, unchanged, write_plan
 from holdfast.api.state import describe_state
 from holdfast.api.targets import Options, byte_count, format_for, plan_save
 from holdfast.api.transform import Edits, dtype_named, transform
@@ -22,15 +22,16 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.computed import Computed
 from holdfast.engine.execute import default_threads
 from holdfast.engine.slabs import contiguous_bytes
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold, LimitExceeded, NotCommitted
+from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, StoreError, Unsupported
 from holdfast.plan.reads import plan_reads
 from holdfast.plan.saves import SavePlan
 from holdfast.stores.local import free_nbytes
 
-__all__ = ["Conversion", "convert"]
+__all__ = ["Conversion", "PlannedConversion", "convert", "plan_conversion"]
 
 SMALLEST_BLOCK = 64 << 10
 LARGEST_BLOCK = 4 << 20
@@ -106,30 +107,86 @@ def convert(
     keeps the rest in its header where Holdfast finds it (`keep_tree`). With `explain=True` nothing is done and the result says
     what would be. `resume` takes up an interrupted conversion to a directory: its finished files are checked and kept.
     """
-    target = os.fspath(dst)
     options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree)
     edits = Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only)
-    workers = threads or default_threads()
-    block, peak = _budget(byte_count(max_memory), workers)
     opened = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1, limits=limits)
     try:
-        state = transform(describe_state(opened, limits=limits), edits, limits)
-        plan = _plan(target, state, format_for(target, format, options), options, tensors_only)
-        report = _report(opened, target, plan, peak)
-        if explain:
-            return report
-        if report.free_nbytes < report.write_nbytes:
-            raise NotCommitted(
-                f"{report.write_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free",
-                file=target, expected=report.write_nbytes, found=report.free_nbytes,
-            )
-        saved = write_plan(
-            plan, target, overwrite=overwrite, durable=durable, threads=workers, progress=progress, block=block, check=verify
-        )
+        planned = plan_conversion(
+            opened, os.fspath(dst), format=format, edits=edits, options=options, max_memory=max_memory, overwrite=overwrite,
+            durable=durable, verify=verify, threads=threads, limits=limits,
+        )  # fmt: skip
+        return planned.report if explain else planned.run(progress)
     finally:
         if opened is not src:
             opened.close()
-    return replace(report, saved=saved)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedConversion:
+    """A conversion that is laid out and not begun."""
+
+    report: Conversion
+    plan: SavePlan
+    source: State
+    """What is read, before any edit."""
+    block: int
+    threads: int
+    overwrite: bool
+    durable: bool
+    verify: bool
+
+    def run(self, progress: Progress | None = None) -> Conversion:
+        """Do it, while the source is open. Raises `NotCommitted` where there is no room, or where the source changes meanwhile."""
+        report = self.report
+        if report.free_nbytes < report.write_nbytes:
+            raise NotCommitted(
+                f"{report.write_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free",
+                file=report.target, expected=report.write_nbytes, found=report.free_nbytes,
+            )  # fmt: skip
+        saved = write_plan(
+            self.plan, report.target, overwrite=self.overwrite, durable=self.durable, threads=self.threads, progress=progress,
+            block=self.block, check=self.verify, before_commit=lambda: unchanged(self.source, report.target),
+        )  # fmt: skip
+        return replace(report, saved=saved)
+
+
+def plan_conversion(
+    source: Checkpoint,
+    target: str,
+    *,
+    format: str | None = None,
+    edits: Edits | None = None,
+    metadata: Mapping[str, str | None] | None = None,
+    options: Options | None = None,
+    max_memory: int | str = "1GiB",
+    overwrite: bool = False,
+    durable: bool = True,
+    verify: bool = True,
+    threads: int | None = None,
+    limits: Limits | None = None,
+) -> PlannedConversion:
+    """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
+    options = options or Options()
+    workers = threads or default_threads()
+    block, peak = _budget(byte_count(max_memory), workers)
+    described = describe_state(source, limits=limits)
+    state = transform(described, edits or Edits(), limits)
+    found = format_for(target, format, options)
+    if metadata:
+        state = _with_metadata(state, metadata, found, source.path)
+    plan = _plan(target, state, found, options, edits is not None and edits.tensors_only)
+    report = _report(source, target, plan, peak)
+    return PlannedConversion(report, plan, described, block, workers, overwrite, durable, verify)
+
+
+def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, path: str) -> State:
+    if format == "torch-zip" and any(text is not None for text in metadata.values()):
+        raise Unsupported("a torch file has no place for metadata; write safetensors or a native directory", file=path)
+    absent = [key for key, text in metadata.items() if text is None and key not in state.metadata]
+    if absent:
+        raise CannotHold("these edits do not fit the checkpoint", [f"there is no metadata {key!r}" for key in absent])
+    merged: dict[str, str | None] = {**state.metadata, **metadata}
+    return replace(state, metadata={key: text for key, text in merged.items() if text is not None})
 
 
 def _plan(target: str, state: State, format: str, options: Options, tensors_only: bool) -> SavePlan:
@@ -138,7 +195,7 @@ def _plan(target: str, state: State, format: str, options: Options, tensors_only
     except CannotHold as error:
         if tensors_only or not any(": an object of" in problem for problem in error.problems):
             raise
-        message = error.message.partition("\n")[0] + " (keep the tensors alone with tensors_only=True, --tensors-only)"
+        message = error.what + " (keep the tensors alone with tensors_only=True, --tensors-only)"
         raise CannotHold(message, error.problems, file=error.file) from None
 
 
@@ -165,13 +222,28 @@ def _report(source: Checkpoint, target: str, plan: SavePlan, peak: int) -> Conve
         write_nbytes=plan.nbytes,
         files=tuple((f.key or os.path.basename(target), f.nbytes) for f in (*plan.files, *plan.index)),
         peak_nbytes=peak,
-        free_nbytes=free_nbytes(os.path.dirname(os.path.abspath(target))),
+        free_nbytes=_free(target),
         notes=(*source.notes, *plan.notes),
     )
 
 
+def _free(target: str) -> int:
+    parent = os.path.dirname(os.path.abspath(target))
+    try:
+        return free_nbytes(parent)
+    except StoreError as error:
+        refused = NotCommitted(f"the folder to save into cannot be used: {error.message} ({parent!r})", file=target)
+        refused.errno = error.errno
+        raise refused from None
+
+
 def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     """Bytes that reading a tensor takes, and how many of them are not wanted."""
+    store = tensor.source.store
+    if isinstance(store, Computed) and tensor.chunks:
+        # As many elements of another width.
+        original = store.original(tensor.chunks[0].storage.key)
+        return original.dtype.nbytes(tensor.size), 0
     if contiguous_bytes(tensor) is not None:
         return tensor.nbytes, 0
     # The planner looks at the target's shape and strides only; one element stands for all of it.

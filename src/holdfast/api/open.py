@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import gc
+import errno
 import io
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import BinaryIO
 
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Source, Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.commit import recover
 from holdfast.engine.source import OpenSource
-from holdfast.errors import located
+from holdfast.errors import StoreError, located
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
@@ -51,24 +52,19 @@ def open(
         raise
 
 
-@contextmanager
-def resting_collector() -> Iterator[None]:
-    """Keep the cyclic garbage collector from walking the hundreds of thousands of objects that describe a large file."""
-    resting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if resting:
-            gc.enable()
-
-
 def store_of(path: Openable, limits: Limits) -> Store:
     """The store behind anything that `open` takes."""
     if isinstance(path, bytes | bytearray | memoryview):
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
-        return LocalStore(path, max_files=limits.files)
+        try:
+            return LocalStore(path, max_files=limits.files)
+        except StoreError as error:
+            # A save that replaced a directory in two steps and was cut off between them: what it replaced is beside it.
+            kept = recover(path) if error.errno == errno.ENOENT else None
+            if kept is None:
+                raise
+            return LocalStore(kept, max_files=limits.files)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         return FileObjectStore(path)
     raise TypeError(f"expected a path, bytes or a seekable binary file, not {type(path).__name__}")

@@ -8,18 +8,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from holdfast.api.state import describe_state
 from holdfast.api.targets import Options, byte_count, format_for, is_replaceable, plan_save
+from holdfast.core.collector import resting_collector
+from holdfast.core.protocols import State
 from holdfast.engine.commit import DirectoryTransaction, FileTransaction, NewFile
 from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.write import Progress, write_file
+from holdfast.errors import NotCommitted
 from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.stores.files import Files
+from holdfast.stores.local import LocalStore
 
-__all__ = ["Saved", "save", "write_plan"]
+__all__ = ["Saved", "save", "unchanged", "write_plan"]
+
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -59,9 +64,37 @@ def save(
     """
     target = os.fspath(path)
     options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree)
-    described = describe_state(state, metadata=metadata)
-    plan = plan_save(target, described, format_for(target, format, options), options)
-    return write_plan(plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress)
+
+    def run() -> Saved:
+        described = describe_state(state, metadata=metadata)
+        return write_plan(
+            plan_save(target, described, format_for(target, format, options), options),
+            target,
+            overwrite=overwrite,
+            durable=durable,
+            threads=threads,
+            progress=progress,
+            before_commit=lambda: unchanged(described, target),
+        )
+
+    # In a function of its own, so that description and plan are gone before the collector wakes and would walk through them.
+    with resting_collector():
+        return run()
+
+
+def unchanged(state: State, target: str) -> None:
+    """Raise `NotCommitted` where a file that tensors of this state were read from was written to since it was opened."""
+    stores = {id(tensor.source): tensor.source.store for tensor in state.tensors.values()}
+    for store in stores.values():
+        changed = store.changed() if isinstance(store, LocalStore) else ()
+        if changed:
+            names = ", ".join(changed[:3])
+            raise NotCommitted(
+                f"the source {store.name!r} changed while it was read ({names}); nothing was published: start again when nobody "
+                "writes to it",
+                file=target,
+                found=changed,
+            )
 
 
 def write_plan(
@@ -74,9 +107,13 @@ def write_plan(
     progress: Progress | None = None,
     block: int | None = None,
     check: bool = False,
+    before_commit: Callable[[], None] | None = None,
     files: Files | None = None,
 ) -> Saved:
-    """Write a plan and publish it. With `check`, what was written is read back and compared before it is published."""
+    """Write a plan and publish it. With `check`, what was written is read back and compared before it is published.
+
+    `before_commit` has the last word: what it raises keeps everything as it was.
+    """
     crcs: dict[str, int] = {}
 
     def put(file: FilePlan, sink: NewFile) -> None:
@@ -94,10 +131,14 @@ def write_plan(
             folder.seal_data()
             for file in plan.index:
                 put(file, folder.create(file.key))
+            if before_commit:
+                before_commit()
             folder.commit()
     else:
         (file,) = plan.files
         with FileTransaction(path, durable=durable, overwrite=overwrite is not False, files=files) as single:
             put(file, single.file)
+            if before_commit:
+                before_commit()
             single.commit()
     return Saved(path, plan.format, plan.nbytes, len(plan.files) + len(plan.index), crcs, plan.notes)

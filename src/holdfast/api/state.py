@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -24,7 +25,13 @@ from holdfast.core.tree import Path, dotted, name_tensors
 from holdfast.engine.resident import Resident
 from holdfast.errors import CannotHold, Unsupported
 
-__all__ = ["describe_state"]
+__all__ = ["describe_state", "map_tensors"]
+
+MOST_VISITS = 100_000
+"""Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
+
+OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native"})
+"""Formats whose metadata is text that someone put there."""
 
 Arrays = Literal["tensors", "values"]
 Leaf = Callable[[object], object]
@@ -39,13 +46,15 @@ def describe_state(
     """
     limits = limits or Limits()
     if isinstance(state, Checkpoint):
-        metadata = {**state.metadata, **(metadata or {})} if state.format.startswith("safetensors") else metadata
+        # What a torch file says about itself (its version, its byte order) is true of that file only.
+        own = state.metadata if state.format in OWN_METADATA else {}
+        metadata = {**own, **(metadata or {})}
         state, arrays = state.tree, "values"
     walk = Walk(_leaf(arrays), limits)
     tree = walk.convert(state, (), frozenset())
     if walk.problems:
         raise CannotHold("this state cannot be saved", walk.problems)
-    named = name_tensors(tree, limits, 1 << 40)
+    named = name_tensors(tree, limits, MOST_VISITS)
     return State(tree, named.tensors, named.paths, dict(metadata or {}))
 
 
@@ -82,11 +91,20 @@ class Walk:
     def __init__(self, leaf: Leaf, limits: Limits) -> None:
         self._leaf = leaf
         self._limits = limits
+        self._made: dict[int, tuple[object, object]] = {}
+        """By identity: what was met and what was made of it. What stands in two places is made once and stays one."""
         self.problems: list[str] = []
 
     def convert(self, value: object, path: Path, above: frozenset[int]) -> object:
         if isinstance(value, PLAIN):
             return value
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        made = self._convert(value, path, above)
+        self._made[id(value)] = (value, made)
+        return made
+
+    def _convert(self, value: object, path: Path, above: frozenset[int]) -> object:
         if id(value) in above:
             self.problems.append(f"{dotted(path) or 'the state'}: a {type(value).__name__} that contains itself")
             return value
@@ -129,3 +147,45 @@ class Walk:
 
 def _element(key: object) -> str | int:
     return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
+
+
+def map_tensors(
+    tree: object, change: Callable[[LazyTensor], LazyTensor], *, skip: Callable[[Composite], bool] | None = None
+) -> object:
+    """The same tree with every tensor changed, but for the parts of composites that are skipped.
+
+    What stands in two places still does; what holds no changed tensor stays itself.
+    """
+    made: dict[int, object] = {}
+
+    def walk(value: object) -> object:
+        if isinstance(value, LazyTensor):
+            return change(value)
+        if not isinstance(value, Composite | dict | list | tuple):
+            return value
+        if id(value) not in made:
+            made[id(value)] = inside(value)
+        return made[id(value)]
+
+    def inside(value: object) -> object:
+        match value:
+            case Composite() if skip is not None and skip(value):
+                return value
+            case Composite():
+                parts = {name: change(part) for name, part in value.parts.items()}
+                return value if all(parts[name] is part for name, part in value.parts.items()) else replace(value, parts=parts)
+            case dict():
+                items = {key: walk(inner) for key, inner in value.items()}
+                if all(items[key] is inner for key, inner in value.items()):
+                    return value
+                copy = value.copy()
+                copy.update(items)
+                if isinstance(value, OrderedDict):
+                    vars(copy).update(vars(value))
+                return copy
+            case list() | tuple() if type(value) in (list, tuple):
+                inners = [walk(inner) for inner in value]
+                return value if all(a is b for a, b in zip(inners, value, strict=True)) else type(value)(inners)
+        return value
+
+    return walk(tree)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from holdfast.api.alias import rejoin
 from holdfast.core.protocols import State
 from holdfast.errors import Unsupported
 from holdfast.formats.native.layout import lay_out_native
@@ -83,7 +84,11 @@ def plan_save(path: str, state: State, format: str, options: Options) -> SavePla
     """Lay out a state. Raises `CannotHold` with every problem when the format cannot hold it."""
     match format:
         case "torch-zip":
-            return lay_out_torch_zip(state, name=archive_name(path))
+            # The one format with storages: what shared one before it was copied shares it again.
+            own = {key: text for key, text in state.metadata.items() if (key, text) != ("format", "pt")}
+            rejoined = rejoin(replace(state, metadata=own))
+            plan = lay_out_torch_zip(rejoined.state, name=archive_name(path))
+            return replace(plan, notes=(*rejoined.notes, *plan.notes))
         case "safetensors":
             return lay_out_safetensors(state, keep_tree=options.keep_tree)
         case "safetensors-dir":

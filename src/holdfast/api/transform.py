@@ -9,26 +9,27 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from holdfast.core.composite import Composite
+from holdfast.api.cast import Cast
+from holdfast.api.state import MOST_VISITS, map_tensors
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import Path, dotted, name_tensors
-from holdfast.engine.computed import Computed
-from holdfast.errors import CannotHold, Unsupported
+from holdfast.core.tree import Path, dotted, name_tensors, step
+from holdfast.errors import CannotHold, LimitExceeded, Unsupported
 
 __all__ = ["Edits", "dtype_named", "transform"]
 
 SHORT = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32",
          "float": "float32", "f64": "float64", "double": "float64", "fp8": "float8_e4m3fn"}  # fmt: skip
 """How people abbreviate the dtypes that they cast to."""
+
+
+MOST_LEAVES = 4_000_000
+"""Places in a tree that are looked at one by one; containers that stand in several places count several times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +67,11 @@ def transform(state: State, edits: Edits, limits: Limits | None = None) -> State
     tree: object = dict(state.tensors) if edits.tensors_only else state.tree
     if edits.keep or edits.drop or edits.rename:
         tree = _reshape(tree, edits, problems)
-    if edits.dtype is not None:
-        tree = _map_tensors(tree, _cast(edits.dtype))
     if problems:
         raise CannotHold("these edits do not fit the checkpoint", problems)
-    named = name_tensors(tree, limits or Limits(), 1 << 40)
+    if edits.dtype is not None:
+        tree = _cast(tree, Cast(edits.dtype, state.tensors.values()))
+    named = name_tensors(tree, limits or Limits(), MOST_VISITS)
     return State(tree, named.tensors, named.paths, state.metadata)
 
 
@@ -84,143 +85,154 @@ def _regex(pattern: str) -> re.Pattern[str]:
 
 
 def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
-    """Drop and rename leaves. Containers that end up empty because of it go as well."""
-    leaves = [(path, dotted(path)) for path in _leaf_paths(tree, ())]
-    names = [name for _, name in leaves]
-    for pattern in (*edits.keep, *edits.drop, *(old for old, _ in edits.rename)):
-        if not any(_regex(pattern).fullmatch(name) for name in names):
-            near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
-            problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
-    kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
-    moves: dict[Path, str | None] = {}
-    for path, name in leaves:
-        if (edits.keep and not kept(name)) or dropped(name):
-            moves[path] = None
-        else:
-            new = _renamed(name, edits.rename, problems)
-            if new != name:
-                moves[path] = new
+    """Drop and rename leaves. Containers that end up empty because of it go as well; those without a change stay themselves."""
+    for old, new in edits.rename:
+        if old.count("*") != new.count("*"):
+            problems.append(f"the rename {old!r} → {new!r} needs as many * on both sides")
+    if problems:
+        return tree
+    leaves = [(path, dotted(path)) for path in _leaf_paths(tree)]
+    _check_patterns(edits, [name for _, name in leaves], problems)
+    moves = _moves(leaves, edits)
+    _check_names(leaves, moves, problems)
     if not moves or problems:
         return tree
     if not isinstance(tree, dict):
         problems.append(f"the top of this checkpoint is a {type(tree).__name__}; only a dict can be edited")
         return tree
-    hoisted: dict[str, object] = {}
-    made = _rebuild(tree, (), moves, hoisted, problems)
-    if not isinstance(made, dict):
-        made = {}
-    staying = set(names) - {dotted(p) for p in moves}
-    for name, value in hoisted.items():
-        if name in made or name in staying:
+    rebuilding = Rebuilding(moves, problems)
+    made = rebuilding.rebuild(tree, ())
+    top: dict[object, object] = made if isinstance(made, dict) else {}
+    for name, value in rebuilding.hoisted.items():
+        if name in top:
             problems.append(f"renaming gives two things the name {name!r}")
-        made[name] = value
-    return made
+        top[name] = value
+    return top
 
 
-def _renamed(name: str, rename: Sequence[tuple[str, str]], problems: list[str]) -> str:
-    for old, new in rename:
-        if old.count("*") != new.count("*"):
-            problems.append(f"the rename {old!r} → {new!r} needs as many * on both sides")
-            return name
-        found = _regex(old).fullmatch(name)
-        if found:
-            pieces = new.split("*")
-            return pieces[0] + "".join(g + p for g, p in zip(found.groups(), pieces[1:], strict=True))
-    return name
+def _check_patterns(edits: Edits, names: Sequence[str], problems: list[str]) -> None:
+    """A pattern that matches nothing is a mistake."""
+    for pattern in (*edits.keep, *edits.drop, *(old for old, _ in edits.rename)):
+        regex = _regex(pattern)
+        if not any(regex.fullmatch(name) for name in names):
+            near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
+            problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
+
+
+def _moves(leaves: Iterable[tuple[Path, str]], edits: Edits) -> dict[Path, str | None]:
+    """The leaves that change: their new names, or None where they go."""
+    kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
+    rename = [(_regex(old), new.split("*")) for old, new in edits.rename]
+    moves: dict[Path, str | None] = {}
+    for path, name in leaves:
+        if (edits.keep and not kept(name)) or dropped(name):
+            moves[path] = None
+            continue
+        for regex, pieces in rename:
+            found = regex.fullmatch(name)
+            if found:
+                new = pieces[0] + "".join(g + p for g, p in zip(found.groups(), pieces[1:], strict=True))
+                if new != name:
+                    moves[path] = new
+                break
+    return moves
+
+
+def _check_names(leaves: Iterable[tuple[Path, str]], moves: Mapping[Path, str | None], problems: list[str]) -> None:
+    """No two things may have one name, unless they had it before. No name may be empty."""
+    taken: dict[str, int] = {}
+    for path, name in leaves:
+        now = moves.get(path, name)
+        if now is not None:
+            taken[now] = taken.get(now, 0) + 1
+    given = dict.fromkeys(new for new in moves.values() if new is not None)
+    problems += [f"renaming gives {taken[new]:,} things the name {new!r}" for new in given if taken[new] > 1]
+    if "" in given:
+        problems.append("renaming leaves nothing of a name")
 
 
 GONE = object()
 
 
-def _rebuild(
-    value: object, path: Path, moves: Mapping[Path, str | None], hoisted: dict[str, object], problems: list[str]
-) -> object:
-    if path in moves:
-        new = moves[path]
-        if new is None:
-            return GONE
-        parent = dotted(path[:-1])
-        if not parent or not new.startswith(parent + "."):
-            hoisted[new] = value
-            return GONE
+class Rebuilding:
+    """Makes a tree again with some of its leaves elsewhere or nowhere."""
+
+    def __init__(self, moves: Mapping[Path, str | None], problems: list[str]) -> None:
+        self._moves = moves
+        self._touched = {path[:n] for path in moves for n in range(len(path))}
+        self._problems = problems
+        self.hoisted: dict[str, object] = {}
+        """Leaves whose new names begin with another container's, for the top of the tree."""
+
+    def rebuild(self, value: object, path: Path) -> object:
+        """The value in its place, or `GONE`."""
+        if path in self._moves:
+            new, parent = self._moves[path], dotted(path[:-1])
+            if new is None:
+                return GONE
+            if path[:-1] and not new.startswith(parent + "."):
+                self.hoisted[new] = value
+                return GONE
+            return value
+        if path not in self._touched:
+            return value
+        if isinstance(value, dict):
+            return self._dict(value, path)
+        if isinstance(value, list | tuple):
+            return self._row(value, path)
         return value
-    if isinstance(value, dict):
-        items: dict[object, object] = OrderedDict() if isinstance(value, OrderedDict) else {}
+
+    def _dict(self, value: dict[object, object], path: Path) -> object:
+        items: dict[object, object] = {}
         for key, inner in value.items():
-            at = (*path, key if isinstance(key, str | int) else str(key))
-            made = _rebuild(inner, at, moves, hoisted, problems)
+            at = (*path, step(key))
+            made = self.rebuild(inner, at)
             if made is GONE:
                 continue
-            target = moves.get(at)
-            name: object = target[len(dotted(path)) + 1 :] if target is not None and path else target if target is not None else key
+            new = self._moves.get(at)
+            name = key if new is None else new[len(dotted(path)) + 1 :] if path else new
             if name in items:
-                problems.append(f"renaming gives two things the name {dotted((*path, str(name)))!r}")
+                self._problems.append(f"renaming gives two things the name {dotted((*path, str(name)))!r}")
             items[name] = made
-        if isinstance(value, OrderedDict) and isinstance(items, OrderedDict):
-            vars(items).update(vars(value))
-        return items if items or not value else GONE
-    if isinstance(value, list | tuple):
-        inside = [_rebuild(v, (*path, i), moves, hoisted, problems) for i, v in enumerate(value)]
+        if not items:
+            return GONE
+        same = value.copy()
+        same.clear()
+        same.update(items)
+        if isinstance(value, OrderedDict):
+            vars(same).update(vars(value))
+        return same
+
+    def _row(self, value: list[object] | tuple[object, ...], path: Path) -> object:
+        inside = [self.rebuild(v, (*path, i)) for i, v in enumerate(value)]
+        if all(v is GONE for v in inside):
+            return GONE
         if any(v is GONE for v in inside):
-            if all(v is GONE for v in inside):
-                return GONE
-            problems.append(f"{dotted(path)}: an element of a {type(value).__name__} cannot be taken out without moving the others")
+            what = type(value).__name__
+            self._problems.append(f"{dotted(path)}: an element of a {what} cannot be taken out without moving the others")
+        elif any((*path, i) in self._moves for i in range(len(value))):
+            self._problems.append(f"{dotted(path)}: an element of a {type(value).__name__} has no name that could be changed")
         return inside if isinstance(value, list) else tuple(inside)
-    return value
 
 
-def _leaf_paths(value: object, path: Path) -> Iterable[Path]:
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaf_paths(inner, (*path, key if isinstance(key, str | int) else str(key)))
-    elif isinstance(value, list | tuple) and value:
-        for i, inner in enumerate(value):
-            yield from _leaf_paths(inner, (*path, i))
-    else:
-        yield path
+def _leaf_paths(tree: object) -> Iterator[Path]:
+    """The paths of everything that is no container with something in it."""
+    left = MOST_LEAVES
+    waiting: list[tuple[Path, object]] = [((), tree)]
+    while waiting:
+        path, value = waiting.pop()
+        left -= 1
+        if left < 0:
+            message = "this state refers to the same containers too often to be edited leaf by leaf"
+            raise LimitExceeded(message, expected=MOST_LEAVES)
+        if isinstance(value, dict) and value and not isinstance(value, Counter):
+            waiting += [((*path, step(key)), inner) for key, inner in reversed(value.items())]
+        elif type(value) in (list, tuple) and isinstance(value, list | tuple) and value:
+            waiting += [((*path, i), inner) for i, inner in reversed(list(enumerate(value)))]
+        else:
+            yield path
 
 
-def _cast(dtype: DType) -> Callable[[LazyTensor], LazyTensor]:
-    computed = Computed()
-
-    def cast(tensor: LazyTensor) -> LazyTensor:
-        if tensor.dtype.kind != "float" or tensor.dtype is dtype:
-            return tensor
-        if tensor.traits.meta:
-            return replace(tensor, dtype=dtype)
-        return computed.tensor(tensor, dtype, lambda array: _converted(array, dtype))
-
-    return cast
-
-
-def _converted(array: np.ndarray, dtype: DType) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(dtype.numpy)
-
-
-def _map_tensors(value: object, change: Callable[[LazyTensor], LazyTensor]) -> object:
-    """The same tree with every tensor changed. Tied tensors stay one: a tensor that was changed before is looked up."""
-    memo: dict[object, LazyTensor] = {}
-
-    def once(tensor: LazyTensor) -> LazyTensor:
-        key = (id(tensor.source), tensor.dtype.name, tensor.chunks)
-        if key not in memo:
-            memo[key] = change(tensor)
-        return memo[key]
-
-    def walk(inner: object) -> object:
-        if isinstance(inner, LazyTensor):
-            return once(inner)
-        if isinstance(inner, Composite):
-            return inner if inner.kind == "quantized" else replace(inner, parts={n: once(p) for n, p in inner.parts.items()})
-        if isinstance(inner, OrderedDict):
-            made: OrderedDict[object, object] = OrderedDict((k, walk(v)) for k, v in inner.items())
-            vars(made).update(vars(inner))
-            return made
-        if isinstance(inner, dict):
-            return {k: walk(v) for k, v in inner.items()}
-        if isinstance(inner, list | tuple) and type(inner) in (list, tuple):
-            return type(inner)(walk(v) for v in inner)
-        return inner
-
-    return walk(value)
+def _cast(tree: object, cast: Cast) -> object:
+    """Quantised tensors stay as they are: their parts mean nothing in another dtype."""
+    return map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")

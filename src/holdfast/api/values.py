@@ -1,8 +1,8 @@
 """What differs between two trees besides their tensors: plain values, containers, objects that were not built.
 
-The trees may be hostile: shared a million times, cyclic, deep. So each is laid out flat first, path by path, with an explicit stack
-and a budget of steps; then paths that both have are compared, leaf by leaf, at a cost that the leaf's size bounds. No method
-of a foreign type is ever called.
+The trees may be hostile: shared a million times, cyclic, deep. So each is laid out flat first, path by path, with an explicit
+stack and a budget for what is met again; then paths that both have are compared, leaf by leaf, at a cost that the leaf's size
+bounds. No method of a foreign type is ever called.
 
 Leaves are scalars, arrays, sets, and containers without anything in them. The kind of a container (list, tuple, dict) and the class
 of an object are leaves of their own at its path; a dict and an OrderedDict are of one kind, since most formats know only one.
@@ -25,8 +25,11 @@ from holdfast.core.tree import Path, dotted, step
 
 __all__ = ["ABSENT", "Absent", "ValueChange", "compare_metadata", "compare_values"]
 
-STEPS = 1_000_000
-"""Values of one tree that are looked at: more than any checkpoint has besides tensors."""
+SPARE_STEPS = 100_000
+"""Values that are looked at again because their container stands in several places; each is looked at once in any case."""
+
+DEEPEST = 256
+"""Containers inside containers that are entered. `open` refuses more than `Limits.depth`, which is 64, in the first place."""
 
 SHOWN = 400
 """Characters to which a value of no known type, or a member of a set, is cut before it is compared as text."""
@@ -72,6 +75,18 @@ class Kind:
         return self.name
 
 
+@dataclass(slots=True)
+class Level:
+    """A container that is being walked."""
+
+    children: Iterator[tuple[str | int, object]]
+    owner: int
+    """Its identity."""
+    path: Path
+    again: bool
+    """Whether it, or one around it, was walked before."""
+
+
 def compare_values(a: object, b: object) -> tuple[tuple[ValueChange, ...], tuple[str, ...]]:
     """Everything that differs, in the order of `a` and then of `b`; and sentences about what was not looked at."""
     notes: list[str] = []
@@ -90,33 +105,39 @@ def compare_values(a: object, b: object) -> tuple[tuple[ValueChange, ...], tuple
 def _flat(tree: object, which: str, notes: list[str]) -> dict[Path, object]:
     """The leaves of a tree by their paths, in order."""
     found: dict[Path, object] = {}
-    levels: list[tuple[Iterator[tuple[str | int, object]], int, Path]] = [(iter([("", tree)]), 0, ())]
+    levels: list[Level] = [Level(iter([("", tree)]), 0, (), False)]
     on_path: set[int] = set()
-    steps = 0
+    seen: set[int] = set()
+    spare = SPARE_STEPS
+    left_out = False
     while levels:
-        children, owner, above = levels[-1]
-        item = next(children, None)
+        level = levels[-1]
+        spare -= level.again
+        item = next(level.children, None) if spare >= 0 or not level.again else None
         if item is None:
             levels.pop()
-            on_path.discard(owner)
+            on_path.discard(level.owner)
             continue
-        steps += 1
-        if steps > STEPS:
-            notes.append(f"only the first {STEPS:,} values of the {which} tree were compared")
-            break
         key, value = item
-        path = (*above, key) if len(levels) > 1 else ()
+        path = (*level.path, key) if len(levels) > 1 else ()
         if isinstance(value, LazyTensor) or id(value) in on_path:
             continue
         inside = _inside(value)
         if inside is None:
             _enter(found, path, value)
             continue
+        again = level.again or id(value) in seen
+        if len(levels) > DEEPEST or (again and spare <= 0):
+            left_out = True
+            continue
         described = _described(value)
         if described is not None:
             _enter(found, path, described)
+        seen.add(id(value))
         on_path.add(id(value))
-        levels.append((iter(inside), id(value), path))
+        levels.append(Level(iter(inside), id(value), path, again))
+    if left_out or spare < 0:
+        notes.append(f"the {which} tree is too deep, or shares its containers too often, for all of it to be compared")
     return found
 
 
@@ -176,7 +197,7 @@ def same_value(a: object, b: object) -> bool:
         case np.ndarray(), np.ndarray():
             return same_array(a, b)
         case (set(), set()) | (frozenset(), frozenset()):
-            return len(a) == len(b) and _members(a) == _members(b)
+            return _members(a) == _members(b)
         case Kind(), Kind():
             return a == b
     if scalar(a):
@@ -192,13 +213,13 @@ def same_array(a: np.ndarray, b: np.ndarray) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if a.dtype.hasobject:
-        return [brief(v, SHOWN) for v in a.reshape(-1)[:STEPS]] == [brief(v, SHOWN) for v in b.reshape(-1)[:STEPS]]
+        return [brief(v, SHOWN) for v in a.reshape(-1)] == [brief(v, SHOWN) for v in b.reshape(-1)]
     return a.tobytes() == b.tobytes()
 
 
-def _members(values: Iterable[object]) -> list[tuple[str, str]]:
+def _members(values: object) -> list[tuple[str, str]]:
     """Members of a set in an order, without hashing or comparing what a file made."""
-    return sorted((type(v).__name__, brief(v, SHOWN)) for v in values)
+    return sorted((type(v).__name__, brief(v, SHOWN)) for v in values) if isinstance(values, set | frozenset) else []
 
 
 def compare_metadata(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[ValueChange, ...]:

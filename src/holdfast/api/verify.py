@@ -15,7 +15,8 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.api.open import Openable, resting_collector, store_of
+from holdfast.api.open import Openable, store_of
+from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.execute import default_threads, run_all
@@ -231,7 +232,7 @@ class Verification:
     def _sweep(self, source: OpenSource, ranges: Mapping[object, Range], keys: list[str], path: str) -> None:
         known = [at for at in ranges.values() if at.content_nbytes is None]
         packed = [at for at in ranges.values() if at.content_nbytes is not None]
-        between = [span for key in keys for span in _gaps([at.span for at in known], key, source.store.size(key))]
+        between = list(_gaps([at.span for at in known], {key: source.store.size(key) for key in keys}))
         sweep = Sweep(source.store, [*(at.span for at in known), *between])
         work = sweep.tasks(self._progress)
         if work:
@@ -294,15 +295,17 @@ def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> N
             ranges[key, record.start, record.nbytes] = Range(span, name[cut:], record.crc32, content_nbytes=length)
 
 
-def _gaps(spans: list[Span], key: str, size: int) -> Iterator[Span]:
-    """What the spans leave of a file."""
-    at = 0
-    for span in sorted((s for s in spans if s.key == key), key=lambda s: s.start):
+def _gaps(spans: list[Span], sizes: Mapping[str, int]) -> Iterator[Span]:
+    """What the spans leave of files of these sizes."""
+    reached = dict.fromkeys(sizes, 0)
+    for span in sorted(spans, key=lambda s: s.start):
+        at = reached[span.key]
         if span.start > at:
-            yield Span(key, at, span.start - at, summed=False)
-        at = max(at, span.stop)
-    if at < size:
-        yield Span(key, at, size - at, summed=False)
+            yield Span(span.key, at, span.start - at, summed=False)
+        reached[span.key] = max(at, span.stop)
+    for key, at in reached.items():
+        if at < sizes[key]:
+            yield Span(key, at, sizes[key] - at, summed=False)
 
 
 def _label(path: str, key: str) -> str:

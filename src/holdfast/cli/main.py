@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback:
             raise
-        sys.stderr.write(f"holdfast: {escape(clip(_sentence(error), 2000))}\n")
+        for line in _sentences(error):
+            sys.stderr.write(f"{escape(clip(line, 2000))}\n")
         return 2
 
 
@@ -54,6 +55,15 @@ def _pipe_closed() -> int:
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 141  # 128 + SIGPIPE, as the shell reports it for other tools
+
+
+def _sentences(error: Exception) -> list[str]:
+    """The line that is printed; where there is a list of problems, a line each."""
+    from holdfast.errors import CannotHold
+
+    if isinstance(error, CannotHold):
+        return [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
+    return [f"holdfast: {_sentence(error)}"]
 
 
 def _sentence(error: Exception) -> str:

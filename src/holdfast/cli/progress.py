@@ -3,8 +3,9 @@
     with bar("Verifying", total) as progress:
         verify(path, progress=progress)
 
-`progress(nbytes)` adds to what is done. It may be called from any thread and as often as one likes: the screen is told at most twenty
-times a second. A bar that would be gone again at once is never drawn, so that short work stays as quick and as quiet as it was.
+`progress(nbytes)` adds to what is done. It may be called from any thread and as often as one likes: the screen is told at most
+twenty times a second. A bar that would be gone again at once is never drawn, so that short work stays as quick and as quiet as
+it was.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if self._aliases is None:
             groups: dict[Storage, list[str]] = {}
             for name, tensor in self.items():
-                for storage in tensor.storages:
+                for storage in tensor.shared_storages:
                     if storage.nbytes:
                         groups.setdefault(storage, []).append(name)
             self._aliases = tuple(Alias(tuple(names), s) for s, names in groups.items() if len(names) > 1)

@@ -63,6 +63,10 @@ class Source(Protocol):
     def limits(self) -> Limits:
         """What a file may cost."""
 
+    @property
+    def mapped(self) -> bool:
+        """Whether arrays are views of mapped memory."""
+
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         """A small range, for headers and pickles: at once, on this thread. Raises `Truncated` past the end."""
 

@@ -107,6 +107,12 @@ class LazyTensor:
         """Where its chunks lie, each storage once."""
         return tuple(dict.fromkeys(chunk.storage for chunk in self.chunks))
 
+    @property
+    def shared_storages(self) -> tuple[Storage, ...]:
+        """What it shares with its aliases: its storages, or the one that it was a view of before it was saved as a copy."""
+        view = self.traits.alias
+        return self.storages if view is None else (Storage("", 0, view.nbytes, label=f"shared/{view.group}"),)
+
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")

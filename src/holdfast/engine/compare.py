@@ -32,6 +32,9 @@ __all__ = ["BLOCK", "Content", "Tally", "blocks", "compare_block"]
 BLOCK = 1 << 18
 """Elements at a time, a multiple of eight so that packed types are cut between bytes: 4 MiB as float64 for both sides."""
 
+PLAIN_EXPONENT = 400
+"""Numbers below 2^400 and above 2^-400 can be squared, and a block of the squares added up, within float64."""
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -121,17 +124,20 @@ def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
         finite, nans = _finite(wide)
         squares = _squares(finite)
         return Tally(0, a.size, 0.0, 0.0, nans, squares, squares, squares)
-    wide_a, wide_b = _wide(a), _wide(b)
-    nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
-    nan = nan_a | nan_b
-    if changed is None:
-        changed = (wide_a != wide_b) & ~(nan_a & nan_b)
-    max_abs, max_rel = _largest(wide_a[changed & ~nan], wide_b[changed & ~nan])
+    left, right = wide_a, wide_b = _wide(a), _wide(b)
     usable = np.isfinite(wide_a) & np.isfinite(wide_b)
-    left, right = (wide_a, wide_b) if usable.all() else (wide_a[usable], wide_b[usable])
-    return Tally(
-        int(changed.sum()), a.size, max_abs, max_rel, int(nan.sum()), _dot(left, right), _squares(left), _squares(right)
-    )
+    nans = 0
+    if usable.all():
+        changed = wide_a != wide_b if changed is None else changed
+        countable = changed
+    else:
+        nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
+        changed = (wide_a != wide_b) & ~(nan_a & nan_b) if changed is None else changed
+        countable = changed & ~(nan_a | nan_b)
+        nans = int((nan_a | nan_b).sum())
+        left, right = wide_a[usable], wide_b[usable]
+    max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
+    return Tally(int(changed.sum()), a.size, max_abs, max_rel, nans, _dot(left, right), _squares(left), _squares(right))
 
 
 def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:
@@ -179,10 +185,11 @@ def _largest(a: np.ndarray, b: np.ndarray) -> tuple[float, float]:
     return float(apart.max()), float(ratio.max())
 
 
-def _scale(array: np.ndarray) -> int:
-    """The exponent of the power of two by which dividing leaves magnitudes of about one."""
-    largest = float(np.abs(_parts(array)).max()) if array.size else 0.0
-    return math.frexp(largest)[1]
+def _scaled(array: np.ndarray) -> tuple[np.ndarray, int]:
+    """The array as floats of about one, and the power of two by which it was divided; ordinary magnitudes are left as they are."""
+    flat = _parts(array)
+    exponent = math.frexp(max(float(flat.max()), -float(flat.min())))[1] if flat.size else 0
+    return (flat, 0) if abs(exponent) < PLAIN_EXPONENT else (np.ldexp(flat, -exponent), exponent)
 
 
 def _parts(array: np.ndarray) -> np.ndarray:
@@ -191,15 +198,18 @@ def _parts(array: np.ndarray) -> np.ndarray:
 
 
 def _squares(array: np.ndarray) -> Fraction:
-    exponent = _scale(array)
-    scaled = np.ldexp(_parts(array), -exponent)
-    return Fraction(float(np.dot(scaled, scaled))) * Fraction(2) ** (2 * exponent)
+    flat, exponent = _scaled(array)
+    return Fraction(_product(flat, flat)) * Fraction(2) ** (2 * exponent)
+
+
+def _product(a: np.ndarray, b: np.ndarray) -> float:
+    # Not np.dot: BLAS would start threads of its own for each of our threads.
+    return float(np.einsum("i,i->", a, b))
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:
     """The real part of the inner product: complex vectors count as real ones of twice the length."""
     if a.dtype != b.dtype:
         a, b = a.astype(np.complex128), b.astype(np.complex128)
-    first, second = _scale(a), _scale(b)
-    value = float(np.dot(np.ldexp(_parts(a), -first), np.ldexp(_parts(b), -second)))
-    return Fraction(value) * Fraction(2) ** (first + second)
+    (left, first), (right, second) = _scaled(a), _scaled(b)
+    return Fraction(_product(left, right)) * Fraction(2) ** (first + second)

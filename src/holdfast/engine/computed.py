@@ -86,6 +86,10 @@ class Computed:
         # The flags for conjugated and negated elements are resolved by reading the original.
         return replace(made, traits=replace(original.traits, conj=False, neg=False))
 
+    def original(self, key: str) -> LazyTensor:
+        """What a computed tensor is computed from."""
+        return self._get(key)[0]
+
     def list(self) -> Sequence[str]:
         return sorted(self._tensors)
 

@@ -61,8 +61,8 @@ def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) ->
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Data):
             parts[segment.label] = {}
-            for start in range(0, segment.nbytes, BLOCK):
-                work.append(task(segment.label, offset, start, min(BLOCK, segment.nbytes - start)))
+            cuts = range(0, segment.nbytes, BLOCK)
+            work += [task(segment.label, offset, start, min(BLOCK, segment.nbytes - start)) for start in cuts]
     if work:
         run_all(work, threads or default_threads())
     totals = {}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from holdfast.core.box import Box
@@ -62,8 +60,9 @@ class Resident:
         self, storage: Storage, dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...], offset: int, traits: Traits = PLAIN
     ) -> LazyTensor:
         """A tensor over a storage; offset and strides in bytes."""
-        bits = tuple(s * 8 for s in strides) if math.prod(shape) else (0,) * len(shape)
-        chunk = Chunk(Box.whole(shape), storage, offset * 8 if math.prod(shape) else 0, bits)
+        if 0 in shape:
+            strides, offset = (0,) * len(shape), 0
+        chunk = Chunk(Box.whole(shape), storage, offset * 8, tuple([s * 8 for s in strides]))
         return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
 
     def meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:

@@ -56,23 +56,21 @@ class Piece:
 
 
 Window = list[Piece]
-"""Pieces of one file without a gap between them, at most a block long together."""
+"""Pieces of one file, by their starts, without a gap between them, at most a block long together."""
 
 
 def windows(spans: Sequence[Span], block: int = BLOCK) -> Iterator[Window]:
     """Cut and join spans into windows; each byte of each span is in exactly one piece."""
     window: Window = []
     key, end = "", 0
-    for number in sorted(range(len(spans)), key=lambda i: (spans[i].key, spans[i].start)):
-        span = spans[number]
-        for start in range(span.start, span.stop, block):
-            piece = Piece(number, start, min(start + block, span.stop))
-            if window and (span.key != key or piece.start > end or piece.stop - window[0].start > block):
-                yield window
-                window = []
-            end = max(end, piece.stop) if window else piece.stop
-            key = span.key
-            window.append(piece)
+    pieces = [Piece(i, at, min(at + block, s.stop)) for i, s in enumerate(spans) for at in range(s.start, s.stop, block)]
+    for piece in sorted(pieces, key=lambda p: (spans[p.span].key, p.start)):
+        own = spans[piece.span].key
+        if window and (own != key or piece.start > end or piece.stop - window[0].start > block):
+            yield window
+            window = []
+        key, end = own, max(end, piece.stop) if window else piece.stop
+        window.append(piece)
     if window:
         yield window
 

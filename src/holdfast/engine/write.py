@@ -4,7 +4,8 @@
 2. Data is cut into blocks. Tensors in memory are written straight from it; tensors in files are read into scratch, one block a
    thread. Small tensors are gathered into blocks as well, since a system call a tensor would cost more than its bytes.
 3. Each block's CRC-32 is taken by the thread that has it; a tensor's follows by combination.
-4. When all data is written, the Late segments are made from the CRCs and written.
+4. A Late segment that needs one CRC is made where that tensor is written, if both are in one stretch; the others are made and
+   written when all data is.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy as np
 
 from holdfast.core.crc import combine, crc32
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.slabs import Slab, read_slab, slabs
+from holdfast.engine.slabs import Slab, mapped_bytes, read_slab, slabs
 from holdfast.errors import located
 from holdfast.plan.saves import Data, FilePlan, Late, Literal
 
@@ -56,6 +57,8 @@ class Sums:
     """Block checksums of the tensors of one file, as they come in."""
 
     parts: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    made: set[int] = field(default_factory=set)
+    """Offsets of the late segments that are written already."""
 
     def add(self, label: str, start: int, nbytes: int, crc: int) -> None:
         # One dict operation on a dict that no other thread replaces: safe under the interpreter lock.
@@ -91,18 +94,20 @@ def write_file(
     for segment in plan.segments:
         if isinstance(segment, Data):
             receipt.crcs[segment.label] = known[segment.label] = sums.whole(segment.label)
-    for pieces in _joined_late(plan, offsets, known):
+    for pieces in _joined_late(plan, offsets, known, sums.made):
         sink.write(pieces[0], memoryview(pieces[1]))
         if progress:
             progress(len(pieces[1]))
     return receipt
 
 
-def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-    """The late segments. Where literals alone lie between two of them they are written again with them, in one piece."""
+def _joined_late(
+    plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int], written: set[int]
+) -> Iterator[tuple[int, bytes]]:
+    """The late segments that are not written yet; short literals between two of them are written again, to make it one piece."""
     begin, gathered = -1, bytearray()
     for segment, offset in zip(plan.segments, offsets, strict=True):
-        if isinstance(segment, Late):
+        if isinstance(segment, Late) and offset not in written:
             made = segment.make(crcs)
             if len(made) != segment.nbytes:
                 raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
@@ -164,20 +169,37 @@ def _stretch(
         begin = parts[0][0]
         total = parts[-1][0] + parts[-1][1].nbytes - begin
         buffer = np.zeros(total, np.uint8).data
+        here: dict[str, int] = {}
+        blank = 0
         for offset, segment in parts:
-            at = offset - begin
+            at, end = offset - begin, offset - begin + segment.nbytes
             if isinstance(segment, Literal):
-                buffer[at : at + segment.nbytes] = segment.data
+                buffer[at:end] = segment.data
             elif isinstance(segment, Data):
-                data = bytearray()
                 with located(tensor=segment.label):
-                    for slab in slabs(segment.tensor, BLOCK):
-                        data += read_slab(slab)
-                sums.add(segment.label, 0, len(data), crc32(data))
-                buffer[at : at + len(data)] = data
+                    data = _small(segment)
+                here[segment.label] = crc = crc32(data)
+                sums.add(segment.label, 0, len(data), crc)
+                buffer[at:end] = data
+            elif segment.needs in here:
+                buffer[at:end] = segment.make(here)
+                sums.made.add(offset)
+            else:
+                blank += segment.nbytes
         if total:
             sink.write(begin, buffer)
             if progress:
-                progress(total - sum(s.nbytes for _, s in parts if isinstance(s, Late)))
+                progress(total - blank)
 
     return run
+
+
+def _small(segment: Data) -> memoryview | bytearray:
+    """The bytes of a small tensor."""
+    memory = mapped_bytes(segment.tensor)
+    if memory is not None:
+        return memory
+    data = bytearray()
+    for slab in slabs(segment.tensor, BLOCK):
+        data += read_slab(slab)
+    return data

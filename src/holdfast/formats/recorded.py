@@ -42,8 +42,13 @@ class Recorded:
     flat: bool = True
     """Whether there is no tree, and the state is a dict of the tensors."""
 
+    @property
+    def changes_tensors(self) -> bool:
+        """Whether the tensors are not just those that are stored."""
+        return bool(self.aliases or self.views or self.pairs)
+
     def __bool__(self) -> bool:
-        return bool(self.aliases or self.views or self.pairs or not self.flat)
+        return self.changes_tensors or not self.flat
 
 
 def sharing_fields(sharing: Sharing) -> dict[str, object]:
@@ -146,7 +151,7 @@ def restore(
         if name not in stored:
             field = "views" if name in recorded.views else "dtypes"
             raise HeaderError(f"at {pointer(*at, field)}: there is no tensor {quoted(name)}", tensor=name)
-    tensors = RecordedTensors(stored, recorded) if recorded else stored
+    tensors = RecordedTensors(stored, recorded) if recorded.changes_tensors else stored
     for name, view in recorded.views.items():
         _check_view(tensors[name], view, at)
     for name in recorded.pairs:

@@ -68,6 +68,8 @@ def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
             buckets.setdefault((id(tensor.source), storage.key, storage.start, storage.nbytes), []).append(name)
     groups: dict[Bucket, list[str]] = {}
     for bucket, names in buckets.items():
+        if len(names) == 1 and _plain(found.written[names[0]]):
+            continue
         for name in _distinct(names, found) if len(names) > 1 else names:
             view = found.written[name].traits.alias
             # Numbers below 0 are no places in a file: the storages that a file remembers have keys of their own.
@@ -78,6 +80,11 @@ def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
         if group is not None:
             found.groups.append(group)
     return found
+
+
+def _plain(tensor: LazyTensor) -> bool:
+    """Whether a tensor that is alone in its storage needs no note; most are in C order and have none."""
+    return tensor.traits.alias is None and tensor.chunks[0].strides == c_strides(tensor.shape, tensor.dtype.bits)
 
 
 def _distinct(names: list[str], found: Sharing) -> Iterable[str]:

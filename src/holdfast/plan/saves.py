@@ -38,10 +38,10 @@ class Data:
     tensor: LazyTensor
     label: str
     """What the file calls it; the key under which `Late` segments find its CRC. Unique in a plan."""
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.nbytes
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", self.tensor.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class Late:
     nbytes: int
     make: Callable[[Mapping[str, int]], bytes]
     """From the CRC-32 of every `Data` segment of the plan, by label, to exactly `nbytes` bytes."""
+    needs: str | None = None
+    """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
 
 
 Segment = Literal | Data | Late

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from holdfast.errors import Closed, HoldfastError, LimitExceeded, StoreError, Truncated, UnsafePath
+from holdfast.stores.files import is_temporary
 
 __all__ = ["LocalStore", "check_key", "free_nbytes", "read_at"]
 
@@ -43,6 +44,8 @@ class Handle:
 
     descriptor: int
     nbytes: int
+    changed_ns: int
+    """When its content was last written, as the file system has it."""
     mapped: memoryview | None = None
 
 
@@ -77,14 +80,14 @@ class LocalStore:
         return sorted(keys)
 
     def _collect(self, prefix: str, keys: Keys) -> None:
-        """Plain files here and one folder down; hidden folders (`.git`, `.cache`) are no part of a checkpoint."""
+        """Plain files here and one folder down. Hidden folders (`.git`) and unfinished saves are no part of a checkpoint."""
         folders = []
         with os.scandir(os.path.join(self.name, prefix)) as entries:
             for entry in entries:
                 if entry.is_dir():
                     if not entry.name.startswith(".") and not prefix:
                         folders.append(entry.name + "/")
-                elif entry.is_file():
+                elif entry.is_file() and not is_temporary(entry.name):
                     keys.append(prefix + entry.name)
                     if len(keys) > self._max_files:
                         raise LimitExceeded(
@@ -126,6 +129,14 @@ class LocalStore:
                 handle.mapped = memoryview(area)
             return handle.mapped
 
+    def changed(self) -> Keys:
+        """The files that someone has written to since they were opened here, as far as the file system tells."""
+        with self._lock:
+            found = {key: (handle, os.fstat(handle.descriptor)) for key, handle in self._handles.items()}
+        return sorted(
+            key for key, (handle, now) in found.items() if (now.st_size, now.st_mtime_ns) != (handle.nbytes, handle.changed_ns)
+        )
+
     def close(self) -> None:
         with self._lock:
             self._closed = True
@@ -165,7 +176,7 @@ class LocalStore:
         if not stat.S_ISREG(found.st_mode):
             os.close(descriptor)
             raise UnsafePath("not a plain file (a device, a pipe, a socket or a folder)", file=label)
-        return Handle(descriptor, found.st_size)
+        return Handle(descriptor, found.st_size, found.st_mtime_ns)
 
     def _resolve(self, key: str) -> str:
         if not self._directory:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.values import Device, Size
 from holdfast.engine.resident import Resident
 from holdfast.errors import Unsupported
 
 __all__ = ["torch_leaf"]
+
+NOTHING = memoryview(b"")
 
 
 def torch_leaf(resident: Resident) -> Callable[[object], object]:
@@ -46,7 +48,8 @@ def _dtype(dtype: torch.dtype) -> DType:
 
 def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
     parameter = isinstance(tensor, torch.nn.Parameter)
-    traits = Traits(requires_grad=tensor.requires_grad and tensor.is_leaf, parameter=parameter)
+    grad = tensor.requires_grad and tensor.is_leaf
+    traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
     plain = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return _composite(plain, resident, traits)
@@ -54,15 +57,17 @@ def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
         raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
     if plain.is_meta:
         return resident.meta(_dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True))
-    traits = replace(traits, conj=plain.is_conj(), neg=plain.is_neg())
-    location = str(plain.device)
-    if plain.device.type != "cpu":
+    if plain.is_conj() or plain.is_neg():
+        traits = replace(traits, conj=plain.is_conj(), neg=plain.is_neg())
+    location = "cpu"
+    if not plain.is_cpu:
+        location = str(plain.device)
         plain = plain.cpu()
     storage = plain.untyped_storage()
-    content = memoryview(np.empty(0, np.uint8).data)
-    if storage.nbytes():
-        content = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
-    place = resident.memory(storage.data_ptr(), content, owner=storage, location=location)
+    address, nbytes = storage.data_ptr(), storage.nbytes()
+    # The storage's own memory, looked at; `owner` keeps it there for as long as anything points at it.
+    content = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else NOTHING
+    place = resident.memory(address, content, owner=storage, location=location)
     width = plain.element_size()
     strides = tuple(s * width for s in plain.stride())
     return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)

@@ -45,6 +45,8 @@ class ManifestTensors(Mapping[str, LazyTensor]):
         self._tensors = manifest.tensors
         self._files = [file.name for file in manifest.files]
         self._source = source
+        self._wholes: dict[tuple[int, ...], Box] = {}
+        """The box of each shape: a model has thousands of tensors and a dozen shapes."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         stored = self._tensors[name]
@@ -55,8 +57,13 @@ class ManifestTensors(Mapping[str, LazyTensor]):
     def _chunk(self, name: str, dtype: DType, stored: StoredTensor, chunk: StoredChunk) -> Chunk:
         start, stop = chunk.bytes
         storage = Storage(self._files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name)
-        box = box_of(stored, chunk)
-        return Chunk(box, storage, 0, c_strides(box.shape, dtype.bits))
+        if chunk.start is not None:
+            box = box_of(stored, chunk)
+            return Chunk(box, storage, 0, c_strides(box.shape, dtype.bits))
+        whole = self._wholes.get(stored.shape)
+        if whole is None:
+            whole = self._wholes[stored.shape] = Box.whole(stored.shape)
+        return Chunk(whole, storage, 0, c_strides(stored.shape, dtype.bits))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

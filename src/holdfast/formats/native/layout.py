@@ -79,17 +79,17 @@ def carried(name: str, tensor: LazyTensor) -> Piece:
     """A tensor as a safetensors header can name it, with the same bytes."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype.name == PAIRS and shape:
-        return Piece(name, tensor, "F4", (*shape[:-1], 2 * shape[-1]))
+        return Piece.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
     if dtype.safetensors is not None and tensor.size * dtype.bits % 8 == 0:
-        return Piece(name, tensor, dtype.safetensors, shape)
+        return Piece.of(tensor, name, dtype.safetensors, shape)
     if dtype.packed:
-        return Piece(name, tensor, "U8", (tensor.nbytes,))
+        return Piece.of(tensor, name, "U8", (tensor.nbytes,))
     if dtype.kind == "complex":
-        return Piece(name, tensor, "F64" if dtype.bits == 128 else "F16", (*shape, 2))
+        return Piece.of(tensor, name, "F64" if dtype.bits == 128 else "F16", (*shape, 2))
     plain = DTYPES.numpy(dtype.numpy)
     if plain is None or plain.safetensors is None:
-        return Piece(name, tensor, "U8", (tensor.nbytes,))
-    return Piece(name, tensor, plain.safetensors, shape)
+        return Piece.of(tensor, name, "U8", (tensor.nbytes,))
+    return Piece.of(tensor, name, plain.safetensors, shape)
 
 
 def _manifest(

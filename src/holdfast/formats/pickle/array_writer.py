@@ -53,7 +53,9 @@ def write_array(writer: PickleWriter, array: np.ndarray) -> None:
     if array.dtype.hasobject:
         writer.refuse("a numpy array of Python objects")
         return
-    writer.call(array, "numpy._core.multiarray._reconstruct", (NDARRAY, (0,), b"b"))
+    # The tuple is made anew for each array, as numpy does: a constant would be taken for one that is shared.
+    length = 0
+    writer.call(array, "numpy._core.multiarray._reconstruct", (NDARRAY, (length,), b"b"))
     fortran = array.flags.fnc
     state = (1, array.shape, array.dtype, fortran, array.tobytes("F" if fortran else "C"))
     writer.keep(state)

@@ -21,10 +21,10 @@ and none is garbage.
 
 from __future__ import annotations
 
-import gc
 import struct
 from dataclasses import dataclass, replace
 
+from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
@@ -85,17 +85,13 @@ def interpret(
     end = min(len(data), start + most)
     state = State(data, table, limits, stream=stream, start=start, end=end)
     table.begin(limits, end - start)
-    resting = gc.isenabled()
-    gc.disable()
     try:
-        value = _run(state)
+        with resting_collector():
+            value = _run(state)
     except HoldfastError as error:
         if error.offset is None:
             error.offset = state.at
         raise
-    finally:
-        if resting:
-            gc.enable()
     return Interpreted(value, state.pos, table.foreign(stream), state.count)
 
 

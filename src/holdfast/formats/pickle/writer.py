@@ -255,6 +255,8 @@ class PickleWriter:
             return
         self.out.append(b"]")
         self.memo[id(value)] = self.put()
+        if self.too_deep():
+            return
         for batch in _batches(enumerate(value)):
             self._fill(batch, b"a" if len(value) == 1 else b"e")
 
@@ -263,18 +265,23 @@ class PickleWriter:
             return
         self.out.append(b"}")
         self.memo[id(value)] = self.put()
+        if self.too_deep():
+            return
         for batch in _batches(value.items()):
             self._fill(batch, b"s" if len(value) == 1 else b"u")
+        if value and len(value) % BATCH == 0:
+            # The C pickler begins another batch before it sees that nothing is left; with plain dicts only (3.11).
+            self.out.append(b"(u")
 
     def _items(self, value: Mapping[object, object]) -> None:
         """The items of what is like a dict; unlike in a dict, the last one of 1,001 gets no MARK."""
+        if self.too_deep():
+            return
         for batch in _batches(value.items()):
             self._fill(batch, b"s" if len(batch) == 1 else b"u")
 
     def _fill(self, items: list[tuple[object, object]], opcode: bytes) -> None:
         """One batch of values under their keys (SETITEM, SETITEMS) or one behind the other (APPEND, APPENDS)."""
-        if self._too_deep():
-            items = [(None, None)]
         if opcode in b"eu":
             self.out.append(b"(")
         path, write, keys = self.path, self.write, opcode in b"su"
@@ -287,7 +294,8 @@ class PickleWriter:
         path.pop()
         self.out.append(opcode)
 
-    def _too_deep(self) -> bool:
+    def too_deep(self) -> bool:
+        """Note a problem where containers nest deeper than the limit, which they do without end inside of themselves."""
         if len(self.path) < self.limits.depth:
             return False
         self.problems.append(f"{self.where()}: nested deeper than Limits(depth={self.limits.depth}), or inside of itself")
@@ -296,7 +304,7 @@ class PickleWriter:
     def _tuple(self, value: tuple[object, ...]) -> None:
         if self.known(value):
             return
-        if self._too_deep():
+        if self.too_deep():
             value = ()
         if len(value) > 3:
             self.out.append(b"(")

@@ -47,6 +47,12 @@ class Piece:
     """The dtype in the header."""
     shape: tuple[int, ...]
     """The shape in the header."""
+    nbytes: int
+    """Bytes of the tensor, which is asked for often."""
+
+    @classmethod
+    def of(cls, tensor: LazyTensor, name: str, code: str, shape: tuple[int, ...]) -> Piece:
+        return cls(name, tensor, code, shape, tensor.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +71,7 @@ def plan_file(key: str, pieces: Iterable[Piece], metadata: Mapping[str, str], fi
     entries: dict[str, Entry] = {}
     position = 0
     for piece in ordered:
-        end = position + piece.tensor.nbytes
+        end = position + piece.nbytes
         entries[piece.name] = Entry(piece.code, piece.shape, (position, end))
         position = end
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
@@ -79,7 +85,7 @@ def plan_file(key: str, pieces: Iterable[Piece], metadata: Mapping[str, str], fi
     tail += b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
     length = len(head) + digits + len(tail)
     start = PREFIX_NBYTES + length
-    filled = [piece for piece in ordered if piece.tensor.nbytes]
+    filled = [piece for piece in ordered if piece.nbytes]
     segments: list[Segment] = [Literal(length.to_bytes(PREFIX_NBYTES, "little") + head)]
     if ordered:
         segments.append(_checksums([piece.name for piece in ordered], frozenset(piece.name for piece in filled)))
@@ -109,7 +115,7 @@ def fill_shards(pieces: Iterable[Piece], max_nbytes: int) -> list[list[Piece]]:
     shards: list[list[Piece]] = [[]]
     room = max_nbytes
     for piece in pieces:
-        nbytes = piece.tensor.nbytes
+        nbytes = piece.nbytes
         if nbytes > room and shards[-1]:
             shards.append([])
             room = max_nbytes
@@ -127,10 +133,10 @@ def name_problem(name: str) -> str | None:
 
 def size_problem(tensor: LazyTensor) -> str | None:
     """Why a tensor should not be written out, or None: an expanded view takes many times what was stored."""
-    limits = tensor.source.limits
-    if tensor.nbytes <= limits.expansion_floor_nbytes:
+    limits, nbytes = tensor.source.limits, tensor.nbytes
+    if nbytes <= limits.expansion_floor_nbytes:
         return None
     stored = sum(storage.nbytes for storage in tensor.storages)
-    if tensor.nbytes <= limits.expansion * stored:
+    if nbytes <= limits.expansion * stored or tensor.traits.meta:
         return None
-    return f"an expanded view, {tensor.nbytes:,} bytes out of {stored:,} stored ones; slice it, or raise Limits(expansion=…)"
+    return f"an expanded view, {nbytes:,} bytes out of {stored:,} stored ones; slice it, or raise Limits(expansion=…)"

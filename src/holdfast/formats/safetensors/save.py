@@ -139,12 +139,12 @@ def _piece(name: str, tensor: LazyTensor) -> Piece | str:
     """A tensor as the format says it, or why it cannot."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype.name == PAIRS and shape:
-        return Piece(name, tensor, "F4", (*shape[:-1], 2 * shape[-1]))
+        return Piece.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
     if dtype.safetensors is None:
         return f"safetensors has no dtype {dtype}"
     if tensor.size * dtype.bits % 8:
         return f"{tensor.size:,} elements of {dtype} do not fill whole bytes"
-    return Piece(name, tensor, dtype.safetensors, shape)
+    return Piece.of(tensor, name, dtype.safetensors, shape)
 
 
 def _not_tensors(tree: object) -> list[str]:

@@ -7,10 +7,11 @@ import math
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
+from holdfast.core.opaque import Global
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.errors import LimitExceeded, MetadataError
 
-__all__ = ["MAX_ELEMENTS", "checked_ints", "strided_view"]
+__all__ = ["MAX_ELEMENTS", "brief", "checked_ints", "strided_view"]
 
 MAX_ELEMENTS = 1 << 62
 """More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
@@ -19,9 +20,9 @@ MAX_ELEMENTS = 1 << 62
 def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[int, ...]:
     """A tuple or list of non-negative ints (no bools), of the given rank where one is given."""
     if not isinstance(values, tuple | list) or any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in values):
-        raise MetadataError(f"the {what} of a tensor must be non-negative integers", found=_short(values))
+        raise MetadataError(f"the {what} of a tensor must be non-negative integers", found=brief(values))
     if rank is not None and len(values) != rank:
-        raise MetadataError(f"a tensor with {rank} dimensions has a {what} with {len(values)}", found=_short(values))
+        raise MetadataError(f"a tensor with {rank} dimensions has a {what} with {len(values)}", found=brief(values))
     return tuple(values)
 
 
@@ -60,11 +61,17 @@ def _fits_bytes(last: int, dtype: DType, storage: LazyTensor) -> bool:
     return dtype.packed and (last + 1) * dtype.bits <= storage.size * 8
 
 
-def _short(value: object) -> str:
-    if isinstance(value, tuple | list):
-        return f"{type(value).__name__} of {len(value)}: " + ", ".join(
-            repr(v) if isinstance(v, int) and abs(v) < 1 << 128 else type(v).__name__ for v in value[:8]
-        )
-    return type(value).__name__
-
-
+def brief(value: object) -> str:
+    """A value from a file, for a message, at a cost that does not depend on it: `str` of nested containers is exponential."""
+    match value:
+        case str():
+            return value[:64]
+        case int():
+            return str(value) if abs(value) < 1 << 128 else "a large integer"
+        case Global():
+            return str(value)[:128]
+        case tuple() | list():
+            inside = ", ".join(str(v) if isinstance(v, int) and abs(v) < 1 << 128 else type(v).__name__ for v in value[:8])
+            return f"{type(value).__name__} of {len(value)}: {inside}"
+        case _:
+            return type(value).__name__

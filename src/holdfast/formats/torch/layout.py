@@ -18,11 +18,10 @@ storage differs: torch writes all of the storage, this writes what is reached (u
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
+from holdfast.core.collector import resting_collector
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -97,19 +96,6 @@ def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, 
     return SavePlan("torch-zip", (FilePlan("", segments),), tuple(notes))
 
 
-@contextmanager
-def resting_collector() -> Iterator[None]:
-    """No cyclic garbage collection meanwhile: objects by the hundred thousand are made, none is garbage, and the collector would
-    walk all of them again and again (more than half of the time for 50,000 tensors)."""
-    resting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if resting:
-            gc.enable()
-
-
 class Identity:
     """Makes the serialization id from the checksums of the data."""
 
@@ -134,8 +120,13 @@ class Identity:
 
 def _head(data: Data) -> bytes:
     """The first bytes of a payload, where they can be seen without reading: the id is the only use for them."""
-    view = data.tensor.source.view(data.tensor) if data.nbytes >= 8 else None
-    return b"" if view is None or not view.flags.c_contiguous else bytes(view.reshape(-1)[:8].view("u1")[:8])
+    source = data.tensor.source
+    if data.nbytes < 8 or len(data.tensor.chunks) != 1:
+        return b""
+    (chunk,) = data.tensor.chunks
+    memory = source.store.map(chunk.storage.key) if source.mapped else None
+    begin = chunk.storage.start + chunk.offset // 8
+    return b"" if memory is None else bytes(memory[begin : begin + 8])
 
 
 def _notes(pickled: TorchPickle) -> list[str]:
@@ -147,8 +138,8 @@ def _notes(pickled: TorchPickle) -> list[str]:
         notes.append(f"torch.load(weights_only=True) refuses this file unless it is told to allow {shown}")
     for one, other in pickled.storages.lost():
         notes.append(
-            f"{one.name!r} ({one.sample.dtype}) and {other.name!r} ({other.sample.dtype}) share bytes; torch keeps one dtype "
-            "a storage, so they are written apart"
+            f"{one.name!r} ({one.sample.dtype}) and {other.name!r} ({other.sample.dtype}) share bytes in a way that torch has no "
+            "form for (two dtypes, a reversed axis): they are written apart"
         )
     return notes
 

@@ -17,6 +17,7 @@ from holdfast.core.tree import name_tensors
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.formats.pickle.machine import Interpreted, interpret
 from holdfast.formats.pickle.table import Table
+from holdfast.formats.torch.geometry import brief
 from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id
 from holdfast.formats.torch.table import TorchTable
 
@@ -50,7 +51,7 @@ class TorchLegacy:
             raise FormatError("the stream does not begin with torch's magic number")
         protocol, at = window.stream(at, Table(), "pickle 2")
         if protocol.value != PROTOCOL:
-            raise FormatError(f"protocol {PROTOCOL} is the only one that torch ever wrote", found=str(protocol.value)[:64])
+            raise FormatError(f"protocol {PROTOCOL} is the only one that torch ever wrote", found=brief(protocol.value))
         _, begin = window.stream(at, Table(), "pickle 3")
 
         ids = StorageIds()

@@ -6,16 +6,17 @@
 1. Tensors over one source storage go to one record, which holds the bytes from the first that any of them reaches to the last. A
    small view of a large buffer therefore costs what it shows, and views of each other stay views of each other.
 2. torch wants one dtype a storage; dtypes without a storage class of their own count as uint8. Where tensors over one storage are
-   of different classes, or lie at odd offsets, each kind gets a record, and a note says which sharing was lost.
+   of different classes, or lie at odd offsets, each kind gets a record, and `lost` says which sharing that cost.
    Untrimmed, a record holds its whole source storage, as torch writes it.
 3. What a torch tensor cannot be (several chunks, reversed axes, steps of a fraction of an element) is written in C order, as a
    record of its own.
 
-Offsets and lengths are known when all tensors were seen, so `place` gives the record, and `base` and `count` are asked for later.
+Offsets and lengths are known when all tensors were seen: `place` gives the record, `close` tells it where it begins and ends.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -53,20 +54,28 @@ class StorageRecord:
     whole: bool = False
     """The sample alone, in C order."""
 
-    @property
-    def base(self) -> int:
-        """The bit of the source storage where the record begins."""
-        return 0 if self.whole else self.low - (self.low - self.odd) % self.step
+    base: int = 0
+    """The bit of the source storage where the record begins. This and what follows is set by `close`."""
+    nbytes: int = 0
+    count: int = 0
+    """Elements, as torch counts them: bytes for types that are untyped or packed."""
 
-    @property
-    def nbytes(self) -> int:
-        return self.sample.nbytes if self.whole else (self.high - self.base + 7) // 8
-
-    @property
-    def count(self) -> int:
-        """Elements, as torch counts them: bytes for types that are untyped or packed."""
+    def close(self) -> None:
+        """All tensors were seen."""
         dtype = self.sample.dtype
-        return self.nbytes if dtype.storage is None or dtype.packed else self.nbytes * 8 // dtype.bits
+        if self.whole:
+            self.nbytes = self.sample.nbytes
+        else:
+            self.base = self.low - (self.low - self.odd) % self.step
+            self.nbytes = (self.high - self.base + 7) // 8
+        self.count = self.nbytes if dtype.storage is None or dtype.packed else self.nbytes * 8 // dtype.bits
+
+    def reached(self) -> tuple[int, int]:
+        """The bits of the source storage that are in it, for tensors of one chunk."""
+        if not self.whole:
+            return self.base, self.high
+        start, stop = self.sample.chunks[0].extent(self.sample.dtype)
+        return start * 8, stop * 8
 
     @property
     def location(self) -> str:
@@ -93,9 +102,11 @@ class StorageRecord:
     def _is_sample(self, chunk: Chunk) -> bool:
         """Whether the record is the first tensor and nothing else, so that no other view of the bytes needs to be made."""
         sample = self.sample
-        if chunk.offset != self.base or self.high - self.base != sample.size * sample.dtype.bits:
+        bits = sample.dtype.bits
+        if bits < 8 or chunk.offset != self.base or self.high - self.base != math.prod(sample.shape) * bits:
             return False
-        return chunk.strides == c_strides(sample.shape, sample.dtype.bits) and not (sample.traits.conj or sample.traits.neg)
+        dense = chunk.strides == (bits,) if len(sample.shape) == 1 else chunk.strides == c_strides(sample.shape, bits)
+        return dense and not (sample.traits.conj or sample.traits.neg)
 
 
 class StorageRecords:
@@ -159,18 +170,23 @@ class StorageRecords:
             self.records.append(record)
         return record, 0, c_strides(tensor.shape, 1)
 
+    def close(self) -> None:
+        """All tensors were seen."""
+        for record in self.records:
+            record.close()
+
     def lost(self) -> list[tuple[StorageRecord, StorageRecord]]:
         """Pairs of records that had bytes in common and are now written apart."""
-        pairs: list[tuple[StorageRecord, StorageRecord]] = []
         groups: dict[tuple[int, str, int], list[StorageRecord]] = {}
         for record in self.records:
-            if not record.whole:
+            if record.nbytes and len(record.sample.chunks) == 1:
                 storage = record.sample.chunks[0].storage
                 groups.setdefault((id(record.sample.source), storage.key, storage.start), []).append(record)
+        pairs: list[tuple[StorageRecord, StorageRecord]] = []
         for group in groups.values():
             if len(group) > 1:
-                ordered = sorted((r for r in group if r.high), key=lambda r: r.base)
-                pairs += [(a, b) for a, b in pairwise(ordered) if b.base < a.high]
+                group.sort(key=StorageRecord.reached)
+                pairs += [(a, b) for a, b in pairwise(group) if b.reached()[0] < a.reached()[1]]
         return pairs
 
 

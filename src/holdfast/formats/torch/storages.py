@@ -16,7 +16,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import MetadataError, PickleError
-from holdfast.formats.torch.geometry import MAX_ELEMENTS
+from holdfast.formats.torch.geometry import MAX_ELEMENTS, brief
 from holdfast.formats.torch.table import storage_dtype
 
 __all__ = ["StorageId", "Storages", "parse_storage_id"]
@@ -45,17 +45,17 @@ def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
     _, kind, key, location, count, *rest = pid
     dtype = storage_dtype(kind)
     if dtype is None:
-        raise PickleError("a storage of an unknown class", found=str(kind)[:128])
+        raise PickleError("a storage of an unknown class", found=brief(kind))
     if not isinstance(key, str) or not isinstance(location, str):
         raise PickleError("a storage's key and location must be text", found=type(key).__name__)
     if type(count) is not int or not 0 <= count < MAX_ELEMENTS:
-        raise MetadataError("a storage's element count must be a non-negative integer", found=str(count)[:64])
+        raise MetadataError("a storage's element count must be a non-negative integer", found=brief(count))
     view = rest[0] if rest else None
     if view is not None:
         if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
             raise PickleError("a storage view must be a key, an offset and a count", found=type(view).__name__)
         if any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in view[1:]) or view[1] + view[2] > count:
-            raise MetadataError("a storage view that reaches past its storage", found=str(view)[:64])
+            raise MetadataError("a storage view that reaches past its storage", found=brief(view))
     return StorageId(dtype, key, location, count, view)
 
 

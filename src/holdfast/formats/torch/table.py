@@ -18,7 +18,7 @@ from holdfast.core.values import Device, Size
 from holdfast.errors import MetadataError, PickleError
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.table import Pending
-from holdfast.formats.torch.geometry import checked_ints, strided_view
+from holdfast.formats.torch.geometry import brief, checked_ints, strided_view
 
 __all__ = ["TorchTable", "storage_dtype"]
 
@@ -62,6 +62,9 @@ class TorchTable(PlainTable):
         self.values.update(VALUES)
         self.calls.update(CALLS)
         self.calls["torch._tensor", "_rebuild_from_type_v2"] = self._from_type
+        for module in ("torch._tensor", "torch.tensor"):
+            # torch 1.7 to 1.10 called it so, with the attributes as a plain dict; the module was renamed in 1.9.
+            self.calls[module, "_rebuild_from_type"] = self._from_type
         self.calls["torch._utils", "_rebuild_meta_tensor_no_storage"] = self._meta
         for name in GRAPH_MODULES:
             self.calls["torch.fx.graph_module", name] = self._graph_module(name)
@@ -71,6 +74,12 @@ class TorchTable(PlainTable):
 
     def persistent(self, pid: object) -> object:
         return self._persistent(pid)
+
+    def build(self, obj: object, state: object) -> object:
+        """As any table; and a tensor may be told whether it requires a gradient, which torch 0.2 and 0.3 did by BUILD."""
+        if isinstance(obj, LazyTensor):
+            return _with_state(obj, state)
+        return super().build(obj, state)
 
     def _meta(self, args: Args) -> object:
         """(dtype, size, stride, requires_grad)"""
@@ -156,13 +165,29 @@ def _tensor_v3(args: Args) -> object:
 
 
 def _parameter(args: Args) -> object:
-    """(tensor, requires_grad, hooks[, state])"""
-    data, grad = _arity(args, 1, 4, "_rebuild_parameter")[:2] if len(args) > 1 else (args[0] if args else None, True)
-    state = args[3] if len(args) > 3 else None
+    """([tensor, requires_grad, hooks, state]); without arguments the tensor comes with BUILD, as in torch 0.1."""
+    if not args:
+        return LegacyVariable(Global("torch.nn.parameter", "Parameter"))
+    _arity(args, 1, 4, "_rebuild_parameter")
+    data, grad, state = args[0], args[1] if len(args) > 1 else True, args[3] if len(args) > 3 else None
     if isinstance(data, LazyTensor | Composite):
         traits = replace(data.traits, parameter=True, requires_grad=grad is True, state=state)
         return replace(data, traits=traits)
     return Opaque(Global("torch._utils", "_rebuild_parameter"), args)
+
+
+def _variable(args: Args) -> object:
+    """`Variable(tensor)` of torch before 0.4 is the tensor; without arguments it comes with BUILD."""
+    if not args:
+        return LegacyVariable(Global("torch.autograd.variable", "Variable"))
+    return args[0] if isinstance(args[0], LazyTensor) else NotImplemented
+
+
+def _with_state(tensor: LazyTensor, state: object) -> LazyTensor:
+    """(requires_grad, volatile, hooks): what torch 0.2 and 0.3 gave to a Variable or Parameter after making it."""
+    if not isinstance(state, tuple) or len(state) != 3 or not isinstance(state[0], bool):
+        raise PickleError("a BUILD of a tensor with other state than torch's", found=type(state).__name__)
+    return replace(tensor, traits=replace(tensor.traits, requires_grad=state[0]))
 
 
 SPARSE_PARTS = {
@@ -179,7 +204,7 @@ def _sparse(args: Args) -> object:
     layout, data = _arity(args, 2, 2, "_rebuild_sparse_tensor")
     names = SPARSE_PARTS.get(layout.name) if isinstance(layout, Global) else None
     if names is None or not isinstance(layout, Global) or not isinstance(data, tuple):
-        raise PickleError("a sparse tensor with an unknown layout", found=str(layout)[:64])
+        raise PickleError("a sparse tensor with an unknown layout", found=brief(layout))
     parts, rest = data[: len(names)], data[len(names) :]
     if len(parts) != len(names) or not all(isinstance(p, LazyTensor) for p in parts) or not 1 <= len(rest) <= 2:
         raise PickleError(f"a {layout.name} tensor needs {', '.join(names)} and a size", found=len(data))
@@ -215,7 +240,7 @@ def _quantized(args: Args) -> object:
     elements = strided_view(storage, storage.dtype, offset, size, stride, traits)
     scheme, *rest = quantizer
     if not isinstance(scheme, Global) or scheme.name not in QSCHEMES:
-        raise PickleError("a quantised tensor with an unknown scheme", found=str(scheme)[:64])
+        raise PickleError("a quantised tensor with an unknown scheme", found=brief(scheme))
     if scheme.name.startswith("per_tensor"):
         if len(rest) != 2 or not isinstance(rest[0], float | int) or type(rest[1]) is not int:
             raise PickleError("a per-tensor quantiser needs a scale and a zero point", found=len(rest))
@@ -225,7 +250,7 @@ def _quantized(args: Args) -> object:
         raise PickleError("a per-channel quantiser needs scales, zero points and an axis", found=len(rest))
     scales, zeros, axis = rest
     if type(axis) is not int or not 0 <= axis < max(elements.ndim, 1):
-        raise MetadataError("a per-channel quantiser's axis is not one of the tensor's", found=str(axis)[:64])
+        raise MetadataError("a per-channel quantiser's axis is not one of the tensor's", found=brief(axis))
     if not scales.shape == zeros.shape == elements.shape[axis : axis + 1]:
         raise MetadataError("a per-channel quantiser needs a scale and a zero point for each channel", found=scales.shape)
     parts = {"int_repr": elements, "scales": scales, "zero_points": zeros}
@@ -256,7 +281,7 @@ def _jagged(args: Args) -> object:
     if "values" not in parts or "offsets" not in parts or parts["offsets"].ndim != 1 or not parts["offsets"].size:
         raise MetadataError("a jagged tensor needs values and a row of offsets", found=tuple(parts))
     if type(ragged) is not int or not 1 <= ragged <= parts["values"].ndim:
-        raise MetadataError("a jagged tensor's ragged dimension is not one of its own", found=str(ragged)[:64])
+        raise MetadataError("a jagged tensor's ragged dimension is not one of its own", found=brief(ragged))
     attributes: dict[str, object] = {"ragged_idx": ragged}
     cache = given.get("_metadata_cache")
     for name in ("min_seqlen", "max_seqlen"):
@@ -290,7 +315,7 @@ def _device(args: Args) -> object:
 def _layout(args: Args) -> object:
     (name,) = _arity(args, 1, 1, "_get_layout")
     if not isinstance(name, str) or name.removeprefix("torch.") not in LAYOUTS:
-        raise PickleError("an unknown layout", found=str(name)[:64])
+        raise PickleError("an unknown layout", found=brief(name))
     return Global("torch", name.removeprefix("torch."))
 
 
@@ -305,7 +330,27 @@ class LegacyTensor(Pending):
     """`torch.FloatTensor` made empty and filled by BUILD with (storage, offset, size, stride)."""
 
     def finish(self, state: object) -> object:
-        return _tensor_v2(state) if isinstance(state, tuple) and 4 <= len(state) <= 7 else self
+        if isinstance(state, tuple) and 4 <= len(state) <= 7:
+            return _tensor_v2(state)
+        self.state = state
+        return self
+
+
+class LegacyVariable(Pending):
+    """A Variable or Parameter made empty and filled by BUILD with (tensor, creator, hooks, requires_grad, volatile)."""
+
+    def finish(self, state: object) -> object:
+        match state:
+            case (LazyTensor() as data, _, _, bool(grad), bool()):
+                parameter = self.name == "Parameter"
+                return replace(data, traits=replace(data.traits, parameter=parameter, requires_grad=grad))
+        self.state = state
+        return self
+
+
+def _empty_tensor(name: str) -> Callable[[Args], object]:
+    """A call without arguments waits for its BUILD; one with a size would allocate, and is kept as a record."""
+    return lambda args: NotImplemented if args else LegacyTensor(Global("torch", name))
 
 
 def _legacy_tensor(name: str) -> Callable[[Args], object]:
@@ -323,6 +368,8 @@ CALLS: dict[tuple[str, str], Callable[[Args], object]] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch.nn.parameter", "Parameter"): _parameter,
+    ("torch.autograd.variable", "Variable"): _variable,
+    **{("torch", name): _empty_tensor(name) for name in (*TENSOR_CLASSES, "Tensor")},
     ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
     ("torch._utils", "_rebuild_sparse_csr_tensor"): _sparse,
     ("torch._utils", "_rebuild_qtensor"): _quantized,
@@ -342,6 +389,7 @@ CALLS: dict[tuple[str, str], Callable[[Args], object]] = {
 
 NEWS: dict[tuple[str, str], Callable[[Args], object]] = {
     ("torch.nn.parameter", "Parameter"): _parameter,
+    ("torch.autograd.variable", "Variable"): _variable,
     ("torch", "Size"): _size,
     **{("torch", name): _legacy_tensor(name) for name in (*TENSOR_CLASSES, "Tensor")},
     **{("torch.cuda", name): _legacy_tensor(name) for name in TENSOR_CLASSES},

@@ -19,7 +19,7 @@ from holdfast.core.tree import name_tensors
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.formats.pickle.machine import interpret, interpret_whole
 from holdfast.formats.pickle.table import Table
-from holdfast.formats.torch.geometry import MAX_ELEMENTS, strided_view
+from holdfast.formats.torch.geometry import MAX_ELEMENTS, brief, strided_view
 from holdfast.formats.torch.table import TorchTable, storage_dtype
 
 __all__ = ["TorchTar"]
@@ -57,7 +57,7 @@ class TorchTar:
                 return pid[0]
             number = int(pid) if isinstance(pid, str) and pid.isascii() and pid.isdecimal() and len(pid) < 40 else pid
             if type(number) is not int or number not in known:
-                raise PickleError("a persistent id that names no tensor and no storage", found=str(pid)[:64])
+                raise PickleError("a persistent id that names no tensor and no storage", found=brief(pid))
             return known[number]
 
         start, stop = members["pickle"]
@@ -176,7 +176,7 @@ def _storages(cursor: Cursor, source: Source) -> dict[int, LazyTensor]:
         name, location, kind = _triple(cursor.pickle())
         dtype = storage_dtype(kind)
         if dtype is None or name in found:
-            raise PickleError("a storage of an unknown class, or listed twice", found=str(kind)[:64])
+            raise PickleError("a storage of an unknown class, or listed twice", found=brief(kind))
         (count,) = cursor.ints(1)
         if not 0 <= count < MAX_ELEMENTS:
             raise MetadataError("a storage with a negative number of elements", found=count, offset=cursor.at)
@@ -192,7 +192,7 @@ def _storages(cursor: Cursor, source: Source) -> dict[int, LazyTensor]:
             raise PickleError("a storage view must be four integers")
         target, root, offset, count = view
         if root not in found or target in found or offset < 0 or count < 0 or offset + count > found[root].size:
-            raise MetadataError("a storage view that does not fit its root", found=str(view)[:64])
+            raise MetadataError("a storage view that does not fit its root", found=brief(view))
         found[target] = found[root][offset : offset + count]
     cursor.finish()
     return found
@@ -205,7 +205,7 @@ def _tensors(cursor: Cursor, storages: dict[int, LazyTensor]) -> dict[int, LazyT
         (rank,) = cursor.ints(1, 4)
         cursor.skip(4)
         if type(owner) is not int or owner not in storages or name in storages or name in found:
-            raise MetadataError("a tensor that names no storage, or a key that is used twice", found=str(owner)[:64])
+            raise MetadataError("a tensor that names no storage, or a key that is used twice", found=brief(owner))
         limits = storages[owner].source.limits
         if not 0 <= rank <= limits.rank:
             raise LimitExceeded(f"a tensor with {rank} dimensions, above Limits(rank={limits.rank})", found=rank)

@@ -150,7 +150,7 @@ class Decoder:
         return checked
 
     def traits(self, traits: Traits, fields: Fields, at: At, depth: int) -> Traits:
-        if not any(trait in fields for trait in TRAITS):
+        if fields.keys().isdisjoint(TRAITS):
             return traits
         for flag in FLAGS:
             if fields.get(flag, True) is not True:

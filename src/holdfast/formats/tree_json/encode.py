@@ -249,13 +249,19 @@ class Encoder:
             case Global():
                 return {TAG: "global", "module": self.leaf(value.module, path), "name": self.leaf(value.name, path)}
             case PurePosixPath() | PureWindowsPath():
-                if len(str(value)) > PATH_CHARACTERS:
-                    return self.problem(path, f"a path of more than {PATH_CHARACTERS} characters")
-                flavour = "posix" if isinstance(value, PurePosixPath) else "windows"
+                flavour, pure = ("posix", PurePosixPath) if isinstance(value, PurePosixPath) else ("windows", PureWindowsPath)
+                if len(str(value)) > PATH_CHARACTERS or pure(str(value)) != value:
+                    # `//://` on Windows is another path once it has been text (Python 3.11).
+                    return self.problem(path, f"a path of more than {PATH_CHARACTERS} characters, or not given back by its text")
                 return {TAG: "path", "flavour": flavour, "path": self.leaf(str(value), path)}
         raise TypeError(f"no leaf: {kind.__name__}")
 
     def numpy(self, value: np.generic | np.ndarray | np.dtype[np.generic], path: Path) -> object:
+        if isinstance(value, np.str_):
+            # Not by its dtype, and not by `str`: both lose the NUL characters at its end (numpy 2.4).
+            return {TAG: "numpy.str", "value": self.leaf("".join(value), path)}
+        if isinstance(value, np.bytes_):
+            return {TAG: "numpy.bytes", "base64": scalars.bytes_text(bytes(value))}
         form = scalars.dtype_form(value if isinstance(value, np.dtype) else value.dtype)
         if form is None or (isinstance(value, np.ndarray) and type(value) is not np.ndarray):
             return self.problem(path, f"{_described(value)} with a dtype that is not plain")

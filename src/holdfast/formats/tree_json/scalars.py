@@ -194,8 +194,8 @@ def _check_text(array: np.ndarray) -> None:
 
 
 def scalar_from(data: bytes, dtype: AnyDType) -> np.generic:
-    if not dtype.itemsize and dtype.kind in "US" and not data:
-        return np.str_("") if dtype.kind == "U" else np.bytes_(b"")
+    if dtype.kind in "US":
+        raise ValueError("text and bytes of numpy have tags of their own")
     try:
         element: object = array_from(data, dtype, [], 0)[()]
     except (ValueError, OverflowError):

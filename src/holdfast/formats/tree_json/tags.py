@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import cast
 
+import numpy as np
+
 from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global
@@ -26,7 +28,8 @@ FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {"posix": PurePo
 
 
 def read_tensor(d: Decoder, fields: Fields, at: At, depth: int) -> object:
-    check_fields(fields, at, "name", optional=("dtype", "shape", *TRAITS))
+    if len(fields) != 2 or "name" not in fields:  # the usual form needs no further look
+        check_fields(fields, at, "name", optional=("dtype", "shape", *TRAITS))
     name = d.text(fields, "name", at)
     if name in d.tensors:
         refuse(f"the tensor {quoted(name)} stands in the tree twice", (at, "name"))
@@ -187,6 +190,11 @@ def read_scalar(d: Decoder, fields: Fields, at: At, _: int) -> object:
     return scalars.scalar_from(scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"]))
 
 
+def read_numpy_str(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "value")
+    return np.str_(d.any_text(fields, "value", at, depth))
+
+
 def read_numpy_dtype(_: Decoder, fields: Fields, at: At, __: int) -> object:
     check_fields(fields, at, "dtype")
     return scalars.dtype_from(fields["dtype"])
@@ -240,6 +248,8 @@ READERS: dict[str, Reader] = {
     "path": read_path,
     "numpy.array": located(read_array),
     "numpy.scalar": located(read_scalar),
+    "numpy.str": read_numpy_str,
+    "numpy.bytes": located(from_text("base64", lambda text: np.bytes_(scalars.bytes_from(text)))),
     "numpy.dtype": located(read_numpy_dtype),
     "bytes": located(from_text("base64", scalars.bytes_from)),
     "bytearray": located(from_text("base64", lambda text: bytearray(scalars.bytes_from(text)))),

@@ -195,7 +195,7 @@ class _Forward:
         begin = at + HEADER.size + len(raw) + len(block) + 4
         pad = -begin % self.alignment
         header = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(block) + 4 + pad)
-        self.known += (header, raw, block, b"FB", pad.to_bytes(2, "little"), b"Z" * pad)
+        self.known.append(header + raw + block + b"FB" + pad.to_bytes(2, "little") + b"Z" * pad)
         self.at = begin + pad
         own = 0
         if isinstance(payload, bytes):
@@ -216,15 +216,15 @@ class _Forward:
 
     def _flush(self) -> None:
         """Make a segment of what is known since the last data."""
-        known = b"".join(self.known)
-        self.known.clear()
+        known = self.known[0] if len(self.known) == 1 else b"".join(self.known)
+        self.known = []
         if self.waiting is None:
             self._literal(known)
             return
         label, nbytes, wide = self.waiting
         self.waiting = None
         made = Descriptor(label, nbytes, wide=wide, behind=known)
-        self.segments.append(Late(_descriptor_nbytes(nbytes, wide=wide) + len(known), made))
+        self.segments.append(Late(_descriptor_nbytes(nbytes, wide=wide) + len(known), made, made.label))
 
     def _literal(self, data: bytes) -> None:
         if self.segments and isinstance(self.segments[-1], Literal):

@@ -1,0 +1,94 @@
+"""Cast the tensors of a state, so that what shares a storage still does.
+
+Where all tensors over one storage are of one dtype, the storage is cast as a row of elements, and each tensor becomes the same
+view of the new one: tied weights stay tied, slices stay slices. The same holds for views that a file only remembers
+(`Traits.alias`). Where a storage has several dtypes, each tensor is cast by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DType
+from holdfast.core.tensor import AliasView, LazyTensor
+from holdfast.engine.computed import Computed
+
+__all__ = ["Cast"]
+
+
+class Cast:
+    """Call it with a tensor to have it cast; integers, booleans and quantised ones come back as they are. Nothing is read."""
+
+    def __init__(self, dtype: DType, tensors: Iterable[LazyTensor]) -> None:
+        self._dtype = dtype
+        self._kinds: dict[object, set[DType]] = {}
+        self._computed: dict[int, Computed] = {}
+        self._storages: dict[object, LazyTensor] = {}
+        self._made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
+        for tensor in tensors:
+            for place in _places(tensor):
+                self._kinds.setdefault(place, set()).add(tensor.dtype)
+
+    def __call__(self, tensor: LazyTensor) -> LazyTensor:
+        if tensor.dtype.kind != "float" or tensor.dtype is self._dtype:
+            return tensor
+        if id(tensor) not in self._made:
+            self._made[id(tensor)] = (tensor, self._cast(tensor))
+        return self._made[id(tensor)][1]
+
+    def _cast(self, tensor: LazyTensor) -> LazyTensor:
+        tensor = replace(tensor, traits=replace(tensor.traits, alias=self._alias(tensor)))
+        if tensor.traits.meta:
+            return replace(tensor, dtype=self._dtype)
+        computed = self._computed.setdefault(id(tensor.source), Computed())
+        if len(tensor.chunks) == 1:
+            (chunk,) = tensor.chunks
+            moved = self._scaled(tensor.dtype, (chunk.offset, *chunk.strides))
+            uniform = len(self._kinds.get((id(tensor.source), chunk.storage), ())) < 2
+            if moved is not None and uniform and chunk.storage.nbytes:
+                flat = self._storage(tensor, chunk.storage, computed)
+                view = Chunk(chunk.box, flat.chunks[0].storage, moved[0], moved[1:])
+                return replace(tensor, dtype=self._dtype, chunks=(view,), source=flat.source)
+        return self._once((id(tensor.source), tensor.dtype, tensor.shape, tensor.chunks), tensor, computed)
+
+    def _storage(self, tensor: LazyTensor, storage: Storage, computed: Computed) -> LazyTensor:
+        """A whole storage as a row of elements, cast."""
+        count = storage.nbytes * 8 // tensor.dtype.bits
+        row = Chunk(Box((0,), (count,)), storage, 0, (tensor.dtype.bits,))
+        flat = LazyTensor(tensor.name, tensor.dtype, (count,), (row,), tensor.source)
+        return self._once((id(tensor.source), storage), flat, computed)
+
+    def _once(self, key: object, tensor: LazyTensor, computed: Computed) -> LazyTensor:
+        if key not in self._storages:
+            self._storages[key] = computed.tensor(tensor, self._dtype, lambda array: _converted(array, self._dtype))
+        return replace(self._storages[key], name=tensor.name, traits=replace(tensor.traits, conj=False, neg=False))
+
+    def _alias(self, tensor: LazyTensor) -> AliasView | None:
+        """Where the tensor lay in a storage of old, had that been cast."""
+        view = tensor.traits.alias
+        if view is None or len(self._kinds.get((id(tensor.source), view.group), ())) > 1:
+            return None
+        moved = self._scaled(tensor.dtype, (view.nbytes * 8, view.offset, *view.strides))
+        return None if moved is None else AliasView(view.group, moved[0] // 8, moved[1], moved[2:])
+
+    def _scaled(self, dtype: DType, places: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Places counted in bits, for elements of the new width; None where they are no places of elements."""
+        if any(place % dtype.bits for place in places[1:]):
+            return None
+        return tuple(place // dtype.bits * self._dtype.bits for place in places)
+
+
+def _places(tensor: LazyTensor) -> Iterable[object]:
+    yield from ((id(tensor.source), storage) for storage in tensor.storages)
+    if tensor.traits.alias is not None:
+        yield id(tensor.source), tensor.traits.alias.group
+
+
+def _converted(array: np.ndarray, dtype: DType) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return array.astype(dtype.numpy)

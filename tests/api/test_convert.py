@@ -1,0 +1,157 @@
+"""`holdfast.convert`: formats, edits, the report, the budget, and that nothing is there when it fails."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import holdfast
+from holdfast.errors import CannotHold, Corrupted, LimitExceeded, NotCommitted, Unsupported
+
+
+@pytest.fixture
+def trainer(tmp_path) -> Path:
+    """A training checkpoint of torch's own."""
+    weight = torch.randn(64, 48)
+    state = {
+        "model": {"embed": weight, "head": weight, "norm": torch.ones(48, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0), "avg": torch.randn(64, 48)}}, "groups": [{"lr": 0.1, "p": [0]}]},
+        "epoch": 4,
+    }
+    torch.save(state, tmp_path / "trainer.pt")
+    return tmp_path / "trainer.pt"
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b", "b.pt", "b.bin"])
+def test_the_content_is_the_same(name, trainer, tmp_path):
+    done = holdfast.convert(trainer, tmp_path / name)
+    assert done.saved is not None
+    assert done.saved.nbytes == done.write_nbytes
+    assert holdfast.diff(trainer, tmp_path / name).equal
+    assert holdfast.verify(tmp_path / name).ok
+
+
+def test_peers_read_it(trainer, tmp_path):
+    first = torch.load(trainer, weights_only=True)
+    holdfast.convert(trainer, tmp_path / "b.safetensors")
+    loaded = safetensors.torch.load_file(tmp_path / "b.safetensors")
+    assert torch.equal(loaded["model.embed"], first["model"]["embed"])
+    assert "model.head" not in loaded  # the second name of one tensor is in the metadata
+    holdfast.convert(tmp_path / "b.safetensors", tmp_path / "c.pt")
+    again = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert again["epoch"] == 4
+    assert again["model"]["head"].data_ptr() == again["model"]["embed"].data_ptr()
+    assert again["optimizer"]["groups"] == first["optimizer"]["groups"]
+
+
+def test_a_legacy_file(trainer, tmp_path):
+    state = torch.load(trainer, weights_only=True)
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    holdfast.convert(tmp_path / "old.pt", tmp_path / "b.pt")
+    assert holdfast.diff(trainer, tmp_path / "b.pt").equal
+
+
+def test_edits_on_the_way(trainer, tmp_path):
+    holdfast.convert(
+        trainer, tmp_path / "b.safetensors", keep=["model.*"], drop=["*.head"], rename=[("model.*", "*")], dtype="bf16"
+    )
+    loaded = safetensors.torch.load_file(tmp_path / "b.safetensors")
+    assert set(loaded) == {"embed", "norm"}
+    assert torch.equal(loaded["embed"], torch.load(trainer, weights_only=True)["model"]["embed"].bfloat16())
+
+
+def test_explain_does_nothing_and_knows_everything(trainer, tmp_path):
+    before = sorted(os.listdir(tmp_path))
+    told = holdfast.convert(trainer, tmp_path / "b.safetensors", dtype="f16", explain=True)
+    assert sorted(os.listdir(tmp_path)) == before
+    assert told.saved is None
+    done = holdfast.convert(trainer, tmp_path / "b.safetensors", dtype="f16")
+    assert (told.write_nbytes, told.read_nbytes) == (done.write_nbytes, done.read_nbytes)
+    assert told.write_nbytes == (tmp_path / "b.safetensors").stat().st_size
+    assert told.read_nbytes == 2 * 64 * 48 * 4 + 4 + 48 * 2
+    for word in ("read", "write", "memory", "space"):
+        assert word in told.explain()
+
+
+def test_over_read_is_reported(tmp_path):
+    base = torch.randn(1000, 100)
+    torch.save({"columns": base[:, ::2]}, tmp_path / "a.pt")
+    told = holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", explain=True)
+    assert told.read_nbytes > base[:, ::2].numel() * 4
+    assert told.over_read_nbytes > 0
+    assert "between wanted ones" in told.explain()
+
+
+def test_what_is_there_is_kept_unless_overwrite_is_said(trainer, tmp_path):
+    for name in ("b.pt", "b"):
+        holdfast.convert(trainer, tmp_path / name, keep=["epoch"])
+        with pytest.raises(NotCommitted, match="exists"):
+            holdfast.convert(trainer, tmp_path / name)
+        holdfast.convert(trainer, tmp_path / name, overwrite=True)
+        assert holdfast.diff(trainer, tmp_path / name).equal
+
+
+def test_shards(trainer, tmp_path):
+    done = holdfast.convert(trainer, tmp_path / "b", format="safetensors", max_shard_size="13KB")
+    assert done.format == "safetensors-dir"
+    assert len(done.files) == 3
+    assert holdfast.diff(trainer, tmp_path / "b").equal
+
+
+class Config:
+    """Something that no format but a pickle can hold."""
+
+
+def test_tensors_only(tmp_path):
+    torch.save({"w": torch.ones(2), "config": Config()}, tmp_path / "a.pt")
+    with pytest.raises(CannotHold, match="tensors_only=True"):
+        holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert os.listdir(tmp_path) == ["a.pt"]
+    holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", tensors_only=True)
+    assert list(safetensors.torch.load_file(tmp_path / "b.safetensors")) == ["w"]
+
+
+def test_too_little_memory_is_an_error_that_says_how_much(trainer, tmp_path):
+    with pytest.raises(LimitExceeded, match="max_memory is too small") as caught:
+        holdfast.convert(trainer, tmp_path / "b.safetensors", max_memory="1MiB", threads=2)
+    assert caught.value.expected > 1 << 20
+    holdfast.convert(trainer, tmp_path / "b.safetensors", max_memory=caught.value.expected, threads=2)
+
+
+def test_damage_in_the_source_is_found(trainer, tmp_path):
+    with holdfast.open(trainer) as ckpt:
+        at = ckpt["model.embed"].chunks[0].storage.start
+    content = bytearray(trainer.read_bytes())
+    content[at + 100] ^= 4
+    trainer.write_bytes(content)
+    for name in ("b.pt", "b.safetensors", "b"):
+        with pytest.raises(Corrupted):
+            holdfast.convert(trainer, tmp_path / name)
+    assert os.listdir(tmp_path) == ["trainer.pt"]
+
+
+def test_progress_counts_every_byte(trainer, tmp_path):
+    for name in ("b.pt", "b.safetensors", "b"):
+        counts: list[int] = []
+        done = holdfast.convert(trainer, tmp_path / name, progress=counts.append)
+        assert done.write_nbytes * 0.98 <= sum(counts) <= done.write_nbytes * 1.02
+
+
+def test_unknown_targets(trainer, tmp_path):
+    with pytest.raises(Unsupported, match="suffix"):
+        holdfast.convert(trainer, tmp_path / "model.onnx")
+    with pytest.raises(Unsupported, match="no format"):
+        holdfast.convert(trainer, tmp_path / "model", format="onnx")
+
+
+def test_a_strided_tensor_is_written_in_order_in_small_blocks(tmp_path):
+    base = np.arange(700 * 900, dtype=np.float32).reshape(700, 900)
+    torch.save({"t": torch.from_numpy(base).T}, tmp_path / "a.pt")
+    holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", max_memory="70MiB", threads=2)
+    with holdfast.open(tmp_path / "b.safetensors") as ckpt:
+        assert np.array_equal(ckpt["t"].numpy(), base.T)

@@ -1,0 +1,75 @@
+"""`holdfast edit`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+
+
+@pytest.fixture
+def source(tmp_path) -> Path:
+    state = {"model.w": np.ones((2, 2), np.float32), "model.b": np.zeros(2, np.float32)}
+    holdfast.save(tmp_path / "a.safetensors", state, metadata={"author": "me"})
+    return tmp_path / "a.safetensors"
+
+
+def test_in_place(run, source, tmp_path):
+    names = ["--rename", "model.*=*", "--drop", "*.b", "--dtype", "bf16"]
+    code, out, err = run("edit", source, *names, "--set", "licence=a=b", "--set", "note=", "--unset", "author")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"wrote {source}  safetensors  ")
+    with holdfast.open(source) as ckpt:
+        assert {n: t.dtype.name for n, t in ckpt.items()} == {"w": "bfloat16"}
+        assert ckpt.metadata["licence"] == "a=b"
+        assert ckpt.metadata["note"] == ""
+        assert "author" not in ckpt.metadata
+    assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_beside(run, source, tmp_path):
+    before = source.read_bytes()
+    code, out, _ = run("edit", source, "-o", tmp_path / "b.pt", "--keep", "model.w", "--json")
+    assert code == 0
+    assert json.loads(out)["format"] == "torch-zip"
+    assert source.read_bytes() == before
+    code, out, err = run("edit", source, "-o", tmp_path / "b.pt", "--keep", "model.w")
+    assert (code, out) == (2, "")
+    assert "exists" in err
+    assert run("edit", source, "-o", tmp_path / "b.pt", "--keep", "model.w", "--overwrite")[0] == 0
+
+
+def test_dry_run(run, source):
+    before = source.read_bytes()
+    code, out, _ = run("edit", source, "--drop", "model.b", "--dry-run")
+    assert code == 0
+    assert "write" in out
+    assert source.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "nothing to do"),
+        (["--drop", "x"], "'x' matches nothing"),
+        (["--rename", "model.w=model.b"], "2 things the name 'model.b'"),
+        (["--rename", "*=x"], "as many * on both sides"),
+        (["--unset", "nobody"], "no metadata 'nobody'"),
+        (["--set", "author=you", "--unset", "author"], "set and taken out"),
+        (["--set", "=you"], "form"),
+        (["--dtype", "f12"], "cannot cast"),
+    ],
+)
+def test_errors(options, words, run, source, tmp_path):
+    before = source.read_bytes()
+    code, out, err = run("edit", source, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("holdfast: ")
+    assert words in err
+    assert source.read_bytes() == before
+    assert os.listdir(tmp_path) == ["a.safetensors"]
