@@ -7,7 +7,7 @@ trees: containers may be shared a million times, contain themselves, or nest wit
 2. A container that is met again is visited again (the same state dict under two keys has two sets of names), as long as a
    budget of extra steps lasts, which is proportional to what was stored; after that it is left out, and a note says so.
 3. A container that contains itself is not entered again on its own path.
-4. Nesting beyond `limits.depth` is refused.
+4. Nesting beyond `limits.depth` is refused, and so are names that take many times the bytes they were made from.
 
 A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then persistent buffers, then submodules.
 """
@@ -30,6 +30,12 @@ Path = tuple[str | int, ...]
 FREE_STEPS = 10_000
 """Extra visits of shared containers that are allowed however small the file: the same few dicts under several keys."""
 
+
+NAMES = 16
+"""Characters of names for each stored byte. A key is stored once and stands in the name of everything below it."""
+
+FREE_CHARACTERS = 4 << 20
+"""Characters of names that are allowed however small the file."""
 
 ALONE = "tensor"
 """The name of a tensor that was saved by itself, with nothing around it."""
@@ -54,6 +60,8 @@ class Named:
     opaques: list[tuple[Path, Opaque]] = field(default_factory=list)
     """Each `Opaque` once, where it was met first."""
     notes: list[str] = field(default_factory=list)
+    characters: int = 0
+    """Length of all names together."""
 
 
 def module_children(opaque: Opaque) -> list[tuple[str, object]] | None:
@@ -76,6 +84,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
     seen: set[int] = set()
     on_path: set[int] = set()
     spare = stored + FREE_STEPS
+    room = NAMES * stored + FREE_CHARACTERS
     left_out = 0
     # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
     levels: list[tuple[Iterator[tuple[str | int, object]], int]] = [(iter([("", tree)]), 0)]
@@ -92,6 +101,12 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
         key, value = step
         if isinstance(value, LazyTensor):
             _add(named, (*path[1:], *((key,) if levels[1:] else ())), value)
+            if named.characters > room:
+                raise LimitExceeded(
+                    f"the names of the tensors take more than {room:,} characters together, {NAMES} times what is stored",
+                    expected=room,
+                    found=named.characters,
+                )
             continue
         inside = _children(value)
         if inside is None or id(value) in on_path:
@@ -134,6 +149,7 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
         object.__setattr__(tensor, "name", name)
     named.tensors[name] = tensor
     named.paths[name] = path
+    named.characters += len(name)
 
 
 def _children(value: object) -> Iterator[tuple[str | int, object]] | None:

@@ -30,7 +30,9 @@ def read(stream: bytes) -> object:
 
 def filled(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     count = int(np.prod(shape))
-    # Small numbers in every byte: valid for text, booleans and dates alike.
+    if dtype.kind == "U":
+        return np.array([f"é{i}" for i in range(count)], dtype).reshape(shape)
+    # Small numbers in every byte: valid for booleans and dates alike.
     raw = bytes(i % 2 for i in range(count * dtype.itemsize))
     return np.ndarray(shape, dtype, raw)
 
@@ -132,3 +134,12 @@ def test_lies_about_arrays(name, shape, data):
     with pytest.raises(PickleError) as caught:
         read(head + shape + DTYPE + b"\x89" + data + b"tb.")
     assert caught.value.offset is not None
+
+
+@pytest.mark.parametrize("code", ["<U1", ">U2"])
+def test_text_that_is_no_unicode_is_refused(code):
+    """numpy hands out such an element as a SystemError, or as text that breaks whoever touches it."""
+    bad = np.array(["a"], code)
+    stream = pickle.dumps(bad, 5).replace(bad.tobytes(), b"\xff" * bad.nbytes)
+    with pytest.raises(PickleError, match="Unicode"):
+        read(stream)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 
 import ml_dtypes
 import numpy as np
@@ -249,7 +250,18 @@ def _array(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran:
             found=len(data),
         )
     try:
-        made: object = np.ndarray(sizes, dtype, buffer=data, order="F" if fortran else "C")
+        made = np.ndarray(sizes, dtype, buffer=data, order="F" if fortran else "C")
     except (TypeError, ValueError, OverflowError) as error:
         raise PickleError(f"an array that numpy refuses: {error}") from None
+    _check_text(made)
     return made
+
+
+def _check_text(array: np.ndarray) -> None:
+    """Refuse characters that Unicode has not: taking such an element out of an array breaks the interpreter (numpy 2.4)."""
+    for name in array.dtype.names or ():
+        _check_text(np.ascontiguousarray(array[name]))
+    if array.dtype.kind == "U" and array.size:
+        codes = np.ascontiguousarray(array).reshape(-1).view(array.dtype.byteorder + "u4")
+        if codes.max() > sys.maxunicode:
+            raise PickleError("text of numpy with a character that Unicode has not", found=int(codes.max()))
