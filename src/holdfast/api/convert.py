@@ -115,7 +115,7 @@ def convert(
             opened, os.fspath(dst), format=format, edits=edits, options=options, max_memory=max_memory, overwrite=overwrite,
             durable=durable, verify=verify, threads=threads, limits=limits,
         )  # fmt: skip
-        return planned.report if explain else planned.run(progress)
+        return planned.report if explain else planned.run(progress, resume=resume)
     finally:
         if opened is not src:
             opened.close()
@@ -135,7 +135,7 @@ class PlannedConversion:
     durable: bool
     verify: bool
 
-    def run(self, progress: Progress | None = None) -> Conversion:
+    def run(self, progress: Progress | None = None, *, resume: bool = False) -> Conversion:
         """Do it, while the source is open. Raises `NotCommitted` where there is no room, or where the source changes meanwhile."""
         report = self.report
         if report.free_nbytes < report.write_nbytes:
@@ -145,7 +145,7 @@ class PlannedConversion:
             )  # fmt: skip
         saved = write_plan(
             self.plan, report.target, overwrite=self.overwrite, durable=self.durable, threads=self.threads, progress=progress,
-            block=self.block, check=self.verify, before_commit=lambda: unchanged(self.source, report.target),
+            block=self.block, check=self.verify, resume=resume, before_commit=lambda: unchanged(self.source, report.target),
         )  # fmt: skip
         return replace(report, saved=saved)
 
@@ -193,8 +193,12 @@ def _plan(target: str, state: State, format: str, options: Options, tensors_only
     try:
         return plan_save(target, state, format, options)
     except CannotHold as error:
-        if tensors_only or not any(": an object of" in problem for problem in error.problems):
+        if tensors_only:
             raise
+        try:
+            plan_save(target, transform(state, Edits(tensors_only=True)), format, options)
+        except CannotHold:
+            raise error from None
         message = error.what + " (keep the tensors alone with tensors_only=True, --tensors-only)"
         raise CannotHold(message, error.problems, file=error.file) from None
 

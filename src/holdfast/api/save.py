@@ -17,6 +17,7 @@ from holdfast.core.collector import resting_collector
 from holdfast.core.protocols import State
 from holdfast.engine.commit import DirectoryTransaction, FileTransaction, NewFile
 from holdfast.engine.readback import check_source, check_written
+from holdfast.engine.staging import Staging
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import NotCommitted
 from holdfast.plan.saves import FilePlan, SavePlan
@@ -107,37 +108,53 @@ def write_plan(
     progress: Progress | None = None,
     block: int | None = None,
     check: bool = False,
+    resume: bool = False,
     before_commit: Callable[[], None] | None = None,
     files: Files | None = None,
 ) -> Saved:
     """Write a plan and publish it. With `check`, what was written is read back and compared before it is published.
 
+    With `resume`, the finished files of an interrupted try at the same directory are taken over (engine/staging.py).
     `before_commit` has the last word: what it raises keeps everything as it was.
     """
     crcs: dict[str, int] = {}
 
-    def put(file: FilePlan, sink: NewFile) -> None:
+    def write(file: FilePlan, sink: NewFile) -> Mapping[str, int]:
         receipt = write_file(file, sink, crcs=crcs, threads=threads, progress=progress, block=block)
         crcs.update(receipt.crcs)
         check_source(file, crcs)
         if check:
             check_written(file, sink.descriptor, crcs, path=path, threads=threads)
+        return receipt.crcs
 
     if plan.directory:
-        replace = bool(overwrite)
-        with DirectoryTransaction(path, durable=durable, overwrite=replace, replaceable=is_replaceable, files=files) as folder:
-            for file in plan.files:
-                put(file, folder.create(file.key))
-            folder.seal_data()
-            for file in plan.index:
-                put(file, folder.create(file.key))
-            if before_commit:
-                before_commit()
-            folder.commit()
+        staging = Staging(path, plan, durable=durable, files=files) if resume else None
+        try:
+            if staging is not None:
+                for file in plan.files:
+                    crcs.update(staging.put(file, write))
+            replace = bool(overwrite)
+            with DirectoryTransaction(path, durable=durable, overwrite=replace, replaceable=is_replaceable, files=files) as folder:
+                for file in plan.files:
+                    if staging is not None:
+                        staging.adopt(folder, file)
+                    else:
+                        write(file, folder.create(file.key))
+                folder.seal_data()
+                for file in plan.index:
+                    write(file, folder.create(file.key))
+                if before_commit:
+                    before_commit()
+                folder.commit()
+            if staging is not None:
+                staging.remove()
+        finally:
+            if staging is not None:
+                staging.close()
     else:
         (file,) = plan.files
         with FileTransaction(path, durable=durable, overwrite=overwrite is not False, files=files) as single:
-            put(file, single.file)
+            write(file, single.file)
             if before_commit:
                 before_commit()
             single.commit()

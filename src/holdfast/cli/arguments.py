@@ -268,6 +268,7 @@ def _add_convert(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
     _add_edits(verb)
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
+    verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
     verb.set_defaults(run=_run_convert)
 
 
@@ -360,8 +361,8 @@ def _run_convert(options: argparse.Namespace) -> int:
     return run(
         options.src, options.dst, format=options.format, edits=_edits(options),
         options=Options(options.max_shard_size, keep_tree=True), max_memory=options.max_memory, overwrite=options.overwrite,
-        durable=not options.no_durable, verify=not options.no_verify, threads=options.threads, dry_run=options.dry_run,
-        quiet=options.quiet, as_json=options.json,
+        durable=not options.no_durable, verify=not options.no_verify, threads=options.threads, resume=options.resume,
+        dry_run=options.dry_run, quiet=options.quiet, as_json=options.json,
     )  # fmt: skip
 
 

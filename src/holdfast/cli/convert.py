@@ -32,6 +32,7 @@ def run(
     durable: bool,
     verify: bool,
     threads: int | None,
+    resume: bool,
     dry_run: bool,
     quiet: bool,
     as_json: bool,
@@ -42,16 +43,18 @@ def run(
             source, dst, format=format, edits=edits, options=options, max_memory=max_memory, overwrite=overwrite,
             durable=durable, verify=verify, threads=threads,
         )  # fmt: skip
-        return carry_out(planned, "Converting", dry_run=dry_run, quiet=quiet, as_json=as_json)
+        return carry_out(planned, "Converting", resume=resume, dry_run=dry_run, quiet=quiet, as_json=as_json)
 
 
-def carry_out(planned: PlannedConversion, title: str, *, dry_run: bool, quiet: bool, as_json: bool) -> int:
+def carry_out(
+    planned: PlannedConversion, title: str, *, resume: bool = False, dry_run: bool, quiet: bool, as_json: bool
+) -> int:
     """Do what was planned under a bar and say what was done; or only say what would be. Returns the exit code."""
     begin = time.perf_counter()
     done = planned.report
     if not dry_run:
         with bar(title, done.write_nbytes, quiet=quiet or as_json) as progress:
-            done = planned.run(progress)
+            done = planned.run(progress, resume=resume)
     seconds = time.perf_counter() - begin
     if as_json:
         from holdfast.cli.document import print_json

@@ -246,15 +246,27 @@ class DirectoryTransaction:
         """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
         target, temporary = self._working()
         label = f"{self.path.rstrip('/')}/{key}"
+        self._check_key(key, label)
+        with refusing("creating a file", label):
+            made = self._created[key] = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label)
+        return made
+
+    def adopt(self, key: str, source: str) -> None:
+        """Give a finished file, at a path relative to the new folder, a second name in it: `key`."""
+        target, temporary = self._working()
+        label = f"{self.path.rstrip('/')}/{key}"
+        self._check_key(key, label)
+        with refusing("taking over a finished file", label):
+            target.files.link(source, key, at=temporary.descriptor)
+            self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+
+    def _check_key(self, key: str, label: str) -> None:
         if not key or "/" in key or "\\" in key or "\0" in key or key in (".", "..") or is_temporary(key):
             raise refusal(f"{key!r} is no plain name for a file of a checkpoint", label, errno.EINVAL)
         if key in self._created:
             raise refusal(f"{key!r} is written twice", label, errno.EEXIST)
         self._created[key] = None
         self._synced = False
-        with refusing("creating a file", label):
-            made = self._created[key] = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label)
-        return made
 
     def seal_data(self) -> None:
         """Come back when all files so far, and their names, are on disk; with `durable=False`, when they are closed."""

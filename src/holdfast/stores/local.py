@@ -129,6 +129,11 @@ class LocalStore:
                 handle.mapped = memoryview(area)
             return handle.mapped
 
+    def stamp(self, key: str) -> tuple[int, int]:
+        """The length of a file, and when its content was last written."""
+        handle = self._open(key)
+        return handle.nbytes, handle.changed_ns
+
     def changed(self) -> Keys:
         """The files that someone has written to since they were opened here, as far as the file system tells."""
         with self._lock:

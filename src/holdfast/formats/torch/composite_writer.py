@@ -16,7 +16,7 @@ from holdfast.core.composite import Composite
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.values import Size
 from holdfast.formats.pickle.opcodes import TUPLES
-from holdfast.formats.torch.table import SPARSE_PARTS
+from holdfast.formats.torch.composites import SPARSE_PARTS
 
 if TYPE_CHECKING:
     from holdfast.formats.torch.writer import TorchPickle

@@ -29,8 +29,9 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import State
 from holdfast.errors import CannotHold
 from holdfast.formats.torch.composite_writer import NESTED
+from holdfast.formats.torch.composites import QSCHEMES
 from holdfast.formats.torch.serialization_id import NBYTES, mistaken_crc, serialization_id
-from holdfast.formats.torch.table import CALLS, QSCHEMES, TENSOR_CLASSES
+from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import Payload, lay_out_zip
 from holdfast.plan.saves import Data, FilePlan, Late, SavePlan

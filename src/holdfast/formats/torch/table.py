@@ -6,7 +6,7 @@ storage in a checkpoint is readable like anything else, and a tensor is a stride
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 from holdfast.core.composite import Composite
@@ -15,9 +15,10 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.values import Device, Size
-from holdfast.errors import MetadataError, PickleError
+from holdfast.errors import PickleError
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.table import Pending
+from holdfast.formats.torch.composites import QSCHEMES, arity, jagged, nested, quantized, sparse
 from holdfast.formats.torch.geometry import brief, checked_ints, strided_view
 
 __all__ = ["TorchTable", "storage_dtype"]
@@ -25,13 +26,6 @@ __all__ = ["TorchTable", "storage_dtype"]
 Args = tuple[object, ...]
 
 LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
-QSCHEMES = (
-    "per_tensor_affine",
-    "per_tensor_symmetric",
-    "per_channel_affine",
-    "per_channel_symmetric",
-    "per_channel_affine_float_qparams",
-)
 GRAPH_MODULES = ("reduce_graph_module", "reduce_package_graph_module", "reduce_deploy_graph_module")
 """How `torch.fx` pickles a GraphModule: a call with its `__dict__`, where other modules have NEWOBJ and BUILD."""
 
@@ -83,7 +77,7 @@ class TorchTable(PlainTable):
 
     def _meta(self, args: Args) -> object:
         """(dtype, size, stride, requires_grad)"""
-        dtype, size, stride, grad = _arity(args, 4, 4, "_rebuild_meta_tensor_no_storage")
+        dtype, size, stride, grad = arity(args, 4, 4, "_rebuild_meta_tensor_no_storage")
         shape = checked_ints(size, "size")
         checked_ints(stride, "stride", len(shape))
         return LazyTensor("", _dtype(dtype), shape, (), self._source, Traits(requires_grad=bool(grad), meta=True))
@@ -101,7 +95,7 @@ class TorchTable(PlainTable):
 
     def _from_type(self, args: Args) -> object:
         """(function, type, arguments, state): a tensor with attributes, or one of a subclass."""
-        function, kind, inner, state = _arity(args, 4, 4, "_rebuild_from_type_v2")
+        function, kind, inner, state = arity(args, 4, 4, "_rebuild_from_type_v2")
         if not isinstance(inner, tuple):
             raise PickleError("_rebuild_from_type_v2 needs a tuple of arguments", found=type(inner).__name__)
         if function == Global("torch._utils", "_rebuild_wrapper_subclass") or not isinstance(kind, Global):
@@ -124,12 +118,6 @@ class TorchTable(PlainTable):
         )
 
 
-def _arity(args: Args, low: int, high: int, what: str) -> Args:
-    if not low <= len(args) <= high:
-        raise PickleError(f"{what} was given {len(args)} arguments, not {low} to {high}", found=len(args))
-    return args
-
-
 def _dtype(value: object) -> DType:
     if not isinstance(value, DType):
         raise PickleError("a dtype was expected", found=type(value).__name__)
@@ -146,7 +134,7 @@ def _flags(metadata: object) -> tuple[bool, bool]:
 
 def _tensor_v2(args: Args) -> object:
     """(storage, offset, size, stride, requires_grad, hooks[, flags]); files of torch 0.3 stop after the stride."""
-    storage, offset, size, stride = _arity(args, 4, 7, "_rebuild_tensor_v2")[:4]
+    storage, offset, size, stride = arity(args, 4, 7, "_rebuild_tensor_v2")[:4]
     if not isinstance(storage, LazyTensor):
         # `pickle.dump(tensor)` without torch.save nests a whole stream in bytes; it is kept as what it is.
         return Opaque(Global("torch._utils", "_rebuild_tensor_v2"), args)
@@ -157,7 +145,7 @@ def _tensor_v2(args: Args) -> object:
 
 def _tensor_v3(args: Args) -> object:
     """(storage, offset, size, stride, requires_grad, hooks, dtype[, flags]): types that torch stores as bytes."""
-    storage, offset, size, stride, grad, _, dtype = _arity(args, 7, 8, "_rebuild_tensor_v3")[:7]
+    storage, offset, size, stride, grad, _, dtype = arity(args, 7, 8, "_rebuild_tensor_v3")[:7]
     if not isinstance(storage, LazyTensor):
         return Opaque(Global("torch._utils", "_rebuild_tensor_v3"), args)
     conj, neg = _flags(args[7] if len(args) > 7 else None)
@@ -168,7 +156,7 @@ def _parameter(args: Args) -> object:
     """([tensor, requires_grad, hooks, state]); without arguments the tensor comes with BUILD, as in torch 0.1."""
     if not args:
         return LegacyVariable(Global("torch.nn.parameter", "Parameter"))
-    _arity(args, 1, 4, "_rebuild_parameter")
+    arity(args, 1, 4, "_rebuild_parameter")
     data, grad, state = args[0], args[1] if len(args) > 1 else True, args[3] if len(args) > 3 else None
     if isinstance(data, LazyTensor | Composite):
         traits = replace(data.traits, parameter=True, requires_grad=grad is True, state=state)
@@ -190,122 +178,19 @@ def _with_state(tensor: LazyTensor, state: object) -> LazyTensor:
     return replace(tensor, traits=replace(tensor.traits, requires_grad=state[0]))
 
 
-SPARSE_PARTS = {
-    "sparse_coo": ("indices", "values"),
-    "sparse_csr": ("crow_indices", "col_indices", "values"),
-    "sparse_csc": ("ccol_indices", "row_indices", "values"),
-    "sparse_bsr": ("crow_indices", "col_indices", "values"),
-    "sparse_bsc": ("ccol_indices", "row_indices", "values"),
-}
-
-
-def _sparse(args: Args) -> object:
-    """(layout, (indices…, values, size[, is_coalesced]))"""
-    layout, data = _arity(args, 2, 2, "_rebuild_sparse_tensor")
-    names = SPARSE_PARTS.get(layout.name) if isinstance(layout, Global) else None
-    if names is None or not isinstance(layout, Global) or not isinstance(data, tuple):
-        raise PickleError("a sparse tensor with an unknown layout", found=brief(layout))
-    parts, rest = data[: len(names)], data[len(names) :]
-    if len(parts) != len(names) or not all(isinstance(p, LazyTensor) for p in parts) or not 1 <= len(rest) <= 2:
-        raise PickleError(f"a {layout.name} tensor needs {', '.join(names)} and a size", found=len(data))
-    shape = checked_ints(rest[0], "size")
-    tensors = {n: p for n, p in zip(names, parts, strict=True) if isinstance(p, LazyTensor)}
-    _check_sparse(layout.name, shape, tensors)
-    coalesced = {"coalesced": rest[1] is True} if len(rest) == 2 else {}
-    return Composite(layout.name, shape, tensors, coalesced, Traits())
-
-
-def _check_sparse(kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor]) -> None:
-    """What can be known without reading: ranks and counts that agree. Index values are checked when it is materialised."""
-    values = parts["values"]
-    if kind == "sparse_coo":
-        indices = parts["indices"]
-        if indices.ndim != 2 or not values.ndim or indices.shape[1] != values.shape[0] or indices.shape[0] > len(shape):
-            raise MetadataError("the indices and values of a sparse tensor do not fit each other", found=indices.shape)
-        if values.shape[1:] != shape[indices.shape[0] :]:
-            raise MetadataError("the values of a sparse tensor do not fit its size", found=values.shape, expected=shape)
-        return
-    compressed, plain = (p for n, p in parts.items() if n != "values")
-    last = plain.ndim - 1
-    if len(shape) < 2 or not compressed.ndim or last < 0 or plain.shape[last:] != values.shape[last : last + 1]:
-        raise MetadataError("the indices and values of a compressed sparse tensor do not fit each other", found=shape)
-
-
-def _quantized(args: Args) -> object:
-    """(storage, offset, size, stride, quantizer, requires_grad, hooks)"""
-    storage, offset, size, stride, quantizer, grad = _arity(args, 6, 7, "_rebuild_qtensor")[:6]
-    if not isinstance(storage, LazyTensor) or not isinstance(quantizer, tuple) or not quantizer:
-        raise PickleError("a quantised tensor needs a storage and a quantiser", found=type(quantizer).__name__)
-    traits = Traits(requires_grad=grad is True)
-    elements = strided_view(storage, storage.dtype, offset, size, stride, traits)
-    scheme, *rest = quantizer
-    if not isinstance(scheme, Global) or scheme.name not in QSCHEMES:
-        raise PickleError("a quantised tensor with an unknown scheme", found=brief(scheme))
-    if scheme.name.startswith("per_tensor"):
-        if len(rest) != 2 or not isinstance(rest[0], float | int) or type(rest[1]) is not int:
-            raise PickleError("a per-tensor quantiser needs a scale and a zero point", found=len(rest))
-        attributes: dict[str, object] = {"qscheme": scheme.name, "scale": float(rest[0]), "zero_point": rest[1]}
-        return Composite("quantized", elements.shape, {"int_repr": elements}, attributes, traits)
-    if len(rest) != 3 or not isinstance(rest[0], LazyTensor) or not isinstance(rest[1], LazyTensor):
-        raise PickleError("a per-channel quantiser needs scales, zero points and an axis", found=len(rest))
-    scales, zeros, axis = rest
-    if type(axis) is not int or not 0 <= axis < max(elements.ndim, 1):
-        raise MetadataError("a per-channel quantiser's axis is not one of the tensor's", found=brief(axis))
-    if not scales.shape == zeros.shape == elements.shape[axis : axis + 1]:
-        raise MetadataError("a per-channel quantiser needs a scale and a zero point for each channel", found=scales.shape)
-    parts = {"int_repr": elements, "scales": scales, "zero_points": zeros}
-    # torch writes per_channel_affine for both kinds and tells them apart by the dtype of the zero points (2.13).
-    floating = scheme.name == "per_channel_affine" and zeros.dtype.kind == "float"
-    name = "per_channel_affine_float_qparams" if floating else scheme.name
-    return Composite("quantized", elements.shape, parts, {"qscheme": name, "axis": axis}, traits)
-
-
-def _nested(args: Args) -> object:
-    """(buffer, sizes, strides, offsets)"""
-    names = ("buffer", "sizes", "strides", "offsets")
-    _arity(args, 4, 4, "_rebuild_nested_tensor")
-    parts = {n: p for n, p in zip(names, args, strict=True) if isinstance(p, LazyTensor)}
-    if len(parts) != 4 or parts["buffer"].ndim != 1 or parts["sizes"].shape != parts["strides"].shape:
-        raise PickleError("a nested tensor needs a flat buffer, sizes, strides and offsets", found=len(parts))
-    count = parts["sizes"].shape[0] if parts["sizes"].shape else 0
-    return Composite("nested", (count,), parts, {}, Traits())
-
-
-def _jagged(args: Args) -> object:
-    """({values, offsets, lengths, _ragged_idx, _metadata_cache, requires_grad},): a nested tensor with the jagged layout."""
-    (given,) = _arity(args, 1, 1, "_rebuild_njt")
-    if not isinstance(given, dict):
-        raise PickleError("a jagged tensor needs its values and offsets by name", found=type(given).__name__)
-    parts = {n: p for n in ("values", "offsets", "lengths") if isinstance(p := given.get(n), LazyTensor)}
-    ragged = given.get("_ragged_idx", 1)
-    if "values" not in parts or "offsets" not in parts or parts["offsets"].ndim != 1 or not parts["offsets"].size:
-        raise MetadataError("a jagged tensor needs values and a row of offsets", found=tuple(parts))
-    if type(ragged) is not int or not 1 <= ragged <= parts["values"].ndim:
-        raise MetadataError("a jagged tensor's ragged dimension is not one of its own", found=brief(ragged))
-    attributes: dict[str, object] = {"ragged_idx": ragged}
-    cache = given.get("_metadata_cache")
-    for name in ("min_seqlen", "max_seqlen"):
-        # torch hides the number in the shape of a tensor without elements (nested_tensor.py, _store_val_in_tensor).
-        held = cache.get(name) if isinstance(cache, dict) else None
-        if isinstance(held, LazyTensor) and held.ndim == 2:
-            attributes[name] = held.shape[0]
-    count = parts["offsets"].shape[0] - 1
-    return Composite("jagged", (count,), parts, attributes, Traits(requires_grad=given.get("requires_grad") is True))
-
-
 def _device_tensor(args: Args) -> object:
     """(data, dtype, device, requires_grad): a tensor of a device without storages, saved as a CPU tensor or an array."""
-    data, _, _, grad = _arity(args, 4, 4, "_rebuild_device_tensor")
+    data, _, _, grad = arity(args, 4, 4, "_rebuild_device_tensor")
     return replace(data, traits=replace(data.traits, requires_grad=grad is True)) if isinstance(data, LazyTensor) else data
 
 
 def _size(args: Args) -> object:
-    (values,) = _arity(args, 1, 1, "torch.Size")
+    (values,) = arity(args, 1, 1, "torch.Size")
     return Size(checked_ints(values, "size"))
 
 
 def _device(args: Args) -> object:
-    kind = _arity(args, 1, 2, "torch.device")[0]
+    kind = arity(args, 1, 2, "torch.device")[0]
     index = args[1] if len(args) > 1 else None
     if not isinstance(kind, str) or (index is not None and type(index) is not int):
         raise PickleError("a device is a name and a number", found=type(kind).__name__)
@@ -313,7 +198,7 @@ def _device(args: Args) -> object:
 
 
 def _layout(args: Args) -> object:
-    (name,) = _arity(args, 1, 1, "_get_layout")
+    (name,) = arity(args, 1, 1, "_get_layout")
     if not isinstance(name, str) or name.removeprefix("torch.") not in LAYOUTS:
         raise PickleError("an unknown layout", found=brief(name))
     return Global("torch", name.removeprefix("torch."))
@@ -370,11 +255,11 @@ CALLS: dict[tuple[str, str], Callable[[Args], object]] = {
     ("torch.nn.parameter", "Parameter"): _parameter,
     ("torch.autograd.variable", "Variable"): _variable,
     **{("torch", name): _empty_tensor(name) for name in (*TENSOR_CLASSES, "Tensor")},
-    ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
-    ("torch._utils", "_rebuild_sparse_csr_tensor"): _sparse,
-    ("torch._utils", "_rebuild_qtensor"): _quantized,
-    ("torch._utils", "_rebuild_nested_tensor"): _nested,
-    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): _jagged,
+    ("torch._utils", "_rebuild_sparse_tensor"): sparse,
+    ("torch._utils", "_rebuild_sparse_csr_tensor"): sparse,
+    ("torch._utils", "_rebuild_qtensor"): quantized,
+    ("torch._utils", "_rebuild_nested_tensor"): nested,
+    ("torch.nested._internal.nested_tensor", "_rebuild_njt"): jagged,
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _device_tensor,
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): _device_tensor,
     ("torch", "Size"): _size,

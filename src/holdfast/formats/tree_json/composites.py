@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import MetadataError
-from holdfast.formats.torch.table import QSCHEMES, SPARSE_PARTS
+from holdfast.formats.torch.composites import QSCHEMES, SPARSE_PARTS
 
 __all__ = ["check_composite"]
 
@@ -23,6 +23,8 @@ def check_composite(
         fits = tuple(parts) == SPARSE_PARTS[kind] and _sparse_fits(kind, shape, parts, attributes)
     elif kind == "quantized":
         fits = _quantized_fits(shape, parts, attributes)
+    elif kind == "jagged":
+        fits = _jagged_fits(parts, attributes) and shape == (parts["offsets"].size - 1,)
     else:
         fits = kind == "nested" and tuple(parts) == NESTED and not attributes and _nested_fits(shape, parts)
     if not fits:
@@ -72,3 +74,18 @@ def _quantized_fits(
 def _nested_fits(shape: tuple[int, ...], parts: Mapping[str, LazyTensor]) -> bool:
     sizes = parts["sizes"].shape
     return parts["buffer"].ndim == 1 and parts["strides"].shape == sizes and shape == ((sizes[0] if sizes else 0),)
+
+
+def _jagged_fits(parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]) -> bool:
+    """Values, offsets (one more than there are rows) and, where rows have holes, lengths."""
+    if tuple(parts) not in (("values", "offsets"), ("values", "offsets", "lengths")) or parts["offsets"].ndim != 1:
+        return False
+    ragged = attributes.get("ragged_idx")
+    known = set(attributes) <= {"ragged_idx", "min_seqlen", "max_seqlen"}
+    return (
+        known
+        and all(type(value) is int and value >= 0 for value in attributes.values())
+        and isinstance(ragged, int)
+        and 1 <= ragged <= parts["values"].ndim
+        and parts["offsets"].size >= 1
+    )
