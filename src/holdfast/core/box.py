@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import sub
 
 __all__ = ["Box", "tiles"]
 
@@ -48,12 +49,12 @@ class Box:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def count(self) -> int:
         """How many points it holds."""
-        return math.prod(self.shape)
+        return math.prod(map(sub, self.stop, self.start))
 
     @property
     def slices(self) -> tuple[slice, ...]:

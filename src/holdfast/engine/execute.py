@@ -17,7 +17,7 @@ from holdfast.core.protocols import Store
 from holdfast.engine.checks import Checks
 from holdfast.engine.place import place
 from holdfast.errors import HoldfastError
-from holdfast.plan.reads import Batch, Fetch, ReadPlan, Strip, tooth_chunk, tooth_index
+from holdfast.plan.reads import Batch, Fetch, FileReads, ReadPlan, Strip, tooth_chunk, tooth_index
 
 __all__ = ["default_threads", "execute", "run_all"]
 
@@ -74,23 +74,21 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
 
 def _tasks(plan: ReadPlan, store: Store, checks: Checks) -> Iterator[Callable[[], None]]:
     for batch in plan.batches:
-        group: list[Fetch] = []
-        nbytes = 0
-        for fetch in batch.fetches:
-            size = fetch.stop - fetch.start
-            if group and (nbytes + size > TASK_NBYTES or len(group) >= TASK_FETCHES):
-                yield _task(batch, group, store, checks)
-                group, nbytes = [], 0
-            group.append(fetch)
-            nbytes += size
-        if group:
-            yield _task(batch, group, store, checks)
+        for file in batch.files:
+            first = nbytes = 0
+            for i, size in enumerate((file.stops - file.starts).tolist()):
+                if i > first and (nbytes + size > TASK_NBYTES or i - first >= TASK_FETCHES):
+                    yield _task(batch, file, range(first, i), store, checks)
+                    first, nbytes = i, 0
+                nbytes += size
+            if len(file.starts):
+                yield _task(batch, file, range(first, len(file.starts)), store, checks)
 
 
-def _task(batch: Batch, fetches: list[Fetch], store: Store, checks: Checks) -> Callable[[], None]:
+def _task(batch: Batch, file: FileReads, numbers: range, store: Store, checks: Checks) -> Callable[[], None]:
     def run() -> None:
         scratch = memoryview(b"")
-        for fetch in fetches:
+        for fetch in map(file.fetch, numbers):
             if len(fetch.teeth) == 1:
                 number, tooth = fetch.teeth[0]
                 strip = batch.strips[number]

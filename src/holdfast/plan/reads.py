@@ -25,7 +25,7 @@ from holdfast.core.protocols import Request
 from holdfast.plan.coalesce import Policy, coalesce
 from holdfast.plan.runs import Comb, comb
 
-__all__ = ["Batch", "Fetch", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
+__all__ = ["Batch", "Fetch", "FileReads", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -57,11 +57,33 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class FileReads:
+    """The fetches of one file as arrays: a column of a tall matrix has more of them than there should be objects."""
+
+    key: str
+    starts: Ints
+    """First byte of each fetch."""
+    stops: Ints
+    """The byte after the last one of each fetch."""
+    heads: Ints
+    """Number of the first tooth of each fetch; one more entry marks the end."""
+    owners: Ints
+    """The strip of each tooth."""
+    numbers: Ints
+    """The number of each tooth in its strip."""
+
+    def fetch(self, i: int) -> Fetch:
+        a, b = int(self.heads[i]), int(self.heads[i + 1])
+        teeth = tuple(zip(self.owners[a:b].tolist(), self.numbers[a:b].tolist(), strict=True))
+        return Fetch(self.key, int(self.starts[i]), int(self.stops[i]), teeth)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
-    """Strips and the fetches that fill them."""
+    """Strips and the reads that fill them."""
 
     strips: tuple[Strip, ...]
-    fetches: tuple[Fetch, ...]
+    files: tuple[FileReads, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +97,11 @@ class ReadPlan:
     @property
     def read_nbytes(self) -> int:
         """Bytes that will be read."""
-        return sum(f.stop - f.start for b in self.batches for f in b.fetches)
+        return sum(int((f.stops - f.starts).sum()) for b in self.batches for f in b.files)
 
     @property
     def fetches(self) -> int:
-        return sum(len(b.fetches) for b in self.batches)
+        return sum(len(f.starts) for b in self.batches for f in b.files)
 
     def explain(self) -> str:
         """The plan in one sentence."""
@@ -100,6 +122,8 @@ def plan_reads(requests: Sequence[Request], policy: Policy | None = None) -> Rea
 
 def _repeats(chunk: Chunk) -> int:
     """How many times an expanded chunk repeats each stored element."""
+    if 0 not in chunk.strides:
+        return 1
     times = 1
     for n, s in zip(chunk.shape, chunk.strides, strict=True):
         if s == 0:
@@ -111,11 +135,28 @@ def _strips(requests: Sequence[Request], policy: Policy) -> Iterator[Strip]:
     for request in requests:
         tensor = request.tensor
         for chunk in tensor.chunks:
+            # Most tensors lie in the file as they will in memory: no need to look at them dimension by dimension.
+            extent = _dense_bits(chunk, tensor.dtype, request.out)
+            if 0 < extent <= policy.block * 8 and chunk.shape == tensor.shape:
+                yield Strip(chunk, tensor.dtype, request.out, Comb(chunk.offset, extent, ()), True, tensor.name)
+                continue
             for part, teeth in cut(chunk, tensor.dtype, policy):
                 whole = part.shape == tensor.shape
                 target = request.out if whole else request.out[part.box.slices]
                 direct = _direct(part, tensor.dtype, target, teeth)
                 yield Strip(part, tensor.dtype, target, teeth, direct, tensor.name)
+
+
+def _dense_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
+    """Bits of a chunk whose elements lie in the file just as in the target, in C order; 0 for any other."""
+    if dtype.packed or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1) or not out.flags.c_contiguous:
+        return 0
+    bits = dtype.bits
+    for n, stride in zip(reversed(chunk.shape), reversed(chunk.strides), strict=True):
+        if stride != bits:
+            return 0
+        bits *= n
+    return bits
 
 
 def cut(chunk: Chunk, dtype: DType, policy: Policy) -> Iterator[tuple[Chunk, Comb]]:
@@ -168,22 +209,15 @@ def _plan_batch(strips: list[Strip], policy: Policy) -> Batch:
     by_key: dict[str, list[int]] = {}
     for i, strip in enumerate(strips):
         by_key.setdefault(strip.chunk.storage.key, []).append(i)
-    fetches: list[Fetch] = []
+    files: list[FileReads] = []
     for key, members in by_key.items():
         starts, stops, owners, numbers = _teeth(strips, members)
         order = np.argsort(starts, kind="stable")
         starts, stops, owners, numbers = starts[order], stops[order], owners[order], numbers[order]
         heads = coalesce(starts, stops, policy)
-        ends = np.append(heads[1:], len(starts))
         reach = np.maximum.reduceat(stops, heads) if len(heads) else stops
-        who = list(zip(owners.tolist(), numbers.tolist(), strict=True))
-        fetches += [
-            Fetch(key, start, stop, tuple(who[a:b]))
-            for start, stop, a, b in zip(
-                starts[heads].tolist(), reach.tolist(), heads.tolist(), ends.tolist(), strict=True
-            )
-        ]
-    return Batch(tuple(strips), tuple(fetches))
+        files.append(FileReads(key, starts[heads], reach, np.append(heads, len(starts)), owners, numbers))
+    return Batch(tuple(strips), tuple(files))
 
 
 def _teeth(strips: list[Strip], members: list[int]) -> tuple[Ints, Ints, Ints, Ints]:

@@ -67,7 +67,7 @@ class Records(Mapping[str, Record]):
 
     def __getitem__(self, name: str) -> Record:
         row = self._rows[name]
-        start, nbytes, crc, method, header, size = (int(column[row]) for column in self._columns)
+        start, nbytes, crc, method, header, size = [column.item(row) for column in self._columns]
         return Record(name, start, nbytes, crc if crc or not size else None, method, header, size)
 
     def __contains__(self, name: object) -> bool:
