@@ -37,7 +37,8 @@ def slabs(tensor: LazyTensor, block: int, start: int = 0) -> Iterator[Slab]:
     """Cut a tensor into slabs of at most `block` bytes, in order. Packed types are not cut inside a byte."""
     if tensor.size == 0:
         return
-    if tensor.nbytes <= block or not tensor.shape or tensor.dtype.packed:
+    within = bool(tensor.shape) and (tensor.size // tensor.shape[0]) * tensor.dtype.bits % 8 != 0
+    if tensor.nbytes <= block or not tensor.shape or within:
         yield Slab(tensor, start)
         return
     row = tensor.nbytes // tensor.shape[0]
