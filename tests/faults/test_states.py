@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import numpy as np
 import pytest
@@ -88,10 +87,8 @@ def test_an_empty_state(state, name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_hundred_thousand_tensors(name, tmp_path):
     memory = np.arange(100_000, dtype=np.float32)
-    begin = time.process_time()
     # Each in memory of its own: views of one array would be views of one storage.
     holdfast.save(tmp_path / name, {f"layer.{i}.weight": memory[i : i + 1].copy() for i in range(len(memory))}, durable=False)
     with holdfast.open(tmp_path / name) as ckpt:
         assert len(ckpt) == len(memory)
         assert ckpt["layer.99999.weight"].numpy().tolist() == [99_999]
-    assert time.process_time() - begin < 60

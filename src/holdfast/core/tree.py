@@ -60,6 +60,8 @@ class Named:
     opaques: list[tuple[Path, Opaque]] = field(default_factory=list)
     """Each `Opaque` once, where it was met first."""
     notes: list[str] = field(default_factory=list)
+    doubles: dict[str, int] = field(default_factory=dict)
+    """The last number behind a name that several tensors have, so that the next need not count again."""
     characters: int = 0
     """Length of all names together."""
 
@@ -87,17 +89,18 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
     room = NAMES * stored + FREE_CHARACTERS
     left_out = 0
     # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
-    levels: list[tuple[Iterator[tuple[str | int, object]], int]] = [(iter([("", tree)]), 0)]
+    levels: list[tuple[Iterator[tuple[str | int, object]], int, bool]] = [(iter([("", tree)]), 0, False)]
     path: list[str | int] = []
     while levels:
-        children, owner = levels[-1]
-        step = next(children, None)
+        children, owner, again = levels[-1]
+        step = next(children, None) if spare >= 0 or not again else None
         if step is None:
             levels.pop()
             on_path.discard(owner)
             if path:
                 path.pop()
             continue
+        spare -= again
         key, value = step
         if isinstance(value, LazyTensor):
             _add(named, (*path[1:], *((key,) if levels[1:] else ())), value)
@@ -108,15 +111,18 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
                     found=named.characters,
                 )
             continue
-        inside = _children(value)
-        if inside is None or id(value) in on_path:
+        if id(value) in on_path:
             continue
-        if id(value) in seen:
-            spare -= 1
+        again = id(value) in seen
+        if again:
+            spare -= _cost(value)
             if spare < 0:
                 left_out += 1
                 continue
-        else:
+        inside = _children(value)
+        if inside is None:
+            continue
+        if not again:
             seen.add(id(value))
             if isinstance(value, Opaque):
                 named.opaques.append(((*path[1:], *((key,) if levels[1:] else ())), value))
@@ -126,7 +132,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
             )
         on_path.add(id(value))
         path.append(key)
-        levels.append((inside, id(value)))
+        levels.append((inside, id(value), again))
     if left_out:
         named.notes.append(
             f"{left_out:,} further references to shared containers were not listed by name; they are in the tree"
@@ -136,11 +142,12 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
 
 def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
     name = base = dotted(path) if path else ALONE
-    count = 1
+    count = named.doubles.get(base, 1)
     while name in named.tensors:
         count += 1
         name = f"{base}#{count}"
     if count > 1:
+        named.doubles[base] = count
         named.notes.append(f"two tensors are called {base!r}; the one at path {path!r} is listed as {name!r}")
     if tensor.name:
         tensor = tensor.renamed(name)
@@ -150,6 +157,16 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
     named.tensors[name] = tensor
     named.paths[name] = path
     named.characters += len(name)
+
+
+def _cost(value: object) -> int:
+    """Steps that only beginning to look into a container takes: an object collects its attributes first."""
+    if not isinstance(value, Opaque):
+        return 1
+    states = value.state if isinstance(value.state, tuple) and len(value.state) == 2 else (value.state,)
+    dicts = [state for state in states if isinstance(state, dict)]
+    groups = [state.get(key) for state in dicts for key in ("_parameters", "_buffers", "_modules")]
+    return 1 + sum(len(inside) for inside in (*dicts, *groups) if isinstance(inside, dict))
 
 
 def _children(value: object) -> Iterator[tuple[str | int, object]] | None:

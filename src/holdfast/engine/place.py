@@ -23,7 +23,10 @@ def place(chunk: Chunk, dtype: DType, fetched: memoryview, start: int, target: n
         return
     # Reverse the bytes of each unit. Arrays of bytes, since numpy cannot byte-swap the types of ml_dtypes.
     units = dtype.bits // 8 // unit
-    swapped = np.ndarray((*shape, units, unit), np.uint8, fetched, offset // 8, (*strides, unit, 1))[..., ::-1]
+    # Without the dimensions of length 1: two more are added here, and numpy stops at 64.
+    lengths = tuple(n for n in shape if n != 1)
+    steps = tuple(s for n, s in zip(shape, strides, strict=True) if n != 1)
+    swapped = np.ndarray((*lengths, units, unit), np.uint8, fetched, offset // 8, (*steps, unit, 1))[..., ::-1]
     target[...] = np.ascontiguousarray(swapped).reshape(-1).view(dtype.numpy).reshape(shape)
 
 

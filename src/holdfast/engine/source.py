@@ -91,4 +91,10 @@ def _resolve(request: Request) -> None:
         else:
             np.conjugate(out, out=out)
     if traits.neg:
-        np.negative(out, out=out)
+        if request.tensor.dtype.name == "complex32":
+            for part in ("real", "imag"):
+                out[part] = -out[part]
+        elif request.tensor.dtype.kind in ("float", "complex", "int", "uint"):
+            np.negative(out, out=out)
+        else:
+            raise Unsupported(f"a {request.tensor.dtype} tensor that is marked as negated", tensor=request.tensor.name)

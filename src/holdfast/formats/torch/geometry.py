@@ -7,14 +7,19 @@ import math
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
+from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.errors import LimitExceeded, MetadataError
 
-__all__ = ["MAX_ELEMENTS", "brief", "checked_ints", "strided_view"]
+__all__ = ["MAX_ELEMENTS", "brief", "checked_ints", "checked_shape", "strided_view"]
 
 MAX_ELEMENTS = 1 << 62
 """More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
+
+
+MAX_STRIDE = 1 << 55
+"""Elements of 128 bits at this distance are countable in 64 bits."""
 
 
 def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[int, ...]:
@@ -26,20 +31,33 @@ def checked_ints(values: object, what: str, rank: int | None = None) -> tuple[in
     return tuple(values)
 
 
+def checked_shape(size: object, limits: Limits) -> tuple[int, ...]:
+    """The lengths of a tensor: of a rank that is allowed, and countable in 64 bits even where one is 0, as numpy wants."""
+    shape = checked_ints(size, "size")
+    if len(shape) > limits.rank:
+        raise LimitExceeded(f"a tensor with {len(shape)} dimensions, above Limits(rank={limits.rank})", found=len(shape))
+    count = math.prod(n or 1 for n in shape)
+    # 16 bytes is the widest element.
+    if count >= MAX_ELEMENTS or (0 in shape and count >= MAX_ELEMENTS // 16):
+        raise MetadataError(f"a tensor of {count:,} elements", found=shape)
+    return shape
+
+
 def strided_view(
     storage: LazyTensor, dtype: DType, offset: object, size: object, stride: object, traits: Traits
 ) -> LazyTensor:
     """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
     limits = storage.source.limits
-    shape = checked_ints(size, "size")
-    if len(shape) > limits.rank:
-        raise LimitExceeded(f"a tensor with {len(shape)} dimensions, above Limits(rank={limits.rank})", found=len(shape))
+    shape = checked_shape(size, limits)
     steps = checked_ints(stride, "stride", len(shape))
     (begin,) = checked_ints((offset,), "storage offset")
     count = math.prod(shape)
-    if count >= MAX_ELEMENTS:
-        raise MetadataError(f"a tensor of {count:,} elements", found=shape)
+    if len(storage.chunks) != 1 or storage.ndim != 1 or storage.chunks[0].strides != (storage.dtype.bits,):
+        # A tensor in the place of a storage: its size says nothing about the bytes that are there.
+        raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)
     (whole,) = storage.chunks
+    # The stride of a dimension of length 1 is never used and may be any number; numpy wants one that fits 64 bits.
+    steps = tuple(s if n > 1 or s < MAX_STRIDE else 0 for n, s in zip(shape, steps, strict=True))
     if count == 0:
         return LazyTensor("", dtype, shape, (Chunk(Box.whole(shape), whole.storage, 0, (0,) * len(shape)),), storage.source, traits)
     last = begin + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))

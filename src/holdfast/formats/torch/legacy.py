@@ -122,7 +122,7 @@ class StorageIds(Table):
 
 def _is_module(pid: object) -> bool:
     """('module', class, file name, source text): the first mention of every nn.Module class."""
-    return isinstance(pid, tuple) and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Global)
+    return isinstance(pid, tuple) and len(pid) == 4 and type(pid[0]) is str and pid[0] == "module" and isinstance(pid[1], Global)
 
 
 def _places(source: Source, key: str, ids: dict[str, StorageId], listed: object, start: int) -> dict[str, Storage]:

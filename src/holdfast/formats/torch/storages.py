@@ -40,7 +40,7 @@ class StorageId:
 
 def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
     """Check the shape and types of a persistent id."""
-    if not isinstance(pid, tuple) or len(pid) not in lengths or pid[0] != "storage":
+    if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
         raise PickleError("a persistent id that is no storage", found=type(pid).__name__)
     _, kind, key, location, count, *rest = pid
     dtype = storage_dtype(kind)

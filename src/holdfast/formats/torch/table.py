@@ -19,11 +19,13 @@ from holdfast.errors import PickleError
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.table import Pending
 from holdfast.formats.torch.composites import QSCHEMES, arity, jagged, nested, quantized, sparse
-from holdfast.formats.torch.geometry import brief, checked_ints, strided_view
+from holdfast.formats.torch.geometry import brief, checked_ints, checked_shape, strided_view
 
 __all__ = ["TorchTable", "storage_dtype"]
 
 Args = tuple[object, ...]
+
+FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
 GRAPH_MODULES = ("reduce_graph_module", "reduce_package_graph_module", "reduce_deploy_graph_module")
@@ -78,7 +80,7 @@ class TorchTable(PlainTable):
     def _meta(self, args: Args) -> object:
         """(dtype, size, stride, requires_grad)"""
         dtype, size, stride, grad = arity(args, 4, 4, "_rebuild_meta_tensor_no_storage")
-        shape = checked_ints(size, "size")
+        shape = checked_shape(size, self._source.limits)
         checked_ints(stride, "stride", len(shape))
         return LazyTensor("", _dtype(dtype), shape, (), self._source, Traits(requires_grad=bool(grad), meta=True))
 
@@ -98,7 +100,12 @@ class TorchTable(PlainTable):
         function, kind, inner, state = arity(args, 4, 4, "_rebuild_from_type_v2")
         if not isinstance(inner, tuple):
             raise PickleError("_rebuild_from_type_v2 needs a tuple of arguments", found=type(inner).__name__)
-        if function == Global("torch._utils", "_rebuild_wrapper_subclass") or not isinstance(kind, Global):
+        if not isinstance(function, Global) or not isinstance(kind, Global):
+            raise PickleError("_rebuild_from_type_v2 needs a function and a class", found=brief(function))
+        if function == FROM_TYPE:
+            # Our own call below would recurse as deep as the file wants.
+            raise PickleError("_rebuild_from_type_v2 of itself; torch never writes that")
+        if function == Global("torch._utils", "_rebuild_wrapper_subclass"):
             return Opaque(kind, inner, state=state)
         value = self.call(function, inner)
         if not isinstance(value, LazyTensor):

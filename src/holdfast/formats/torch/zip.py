@@ -41,6 +41,9 @@ class TorchZip:
     def describe(self, source: Source) -> Description:
         (key,) = source.store.list()
         archive = read_archive(source, key)
+        if not archive.prefix:
+            # torch reads the folder of the first record, whatever lies beside it: what we show would not be what it loads.
+            raise ZipError("the records of a checkpoint lie in one top folder; these do not", file=key)
         if archive.get("constants.pkl") is not None:
             return describe_script(source, key, archive)
         if archive.get("data.pkl") is None:
@@ -69,7 +72,7 @@ def describe_script(source: Source, key: str, archive: Archive) -> Description:
     reader = PickleReader(source, key, archive)
     tree, nbytes = reader.read("data.pkl", "data/")
     constants, more = reader.read("constants.pkl", "constants/")
-    whole = tree if constants == () else {"module": tree, "constants": constants}
+    whole = tree if isinstance(constants, tuple) and not constants else {"module": tree, "constants": constants}
     named = name_tensors(whole, source.limits, nbytes + more)
     code = sum(1 for name in archive.records if "/code/" in name)
     note = f"a TorchScript archive: its {code} code records are listed and never run; the tensors are read as data"
