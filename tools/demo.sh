@@ -49,6 +49,25 @@ run 1 holdfast scan $hostile/os_system.pt
 say "It still opens, as data."
 run 0 holdfast show $hostile/os_system.pt
 
+out=$(mktemp -d)
+trap 'rm -rf "$out"' EXIT
+
+say "Convert: streamed, read back, published by one rename. Ties and the tree are kept."
+run 0 holdfast convert $files/plain.pt "$out/plain.safetensors"
+run 0 holdfast convert "$out/plain.safetensors" "$out/plain"
+
+say "The same tensors, whatever the format. Equal checksums are not read."
+run 0 holdfast diff $files/plain.pt "$out/plain"
+
+say "Cast, and see what it cost."
+run 0 holdfast edit "$out/plain.safetensors" --dtype bf16
+run 1 holdfast diff $files/plain.pt "$out/plain.safetensors"
+
+say "Flip one bit in a copy: torch would load it in silence."
+cp $files/plain.pt "$out/broken.pt"
+printf '\xff' | dd of="$out/broken.pt" bs=1 seek=1540 conv=notrunc status=none
+run 1 holdfast verify "$out/broken.pt"
+
 if python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is not None)'; then
     say "torch is not installed in this .venv. Nothing above needed it."
 fi

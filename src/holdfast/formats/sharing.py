@@ -48,7 +48,9 @@ class Sharing:
         """Sentences about it for people."""
         notes = []
         if self.aliases:
-            notes.append(f"{len(self.aliases):,} names are second names of tensors; their bytes are written once")
+            count = len(self.aliases)
+            which = "1 name is a second name of a tensor" if count == 1 else f"{count:,} names are second names of tensors"
+            notes.append(f"{which}; the bytes are written once")
         shared = sum(len(group.names) for group in self.groups if len(group.names) > 1)
         if shared:
             notes.append(f"{shared:,} tensors are views of shared storages; each is written as a copy, and the views are noted")
