@@ -10,8 +10,10 @@ from benchmarks.board import Recipe
 __all__ = [
     "GIANT_SHAPE",
     "WIDE_SHAPE",
+    "four_pt",
     "giant_pt",
     "giant_safetensors",
+    "half_many_pt",
     "large_pt",
     "large_safetensors",
     "many_pt",
@@ -43,6 +45,19 @@ def large_state(quick: bool):
     import torch
 
     rows = 64 if quick else 2730
+    return {f"layers.{i}.weight": torch.arange(i, i + rows * 4096, dtype=torch.float32).view(rows, 4096) for i in range(24)}
+
+
+def half_many_state(quick: bool):
+    import torch
+
+    return {name: torch.full((4, 4), float(i)) for i, name in enumerate(names(1_000 if quick else 50_000))}
+
+
+def four_state(quick: bool):
+    import torch
+
+    rows = 64 if quick else 10920
     return {f"layers.{i}.weight": torch.arange(i, i + rows * 4096, dtype=torch.float32).view(rows, 4096) for i in range(24)}
 
 
@@ -120,6 +135,8 @@ def sized(full: int, quick: int):
 
 many_pt = Recipe("many.pt", sized(40 * MIB, 4 * MIB), save_pt(many_state))
 many_safetensors = Recipe("many.safetensors", sized(20 * MIB, 4 * MIB), save_safetensors(many_state))
+half_many_pt = Recipe("half-many.pt", sized(20 * MIB, 4 * MIB), save_pt(half_many_state))
+four_pt = Recipe("four.pt", sized(4 * GIB, 32 * MIB), save_pt(four_state))
 large_pt = Recipe("large.pt", sized(GIB, 32 * MIB), save_pt(large_state))
 large_safetensors = Recipe("large.safetensors", sized(GIB, 32 * MIB), save_safetensors(large_state))
 wide_safetensors = Recipe("wide.safetensors", sized(GIB, 32 * MIB), make_wide)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -39,6 +40,7 @@ def torch_leaf(resident: Resident) -> Callable[[object], object]:
     return convert
 
 
+@cache
 def _dtype(dtype: torch.dtype) -> DType:
     found = DTYPES.torch(str(dtype).removeprefix("torch."))
     if found is None:
@@ -50,9 +52,9 @@ def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
     parameter = isinstance(tensor, torch.nn.Parameter)
     grad = tensor.requires_grad and tensor.is_leaf
     traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
-    plain = tensor.detach()
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return _composite(plain, resident, traits)
+        return _composite(tensor.detach(), resident, traits)
+    plain = tensor
     if type(plain) not in (torch.Tensor, torch.nn.Parameter) and hasattr(plain, "__tensor_flatten__"):
         raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
     if plain.is_meta:
@@ -62,9 +64,11 @@ def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
     location = "cpu"
     if not plain.is_cpu:
         location = str(plain.device)
-        plain = plain.cpu()
+        plain = plain.detach().cpu()
     storage = plain.untyped_storage()
     address, nbytes = storage.data_ptr(), storage.nbytes()
+    if nbytes and not address:
+        raise Unsupported("a tensor without memory of its own (a fake one?) has nothing to save")
     # The storage's own memory, looked at; `owner` keeps it there for as long as anything points at it.
     content = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else NOTHING
     place = resident.memory(address, content, owner=storage, location=location)
