@@ -68,21 +68,28 @@ def save_file(durable: bool):
     return job
 
 
+BACKED_NBYTES = 2600 * MIB
+"""An atomic save needs pages for the new file while the old one is still there; torch.save reuses those of the file that it cuts
+off. See `Race.backed_nbytes`: which pages a side gets must not be chance. The rows without it are printed beside."""
+
+
 def saves(kind: str, title: str, recipe: Recipe, pt: float, st: float) -> tuple[Case, ...]:
     return tuple(
         Race(
-            f"save-{kind}-{form}{'-durable' if durable else ''}",
-            f"save {title} as {form}{', durable' if durable else ''}",
+            f"save-{kind}-{form}{'-durable' if durable else ''}{'-backed' if backed else ''}",
+            f"save {title} as {form}{', durable' if durable else ''}{', backed memory' if backed else ''}",
             peer_title + (" + fsync of file and folder" if durable else ""),
             recipe,
             ours("." + form, durable),
             peer(durable),
             target,
             memory=False,
+            backed_nbytes=backed,
         )
         for form, peer_title, peer, target in (("pt", "torch.save", torch_save, pt), ("safetensors", "save_file", save_file, st))
         for durable in (False, True)
-        if not (durable and kind == "many")
+        for backed in (0, BACKED_NBYTES)
+        if kind == "large" or not (durable or backed)
     )
 
 
