@@ -62,7 +62,7 @@ def main() -> None:
     from benchmarks.cases import CASES
 
     case = next(case for case in CASES if case.name == name)
-    modules = ("numpy", "holdfast") if side == "ours" else getattr(case, "peer_modules", ())
+    modules = ("numpy", "holdfast.api.open", "holdfast.api.convert") if side == "ours" else getattr(case, "peer_modules", ())
     for module in modules:
         importlib.import_module(module)
     print(json.dumps(measure(getattr(case, side), Path(path))))

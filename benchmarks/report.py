@@ -96,6 +96,8 @@ def _beside(outcome: Outcome) -> str:
         said.append(f"{_size(measured['read_nbytes'])} read (≤ {_size(int(outcome.limits['read_nbytes']))})")
         said.append(f"{measured['reads']:,} reads")
         said.append(f"memory ≤ {_size(int(outcome.limits['peak_nbytes']))}")
+    elif "megabytes_per_second" in measured:
+        said.append(f"{measured['megabytes_per_second']:,} MB/s")
     elif "wanted_nbytes" in measured:
         said.append(f"{measured['reads']:,} reads, {measured['read_nbytes']:,} B for {measured['wanted_nbytes']:,} wanted")
     for label, times in list(outcome.times.items())[2:]:

@@ -15,7 +15,6 @@ from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Source, Store
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.commit import recover
 from holdfast.engine.source import OpenSource
 from holdfast.errors import StoreError, located
 from holdfast.formats.detect import detect
@@ -60,6 +59,8 @@ def store_of(path: Openable, limits: Limits) -> Store:
         try:
             return LocalStore(path, max_files=limits.files)
         except StoreError as error:
+            from holdfast.engine.commit import recover
+
             # A save that replaced a directory in two steps and was cut off between them: what it replaced is beside it.
             kept = recover(path) if error.errno == errno.ENOENT else None
             if kept is None:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from holdfast.core.protocols import Format, Source
 from holdfast.errors import StoreError, UnknownFormat
-from holdfast.formats.native.directory import NativeDirectory
-from holdfast.formats.safetensors.directory import SafetensorsDirectory
-from holdfast.formats.safetensors.file import SafetensorsFile
-from holdfast.formats.torch.legacy import TorchLegacy
-from holdfast.formats.torch.tar import TorchTar
-from holdfast.formats.torch.zip import TorchZip
 
-__all__ = ["FORMATS", "detect"]
+__all__ = ["detect", "formats"]
 
-FORMATS: tuple[Format, ...] = (
-    TorchZip(), TorchLegacy(), TorchTar(), SafetensorsFile(), NativeDirectory(), SafetensorsDirectory(),
-)  # fmt: skip
-"""A native directory holds safetensors files and an index of them as well, so it is looked for first."""
+
+def formats() -> Iterator[Format]:
+    """The formats, in the order in which they are tried. Each is imported when its turn comes: to open a `.pt` takes one."""
+    from holdfast.formats.torch.zip import TorchZip
+
+    yield TorchZip()
+
+    from holdfast.formats.torch.legacy import TorchLegacy
+    from holdfast.formats.torch.tar import TorchTar
+
+    yield TorchLegacy()
+    yield TorchTar()
+
+    from holdfast.formats.safetensors.file import SafetensorsFile
+
+    yield SafetensorsFile()
+
+    # A native directory holds safetensors files and an index of them as well, so it is looked for first.
+    from holdfast.formats.native.directory import NativeDirectory
+    from holdfast.formats.safetensors.directory import SafetensorsDirectory
+
+    yield NativeDirectory()
+    yield SafetensorsDirectory()
+
 
 HINTS = (
     (b"\x80", "it begins like a bare pickle, which `holdfast scan` can look into"),
@@ -33,7 +49,7 @@ HINTS = (
 
 def detect(source: Source) -> Format:
     """The format whose content this is."""
-    for candidate in FORMATS:
+    for candidate in formats():
         if candidate.matches(source):
             return candidate
     keys = source.store.list()
