@@ -4,7 +4,7 @@
     ├── FormatError (ValueError)            the bytes are not what they claim to be: do not use this file
     │   ├── UnknownFormat                   nothing we know starts like this
     │   ├── Truncated (EOFError)            the file ends before its content does
-    │   ├── PickleError                     the pickle stream breaks a rule of the closed interpreter
+    │   ├── PickleError (UnpicklingError)   the pickle stream breaks a rule of the closed interpreter
     │   ├── ZipError                        the archive breaks a rule of the strict zip reader
     │   ├── HeaderError                     a JSON header or index breaks its schema
     │   └── MetadataError                   sizes, strides, offsets or indices that cannot be true
@@ -20,6 +20,9 @@
     │   └── DurabilityUncertain             the new content is in place, but may not survive a power cut
     ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
     ├── BadTarget (ValueError)              `out=` has another shape, dtype or layout than the tensor
+    ├── DoesNotFit (RuntimeError)           names, shapes or dtypes of a module and a checkpoint differ; all are listed
+    ├── Refused (RuntimeError)              `holdfast.torch` says no where torch says it with a RuntimeError
+    │   └── NotSaved (NotCommitted)         the same for a save: nothing changed at the target
     └── Closed (ValueError)                 the checkpoint was closed before this read
 
 Each error carries what it knows as attributes (`file`, `tensor`, `offset`, `expected`, `found`); the message says what was
@@ -28,7 +31,8 @@ being done, what was found and, where there is something to do, what to do.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from _pickle import UnpicklingError
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 __all__ = [
@@ -37,6 +41,7 @@ __all__ = [
     "CannotHold",
     "Closed",
     "Corrupted",
+    "DoesNotFit",
     "DurabilityUncertain",
     "FormatError",
     "HeaderError",
@@ -46,7 +51,9 @@ __all__ = [
     "MetadataError",
     "NoSuchTensor",
     "NotCommitted",
+    "NotSaved",
     "PickleError",
+    "Refused",
     "SaveError",
     "StoreError",
     "Truncated",
@@ -106,7 +113,7 @@ class Truncated(FormatError, EOFError):
     """The file ends before its content does."""
 
 
-class PickleError(FormatError):
+class PickleError(FormatError, UnpicklingError):
     """A pickle stream breaks a rule of the closed interpreter."""
 
 
@@ -179,6 +186,35 @@ class CannotHold(HoldfastError, ValueError):
 
 class BadTarget(HoldfastError, ValueError):
     """The array given as `out=` cannot hold the tensor."""
+
+
+class DoesNotFit(HoldfastError, RuntimeError):
+    """A module or state and a checkpoint do not go together; what torch's `load_state_dict` says with a RuntimeError."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        mismatched: Mapping[str, str] | None = None,
+        file: str | None = None,
+    ) -> None:
+        super().__init__(message, file=file)
+        self.missing = tuple(missing)
+        """Names of the target that the checkpoint does not have."""
+        self.unexpected = tuple(unexpected)
+        """Names of the checkpoint that the target does not have."""
+        self.mismatched = dict(mismatched or {})
+        """Names that both have and that cannot be loaded, with the reason."""
+
+
+class Refused(HoldfastError, RuntimeError):
+    """`holdfast.torch` refuses where torch refuses with a RuntimeError, so that the same `except` catches it."""
+
+
+class NotSaved(NotCommitted, Refused):
+    """A `NotCommitted` of `holdfast.torch.save`, which is a RuntimeError where torch would raise one."""
 
 
 class Closed(HoldfastError, ValueError):

@@ -15,13 +15,16 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import torch
 
 import holdfast
 from holdfast.api.save import write_plan
 from holdfast.api.state import describe_state
 from holdfast.api.targets import Options, format_for, plan_save
 from holdfast.engine.commit import DirectoryTransaction, FileTransaction
+from holdfast.plan.saves import SavePlan
 from holdfast.stores.files import Files
+from holdfast.torch.save import plan_object
 from tests.crash.model import ROOT, Model, Tree
 
 BLOCK = 3_000
@@ -127,6 +130,14 @@ def content(path: Path) -> bytes | Tree:
     return {inner.name: inner.read_bytes() for inner in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
+def plan_of(path: str, version: int, format: str, split: int | None) -> SavePlan:
+    if format == "torch.save":
+        return plan_object({key: torch.from_numpy(np.array(value)) for key, value in state(version).items()}, Path(path).name)
+    options = Options(split)
+    described = describe_state({key: np.asarray(value) for key, value in state(version).items()})
+    return plan_save(path, described, format_for(path, format, options), options)
+
+
 def writer_of(name: str, format: str, *, directory: bool, split: int | None = None) -> Writer:
     """A writer that saves `state(version)` in a format of the library and reads it back with `open`.
 
@@ -135,10 +146,7 @@ def writer_of(name: str, format: str, *, directory: bool, split: int | None = No
     """
 
     def save(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
-        options = Options(split)
-        described = describe_state({key: np.asarray(value) for key, value in state(version).items()})
-        plan = plan_save(path, described, format_for(path, format, options), options)
-        write_plan(plan, path, overwrite=overwrite, durable=durable, files=files, threads=1)
+        write_plan(plan_of(path, version, format, split), path, overwrite=overwrite, durable=durable, files=files, threads=1)
 
     def read(path: Path) -> int:
         with holdfast.open(path) as checkpoint:
@@ -168,6 +176,7 @@ TOYS = [
 
 LIBRARY = [
     writer_of("torch", "torch", directory=False),
+    writer_of("torch.save", "torch.save", directory=False),
     writer_of("safetensors", "safetensors", directory=False),
     writer_of("split", "safetensors", directory=True, split=8_000),
     writer_of("native", "native", directory=True),

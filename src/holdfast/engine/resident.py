@@ -16,13 +16,12 @@ __all__ = ["Resident"]
 
 
 class Resident:
-    """The memory of one state that is being saved. It keeps every buffer alive that its tensors point at."""
+    """The memory of one state that is being saved. Its tensors keep every buffer alive that they point at, through their source."""
 
     def __init__(self) -> None:
         self._store = MemoryStore({}, name="<memory>")
         self._source = OpenSource(self._store, mapped=True, resident=True)
         self._storages: dict[tuple[int, int], Storage] = {}
-        self._alive: list[object] = []
 
     def array(self, array: np.ndarray) -> LazyTensor:
         """A numpy array as a lazy tensor over the buffer that owns its memory."""
@@ -50,10 +49,9 @@ class Resident:
         found = self._storages.get((address, content.nbytes))
         if found is None:
             key = f"{address:x}+{content.nbytes:x}"
-            self._store.add(key, content)
+            self._store.add(key, content, owner=owner)
             found = Storage(key, 0, content.nbytes, location=location)
             self._storages[address, content.nbytes] = found
-            self._alive.append(owner)
         return found
 
     def strided(

@@ -20,7 +20,7 @@ from holdfast.core.crc import combine, crc32
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.engine.slabs import Slab, mapped_bytes, read_slab, slabs
 from holdfast.errors import located
-from holdfast.plan.saves import Data, FilePlan, Late, Literal
+from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
 
 __all__ = ["Progress", "Receipt", "Sink", "write_file"]
 
@@ -92,7 +92,7 @@ def write_file(
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:
-        if isinstance(segment, Data):
+        if isinstance(segment, Data | Memory):
             receipt.crcs[segment.label] = known[segment.label] = sums.whole(segment.label)
     for pieces in _joined_late(plan, offsets, known, sums.made):
         sink.write(pieces[0], memoryview(pieces[1]))
@@ -127,15 +127,20 @@ def _tasks(
     plan: FilePlan, offsets: Sequence[int], sink: Sink, sums: Sums, progress: Progress | None, block: int
 ) -> Iterator[Callable[[], None]]:
     """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
-    stretch: list[tuple[int, Literal | Data | Late]] = []
+    stretch: list[tuple[int, Segment]] = []
     size = 0
     for segment, offset in zip(plan.segments, offsets, strict=True):
-        if isinstance(segment, Data) and segment.nbytes > GATHER:
+        if segment.nbytes > GATHER and isinstance(segment, Data | Memory | Hole):
             if stretch:
                 yield _stretch(stretch, sink, sums, progress)
                 stretch, size = [], 0
-            for slab in slabs(segment.tensor, block):
-                yield _block(segment, slab, offset, sink, sums, progress)
+            match segment:
+                case Data():
+                    for slab in slabs(segment.tensor, block):
+                        yield _block(segment, slab, offset, sink, sums, progress)
+                case Memory():
+                    for start in range(0, segment.nbytes, block):
+                        yield _piece(segment, start, min(start + block, segment.nbytes), offset, sink, sums, progress)
             continue
         stretch.append((offset, segment))
         size += segment.nbytes
@@ -160,13 +165,31 @@ def _block(
     return run
 
 
+def _piece(
+    segment: Memory, start: int, stop: int, offset: int, sink: Sink, sums: Sums, progress: Progress | None
+) -> Callable[[], None]:
+    def run() -> None:
+        data = segment.content[start:stop]
+        sums.add(segment.label, start, data.nbytes, crc32(data))
+        sink.write(offset + start, data)
+        if progress:
+            progress(data.nbytes)
+
+    return run
+
+
 def _stretch(
-    parts: list[tuple[int, Literal | Data | Late]], sink: Sink, sums: Sums, progress: Progress | None
+    parts: list[tuple[int, Segment]], sink: Sink, sums: Sums, progress: Progress | None
 ) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
     def run() -> None:
         begin = parts[0][0]
+        if len(parts) == 1 and isinstance(parts[0][1], Literal):
+            sink.write(begin, memoryview(parts[0][1].data))
+            if progress:
+                progress(parts[0][1].nbytes)
+            return
         total = parts[-1][0] + parts[-1][1].nbytes - begin
         buffer = np.zeros(total, np.uint8).data
         here: dict[str, int] = {}
@@ -175,9 +198,11 @@ def _stretch(
             at, end = offset - begin, offset - begin + segment.nbytes
             if isinstance(segment, Literal):
                 buffer[at:end] = segment.data
-            elif isinstance(segment, Data):
+            elif isinstance(segment, Hole):
+                pass
+            elif isinstance(segment, Data | Memory):
                 with located(tensor=segment.label):
-                    data = _small(segment)
+                    data = segment.content if isinstance(segment, Memory) else _small(segment)
                 here[segment.label] = crc = crc32(data)
                 sums.add(segment.label, 0, len(data), crc)
                 buffer[at:end] = data

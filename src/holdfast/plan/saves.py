@@ -5,6 +5,8 @@ written in any order and by several threads:
 
     Literal    bytes that are known now: headers, names, padding
     Data       the elements of one tensor in C order, little-endian; its CRC-32 is computed while it passes by
+    Memory     bytes of this process as they lie there, with a CRC-32 like data: the storages of torch's own objects
+    Hole       room that is left as it is: zeros, where the file system can do it without writing them
     Late       bytes of a known length that depend on those CRCs: data descriptors, central directories, checksum fields
 
 A plan is pure. `engine/write.py` carries it out, `explain` says it in words.
@@ -17,7 +19,7 @@ from dataclasses import dataclass, field
 
 from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Data", "FilePlan", "Late", "Literal", "SavePlan", "Segment"]
+__all__ = ["Data", "FilePlan", "Hole", "Late", "Literal", "Memory", "SavePlan", "Segment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +47,39 @@ class Data:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes that lie in this process's memory, written from where they are."""
+
+    content: memoryview
+    label: str
+    """As for `Data`."""
+    owner: object = None
+    """Whoever has to stay alive for the memory to be there."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.content.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """Room without content. It has no checksum: whoever fills it knows better."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Late:
     """Bytes that are known when all data of the plan has been written."""
 
     nbytes: int
     make: Callable[[Mapping[str, int]], bytes]
-    """From the CRC-32 of every `Data` segment of the plan, by label, to exactly `nbytes` bytes."""
+    """From the CRC-32 of every `Data` and `Memory` segment of the plan, by label, to exactly `nbytes` bytes."""
     needs: str | None = None
     """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
 
 
-Segment = Literal | Data | Late
+Segment = Literal | Data | Memory | Hole | Late
 
 
 @dataclass(frozen=True, slots=True)

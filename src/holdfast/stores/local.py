@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from holdfast.errors import Closed, HoldfastError, LimitExceeded, StoreError, Truncated, UnsafePath
 from holdfast.stores.files import is_temporary
 
-__all__ = ["LocalStore", "check_key", "free_nbytes", "read_at"]
+__all__ = ["DescriptorStore", "LocalStore", "check_key", "free_nbytes", "read_at"]
 
 Keys = list[str]
 
@@ -197,6 +197,34 @@ class LocalStore:
         if not any(path.startswith(place + os.sep) for place in allowed):
             raise UnsafePath(f"a link leads out of the checkpoint, to {path!r}", file=self._label(key))
         return path
+
+
+class DescriptorStore:
+    """One plain file that somebody else has open, under one key. Reads do not move the file's position."""
+
+    KEY = "file"
+
+    def __init__(self, descriptor: int, *, name: str = "<open file>") -> None:
+        self.name = name
+        self._descriptor = descriptor
+
+    def list(self) -> Sequence[str]:
+        return [self.KEY]
+
+    def size(self, key: str) -> int:
+        return os.fstat(self._descriptor).st_size
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        try:
+            read_at(self._descriptor, start, out)
+        except OSError as error:
+            raise _refused(self.name, error) from error
+
+    def map(self, key: str) -> memoryview | None:
+        return None
+
+    def close(self) -> None:
+        """The file belongs to the caller."""
 
 
 def read_at(descriptor: int, start: int, out: memoryview) -> None:

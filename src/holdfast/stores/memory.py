@@ -19,10 +19,12 @@ class MemoryStore:
         self.name = name
         self._content = {key: memoryview(value).cast("B") for key, value in content.items()}
         self._closed = False
+        self._owners: list[object] = []
 
-    def add(self, key: str, content: memoryview) -> None:
-        """Put more bytes under a new key."""
+    def add(self, key: str, content: memoryview, *, owner: object = None) -> None:
+        """Put more bytes under a new key. `owner` stays alive for as long as the store does: the memory may be its."""
         self._content[key] = content
+        self._owners.append(owner)
 
     def list(self) -> Sequence[str]:
         return sorted(self._content)
@@ -88,17 +90,28 @@ class FileObjectStore:
                 try:
                     self._file.seek(start)
                     while done < out.nbytes:
-                        part = self._file.read(out.nbytes - done)
-                        if not isinstance(part, bytes) or not part:
+                        got = self._some(out[done:])
+                        if not got:
                             raise Truncated(f"the file object ended {out.nbytes - done} bytes early", offset=start + done)
-                        out[done : done + len(part)] = part
-                        done += len(part)
+                        done += got
                 finally:
                     self._file.seek(position)
             except (OSError, ValueError) as error:
                 if isinstance(error, Truncated):
                     raise
                 raise StoreError(f"reading from {self.name} failed: {error}") from error
+
+    def _some(self, out: memoryview) -> int:
+        """Read as much as comes at a time, straight to its place where the file object can."""
+        into = getattr(self._file, "readinto", None)
+        if callable(into):
+            got = into(out)
+            return got if isinstance(got, int) else 0
+        part = self._file.read(out.nbytes)
+        if not isinstance(part, bytes):
+            return 0
+        out[: len(part)] = part
+        return len(part)
 
     def map(self, key: str) -> memoryview | None:
         return None

@@ -1,7 +1,94 @@
-"""The torch adapter. This package, and nothing else in Holdfast, imports torch."""
+"""The torch adapter: a drop-in for `torch.save` and `torch.load`, and what goes beyond them.
+
+    from holdfast.torch import save, load          the same calls, the same bytes
+    holdfast.torch.install()                       for programs that call torch.save and torch.load themselves
+    holdfast.torch.load_into(model, path)          fill a model from any format, without a second copy
+    holdfast.torch.open(path)                      tensors when they are asked for, shared where the file shares them
+
+This package, and nothing else in Holdfast, imports torch.
+"""
 
 from __future__ import annotations
 
+from holdfast.torch.allowed import (
+    add_safe_globals,
+    clear_safe_globals,
+    get_safe_globals,
+    get_unsafe_globals_in_checkpoint,
+    safe_globals,
+)
+from holdfast.torch.into import Loaded, load_into
+from holdfast.torch.load import load
+from holdfast.torch.locations import (
+    default_restore_location,
+    location_tag,
+    register_package,
+    validate_cuda_device,
+    validate_hpu_device,
+)
+from holdfast.torch.open import TorchCheckpoint, open
+from holdfast.torch.patching import install, uninstall
+from holdfast.torch.save import save
+from holdfast.torch.settings import (
+    DEFAULT_PROTOCOL,
+    MAGIC_NUMBER,
+    PROTOCOL_VERSION,
+    STORAGE_KEY_SEPARATOR,
+    LoadEndianness,
+    SourceChangeWarning,
+    StorageType,
+    check_module_version_greater_or_equal,
+    get_crc32_options,
+    get_default_load_endianness,
+    get_default_mmap_options,
+    mkdtemp,
+    normalize_storage_type,
+    set_crc32_options,
+    set_default_load_endianness,
+    set_default_mmap_options,
+    skip_data,
+    storage_to_tensor_type,
+)
 from holdfast.torch.tensors import tensor_from_composite, tensor_from_lazy, torch_dtype
 
-__all__ = ["tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
+__all__ = [
+    "DEFAULT_PROTOCOL",
+    "MAGIC_NUMBER",
+    "PROTOCOL_VERSION",
+    "STORAGE_KEY_SEPARATOR",
+    "LoadEndianness",
+    "Loaded",
+    "SourceChangeWarning",
+    "StorageType",
+    "TorchCheckpoint",
+    "add_safe_globals",
+    "check_module_version_greater_or_equal",
+    "clear_safe_globals",
+    "default_restore_location",
+    "get_crc32_options",
+    "get_default_load_endianness",
+    "get_default_mmap_options",
+    "get_safe_globals",
+    "get_unsafe_globals_in_checkpoint",
+    "install",
+    "load",
+    "load_into",
+    "location_tag",
+    "mkdtemp",
+    "normalize_storage_type",
+    "open",
+    "register_package",
+    "safe_globals",
+    "save",
+    "set_crc32_options",
+    "set_default_load_endianness",
+    "set_default_mmap_options",
+    "skip_data",
+    "storage_to_tensor_type",
+    "tensor_from_composite",
+    "tensor_from_lazy",
+    "torch_dtype",
+    "uninstall",
+    "validate_cuda_device",
+    "validate_hpu_device",
+]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,10 +14,9 @@ from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.values import Device, Size
 from holdfast.engine.resident import Resident
 from holdfast.errors import Unsupported
+from holdfast.torch.memory import storage_memory
 
 __all__ = ["torch_leaf"]
-
-NOTHING = memoryview(b"")
 
 
 def torch_leaf(resident: Resident) -> Callable[[object], object]:
@@ -66,12 +64,8 @@ def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
         location = str(plain.device)
         plain = plain.detach().cpu()
     storage = plain.untyped_storage()
-    address, nbytes = storage.data_ptr(), storage.nbytes()
-    if nbytes and not address:
-        raise Unsupported("a tensor without memory of its own (a fake one?) has nothing to save")
     # The storage's own memory, looked at; `owner` keeps it there for as long as anything points at it.
-    content = memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else NOTHING
-    place = resident.memory(address, content, owner=storage, location=location)
+    place = resident.memory(storage.data_ptr(), storage_memory(storage), owner=storage, location=location)
     width = plain.element_size()
     strides = tuple(s * width for s in plain.stride())
     return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)

@@ -9,8 +9,9 @@ from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HoldfastError, MetadataError, Unsupported
+from holdfast.torch.kept import keep, view_of_kept
 
-__all__ = ["tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
+__all__ = ["array_of", "carrier_dtype", "tensor_from_array", "tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -24,7 +25,10 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
-    """The tensor's elements in a torch tensor on the CPU; memory is shared with the read (or mapped) array."""
+    """The tensor's elements in a torch tensor on the CPU; memory is shared with the read (or mapped) array.
+
+    Two names over one storage of a file are one storage in torch again: see `kept.py` for when.
+    """
     if lazy.dtype.kind == "quantized":
         raise Unsupported(
             "quantised elements mean nothing without their scale: take the composite from ckpt.tree and call its torch(), "
@@ -36,19 +40,37 @@ def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
         return torch.empty(lazy.shape, dtype=dtype, device="meta")
     if lazy.dtype.name == "float4_e2m1fn":
         return _pairs(lazy.numpy(), lazy)
-    return _from_array(lazy.numpy(), dtype)
+    if lazy.source.mapped or len(lazy.chunks) != 1 or not lazy.size or lazy.traits.conj or lazy.traits.neg:
+        # Mapped names share the mapped memory as they are.
+        return tensor_from_array(lazy.numpy(), dtype)
+    tensor = view_of_kept(lazy, dtype)
+    if tensor is None:
+        tensor = tensor_from_array(lazy.numpy(), dtype)
+        keep(lazy, tensor)
+    return tensor
 
 
-def _from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+def tensor_from_array(array: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
     """The same memory as a torch tensor: handed over as integers of the same width, then named by its true dtype."""
     if any(s < 0 for s in array.strides) or not array.flags.writeable:
         # torch has neither reversed nor read-only tensors (the latter come from bytes opened with mmap=True).
         array = array.copy()
     if not array.size:
-        return torch.empty(array.shape, dtype=dtype)
+        return torch.empty(array.shape, dtype=dtype, device="cpu")
     if array.ndim == 0:
-        return _from_array(array.reshape(1), dtype).reshape(())
+        return tensor_from_array(array.reshape(1), dtype).reshape(())
     return torch.from_numpy(array.view(_carrier(array.dtype))).view(dtype)
+
+
+def array_of(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
+    """The memory of a CPU tensor as a writable array of the same shape and strides; `dtype` is the tensor's own."""
+    plain = tensor.detach()
+    return plain.view(carrier_dtype(plain.element_size())).numpy().view(dtype.numpy)
+
+
+def carrier_dtype(nbytes: int) -> torch.dtype:
+    """A torch dtype of the same width that numpy knows."""
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[nbytes]
 
 
 def tensor_from_composite(whole: Composite) -> torch.Tensor:
@@ -105,14 +127,14 @@ def _quantized(whole: Composite) -> torch.Tensor:
     match whole.attributes:
         case {"scale": float(scale), "zero_point": int(zero)}:
             if carrier is not None:
-                return torch._make_per_tensor_quantized_tensor(_from_array(array, carrier), scale, zero)
+                return torch._make_per_tensor_quantized_tensor(tensor_from_array(array, carrier), scale, zero)
             made = torch._empty_affine_quantized(
                 elements.shape, scale=scale, zero_point=zero, dtype=torch_dtype(elements.dtype)
             )
         case {"axis": int(axis)}:
             scales, zeros = whole.parts["scales"].torch(), whole.parts["zero_points"].torch()
             if carrier is not None:
-                return torch._make_per_channel_quantized_tensor(_from_array(array, carrier), scales, zeros, axis)
+                return torch._make_per_channel_quantized_tensor(tensor_from_array(array, carrier), scales, zeros, axis)
             made = torch._empty_per_channel_affine_quantized(
                 elements.shape, scales=scales, zero_points=zeros, axis=axis, dtype=torch_dtype(elements.dtype)
             )

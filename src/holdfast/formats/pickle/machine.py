@@ -273,12 +273,15 @@ def _run(state: State) -> object:
                 raise state.short()
             limit = state.limit = state.end
             state.framed = False
-    except struct.error:
+    except struct.error as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # as below
         state.at = pos - 1
         raise state.short() from None
     except IndexError as error:
         if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # not from a stack or the data here, but from a table: a mistake of ours that must be seen
+            # Not from a stack or the data here, but from a table: what the caller allowed to run, or a mistake of ours.
+            raise
         state.at = pos - 1
         if pos >= limit:
             raise state.short() from None
@@ -292,6 +295,7 @@ def _protocol(state: State) -> int:
         return start
     if start + 2 > state.end:
         raise state.short()
+    state.table.declare(data[start + 1])
     if data[start + 1] > PROTOCOL:
         raise state.fail(f"a pickle of protocol {data[start + 1]}, and the highest is {PROTOCOL}")
     return start + 2

@@ -63,18 +63,18 @@ def binfloat(s: State) -> None:
 
 
 def string(s: State) -> None:
-    s.stack.append(text.python2_string(text.quoted(s.line())))
+    s.stack.append(s.table.string(text.quoted(s.line())))
 
 
 def binstring(s: State) -> None:
     nbytes = text.signed(s.take(4))
     if nbytes < 0:
         raise s.fail("a string of negative length")
-    s.stack.append(text.python2_string(s.take(nbytes)))
+    s.stack.append(s.table.string(s.take(nbytes)))
 
 
 def short_binstring(s: State) -> None:
-    s.stack.append(text.python2_string(s.take(s.number(1))))
+    s.stack.append(s.table.string(s.take(s.number(1))))
 
 
 def unicode(s: State) -> None:
@@ -225,19 +225,19 @@ def stack_global(s: State) -> None:
 def inst(s: State) -> None:
     module, name = text.utf8(s.line(most=NAME_NBYTES)), text.utf8(s.line(most=NAME_NBYTES))
     args = tuple(s.pop_mark())
-    made(s, s.table.find(module, name), args, None)
+    made(s, s.table.instance(s.table.find(module, name), args))
 
 
 def obj(s: State) -> None:
     above = s.pop_mark()
     if not above:
         s.underflow()
-    made(s, above[0], tuple(above[1:]), None)
+    made(s, s.table.instance(above[0], tuple(above[1:])))
 
 
 def newobj(s: State) -> None:
     args, cls = s.pop(), s.pop()
-    made(s, cls, args, None)
+    made(s, s.table.new(cls, arguments(s, args), None))
 
 
 def newobj_ex(s: State) -> None:
@@ -247,13 +247,16 @@ def newobj_ex(s: State) -> None:
     s.table.spending.copy(len(kwargs))
     if not all(type(key) is str for key in kwargs):
         raise s.fail("a NEWOBJ_EX with a keyword that is no text")
-    made(s, cls, args, kwargs)
+    made(s, s.table.new(cls, arguments(s, args), kwargs))
 
 
-def made(s: State, cls: object, args: object, kwargs: dict[str, object] | None) -> None:
+def arguments(s: State, args: object) -> tuple[object, ...]:
     if type(args) is not tuple:
         raise s.fail("arguments that are no tuple")
-    value = s.table.new(cls, args, kwargs)
+    return args
+
+
+def made(s: State, value: object) -> None:
     s.announce(value)
     s.stack.append(value)
 

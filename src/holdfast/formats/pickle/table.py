@@ -23,6 +23,7 @@ from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.names import modern
 from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.pickle.text import python2_string
 
 __all__ = ["Name", "Pending", "Row", "Table"]
 
@@ -92,6 +93,13 @@ class Table:
 
     # What the machine asks for.
 
+    def declare(self, protocol: int) -> None:
+        """PROTO: what the stream says of itself, before anything else and before the machine has judged it."""
+
+    def string(self, raw: bytes) -> str | bytes:
+        """What a Python 2 `str` becomes (STRING, BINSTRING, SHORT_BINSTRING)."""
+        return python2_string(raw)
+
     def find(self, module: str, name: str) -> object:
         """What GLOBAL, STACK_GLOBAL and INST name."""
         place = modern(module, name)
@@ -116,8 +124,12 @@ class Table:
         self._used(what, "call")
         return Opaque(what, args)
 
+    def instance(self, cls: object, args: tuple[object, ...]) -> object:
+        """OBJ and INST, by which protocols 0 and 1 make an object of a Python 2 class."""
+        return self.new(cls, args, None)
+
     def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
-        """NEWOBJ, NEWOBJ_EX, OBJ and INST."""
+        """NEWOBJ and NEWOBJ_EX."""
         self.spending.container()
         if type(cls) is Global and not kwargs:
             row = self.news.get((cls.module, cls.name))

@@ -12,7 +12,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.errors import LimitExceeded, MetadataError
 
-__all__ = ["MAX_ELEMENTS", "brief", "checked_ints", "checked_shape", "strided_view"]
+__all__ = ["MAX_ELEMENTS", "beyond", "brief", "checked_ints", "checked_shape", "reach", "strided_view"]
 
 MAX_ELEMENTS = 1 << 62
 """More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
@@ -43,31 +43,51 @@ def checked_shape(size: object, limits: Limits) -> tuple[int, ...]:
     return shape
 
 
+def reach(offset: object, size: object, stride: object, limits: Limits) -> tuple[tuple[int, ...], tuple[int, ...], int, int]:
+    """The shape, strides and offset of a claim, and the last element that it touches: -1 where it touches none.
+
+    The stride of a dimension of length 1 is never used and may be any number; one that does not fit 64 bits is given as 0.
+    """
+    if type(size) is tuple and type(stride) is tuple and len(size) == len(stride) <= limits.rank and type(offset) is int:
+        # What writers write, in one pass; the rest is looked at again below, and refused for its own reason.
+        last, count = offset, 1
+        for n, s in zip(size, stride, strict=True):
+            if type(n) is not int or type(s) is not int or n < 1 or not 0 <= s < MAX_STRIDE:
+                break
+            last += (n - 1) * s
+            count *= n
+        else:
+            if 0 <= offset < MAX_ELEMENTS and count < MAX_ELEMENTS:
+                return size, stride, offset, last
+    shape = checked_shape(size, limits)
+    steps = checked_ints(stride, "stride", len(shape))
+    (begin,) = checked_ints((offset,), "storage offset")
+    steps = tuple(s if n > 1 or s < MAX_STRIDE else 0 for n, s in zip(shape, steps, strict=True))
+    last = -1 if 0 in shape else begin + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
+    return shape, steps, begin, last
+
+
+def beyond(last: int, room: int) -> MetadataError:
+    """The error for a tensor that touches element `last` of a storage of `room` elements."""
+    return MetadataError(
+        f"a tensor reaches element {last:,} of a storage that holds {room:,}", expected=room, found=last
+    )
+
+
 def strided_view(
     storage: LazyTensor, dtype: DType, offset: object, size: object, stride: object, traits: Traits
 ) -> LazyTensor:
     """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
-    limits = storage.source.limits
-    shape = checked_shape(size, limits)
-    steps = checked_ints(stride, "stride", len(shape))
-    (begin,) = checked_ints((offset,), "storage offset")
-    count = math.prod(shape)
+    shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     if len(storage.chunks) != 1 or storage.ndim != 1 or storage.chunks[0].strides != (storage.dtype.bits,):
         # A tensor in the place of a storage: its size says nothing about the bytes that are there.
         raise MetadataError("a tensor over something that is no storage", found=type(storage).__name__)
     (whole,) = storage.chunks
-    # The stride of a dimension of length 1 is never used and may be any number; numpy wants one that fits 64 bits.
-    steps = tuple(s if n > 1 or s < MAX_STRIDE else 0 for n, s in zip(shape, steps, strict=True))
-    if count == 0:
+    if last < 0:
         return LazyTensor("", dtype, shape, (Chunk(Box.whole(shape), whole.storage, 0, (0,) * len(shape)),), storage.source, traits)
-    last = begin + sum((n - 1) * s for n, s in zip(shape, steps, strict=True))
     room = storage.size * storage.dtype.bits
     if (last + 1) * dtype.bits > room and not _fits_bytes(last, dtype, storage):
-        raise MetadataError(
-            f"a tensor reaches element {last:,} of a storage that holds {room // dtype.bits:,}",
-            expected=room // dtype.bits,
-            found=last,
-        )
+        raise beyond(last, room // dtype.bits)
     chunk = Chunk(
         Box.whole(shape), whole.storage, whole.offset + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
     )

@@ -18,6 +18,7 @@ storage differs: torch writes all of the storage, this writes what is reached (u
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
@@ -34,9 +35,9 @@ from holdfast.formats.torch.serialization_id import NBYTES, mistaken_crc, serial
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.writer import TorchPickle
 from holdfast.formats.zip.writer import Payload, lay_out_zip
-from holdfast.plan.saves import Data, FilePlan, Late, SavePlan
+from holdfast.plan.saves import Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
 
-__all__ = ["archive_name", "lay_out_torch_zip"]
+__all__ = ["archive_name", "lay_out_container", "lay_out_torch_zip"]
 
 ALIGNMENT = 64
 """torch's default since 2.7."""
@@ -81,20 +82,37 @@ def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, 
         raise CannotHold("a torch file cannot hold some of this state", pickled.problems)
     content = pickled.finish()
     storages = [record.data() for record in pickled.storages.records]
-    records: list[tuple[str, Payload]] = [
-        ("data.pkl", content),
-        (".format_version", b"1"),
-        (".storage_alignment", b"%d" % alignment),
-        ("byteorder", b"little"),
-        *((data.label, data) for data in storages),
-        ("version", b"3\n"),
-    ]
-    identity = Late(NBYTES, Identity(records, crc=crc))
-    segments = lay_out_zip(name, [*records, (SERIALIZATION_ID, identity)], alignment=alignment, crc=crc)
+    segments = lay_out_container(name, content, [(data.label, data) for data in storages], alignment=alignment, crc=crc)
     notes = [*_notes(pickled), *_unkept(state.metadata)]
     if len(content) > limits.pickle_nbytes:
         notes.append(f"data.pkl has {len(content):,} bytes: to open it, raise Limits(pickle_nbytes={limits.pickle_nbytes:,})")
     return SavePlan("torch-zip", (FilePlan("", segments),), tuple(notes))
+
+
+def lay_out_container(
+    name: str,
+    content: bytes,
+    storages: Sequence[tuple[str, Payload]],
+    *,
+    alignment: int = ALIGNMENT,
+    crc: bool = True,
+    order_first: bool = True,
+) -> tuple[Segment, ...]:
+    """The archive around a pickle and its storages, which are named `data/N`. With `order_first=False` the byte order is said late,
+    where torch's `_disable_byteorder_record` puts it.
+    """
+    order: list[tuple[str, Payload]] = [("byteorder", sys.byteorder.encode())]
+    records: list[tuple[str, Payload]] = [
+        ("data.pkl", content),
+        (".format_version", b"1"),
+        (".storage_alignment", b"%d" % alignment),
+        *(order if order_first else ()),
+        *storages,
+        ("version", b"3\n"),
+        *(() if order_first else order),
+    ]
+    identity = Late(NBYTES, Identity(records, crc=crc))
+    return lay_out_zip(name, [*records, (SERIALIZATION_ID, identity)], alignment=alignment, crc=crc)
 
 
 class Identity:
@@ -109,18 +127,29 @@ class Identity:
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
         found: list[int] = []
         for _, payload in self.records:
-            if isinstance(payload, bytes):
-                found.append(crc32(payload) if self.crc else 0)
-            elif isinstance(payload, Data) and payload.nbytes:
-                mistaken = mistaken_crc(_head(payload))
-                if mistaken is not None:
-                    found.append(mistaken)
-                found.append(crcs[payload.label] if self.crc else 0)
+            if not (payload if isinstance(payload, bytes) else payload.nbytes):
+                continue
+            mistaken = mistaken_crc(_head(payload))
+            if mistaken is not None:
+                found.append(mistaken)
+            if not self.crc or isinstance(payload, Hole):
+                found.append(0)
+            elif isinstance(payload, bytes):
+                found.append(crc32(payload))
+            elif isinstance(payload, Data | Memory):
+                found.append(crcs[payload.label])
         return serialization_id([name for name, _ in self.records], found)
 
 
-def _head(data: Data) -> bytes:
+def _head(data: Payload) -> bytes:
     """The first bytes of a payload, where they can be seen without reading: the id is the only use for them."""
+    match data:
+        case bytes():
+            return data[:8]
+        case Memory():
+            return bytes(data.content[:8])
+        case Hole() | Late():
+            return b""
     source = data.tensor.source
     if data.nbytes < 8 or len(data.tensor.chunks) != 1:
         return b""

@@ -57,7 +57,9 @@ class TorchLegacy:
         ids = StorageIds()
         _, at = window.stream(begin, ids, "pickle 4")
         keys, at = window.stream(at, Table(), "pickle 5")
-        places = _places(source, key, ids.storages, keys.value, at)
+        places, end = locate_storages(source, key, ids.storages, keys.value, at)
+        if end != source.store.size(key):
+            raise FormatError(f"{source.store.size(key) - end:,} bytes after the last storage", offset=end)
 
         def find(asked: StorageId) -> Storage:
             return places[asked.key]
@@ -76,14 +78,18 @@ class TorchLegacy:
 class Window:
     """The head of a file, read as far as its pickles reach."""
 
-    def __init__(self, source: Source, key: str) -> None:
+    def __init__(self, source: Source, key: str, *, begin: int = 0) -> None:
         self._source = source
         self._key = key
-        self._size = source.store.size(key)
-        self._data = source.bytes(key, 0, min(self._size, WINDOW))
+        self._begin = begin
+        self._size = source.store.size(key) - begin
+        self._data = source.bytes(key, begin, begin + min(self._size, WINDOW))
 
     def stream(self, start: int, table: Table, name: str) -> tuple[Interpreted, int]:
-        """Interpret the stream at `start`; grow the window while it ends too early. Also where the next one begins."""
+        """Interpret the stream at `start`, counted from `begin`; grow the window while it ends too early.
+
+        Also where the next one begins.
+        """
         limit = self._source.limits.pickle_nbytes
         while True:
             try:
@@ -97,9 +103,15 @@ class Window:
                 if have - start > limit:
                     raise LimitExceeded(f"{name} is longer than Limits(pickle_nbytes={limit:,})", found=have) from error
                 # Tables keep nothing from a pass that broke off but ids that the next pass meets again.
-                self._data = self._source.bytes(self._key, 0, min(self._size, have * 4))
+                self._data = self._source.bytes(self._key, self._begin, self._begin + min(self._size, have * 4))
             else:
                 return done, done.stop
+
+
+    def protocol(self, start: int) -> int:
+        """The pickle protocol that the stream at `start` says it has; 0 where it says nothing."""
+        head = self._data[start : start + 2]
+        return head[1] if head[:1] == b"\x80" and len(head) == 2 else 0
 
 
 class StorageIds(Table):
@@ -125,8 +137,10 @@ def _is_module(pid: object) -> bool:
     return isinstance(pid, tuple) and len(pid) == 4 and type(pid[0]) is str and pid[0] == "module" and isinstance(pid[1], Global)
 
 
-def _places(source: Source, key: str, ids: dict[str, StorageId], listed: object, start: int) -> dict[str, Storage]:
-    """Where each storage lies, with the file's own counts checked against the ids, to the last byte of the file."""
+def locate_storages(
+    source: Source, key: str, ids: dict[str, StorageId], listed: object, start: int
+) -> tuple[dict[str, Storage], int]:
+    """Where each storage lies, with the file's own counts checked against the ids; and where the last one ends."""
     if not isinstance(listed, list) or not all(isinstance(k, str) for k in listed):
         raise PickleError("the list of storage keys is no list of text")
     if len(set(listed)) != len(listed) or set(listed) != set(ids):
@@ -147,6 +161,4 @@ def _places(source: Source, key: str, ids: dict[str, StorageId], listed: object,
             )
         places[name] = Storage(key, start + 8, asked.nbytes, "little", None, asked.location, f"storage {name}")
         start += 8 + asked.nbytes
-    if start != size:
-        raise FormatError(f"{size - start:,} bytes after the last storage", offset=start)
-    return places
+    return places, start

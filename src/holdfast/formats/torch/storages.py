@@ -9,7 +9,7 @@ Every reference to one key must agree in dtype and length, and the length must b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
@@ -84,6 +84,9 @@ class Storages:
             self._known[asked.key] = (asked, whole)
         else:
             first, whole = known
+            if not first.count and not asked.count:
+                # torch saves an empty storage under as many dtypes as it was used with.
+                return replace(whole, dtype=asked.dtype)
             if first.dtype is not asked.dtype or first.count != asked.count:
                 raise MetadataError(
                     f"storage {asked.key!r} is {first.count:,} × {first.dtype} in one place and "

@@ -81,6 +81,21 @@ def describe_script(source: Source, key: str, archive: Archive) -> Description:
     )
 
 
+def record_bytes(source: Source, key: str, record: Record, most: int | None = None) -> bytes:
+    """The content of a record that torch stores plainly, its checksum compared; `most` bounds a pickle's."""
+    if record.method != 0:
+        raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+    if most is not None and record.nbytes > most:
+        raise LimitExceeded(f"{record.name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={most:,})", found=record.nbytes)
+    data = source.bytes(key, record.start, record.start + record.nbytes)
+    if record.crc32 is not None and crc32(data) != record.crc32:
+        raise Corrupted(
+            f"the record {record.name!r} does not have the checksum that the archive records for it",
+            offset=record.start, expected=record.crc32, found=crc32(data),
+        )
+    return data
+
+
 class PickleReader:
     """Reads the pickles of one archive, and knows where the storages are."""
 
@@ -109,24 +124,14 @@ class PickleReader:
         return texts
 
     def _bytes(self, record: Record) -> bytes:
-        if record.method != 0:
-            raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
-        data = self._source.bytes(self._key, record.start, record.start + record.nbytes)
-        if record.crc32 is not None and crc32(data) != record.crc32:
-            raise Corrupted(
-                f"the record {record.name!r} does not have the checksum that the archive records for it",
-                offset=record.start, expected=record.crc32, found=crc32(data),
-            )
-        return data
+        return record_bytes(self._source, self._key, record)
 
     def read(self, name: str, folder: str) -> tuple[object, int]:
         """One pickle as a tree, and its length. Its storages are the records in `folder`."""
         record = self._archive.get(name)
         if record is None:
             raise FormatError(f"the archive has no {name}")
-        limit = self._source.limits.pickle_nbytes
-        if record.nbytes > limit:
-            raise LimitExceeded(f"{name} is {record.nbytes:,} bytes, above Limits(pickle_nbytes={limit:,})", found=record.nbytes)
+        content = record_bytes(self._source, self._key, record, self._source.limits.pickle_nbytes)
 
         def find(asked: StorageId) -> Storage:
             stored = self._archive.get(folder + asked.key)
@@ -140,7 +145,7 @@ class PickleReader:
 
         storages = Storages(self._source, find)
         table = TorchTable(self._source, storages.persistent)
-        done = interpret_whole(self._bytes(record), table, limits=self._source.limits, stream=name)
+        done = interpret_whole(content, table, limits=self._source.limits, stream=name)
         self._foreign += done.foreign
         return done.value, record.nbytes
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from holdfast.formats.zip.layout import UTF8, Places, refused
 
-__all__ = ["decode_names"]
+__all__ = ["decode_names", "unsafe"]
 
 DRIVE = re.compile(r"\0[A-Za-z]:")
 """A drive letter, behind the NUL that ends the name before."""
@@ -31,7 +31,7 @@ def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: Places) -> 
         text = ""
     names = text.split("\0")
     agreed = together.isascii() or all(flag & UTF8 for flag in flags)
-    if len(names) != len(raw) or not agreed or _unsafe(text):
+    if len(names) != len(raw) or not agreed or unsafe(text):
         for row, name in enumerate(raw):
             problem = _problem(name, utf8=bool(flags[row] & UTF8))
             if problem:
@@ -49,10 +49,10 @@ def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: Places) -> 
     return names
 
 
-def _unsafe(text: str) -> bool:
+def unsafe(text: str) -> bool:
     """Whether any of NUL-separated names has a part that is empty, `.` or `..`, a backslash or a drive letter.
 
-    >>> _unsafe("archive/data.pkl"), _unsafe("folder/"), _unsafe("a/../b"), _unsafe("/a"), _unsafe("a//b"), _unsafe("")
+    >>> unsafe("archive/data.pkl"), unsafe("folder/"), unsafe("a/../b"), unsafe("/a"), unsafe("a//b"), unsafe("")
     (False, False, True, True, True, True)
     """
     padded = f"\0{text}\0"
@@ -73,4 +73,4 @@ def _problem(raw: bytes, *, utf8: bool) -> str | None:
         text = raw.decode("utf-8")
     except UnicodeDecodeError:
         return f"the name {shown} is marked as UTF-8 and is not"
-    return f"the unsafe name {text[:SHOWN]!r}" if _unsafe(text) else None
+    return f"the unsafe name {text[:SHOWN]!r}" if unsafe(text) else None

@@ -23,6 +23,7 @@ import numpy as np
 
 from holdfast.core.protocols import Source
 from holdfast.errors import Truncated
+from holdfast.formats.zip.canonical import read_canonical
 from holdfast.formats.zip.directory import Entries, read_entries
 from holdfast.formats.zip.layout import Ints, refused
 from holdfast.formats.zip.local import locate_payloads
@@ -45,6 +46,9 @@ def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None =
         raise refused(f"it cannot lie from byte {start} to byte {stop}", key=key, offset=start)
     if stop > size:
         raise Truncated(f"zip archive: it should end at byte {stop}, the file has {size}", file=key, offset=size)
+    usual = read_canonical(source, key, start=start, stop=stop)
+    if usual is not None:
+        return usual
     tail = read_tail(source, key, start=start, stop=stop)
     raw = source.bytes(key, start + tail.directory, start + tail.directory + tail.nbytes)
     entries = read_entries(raw, tail, key=key, start=start)

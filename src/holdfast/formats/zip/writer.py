@@ -32,12 +32,14 @@ from holdfast.formats.zip.layout import (
     MAX32,
     UTF8,
 )
-from holdfast.plan.saves import Data, Late, Literal, Segment
+from holdfast.plan.saves import Data, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "lay_out_zip"]
+__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "entry", "header", "lay_out_zip", "tail"]
 
-Payload = bytes | Data | Late
-"""What a record holds. A `Late` one is known when the checksums of all records before it are; it stands last."""
+Payload = bytes | Data | Memory | Hole | Late
+"""What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
+
+A `Late` one is known when the checksums of all records before it are; it stands last."""
 
 MAX_ALIGNMENT = MAX16 - 31
 """The padding is an extra field, whose length has 16 bits; 4 bytes of it begin the block and 28 may be a zip64 block.
@@ -152,25 +154,28 @@ class _Forward:
         for name, payload in records:
             if late is not None:
                 raise ValueError("a late payload must be the last record")
-            nbytes = len(payload) if isinstance(payload, bytes) else payload.nbytes
-            wide = self._header(name, payload, nbytes)
+            if isinstance(payload, bytes):
+                nbytes = len(payload)
+                own = crc32(payload) if self.crc and nbytes else 0
+                wide = self._header(name, payload, nbytes, own)
+                self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
+                if nbytes:
+                    self.known += (payload, (WIDE if wide else NARROW).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes))
+                continue
+            nbytes = payload.nbytes
+            wide = self._header(name, payload, nbytes, 0)
             self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
             if isinstance(payload, Late):
                 late = payload, wide
-            elif isinstance(payload, bytes):
-                self.known.append(payload)
-                if nbytes:
-                    own = crc32(payload) if self.crc else 0
-                    self.known.append((WIDE if wide else NARROW).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes))
             elif nbytes:
                 self._flush()
                 self.segments.append(payload)
-                if self.crc:
+                if self.crc and not isinstance(payload, Hole):
                     self.waiting = payload.label, nbytes, wide
                 else:
                     self.known.append((WIDE if wide else NARROW).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
         self._flush()
-        blank = b"".join((*self.entries, _end(len(records), self.at, self.directory)))
+        blank = b"".join((*self.entries, tail(len(records), self.at, self.directory)))
         ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
         if late is not None:
             ending.payload, ending.wide = late
@@ -180,37 +185,27 @@ class _Forward:
             self._literal(ending({}))
         return tuple(self.segments)
 
-    def _header(self, name: str, payload: Payload, nbytes: int) -> bool:
-        """Add a record's header to what is known and its entry to the directory; whether it has a zip64 block."""
+    def _header(self, name: str, payload: Payload, nbytes: int, own: int) -> bool:
+        """Add a record's header to what is known and its entry to the directory; whether it has a zip64 block.
+
+        `own` is the checksum, where it is known.
+        """
         raw = self.prefix + name.encode("utf-8")
         if len(raw) > MAX16:
             raise ValueError(f"a record's name of {len(raw):,} bytes")
         at, large = self.at, nbytes >= MAX32
         far = at >= MAX32
-        flags = UTF8 | DESCRIBED if nbytes else UTF8
         block = again = b""
         if large or far:
             block = _zip64([nbytes, 0] * large + [at] * far)
             again = _zip64([nbytes, nbytes] * large + [at] * far)
-        begin = at + HEADER.size + len(raw) + len(block) + 4
-        pad = -begin % self.alignment
-        header = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(block) + 4 + pad)
-        self.known.append(header + raw + block + b"FB" + pad.to_bytes(2, "little") + b"Z" * pad)
-        self.at = begin + pad
-        own = 0
-        if isinstance(payload, bytes):
-            own = crc32(payload) if self.crc else 0
-        elif nbytes and self.crc:
+        head, self.at = header(raw, nbytes, at, self.alignment, block)
+        self.known.append(head)
+        if nbytes and self.crc and isinstance(payload, Data | Memory | Late):
             self.places.append(self.directory + ENTRY_CRC)
-            if isinstance(payload, Data):
+            if not isinstance(payload, Late):
                 self.labels.append(payload.label)
-        size = MAX32 if large else nbytes
-        self.entries.append(
-            ENTRY.pack(
-                ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0, own, size, size, len(raw), len(again), 0, 0, 0, 0, MAX32 if far else at
-            )
-        )
-        self.entries += (raw, again) if again else (raw,)
+        self.entries.append(entry(raw, nbytes, own, at, again))
         self.directory += ENTRY.size + len(raw) + len(again)
         return large or far
 
@@ -233,6 +228,22 @@ class _Forward:
             self.segments.append(Literal(data))
 
 
+def header(raw: bytes, nbytes: int, at: int, alignment: int, block: bytes = b"") -> tuple[bytes, int]:
+    """The local header at `at` of a record named `raw`, with its padding; and where the payload begins. `block` is for zip64."""
+    begin = at + HEADER.size + len(raw) + len(block) + 4
+    pad = -begin % alignment
+    flags = UTF8 | DESCRIBED if nbytes else UTF8
+    fixed = HEADER.pack(LOCAL_SIGNATURE, 0, flags, 0, 0, 0, 0, 0, 0, len(raw), len(block) + 4 + pad)
+    return b"".join((fixed, raw, block, b"FB", pad.to_bytes(2, "little"), b"Z" * pad)), begin + pad
+
+
+def entry(raw: bytes, nbytes: int, crc: int, at: int, block: bytes = b"") -> bytes:
+    """The entry in the directory of the record whose header is at `at`."""
+    flags = UTF8 | DESCRIBED if nbytes else UTF8
+    size, place = min(nbytes, MAX32), min(at, MAX32)
+    return ENTRY.pack(ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0, crc, size, size, len(raw), len(block), 0, 0, 0, 0, place) + raw + block
+
+
 def _descriptor_nbytes(nbytes: int, *, wide: bool) -> int:
     return 0 if not nbytes else WIDE.size if wide else NARROW.size
 
@@ -241,7 +252,7 @@ def _zip64(values: list[int]) -> bytes:
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
 
 
-def _end(count: int, start: int, nbytes: int) -> bytes:
+def tail(count: int, start: int, nbytes: int) -> bytes:
     """The three records at the end, for a directory of `count` entries that begins at `start`; torch always writes all three."""
     few = min(count, MAX16)
     return b"".join(

@@ -1,0 +1,99 @@
+"""Write a plan from front to back, to anything that has a `write`: buffers, sockets' files, compressors.
+
+Such a target cannot be written at an offset, so there is one writer. A large piece of memory is summed by several threads, a window
+ahead of the writing: the sum of a piece is needed behind it, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from holdfast.core.crc import combine, crc32
+from holdfast.engine.execute import default_threads
+from holdfast.engine.slabs import read_slab, slabs
+from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
+
+__all__ = ["Writer", "write_stream"]
+
+BLOCK = 4 << 20
+PARALLEL = 32 << 20
+"""From this size on several threads sum."""
+
+ZEROS = bytes(1 << 20)
+
+
+class Writer(Protocol):
+    """Anything with a `write` that takes bytes and memoryviews."""
+
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
+def write_stream(plan: FilePlan, target: Writer) -> None:
+    """Write all segments in order, and flush the target if it can."""
+    crcs: dict[str, int] = {}
+    known: list[bytes] = []
+
+    def flush() -> None:
+        if known:
+            write_all(target, b"".join(known))
+            known.clear()
+
+    for segment in plan.segments:
+        match segment:
+            case Literal():
+                known.append(segment.data)
+            case Late():
+                made = segment.make(crcs)
+                if len(made) != segment.nbytes:
+                    raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
+                known.append(made)
+            case Hole():
+                flush()
+                for start in range(0, segment.nbytes, len(ZEROS)):
+                    write_all(target, memoryview(ZEROS)[: segment.nbytes - start])
+            case Data():
+                flush()
+                crc = 0
+                for slab in slabs(segment.tensor, BLOCK):
+                    data = read_slab(slab)
+                    crc = combine(crc, crc32(data), data.nbytes)
+                    write_all(target, data)
+                crcs[segment.label] = crc
+            case Memory():
+                flush()
+                crcs[segment.label] = _write_memory(target, segment.content)
+    flush()
+    finish = getattr(target, "flush", None)
+    if callable(finish):
+        finish()
+
+
+def write_all(target: Writer, data: bytes | memoryview) -> None:
+    """Write everything, where the target takes less at a time and says so (an unbuffered file stops at 2 GiB)."""
+    view = memoryview(data)
+    while view.nbytes:
+        done = target.write(view)
+        if type(done) is not int or done >= view.nbytes:
+            return
+        view = view[done:]
+
+
+def _write_memory(target: Writer, content: memoryview) -> int:
+    if content.nbytes < PARALLEL:
+        write_all(target, content)
+        return crc32(content)
+    total = 0
+    with ThreadPoolExecutor(default_threads(), thread_name_prefix="holdfast") as pool:
+        sums: list[tuple[int, Future[int]]] = [(block.nbytes, pool.submit(crc32, block)) for block in _blocks(content)]
+        for start in range(0, content.nbytes, 16 * BLOCK):
+            write_all(target, content[start : start + 16 * BLOCK])
+        for nbytes, future in sums:
+            total = combine(total, future.result(), nbytes)
+    return total
+
+
+def _blocks(content: memoryview) -> Iterator[memoryview]:
+    for start in range(0, content.nbytes, BLOCK):
+        yield content[start : start + BLOCK]

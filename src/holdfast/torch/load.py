@@ -1,0 +1,256 @@
+"""`load`: what `torch.load` does, on the closed interpreter, with checksums compared and reads in parallel.
+
+1. The arguments and torch's switches say how: `weights_only`, `mmap`, where storages go.
+2. The first bytes say what: a zip (a TorchScript one is refused or left to `torch.jit`), a safetensors file by its name, the tar of
+   torch 0.1, or the stream before 1.6.
+3. The pickle is read: by the closed interpreter with a table of torch's objects (`weights_only=True`), or by the caller's pickle
+   module, which runs what the file says.
+4. Storages are filled at the end, all at once (zip_storages.py), or while the code of the file may look at them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from mmap import MAP_SHARED
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch.serialization import LoadEndianness
+from torch.utils.serialization import config
+
+from holdfast.core.collector import resting_collector
+from holdfast.core.limits import Limits
+from holdfast.engine.execute import default_threads
+from holdfast.errors import MetadataError, Refused, Truncated, ZipError
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.records import Archive
+from holdfast.torch.legacy_load import load_legacy, load_tar, looks_like_tar
+from holdfast.torch.locations import restorer, stays_on_cpu
+from holdfast.torch.opening import Opened, opened
+from holdfast.torch.pickling import check_pickle_module
+from holdfast.torch.storages import FileStorages, Placement, archive_storages
+from holdfast.torch.unpickling import unpickler
+from holdfast.torch.weights import WeightsTable, refusal
+
+__all__ = ["MapLocation", "load"]
+
+MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str] | None
+
+FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+YES = ("1", "y", "yes", "true")
+
+SCRIPT = (
+    "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``. A TorchScript archive is a program: if "
+    "you trust it, pass weights_only=False or call torch.jit.load; its weights alone are read by holdfast.open"
+)
+MMAP_ZIP = (
+    "mmap can only be used with files saved with `torch.save({}, _use_new_zipfile_serialization=True), please torch.save your "
+    "checkpoint with this option in order to use mmap."
+)
+LIMITS = Limits()
+
+
+def load(
+    f: object,
+    map_location: MapLocation = None,
+    pickle_module: ModuleType | None = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    verify: bool = True,
+    **pickle_load_args: object,
+) -> object:
+    """Load what `torch.save` wrote, as `torch.load` does.
+
+    With `weights_only` (the default) nothing in the file is run and no content of it makes this hang, crash or allocate more
+    than the file's size. Checksums that the file records are compared while it is read; `verify=False` leaves that out, and a
+    mapped file (`mmap=True`) is not summed.
+    """
+    weights_only, pickle_module = _mode(weights_only, pickle_module)
+    check_pickle_module(pickle_module)
+    if mmap is None:
+        mmap = config.load.mmap
+    if mmap and not isinstance(f, str | os.PathLike):
+        raise ValueError("f must be a file path in order to use the mmap argument")
+    arguments = {"encoding": "utf-8", **pickle_load_args}
+    if isinstance(f, str | os.PathLike) and os.fspath(f).endswith(".safetensors"):
+        return _load_safetensors(f, map_location)
+    with opened(f, verify=verify) as file, _map_location(map_location), resting_collector():
+        place = _placement(map_location)
+        if file.head(4) == b"PK\x03\x04":
+            return _load_zip(
+                file, place, pickle_module, arguments,
+                weights_only=weights_only, mmap=mmap, map_location=map_location, verify=verify,
+            )
+        if mmap:
+            raise Refused(MMAP_ZIP.format(f))
+        if file.path is not None and looks_like_tar(file):
+            if weights_only:
+                raise Refused(
+                    "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
+                    "weights_only=False; its tensors alone are read by holdfast.open"
+                )
+            return load_tar(file, place, pickle_module, arguments)
+        return load_legacy(file, place, pickle_module, arguments, weights_only=weights_only)
+
+
+def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[bool, ModuleType]:
+    """Whether to run nothing, and what unpickles otherwise."""
+    forced, forced_not = (os.environ.get(name, "0").lower() in YES for name in (FORCE, FORCE_NOT))
+    if forced and forced_not:
+        raise Refused(f"Only one of `{FORCE}` or `{FORCE_NOT}` should be set, but both were set.")
+    if weights_only is None:
+        weights_only = pickle_module is None
+        if forced_not:
+            warnings.warn(
+                f"Environment variable {FORCE_NOT} detected, since the `weights_only` argument was not explicitly passed to "
+                "`torch.load`, forcing weights_only=False.",
+                UserWarning,
+                stacklevel=3,
+            )
+            weights_only = False
+    if forced:
+        weights_only = True
+    if weights_only and pickle_module is not None:
+        raise Refused("Can not safely load weights when explicit pickle_module is specified")
+    return weights_only, pickle if pickle_module is None else pickle_module
+
+
+@contextmanager
+def _map_location(map_location: MapLocation) -> Iterator[None]:
+    """Tell torch's wrapper subclasses, which look there, where tensors go."""
+    local = torch.serialization._serialization_tls
+    before = local.map_location
+    local.map_location = map_location  # type: ignore[assignment]  # torch's own annotation has another storage class
+    try:
+        yield
+    finally:
+        local.map_location = before
+
+
+def _placement(map_location: MapLocation) -> Placement:
+    meta = (isinstance(map_location, str) and map_location == "meta") or (
+        isinstance(map_location, torch.device) and map_location.type == "meta"
+    )
+    return Placement(
+        restorer(map_location),
+        lambda location: stays_on_cpu(map_location, location),
+        meta=meta,
+        fake=torch._guards.detect_fake_mode(None) is not None,
+        skip=torch.serialization._serialization_tls.skip_data,
+    )
+
+
+def _load_safetensors(f: str | os.PathLike[str], map_location: MapLocation) -> object:
+    from holdfast.torch.open import open as open_torch
+
+    if map_location is not None and not isinstance(map_location, str | torch.device):
+        raise ValueError("a safetensors file knows no locations: map_location must be a device or its name")
+    with open_torch(f) as checkpoint:
+        return checkpoint.read(device=map_location)
+
+
+def _load_zip(
+    file: Opened,
+    place: Placement,
+    pickle_module: ModuleType,
+    arguments: Mapping[str, object],
+    *,
+    weights_only: bool,
+    mmap: bool,
+    map_location: MapLocation,
+    verify: bool,
+) -> object:
+    archive = _archive(file)
+    if archive.get("constants.pkl") is not None:
+        warnings.warn(
+            "'torch.load' received a zip file that looks like a TorchScript archive dispatching to 'torch.jit.load' (call "
+            "'torch.jit.load' directly to silence this warning)",
+            UserWarning,
+            stacklevel=3,
+        )
+        if weights_only:
+            raise Refused(SCRIPT)
+        file.file.seek(file.start)
+        return torch.jit.load(file.file, map_location=map_location)
+    content = _record(file, archive, "data.pkl", LIMITS.pickle_nbytes if weights_only else None)
+    find, everything = archive_storages(archive)
+    storages = FileStorages(
+        file.source,
+        file.key,
+        find,
+        place,
+        everything=None if weights_only else everything,
+        swap=_swapped(file, archive),
+        mapped=_mapped(file) if mmap else None,
+        verify=verify,
+        threads=default_threads(),
+    )
+    if not weights_only:
+        result = unpickler(pickle_module, io.BytesIO(content), storages.persistent, arguments).load()
+        storages.fill()
+        torch._utils._validate_loaded_sparse_tensors()
+        return result
+    table = WeightsTable(storages, encoding=str(arguments["encoding"]))
+    try:
+        result = interpret_whole(content, table, limits=LIMITS).value
+    except pickle.UnpicklingError as error:
+        raise refusal(error, protocol=_protocol(content)) from None
+    storages.fill()
+    return result
+
+
+def _protocol(content: bytes) -> int:
+    return content[1] if content[:1] == b"\x80" and len(content) > 1 else 0
+
+
+def _archive(file: Opened) -> Archive:
+    """The records; an archive that cannot be read is a RuntimeError, as it is in torch."""
+    try:
+        return read_archive(file.source, file.key, start=file.start)
+    except (ZipError, Truncated) as error:
+        raise BrokenArchive(f"failed reading zip archive: {error}", file=file.path, offset=error.offset) from error
+
+
+class BrokenArchive(ZipError, Refused):
+    """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
+
+
+def _record(file: Opened, archive: Archive, name: str, most: int | None) -> bytes:
+    from holdfast.formats.torch.zip import record_bytes
+
+    record = archive.get(name)
+    if record is None:
+        raise BrokenArchive(f"the archive has no {name}: it was not written by torch.save", file=file.path)
+    return record_bytes(file.source, file.key, record, most)
+
+
+def _swapped(file: Opened, archive: Archive) -> bool:
+    """Whether the numbers in the file lie the other way round."""
+    native = sys.byteorder
+    if archive.get("byteorder") is not None:
+        order = _record(file, archive, "byteorder", 16).decode("ascii", "replace")
+        if order not in ("little", "big"):
+            raise MetadataError(f"Unknown endianness type: {order[:16]!r} in the byteorder record", found=order[:16])
+        return order != native
+    match config.load.endianness:
+        case None | LoadEndianness.LITTLE:
+            return native != "little"
+        case LoadEndianness.BIG:
+            return native != "big"
+        case _:
+            return False
+
+
+def _mapped(file: Opened) -> torch.UntypedStorage:
+    """The whole file as one storage."""
+    shared = config.load.mmap_flags == MAP_SHARED
+    return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(file.path), shared, file.nbytes))

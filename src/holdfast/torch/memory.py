@@ -1,0 +1,33 @@
+"""The bytes of a torch storage as Python memory, without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from holdfast.errors import Unsupported
+
+__all__ = ["NOTHING", "storage_bytes", "storage_memory"]
+
+NOTHING = memoryview(b"")
+
+
+def storage_memory(storage: torch.UntypedStorage) -> memoryview:
+    """A writable view of a CPU storage's own memory; the caller keeps the storage alive."""
+    address, nbytes = _place(storage)
+    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else NOTHING
+
+
+def storage_bytes(storage: torch.UntypedStorage) -> bytes:
+    """A copy of a CPU storage's bytes; for small ones this costs a fifth of the view."""
+    address, nbytes = _place(storage)
+    return ctypes.string_at(address, nbytes) if nbytes else b""
+
+
+def _place(storage: torch.UntypedStorage) -> tuple[int, int]:
+    nbytes = storage.nbytes()
+    address = storage.data_ptr() if nbytes else 0
+    if nbytes and not address:
+        raise Unsupported("a tensor without memory of its own (a fake one?) has nothing to save")
+    return address, nbytes

@@ -1,0 +1,183 @@
+"""What a `weights_only` load says when it refuses, in the three forms that torch's users know.
+
+    the file names something that is not allowed   what would allow it, and the other way, for a source that is trusted
+    ... that only waits for an import              what to import
+    anything else in the pickle                    what it was, and where to ask
+
+All begin with "Weights only load failed.", and the fragments that programs look for (the call that would allow a name, the request
+for an issue) are torch's. A file that contradicts itself is only told what is wrong with it: no option would make it right.
+
+A pickle of another protocol than 2 gets the third form whatever was wrong, as it does in torch, whose loader reads no other.
+The reason, with the call that would allow the name, is part of it.
+"""
+
+from __future__ import annotations
+
+from _pickle import UnpicklingError
+from enum import Enum
+from types import BuiltinMethodType, FunctionType, MethodType
+
+from holdfast.errors import FormatError, HoldfastError, LimitExceeded, MetadataError, PickleError, Truncated
+
+__all__ = ["DEFAULT_PROTOCOL", "REGISTERED", "Forbidden", "Remedy", "forbidden", "label", "printable", "refusal"]
+
+DEFAULT_PROTOCOL = 2
+
+ISSUE = (
+    "Please file an issue with the following so that we can make `weights_only=True` compatible with your use case: "
+    "WeightsUnpickler error: "
+)
+UNSAFE = (
+    "Loading it with `weights_only` set to `False` would probably work, and can run any code that the file holds. Do it only if "
+    "you trust the source of the file."
+)
+LOOK = "holdfast.open reads the tensors of such a file, and `holdfast scan` shows what it would run; both run nothing."
+
+JAGGED = frozenset(
+    {
+        "torch.nested._internal.nested_tensor.NestedTensor",
+        "torch.nested._internal.nested_tensor._rebuild_njt",
+        "torch._dynamo.decorators._DimRange",
+    }
+)
+"""What torch allows as soon as the modules that make jagged tensors are imported."""
+
+DTENSOR = frozenset(
+    {
+        "torch.distributed.device_mesh.DeviceMesh",
+        "torch.distributed.tensor.DTensor",
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec",
+        "torch.distributed.tensor._dtensor_spec.ShardOrderEntry",
+        "torch.distributed.tensor._dtensor_spec.TensorMeta",
+        "torch.distributed.tensor.placement_types.Partial",
+        "torch.distributed.tensor.placement_types.Replicate",
+        "torch.distributed.tensor.placement_types.Shard",
+        "torch.distributed.tensor.placement_types._StridedShard",
+    }
+)
+"""The same for distributed tensors. torch 2.13 forgets ShardOrderEntry and _StridedShard in its message."""
+
+
+REGISTERED = (
+    JAGGED | DTENSOR | {"torch.distributed._mesh_layout._FlatLayout", "torch.distributed._mesh_layout._MeshLayout"}
+)
+"""What torch 2.13 puts on the user's list by itself. It is torch's code, and not the user's, that fails on a bad argument."""
+
+
+class Remedy(Enum):
+    """What a person can do about a name that was refused."""
+
+    ALLOW = "allow it"
+    IMPORT = "import its module"
+    NOTHING = "nothing"
+
+
+class Forbidden(PickleError):
+    """A global that this load may not use."""
+
+    def __init__(self, message: str, remedy: Remedy) -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class BadWeights(MetadataError, PickleError, RuntimeError):
+    """Metadata that cannot be true. A RuntimeError as well, which torch raises where a tensor does not fit its storage."""
+
+
+class WeightsEnd(Truncated, PickleError):
+    """The stream ends before its pickle does."""
+
+
+class WeightsLimit(LimitExceeded, UnpicklingError):
+    """The stream costs more than `Limits` allows."""
+
+
+def printable(name: str) -> str:
+    """A name from a file as it may be shown: what a terminal would obey, hide or reverse is written as an escape.
+
+    >>> printable("os.sys\\x1btem"), printable("os.system")
+    ('os.sys\\\\x1btem', 'os.system')
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
+
+
+def label(what: object) -> str:
+    """What was to be called, for a message, at a cost that does not depend on it."""
+    if isinstance(what, type):
+        return printable(f"{what.__module__}.{what.__qualname__}")
+    if isinstance(what, FunctionType):
+        return printable(f"{what.__module__}.{what.__qualname__}")
+    if isinstance(what, MethodType | BuiltinMethodType):
+        owner = what.__self__
+        kind = owner if isinstance(owner, type) else type(owner)
+        return printable(f"{what.__name__}, a method of {kind.__module__}.{kind.__qualname__}")
+    return f"a {type(what).__name__}"
+
+
+def forbidden(module: str, name: str, *, blocked: bool) -> Forbidden:
+    """The error for a global that is not allowed, or whose module never is."""
+    full = f"{module}.{name}"
+    shown = printable(full.removeprefix("builtins."))
+    if blocked:
+        return Forbidden(
+            f"Trying to load unsupported GLOBAL {shown} whose module {printable(module)} is blocked.", Remedy.NOTHING
+        )
+    if full in JAGGED:
+        return Forbidden(
+            "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)", Remedy.IMPORT
+        )
+    if full in DTENSOR:
+        return Forbidden("``torch.distributed.tensor`` must be imported to load DTensors", Remedy.IMPORT)
+    return Forbidden(
+        f"Unsupported global: GLOBAL {shown} was not an allowed global by default. "
+        f"Please use `torch.serialization.add_safe_globals([{shown}])` or the `torch.serialization.safe_globals([{shown}])` "
+        "context manager to allowlist this global if you trust this class/function.",
+        Remedy.ALLOW,
+    )
+
+
+def refusal(error: Exception, *, protocol: int) -> Exception:
+    """The error to raise in the place of `error`, which ended a `weights_only` load of a pickle of this protocol.
+
+    What the stream is to blame for becomes an error that is an UnpicklingError and still what it was (`MetadataError`,
+    `LimitExceeded`, …). All else (the file cannot be read, a device is missing, code of the user failed) is given back as it is.
+    """
+    if not isinstance(error, FormatError | LimitExceeded | UnpicklingError):
+        return error
+    reason = error.message if isinstance(error, HoldfastError) else str(error)
+    said = "Weights only load failed. " + _advice(error, reason, protocol)
+    made: HoldfastError
+    match error:
+        case MetadataError():
+            made = BadWeights(said)
+        case LimitExceeded():
+            made = WeightsLimit(said)
+        case Truncated():
+            made = WeightsEnd(said)
+        case _:
+            made = PickleError(said)
+    if isinstance(error, HoldfastError):
+        made.file, made.tensor, made.offset = error.file, error.tensor, error.offset
+        made.expected, made.found = error.expected, error.found
+    return made
+
+
+def _advice(error: Exception, reason: str, protocol: int) -> str:
+    remedy = error.remedy if isinstance(error, Forbidden) else None
+    if protocol != DEFAULT_PROTOCOL:
+        return f"{ISSUE}{reason}\n{UNSAFE} {LOOK}"
+    if remedy is Remedy.ALLOW:
+        return (
+            "It names something that is neither a part of weights nor on your list of safe globals. "
+            "There are two ways to load it, both only if you trust the source:\n"
+            "    (1) allow what it names, and keep `weights_only=True`, as the error below says;\n"
+            "    (2) pass `weights_only=False`, which can run any code that the file holds.\n"
+            f"WeightsUnpickler error: {reason}\n{LOOK}"
+        )
+    if remedy is Remedy.IMPORT:
+        return f"{reason}\n{UNSAFE}"
+    if remedy is Remedy.NOTHING:
+        return f"{reason}\nIt stays blocked whatever is allowed. {UNSAFE} {LOOK}"
+    if isinstance(error, MetadataError | LimitExceeded | Truncated):
+        return reason
+    return f"{ISSUE}{reason}\n{UNSAFE} {LOOK}"

@@ -1,0 +1,268 @@
+"""The storages of a file that is being loaded: found by their keys, put on their devices, filled as late as possible.
+
+A storage that stays on the CPU is allocated when the pickle asks for it and filled by `fill`, which reads all that wait, in
+parallel and in the order of the file. Where the bytes are needed at once, they are read at once: a storage that goes to another
+device, and everything when code of the file's choice runs while it is unpickled (`weights_only=False`), which may look at any
+element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from holdfast.core.protocols import Source
+from holdfast.engine.bulk import Piece, memory_at, read_pieces
+from holdfast.errors import MetadataError, PickleError, ZipError
+from holdfast.formats.torch.geometry import brief
+from holdfast.formats.zip.records import Archive, Record
+
+__all__ = [
+    "FileStorages",
+    "Found",
+    "Placement",
+    "StorageName",
+    "Storages",
+    "archive_storages",
+    "parse_name",
+    "pretended",
+    "swap_bytes",
+    "typed",
+    "view_of",
+]
+
+class Storages(Protocol):
+    """The storages of one file that is being loaded, as the table of a `weights_only` load sees them."""
+
+    def persistent(self, pid: object) -> torch.storage.TypedStorage:
+        """The storage of a persistent id. Its bytes may still be missing."""
+
+    def fill(self) -> None:
+        """Read what is missing in every storage that was asked for so far. Called before anyone looks at elements."""
+
+
+Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where storages go."""
+
+    restore: Restore
+    """Puts a filled CPU storage on the device of a location tag."""
+    stays: Callable[[str], bool]
+    """Whether the storage of a tag is sure to stay the one that was given."""
+    meta: bool = False
+    """Everything goes to the meta device: no bytes are needed."""
+    fake: bool = False
+    """A FakeTensorMode is active: no bytes are needed, and the location is only pretended."""
+    skip: bool = False
+    """`skip_data`: storages are allocated and not filled."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageName:
+    """A persistent id that was looked at."""
+
+    dtype: torch.dtype
+    key: str
+    location: str
+    count: int
+    view: object = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
+    """('storage', class, key, location, count[, view])"""
+    if isinstance(pid, tuple):
+        pid = tuple(_text(part) for part in pid)
+    if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
+        raise PickleError(f"Only persistent_load of storage is allowed, and the file asks for a {type(pid).__name__}")
+    kind, key, location, count = pid[1:5]
+    dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "_dtype", None) or getattr(kind, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise PickleError("a storage of an unknown class", found=brief(kind))
+    if not isinstance(key, str) or type(count) is not int or count < 0:
+        raise PickleError("a storage needs a key in text and a count of elements", found=brief(key))
+    if not isinstance(location, str):
+        raise PickleError("a storage's location must be text", found=type(location).__name__)
+    return StorageName(dtype, key, location, count, pid[5] if len(pid) > 5 else None)
+
+
+def _text(part: object) -> object:
+    """Text of a pickle of Python 2, which is bytes when it is read with encoding='bytes'."""
+    return part.decode("latin-1") if isinstance(part, bytes) else part
+
+
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    """A storage with its dtype; torch's public constructor warns that the class is on its way out."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+def swap_bytes(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """Reverse the bytes of every number in a CPU storage; of complex ones, of each half."""
+    width = dtype.itemsize // (2 if dtype.is_complex else 1)
+    if width > 1:
+        words = np.frombuffer(memory_at(storage.data_ptr(), storage.nbytes()), f"u{width}")
+        words.byteswap(inplace=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the bytes of a storage lie in the file."""
+
+    start: int
+    nbytes: int
+    crc32: int | None
+    label: str
+
+
+class FileStorages:
+    """The storages of one file, each made once."""
+
+    def __init__(
+        self,
+        source: Source,
+        key: str,
+        find: Callable[[StorageName], Found],
+        place: Placement,
+        *,
+        everything: Callable[[], Mapping[str, Found]] | None = None,
+        swap: bool = False,
+        mapped: torch.UntypedStorage | None = None,
+        verify: bool = True,
+        threads: int = 1,
+    ) -> None:
+        self._source, self._key, self._find = source, key, find
+        self._place = place
+        self._everything = everything
+        """Where all storages lie, by key: given when all of them are to be read before the first one is handed out."""
+        self._swap = swap
+        self._mapped = mapped
+        """The whole file, mapped: storages are slices of it."""
+        self._verify, self._threads = verify, threads
+        self._made: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        self._views: dict[str, torch.UntypedStorage] = {}
+        self._waiting: list[tuple[Piece, torch.UntypedStorage, torch.dtype]] = []
+        self._ahead: dict[str, torch.UntypedStorage] | None = None
+
+    def persistent(self, pid: object) -> torch.storage.TypedStorage:
+        """The storage of a persistent id."""
+        name = parse_name(pid, (5, 6))
+        made = self._made.get(name.key)
+        if made is None:
+            made = self._made[name.key] = self._storage(name), name.dtype
+        elif made[1] != name.dtype and made[0].nbytes():
+            raise MetadataError(
+                f"storage {name.key} is used as {made[1]} and as {name.dtype}; torch writes one dtype a storage",
+                expected=str(made[1]), found=str(name.dtype),
+            )
+        return typed(made[0] if name.view is None else view_of(name, made[0], self._views), name.dtype)
+
+    def fill(self) -> None:
+        """Read all that waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._read([piece for piece, _, _ in waiting])
+        if self._swap:
+            for _, storage, dtype in waiting:
+                swap_bytes(storage, dtype)
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        read_pieces(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
+
+    def _storage(self, name: StorageName) -> torch.UntypedStorage:
+        found = self._find(name)
+        place = self._place
+        if found.nbytes != name.nbytes:
+            raise MetadataError(
+                f"{found.label} has {found.nbytes:,} bytes, and the pickle says {name.count:,} elements of {name.dtype}",
+                offset=found.start, expected=name.nbytes, found=found.nbytes,
+            )
+        if place.fake or place.meta:
+            return pretended(name, place, found.start)
+        if self._mapped is not None:
+            storage = self._mapped[found.start : found.start + found.nbytes]
+            if self._swap:
+                swap_bytes(storage, name.dtype)
+            return place.restore(storage, name.location)
+        if place.skip:
+            return place.restore(torch.UntypedStorage(name.nbytes), name.location)
+        stays = place.stays(name.location)
+        if self._everything is not None and stays:
+            storage = self._read_ahead()[name.key]
+            if self._swap:
+                swap_bytes(storage, name.dtype)
+            return storage
+        storage = torch.UntypedStorage(name.nbytes)
+        piece = _piece(found, storage)
+        if stays:
+            self._waiting.append((piece, storage, name.dtype))
+            return storage
+        self._read([piece])
+        if self._swap:
+            swap_bytes(storage, name.dtype)
+        return place.restore(storage, name.location)
+
+    def _read_ahead(self) -> dict[str, torch.UntypedStorage]:
+        """All storages of the file, read in parallel before any code of its choice can look at one."""
+        if self._ahead is None:
+            places = self._everything() if self._everything else {}
+            self._ahead = {key: torch.UntypedStorage(found.nbytes) for key, found in places.items()}
+            self._read([_piece(found, self._ahead[key]) for key, found in places.items()])
+        return self._ahead
+
+
+def pretended(name: StorageName, place: Placement, start: int | None) -> torch.UntypedStorage:
+    """A storage without bytes: on the meta device, or for fake tensors, which remember where they would be."""
+    storage = torch.UntypedStorage(name.nbytes, device="meta")
+    # The marks that torch's own tools look for.
+    if start is not None:
+        storage._checkpoint_offset = start
+    if place.fake:
+        storage._fake_device = name.location  # type: ignore[assignment]  # a text, as torch.load sets it
+    return storage
+
+
+def view_of(name: StorageName, root: torch.UntypedStorage, views: dict[str, torch.UntypedStorage]) -> torch.UntypedStorage:
+    """(key, offset, count): a part of a storage, which torch before 0.4 knew as an object of its own."""
+    match name.view:
+        case (str(key), int(offset), int(count)) if offset >= 0 and count >= 0 and offset + count <= name.count:
+            if key not in views:
+                width = name.dtype.itemsize
+                views[key] = root[offset * width : (offset + count) * width]
+            return views[key]
+    raise PickleError("a storage view must be a key, an offset and a count inside of its storage")
+
+
+def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], Found], Callable[[], Mapping[str, Found]]]:
+    """How the records `data/N` of a zip are found: one by its key, and all of them."""
+
+    def found(record: Record, key: str) -> Found:
+        if not record.stored:
+            raise ZipError(f"the storage {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+        return Found(record.start, record.nbytes, record.crc32, f"data/{key}")
+
+    def find(name: StorageName) -> Found:
+        record = archive.get(f"data/{name.key}")
+        if record is None:
+            raise MetadataError(f"the pickle points at data/{name.key}, which is not in the archive")
+        return found(record, name.key)
+
+    def everything() -> dict[str, Found]:
+        prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
+        names = [name for name in archive.records if name.startswith(prefix)]
+        return {name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names}
+
+    return find, everything
+
+
+def _piece(found: Found, storage: torch.UntypedStorage) -> Piece:
+    return Piece(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)
