@@ -38,17 +38,14 @@ ALIGNMENT = 64
 
 def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archive | None:
     """The records of a small archive as torch writes it; None for every other one."""
-    size = stop - start
-    if size < TAIL or stop > source.store.size(key):
+    size, limits = stop - start, source.limits
+    if size < TAIL or stop > source.store.size(key) or limits.zip_records < RECORDS or limits.zip_directory_nbytes < WHOLE:
         return None
     near = min(size, WHOLE if size <= WHOLE else NEAR)
     last = source.bytes(key, stop - near, stop)
     end = END.unpack_from(last, near - END.size)
     count, nbytes, at = end[3], end[5], end[6]
     behind = near - TAIL - nbytes
-    limits = source.limits
-    if count > limits.zip_records or nbytes > limits.zip_directory_nbytes:
-        return None  # for the strict reader to say so
     if not 0 < count <= RECORDS or at + nbytes + TAIL != size or behind < 0 or size >= MAX32:
         return None
     found = _entries(last[behind : near - TAIL], count)
