@@ -70,6 +70,9 @@ def _entry(item: Item) -> Entry:
             raise TypeError(f"Expected second item in tuple to be str, the full name of the first, but got: {type(item[1])}")
         return Entry(item[1], item[0], item)
     module, name = (getattr(item, attribute, None) for attribute in ("__module__", "__qualname__"))
+    if module is None:
+        # A method of a class that is written in C has none of its own: `ZoneInfo._unpickle`.
+        module = getattr(getattr(item, "__self__", None), "__module__", None)
     if not isinstance(module, str) or not isinstance(name, str):
         raise AttributeError(
             f"a {type(item).__name__} has no attribute '__module__' or '__qualname__' to be known by; "

@@ -22,7 +22,7 @@ import torch
 
 from holdfast.engine.bulk import Piece, read_pieces
 from holdfast.engine.execute import default_threads
-from holdfast.errors import FormatError, MetadataError, PickleError, Refused, Truncated
+from holdfast.errors import FormatError, HoldfastError, MetadataError, PickleError, Refused, Truncated
 from holdfast.formats.pickle.table import Table
 from holdfast.formats.torch.geometry import brief
 from holdfast.formats.torch.legacy import StorageIds, Window, locate_storages
@@ -61,7 +61,7 @@ def load_legacy(
 def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, int]:
     """By the closed interpreter, in two passes: which storages there are, and with their places known, the object."""
     window = Window(file.source, file.key, begin=file.start)
-    protocol = 0
+    table: WeightsTable | None = None
     try:
         magic, at = window.stream(0, Table(), "magic number")
         if magic.value != MAGIC_NUMBER:
@@ -70,7 +70,6 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
         if version.value != PROTOCOL_VERSION:
             raise NotTorch(f"Invalid protocol version: {brief(version.value)}", file=file.path)
         _, begin = window.stream(at, Table(), "system")
-        protocol = window.protocol(begin)
         ids = StorageIds()
         _, at = window.stream(begin, ids, "object")
         keys, at = window.stream(at, Table(), "storage keys")
@@ -82,11 +81,12 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
 
         swap = sys.byteorder != "little"
         storages = FileStorages(file.source, file.key, find, place, swap=swap, threads=default_threads())
-        found, _ = window.stream(begin, WeightsTable(storages, encoding=encoding), "object")
+        table = WeightsTable(storages, encoding=encoding)
+        found, _ = window.stream(begin, table, "object")
     except NotTorch:
         raise
-    except pickle.UnpicklingError as error:
-        raise refusal(error, protocol=protocol) from None
+    except (HoldfastError, pickle.UnpicklingError) as error:
+        raise refusal(error, protocol=2 if table is None else table.protocol) from None
     storages.fill()
     return found.value, end
 

@@ -28,7 +28,7 @@ from torch.utils.serialization import config
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.engine.execute import default_threads
-from holdfast.errors import MetadataError, Refused, Truncated, ZipError
+from holdfast.errors import HoldfastError, MetadataError, Refused, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.zip.reader import read_archive
 from holdfast.formats.zip.records import Archive
@@ -202,14 +202,10 @@ def _load_zip(
     table = WeightsTable(storages, encoding=str(arguments["encoding"]))
     try:
         result = interpret_whole(content, table, limits=LIMITS).value
-    except pickle.UnpicklingError as error:
-        raise refusal(error, protocol=_protocol(content)) from None
+    except (HoldfastError, pickle.UnpicklingError) as error:
+        raise refusal(error, protocol=table.protocol) from None
     storages.fill()
     return result
-
-
-def _protocol(content: bytes) -> int:
-    return content[1] if content[:1] == b"\x80" and len(content) > 1 else 0
 
 
 def _archive(file: Opened) -> Archive:

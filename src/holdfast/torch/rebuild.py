@@ -18,6 +18,7 @@ from torch.storage import TypedStorage, UntypedStorage
 
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, Unsupported
+from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.torch.composites import arity
 from holdfast.formats.torch.geometry import beyond, brief, checked_ints, reach
 from holdfast.torch.storages import Storages
@@ -34,6 +35,9 @@ TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError,
 
 QUANTIZED = {torch.qint8: 8, torch.quint8: 8, torch.qint32: 32, torch.quint4x2: 4, torch.quint2x4: 2}
 """Element types that mean nothing without a scale, and the bits of an element."""
+
+OWN = frozenset(name for kind in torch.Tensor.__mro__ for name, what in vars(kind).items() if hasattr(type(what), "__set__"))
+"""Names of a tensor that are more than an entry in its `__dict__`."""
 
 Make = tuple[Callable[[], torch.Tensor], int]
 """What makes an empty tensor of one dtype and device, and the bytes of an element."""
@@ -75,7 +79,7 @@ def located_by_caller(device: object) -> torch.device | str:
     raise Refused("Callable map_location not supported with _rebuild_wrapper_subclass or _rebuild_device_tensor_from_numpy")
 
 
-def assign(target: torch.Tensor, state: object) -> None:
+def assign(target: torch.Tensor, state: object, spending: Spending) -> None:
     """Set attributes of a tensor from a dict, or from a pair of dicts (the second for slots), as `copyreg` makes them.
 
     A name under which torch keeps something of its own (`data`, `requires_grad`, `__class__`) cannot come out of a tensor's
@@ -87,6 +91,7 @@ def assign(target: torch.Tensor, state: object) -> None:
             continue
         if not isinstance(part, dict):
             raise PickleError("the attributes of a tensor must be a dict", found=type(part).__name__)
+        spending.copy(len(part))
         for name, value in part.items():
             if type(name) is not str or _is_torchs(type(target), name):
                 raise PickleError("a tensor with an attribute that it cannot have had", found=brief(name))
@@ -94,11 +99,8 @@ def assign(target: torch.Tensor, state: object) -> None:
 
 
 def _is_torchs(kind: type, name: str) -> bool:
-    """Whether setting an attribute would do something to the tensor itself."""
-    for each in kind.__mro__:
-        if name in vars(each):
-            return each in torch.Tensor.__mro__ and hasattr(type(vars(each)[name]), "__set__")
-    return False
+    """Whether setting an attribute would do something to the tensor itself; a subclass may have made the name its own."""
+    return name in OWN and next(each for each in kind.__mro__ if name in vars(each)) in torch.Tensor.__mro__
 
 
 class PlainTensors:
@@ -107,15 +109,17 @@ class PlainTensors:
     def __init__(self, storages: Storages) -> None:
         self.storages = storages
         self.limits = Limits()
+        self.spending = Spending(self.limits, 0)
         self.fake = False
         """Whether a FakeTensorMode is active: tensors pretend to be on the device that their storage names."""
         self._makes: dict[torch.dtype, dict[torch.device, Make]] = {}
         self._blank: dict[int, torch.Tensor] = {}
         """Tensors that a call announced and BUILD has not filled yet, by identity."""
 
-    def begin(self, limits: Limits) -> None:
+    def begin(self, limits: Limits, spending: Spending) -> None:
         """Get ready for a stream."""
         self.limits = limits
+        self.spending = spending
         self.fake = torch._guards.detect_fake_mode(None) is not None
         self._makes.clear()
         self._blank.clear()
@@ -231,7 +235,7 @@ class PlainTensors:
         """(data, requires_grad, hooks, attributes)"""
         data, grad, _, state = arity(args, 4, 4, "_rebuild_parameter_with_state")
         made = self._parameter(data, grad)
-        assign(made, state)
+        assign(made, state, self.spending)
         return made
 
     def parameter_class(self, args: Args) -> torch.Tensor:
@@ -301,7 +305,9 @@ class PlainTensors:
 
     def size(self, args: Args) -> torch.Size:
         (values,) = arity(args, 1, 1, "torch.Size")
-        return torch.Size(checked_ints(values, "size"))
+        sizes = checked_ints(values, "size")
+        self.spending.copy(len(sizes))
+        return torch.Size(sizes)
 
 
 def storage_of(value: object) -> UntypedStorage:

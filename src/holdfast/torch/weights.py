@@ -66,7 +66,7 @@ class WeightsTable(PlainTable):
 
     def begin(self, limits: Limits, nbytes: int) -> None:
         super().begin(limits, nbytes)
-        self._plain.begin(limits)
+        self._plain.begin(limits, self.spending)
         self._composite.begin()
         self.protocol = DEFAULT_PROTOCOL
         self._user = None
@@ -176,7 +176,7 @@ class WeightsTable(PlainTable):
     def build(self, obj: object, state: object) -> object:
         kind = type(obj)
         if kind is OrderedDict:
-            _set_entries(obj, state)
+            self._set_entries(obj, state)
         elif kind is torch.nn.Parameter and isinstance(obj, torch.nn.Parameter):
             self._plain.fill_parameter(obj, state)
         elif isinstance(obj, torch.Tensor) and (kind is torch.Tensor or not self._is_allowed(kind)):
@@ -204,7 +204,7 @@ class WeightsTable(PlainTable):
         raise PickleError(f"Can only add to sets, but got {type(obj).__name__}", found=type(obj).__name__)
 
     def persistent(self, pid: object) -> object:
-        if self._encoding == "bytes" and isinstance(pid, tuple):
+        if self._encoding == "bytes" and isinstance(pid, tuple) and len(pid) <= 6:
             # The texts in the persistent ids of Python 2 are strings like any other there.
             pid = tuple(part.decode("ascii", "replace") if isinstance(part, bytes) else part for part in pid)
         match pid:
@@ -212,6 +212,16 @@ class WeightsTable(PlainTable):
                 return self._storages.persistent(pid)
         found = type(pid).__name__
         raise PickleError("Only a persistent_load of a storage is allowed: its class, key, location and count", found=found)
+
+    def _set_entries(self, target: object, state: object) -> None:
+        """What BUILD gives to an OrderedDict: attributes such as `_metadata`, none of which hides one that it has."""
+        if not isinstance(state, dict):
+            raise PickleError("the attributes of an OrderedDict must be a dict", found=type(state).__name__)
+        self.spending.copy(len(state))
+        for name in state:
+            if type(name) is not str or hasattr(OrderedDict, name):
+                raise PickleError("an OrderedDict with an attribute that it cannot have had", found=brief(name))
+        vars(target).update(state)
 
     # What the user allowed.
 
@@ -253,6 +263,7 @@ class WeightsTable(PlainTable):
 
     def _fill_for(self, args: Args, kwargs: dict[str, object] | None) -> None:
         """Fill the storages, unless the code that is about to run cannot get at any."""
+        self.spending.copy(len(args))
         if kwargs or not all(type(arg) in HARMLESS for arg in args):
             self._storages.fill()
 
@@ -266,6 +277,7 @@ class WeightsTable(PlainTable):
             self._run(type(obj), partial(method, state))
             return
         attributes, slots = map(_by_name, state if isinstance(state, tuple) and len(state) == 2 else (state, None))
+        self.spending.copy(len(attributes) + len(slots))
         if attributes:
             if not hasattr(obj, "__dict__"):
                 raise PickleError(f"a {type(obj).__name__} has no attributes to be set")
@@ -308,20 +320,10 @@ class WeightsTable(PlainTable):
         if type(made).__setstate__ is not torch.Tensor.__setstate__:
             made.__setstate__(state)
         else:
-            assign(made, state)
+            assign(made, state, self.spending)
         if isinstance(made, NestedTensor):
             self._composite.check_jagged(made)
         return made
-
-
-def _set_entries(target: object, state: object) -> None:
-    """What BUILD gives to an OrderedDict: attributes such as `_metadata`, none of which hides one that it has."""
-    if not isinstance(state, dict):
-        raise PickleError("the attributes of an OrderedDict must be a dict", found=type(state).__name__)
-    for name in state:
-        if type(name) is not str or hasattr(OrderedDict, name):
-            raise PickleError("an OrderedDict with an attribute that it cannot have had", found=brief(name))
-    vars(target).update(state)
 
 
 def _by_name(state: object) -> dict[str, object]:

@@ -108,12 +108,6 @@ class Window:
                 return done, done.stop
 
 
-    def protocol(self, start: int) -> int:
-        """The pickle protocol that the stream at `start` says it has; 0 where it says nothing."""
-        head = self._data[start : start + 2]
-        return head[1] if head[:1] == b"\x80" and len(head) == 2 else 0
-
-
 class StorageIds(Table):
     """Builds nothing and collects the persistent ids of pickle 4: the first pass."""
 

@@ -85,7 +85,7 @@ def _written_again(
         seen = whole[where : where + len(expected)] if whole else source.bytes(key, start + where, start + where + len(expected))
         if seen != expected:
             return None
-        made.append(entry(name, nbytes, crc, at))
+        made.append(entry(name, nbytes, crc if nbytes else 0, at))
         if not name.startswith(folder) or not name.isascii() or b"\0" in name or name.endswith(b"/"):
             return None
         text = name.decode("ascii")
