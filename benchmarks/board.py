@@ -39,6 +39,9 @@ __all__ = ["Bound", "Case", "Count", "Files", "Outcome", "Race", "Skipped", "Sta
 SPARE_NBYTES = 1 << 30
 """Disk that must stay free for others."""
 
+OUR_MODULES = ("numpy", "holdfast.api.open", "holdfast.api.convert")
+"""What a process of ours imports before it is measured, unless the case says otherwise."""
+
 PROBE_SECONDS = 600
 """A side that takes longer is broken."""
 
@@ -99,6 +102,8 @@ class Race:
     """The least ratio of the peer's time to ours, or None for a figure without a promise."""
     peer_modules: tuple[str, ...] = ("torch", "safetensors.torch")
     """What the peer's process imports before its memory is measured."""
+    our_modules: tuple[str, ...] = OUR_MODULES
+    """The same for ours."""
     memory: bool = True
     backed_nbytes: int = 0
     """Memory that is touched and given back before every round of either side, so that both take theirs from pages that

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks import files
 from benchmarks.board import Bound, Case, Count, Race, Start
 from benchmarks.saving import SAVING
+from benchmarks.torch_io import TORCH_IO
 
 __all__ = ["CASES"]
 
@@ -325,4 +326,5 @@ CASES: tuple[Case, ...] = (
     Start("cli-version", "`holdfast --version`", {"ours": (HOLDFAST, "--version")}, 0.3),
     Start("cli-show", "`holdfast show small.pt`", {"ours": (HOLDFAST, "show", "{file}")}, 0.3, files.small_pt),
     *SAVING,
+    *TORCH_IO,
 )

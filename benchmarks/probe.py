@@ -59,10 +59,11 @@ def measure(job, path: Path) -> dict[str, int]:
 
 def main() -> None:
     name, side, path = sys.argv[1:]
+    from benchmarks.board import OUR_MODULES
     from benchmarks.cases import CASES
 
     case = next(case for case in CASES if case.name == name)
-    modules = ("numpy", "holdfast.api.open", "holdfast.api.convert") if side == "ours" else getattr(case, "peer_modules", ())
+    modules = getattr(case, "our_modules", OUR_MODULES) if side == "ours" else getattr(case, "peer_modules", ())
     for module in modules:
         importlib.import_module(module)
     print(json.dumps(measure(getattr(case, side), Path(path))))

@@ -1,6 +1,6 @@
 """The shape of the package, held by tests: which layer may import which, who may import torch, who may print.
 
-    errors < core < plan, stores < formats, engine < api < holdfast < cli, torch
+    errors < core < metadata, plan, stores < formats, engine < api < holdfast < cli, torch
 
 Imports are found with `ast` in every module under `src/holdfast`, also those inside functions. Blocks under
 `TYPE_CHECKING` are not imports at run time and are left out.
@@ -25,23 +25,26 @@ MAX_LINES = 500
 BELOW = {
     "errors": set(),
     "core": {"errors"},
+    "metadata": {"errors", "core"},
     "plan": {"errors", "core"},
     "stores": {"errors", "core"},
-    "formats": {"errors", "core", "plan"},
-    "engine": {"errors", "core", "plan", "stores"},
-    "api": {"errors", "core", "plan", "stores", "formats", "engine"},
-    "": {"errors", "core", "plan", "stores", "formats", "engine", "api"},
-    "cli": {"errors", "core", "plan", "stores", "formats", "engine", "api", ""},
-    "torch": {"errors", "core", "plan", "stores", "formats", "engine", "api", ""},
+    "formats": {"errors", "core", "metadata", "plan"},
+    "engine": {"errors", "core", "metadata", "plan", "stores"},
+    "api": {"errors", "core", "metadata", "plan", "stores", "formats", "engine"},
+    "": {"errors", "core", "metadata", "plan", "stores", "formats", "engine", "api"},
+    "cli": {"errors", "core", "metadata", "plan", "stores", "formats", "engine", "api", ""},
+    "torch": {"errors", "core", "metadata", "plan", "stores", "formats", "engine", "api", ""},
 }
 """Layer to the layers that it may import besides itself; "" is `holdfast/__init__.py`."""
 
 UPWARD = {
     ("core/tensor.py", "holdfast.torch.tensors"),
     ("core/composite.py", "holdfast.torch.tensors"),
+    ("core/checkpoint.py", "holdfast.api.inventory"),
     ("api/state.py", "holdfast.torch.state"),
 }
-"""The only arrows that point up: `torch()` imports the adapter when it is called, a save when the caller has torch."""
+"""The only arrows that point up: `torch()` imports the adapter when it is called, a save when the caller has torch, and
+a checkpoint is described in terms of `holdfast.metadata` when asked."""
 
 
 def layer(module: str) -> str:

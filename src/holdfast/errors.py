@@ -17,8 +17,11 @@
     ├── BadIndex (IndexError)               an index that numpy would refuse too, or one that we cannot do lazily
     ├── SaveError (OSError)                 a save did not do what it should
     │   ├── NotCommitted                    nothing changed at the target; what was there is intact
-    │   └── DurabilityUncertain             the new content is in place, but may not survive a power cut
+    │   ├── DurabilityUncertain             the new content is in place, but may not survive a power cut
+    │   ├── RanksFailed                     a save or load of several ranks failed, for the same reasons on all of them
+    │   └── RankLost                        a rank gave no sign of life: it was killed, or its machine is gone
     ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
+    ├── BadPlacement (ValueError)           a mesh or a rule of `reshard` that does not fit the checkpoint
     ├── BadTarget (ValueError)              `out=` has another shape, dtype or layout than the tensor
     ├── DoesNotFit (RuntimeError)           names, shapes or dtypes of a module and a checkpoint differ; all are listed
     ├── Refused (RuntimeError)              `holdfast.torch` says no where torch says it with a RuntimeError
@@ -37,6 +40,7 @@ from contextlib import contextmanager
 
 __all__ = [
     "BadIndex",
+    "BadPlacement",
     "BadTarget",
     "CannotHold",
     "Closed",
@@ -53,6 +57,8 @@ __all__ = [
     "NotCommitted",
     "NotSaved",
     "PickleError",
+    "RankLost",
+    "RanksFailed",
     "Refused",
     "SaveError",
     "StoreError",
@@ -172,6 +178,22 @@ class DurabilityUncertain(SaveError):
     """The new content is in place, but the file system refused to confirm that it would survive a power cut."""
 
 
+class RanksFailed(NotCommitted):
+    """Every rank of a save or load raises this one, with the cause of each rank that had one. Nothing was published."""
+
+    def __init__(self, message: str, *, causes: Mapping[int, str], file: str | None = None) -> None:
+        super().__init__(message, file=file, found=tuple(causes))
+        self.causes = dict(causes)
+
+
+class RankLost(SaveError):
+    """A rank that was waited for gave no sign of life within the deadline."""
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        super().__init__(message, found=ranks)
+        self.ranks = ranks
+
+
 class CannotHold(HoldfastError, ValueError):
     """The target format cannot hold some of the state; nothing was written."""
 
@@ -182,6 +204,10 @@ class CannotHold(HoldfastError, ValueError):
         self.what = message
         """The message without them."""
         self.problems = tuple(problems)
+
+
+class BadPlacement(HoldfastError, ValueError):
+    """A mesh, or a rule that says how tensors are spread over it, that cannot be followed."""
 
 
 class BadTarget(HoldfastError, ValueError):

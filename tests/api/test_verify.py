@@ -49,13 +49,14 @@ def test_one_byte_in_each_storage_is_named(golden, tmp_path):
     storages = recorded_storages(golden)
     for number, (storage, names) in enumerate(storages.items()):
         broken = tmp_path / f"{number}.pt"
-        shutil.copy(golden, broken)
-        flip(broken, storage.start + number % storage.nbytes)
+        file = broken / storage.key if golden.is_dir() else broken
+        (shutil.copytree if golden.is_dir() else shutil.copy)(golden, broken)
+        flip(file, storage.start + number % storage.nbytes)
         report = verify(broken, threads=1)
         assert not report.ok
         assert not report.problems
         (damage,) = report.damaged
-        assert (damage.file, damage.tensors) == (str(broken), tuple(names))
+        assert (damage.file, damage.tensors) == (str(file), tuple(names))
         assert (damage.offset, damage.nbytes, damage.expected) == (storage.start, storage.nbytes, storage.crc32)
         assert damage.found != damage.expected
         assert damage.label == storage.label

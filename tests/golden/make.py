@@ -24,7 +24,8 @@ import sys
 import warnings
 from pathlib import Path
 
-import older  # noqa: F401  # importing enters its recipes in the registry
+import distributed  # noqa: F401  # importing enters its recipes in the registry
+import older  # noqa: F401
 import safetensors
 import torch
 import zips  # noqa: F401

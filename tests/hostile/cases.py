@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import cases_calls, cases_directories, cases_old, cases_resources, cases_safetensors, cases_tensors, cases_zip
+from . import cases_calls, cases_dcp, cases_directories, cases_old, cases_resources, cases_safetensors, cases_tensors, cases_zip
 from .case import Case
 
 __all__ = ["ALL", "CLASSES"]
@@ -15,6 +15,7 @@ CLASSES: dict[str, list[Case]] = {
     "legacy and tar": cases_old.CASES,
     "safetensors": cases_safetensors.CASES,
     "directories": cases_directories.CASES,
+    "distributed checkpoints": cases_dcp.CASES,
 }
 
 ALL: list[Case] = [case for cases in CLASSES.values() for case in cases]

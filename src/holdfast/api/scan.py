@@ -27,6 +27,9 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Foreign
 from holdfast.engine.source import OpenSource
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Truncated, UnknownFormat
+from holdfast.formats.dcp.directory import DATA_SUFFIX, DcpDirectory
+from holdfast.formats.dcp.examine import examine
+from holdfast.formats.dcp.index import is_index
 from holdfast.formats.pickle import PlainTable, interpret, interpret_whole
 
 __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
@@ -135,19 +138,25 @@ def scan(*paths: str | os.PathLike[str], limits: Limits | None = None) -> ScanRe
 def _search(directory: Path) -> Iterator[Path | FileReport]:
     """Every file below a directory, sorted; a folder that cannot be listed as an error.
 
-    Links to folders are not followed.
+    A distributed checkpoint is one thing, and stands for its files: a part of it says nothing. Links to folders are not followed.
     """
     problems: list[OSError] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):
         folders.sort()
+        distributed = any(map(is_index, names))
+        if distributed:
+            yield Path(folder)
         for name in sorted(names):
-            yield Path(folder, name)
+            if not distributed or not (is_index(name) or name.endswith(DATA_SUFFIX)):
+                yield Path(folder, name)
     for problem in problems:
         yield FileReport(str(problem.filename), "", error=f"cannot list this folder: {problem.strerror}")
 
 
 def _scan_found(path: Path, limits: Limits) -> FileReport | None:
-    """One file of a directory; None when it is none of our business."""
+    """One file of a directory, or a distributed checkpoint; None when it is none of our business."""
+    if path.is_dir():
+        return _scan_file(path, limits)
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return None
@@ -190,7 +199,10 @@ def _described(error: Exception) -> str:
 
 def _scan_checkpoint(path: Path | bytes, limits: Limits, depth: int = 0) -> FileReport:
     with open_checkpoint(path, limits=limits) as checkpoint:
-        findings = _findings(checkpoint.foreign, checkpoint.tree, limits, depth)
+        foreign = checkpoint.foreign
+        if checkpoint.format == DcpDirectory.name:
+            foreign += examine(checkpoint.tree, checkpoint.values())
+        findings = _findings(foreign, checkpoint.tree, limits, depth)
         return FileReport(str(path) if isinstance(path, Path) else "", checkpoint.format, findings)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from holdfast.api.open import Openable, store_of
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
+from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.engine.source import OpenSource
@@ -112,6 +113,7 @@ class Range:
     span: Span
     label: str
     crc32: int | None
+    store: Store
     tensors: list[str] = field(default_factory=list)
     content_nbytes: int | None = None
     """Length after inflating, for a compressed record."""
@@ -220,8 +222,11 @@ class Verification:
                     check_files(source)
                 except HoldfastError as error:
                     self._refuse(_label(path, error.file) if error.file else path, error)
-        ranges = _tensor_ranges(tensors)
-        keys = sorted({at.span.key for at in ranges.values()}) or list(source.store.list())[:1]
+        ranges = self._tensor_ranges(tensors, path)
+        keys = sorted({at.span.key for at in ranges.values() if at.store is source.store}) or list(source.store.list())[:1]
+        if kind == "dcp":
+            # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
+            keys = [key for key in source.store.list() if key.endswith(".distcp")]
         if zipped:
             _add_records(ranges, source, keys[0])
         self._sweep(source, ranges, keys, path)
@@ -229,27 +234,59 @@ class Verification:
         self._files += len(keys)
         return set(keys)
 
+    def _tensor_ranges(self, tensors: Mapping[str, LazyTensor], path: str) -> dict[object, Range]:
+        """The storages of all tensors, each once, with every name that uses it. One that cannot be found is a problem."""
+        ranges: dict[object, Range] = {}
+        for name, tensor in tensors.items():
+            for storage in tensor.storages:
+                if storage.nbytes:
+                    try:
+                        place: Place = (storage.key, storage.start, storage.nbytes)
+                    except HoldfastError as error:
+                        self._lost(path, error, name)
+                        continue
+                    at = ranges.get(place)
+                    if at is None:
+                        span = Span(*place, summed=storage.crc32 is not None)
+                        at = ranges[place] = Range(span, storage.label, storage.crc32, tensor.source.store)
+                    at.tensors.append(name)
+        return ranges
+
+    def _lost(self, path: str, error: HoldfastError, name: str) -> None:
+        """Note a tensor whose bytes cannot be found, because what says where they are is damaged."""
+        file = _label(path, error.file) if error.file else path
+        if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
+            self._damaged.append(Damage(file, (name,), "", error.offset or 0, 0, error.expected, error.found))
+        else:
+            self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
+
     def _sweep(self, source: OpenSource, ranges: Mapping[object, Range], keys: list[str], path: str) -> None:
-        known = [at for at in ranges.values() if at.content_nbytes is None]
+        known = [at for at in ranges.values() if at.content_nbytes is None and at.store is source.store]
         packed = [at for at in ranges.values() if at.content_nbytes is not None]
         between = list(_gaps([at.span for at in known], {key: source.store.size(key) for key in keys}))
         sweep = Sweep(source.store, [*(at.span for at in known), *between])
         work = sweep.tasks(self._progress)
+        # What is computed from the files (inflated items) is read through what computes it.
+        others = [at for at in ranges.values() if at.store is not source.store]
+        inflated = Sweep(others[0].store, [at.span for at in others]) if others else None
+        work += inflated.tasks(self._progress) if inflated is not None else []
         if work:
             run_all(work, self._threads)
         for number, at in enumerate(known):
             self._settle(at, sweep.outcome(number), path)
+        for number, at in enumerate(others):
+            self._settle(at, inflated.outcome(number) if inflated is not None else None, path)
         for number, span in enumerate(between, len(known)):
-            outcome = sweep.outcome(number)
-            if isinstance(outcome, HoldfastError):
-                self._problems.append(Problem(_label(path, span.key), outcome.message, type(outcome).__name__))
+            missed = sweep.outcome(number)
+            if isinstance(missed, HoldfastError):
+                self._problems.append(Problem(_label(path, span.key), missed.message, type(missed).__name__))
         for at in packed:
-            inflated: int | HoldfastError | None
+            outcome: int | HoldfastError | None
             try:
-                inflated = inflated_crc(source, at.span.key, (at.span.start, at.span.stop), at.content_nbytes or 0)
+                outcome = inflated_crc(source, at.span.key, (at.span.start, at.span.stop), at.content_nbytes or 0)
             except HoldfastError as error:
-                inflated = error
-            self._settle(at, inflated, path)
+                outcome = error
+            self._settle(at, outcome, path)
 
     def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str) -> None:
         """Enter the outcome of one range into the report."""
@@ -269,21 +306,6 @@ class Verification:
 Place = tuple[str, int, int]
 
 
-def _tensor_ranges(tensors: Mapping[str, LazyTensor]) -> dict[object, Range]:
-    """The storages of all tensors, each once, with every name that uses it."""
-    ranges: dict[object, Range] = {}
-    for name, tensor in tensors.items():
-        for storage in tensor.storages:
-            if storage.nbytes:
-                place: Place = (storage.key, storage.start, storage.nbytes)
-                at = ranges.get(place)
-                if at is None:
-                    span = Span(*place, summed=storage.crc32 is not None)
-                    at = ranges[place] = Range(span, storage.label, storage.crc32)
-                at.tensors.append(name)
-    return ranges
-
-
 def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> None:
     """The records of a zip that are no tensor's storage."""
     archive = read_archive(source, key)
@@ -292,7 +314,9 @@ def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> N
         if record.nbytes and record.crc32 is not None and (key, record.start, record.nbytes) not in ranges:
             span = Span(key, record.start, record.nbytes)
             length = None if record.stored else record.content_nbytes
-            ranges[key, record.start, record.nbytes] = Range(span, name[cut:], record.crc32, content_nbytes=length)
+            ranges[key, record.start, record.nbytes] = Range(
+                span, name[cut:], record.crc32, source.store, content_nbytes=length
+            )
 
 
 def _gaps(spans: list[Span], sizes: Mapping[str, int]) -> Iterator[Span]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from holdfast.cli import reshard
+
 if TYPE_CHECKING:
     from holdfast.api.transform import Edits
 
@@ -193,6 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_diff(_verb(verbs, "diff", "say how two checkpoints differ", DIFF, DIFF_EXAMPLES))
     _add_convert(_verb(verbs, "convert", "write a checkpoint in another format", CONVERT, CONVERT_EXAMPLES))
     _add_edit(_verb(verbs, "edit", "rename, drop, cast, set metadata", EDIT, EDIT_EXAMPLES))
+    reshard.add_arguments(_verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", reshard.DESCRIPTION, reshard.EXAMPLES))
     return whole
 
 
@@ -223,6 +226,7 @@ def _add_show(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
     verb.add_argument("-d", "--depth", metavar="N", type=_positive, help="levels of the tree to show")
     verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
+    verb.add_argument("--ranks", action="store_true", help="draw which file holds which part of each tensor")
     verb.add_argument("--json", action="store_true", help=JSON_HELP)
     verb.set_defaults(run=_run_show)
 
@@ -323,6 +327,10 @@ def _positive(text: str) -> int:
 
 
 def _run_show(options: argparse.Namespace) -> int:
+    if options.ranks:
+        from holdfast.cli.ranks import run as draw
+
+        return draw(options.path, pattern=options.filter)
     from holdfast.cli.show import run
 
     return run(options.path, pattern=options.filter, depth=options.depth, everything=options.all, as_json=options.json)

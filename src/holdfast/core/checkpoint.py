@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,7 +16,10 @@ from holdfast.core.protocols import Description, Foreign, Request, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import NoSuchTensor
 
-__all__ = ["Alias", "Checkpoint"]
+if TYPE_CHECKING:
+    from holdfast.metadata import Metadata
+
+__all__ = ["Alias", "Checkpoint", "Texts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,21 @@ class Alias:
     storage: Storage
 
 
+class Texts(dict[str, str]):
+    """What a file says about itself. Called, it gives the whole checkpoint in the vocabulary of a sharded one."""
+
+    def __init__(self, texts: Mapping[str, str], checkpoint: Checkpoint) -> None:
+        super().__init__(texts)
+        self._checkpoint = checkpoint
+
+    def __call__(self) -> Metadata:
+        return self._checkpoint.describe()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A copy is a plain dict: the checkpoint and its open files stay behind.
+        return (dict, (dict(self),))
+
+
 class Checkpoint(Mapping[str, LazyTensor]):
     """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it."""
 
@@ -34,6 +53,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._description = description
         self._aliases: tuple[Alias, ...] | None = None
         self._tree: object = None
+        self._texts: Texts | None = None
 
     def __getitem__(self, name: str) -> LazyTensor:
         try:
@@ -90,9 +110,19 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._description.notes
 
     @property
-    def metadata(self) -> Mapping[str, str]:
-        """Text that the file carries about itself."""
-        return self._description.metadata
+    def metadata(self) -> Texts:
+        """Text that the file carries about itself: `metadata["format"]`. `metadata()`, with a call, is `describe()`."""
+        if self._texts is None:
+            self._texts = Texts(self._description.metadata, self)
+        return self._texts
+
+    def describe(self) -> Metadata:
+        """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
+        from holdfast.api.inventory import metadata_of
+
+        store, description = self._source.store, self._description
+        stored = sum(map(store.size, store.list()))
+        return metadata_of(self, stored_nbytes=stored, flat=description.tree is description.tensors)
 
     @property
     def aliases(self) -> tuple[Alias, ...]:
@@ -115,7 +145,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged."""
         tensors = [self[name] for name in (names or self)]
         outs = [t.empty() for t in tensors]
-        self._source.read([Request(t, o) for t, o in zip(tensors, outs, strict=True)])
+        requests: dict[int, list[Request]] = {}
+        for tensor, out in zip(tensors, outs, strict=True):
+            requests.setdefault(id(tensor.source), []).append(Request(tensor, out))
+        for together in requests.values():
+            together[0].tensor.source.read(together)
         return {t.name: o for t, o in zip(tensors, outs, strict=True)}
 
     def digests(self) -> dict[str, Digest]:

@@ -67,6 +67,9 @@ class Source(Protocol):
     def mapped(self) -> bool:
         """Whether arrays are views of mapped memory."""
 
+    def over(self, store: Store) -> Source:
+        """A source like this one that reads from another store: one that has more files, or other content in them."""
+
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         """A small range, for headers and pickles: at once, on this thread. Raises `Truncated` past the end."""
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from holdfast.core.crc import combine, crc32
+from holdfast.core.memory import memory_at
 from holdfast.core.protocols import Store
 from holdfast.engine.execute import run_all
 from holdfast.errors import Corrupted
 
-__all__ = ["Piece", "memory_at", "read_pieces"]
+__all__ = ["Piece", "read_pieces"]
 
 BLOCK = 4 << 20
 """Bytes of a large record that one thread reads at a time."""
@@ -51,11 +52,6 @@ class Piece:
     label: str
     sums: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Checksums of the blocks that were read: by position, with the length."""
-
-
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """A writable view of memory."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else memoryview(bytearray())
 
 
 def read_pieces(store: Store, key: str, pieces: Sequence[Piece], *, threads: int, verify: bool = True) -> None:

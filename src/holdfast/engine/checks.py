@@ -34,6 +34,10 @@ class Checks:
         self._storages = storages
         self._parts: dict[Storage, dict[int, tuple[int, int]]] = {storage: {} for storage in storages}
 
+    def wants(self, storage: Storage) -> bool:
+        """Whether the bytes of this storage are summed."""
+        return storage in self._parts
+
     def add(self, storage: Storage, start: int, data: memoryview) -> None:
         """Take note of bytes of a storage that begin at byte `start` of the file."""
         parts = self._parts.get(storage)

@@ -260,6 +260,25 @@ class DirectoryTransaction:
             target.files.link(source, key, at=temporary.descriptor)
             self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
 
+    def join(self, key: str, nbytes: int) -> None:
+        """Take in a file that another process wrote into the new folder and has synced; it must have this length."""
+        target, temporary = self._working()
+        label = f"{self.path.rstrip('/')}/{key}"
+        self._check_key(key, label)
+        with refusing("taking in a file of another process", label):
+            found = target.files.stat(key, at=temporary.descriptor)
+            if found is None or found.kind != "file" or found.nbytes != nbytes:
+                what = "is not there" if found is None else f"is a {found.kind} of {found.nbytes:,} bytes"
+                raise refusal(f"a file of another rank should have {nbytes:,} bytes and {what}", label, errno.EIO)
+            self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+
+    @property
+    def folder(self) -> str:
+        """Where the new folder is until the commit, for other processes that write into it."""
+        target, temporary = self._working()
+        parent = target.files.resolve(self.path.rstrip("/") or "/").rpartition("/")[0]
+        return f"{parent}/{temporary.name}"
+
     def _check_key(self, key: str, label: str) -> None:
         if not key or "/" in key or "\\" in key or "\0" in key or key in (".", "..") or is_temporary(key):
             raise refusal(f"{key!r} is no plain name for a file of a checkpoint", label, errno.EINVAL)

@@ -10,9 +10,13 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from itertools import pairwise
 
 import numpy as np
 
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk
+from holdfast.core.memory import memory_at
 from holdfast.core.protocols import Store
 from holdfast.engine.checks import Checks
 from holdfast.engine.place import place
@@ -88,32 +92,110 @@ def _tasks(plan: ReadPlan, store: Store, checks: Checks) -> Iterator[Callable[[]
 def _task(batch: Batch, file: FileReads, numbers: range, store: Store, checks: Checks) -> Callable[[], None]:
     def run() -> None:
         scratch = memoryview(b"")
-        for fetch in map(file.fetch, numbers):
-            if len(fetch.teeth) == 1:
-                number, tooth = fetch.teeth[0]
-                strip = batch.strips[number]
-                if strip.direct:
-                    out = _flat(strip, tooth)
-                    _read(store, fetch, out, strip)
-                    checks.add(strip.chunk.storage, fetch.start, out)
-                    continue
-            need = fetch.stop - fetch.start
-            if scratch.nbytes < need:
-                scratch = np.empty(need, np.uint8).data
-            fetched = scratch[:need]
-            _read(store, fetch, fetched, batch.strips[fetch.teeth[0][0]])
-            for number, tooth in fetch.teeth:
-                strip = batch.strips[number]
-                if strip.comb.outer:
-                    index = tooth_index(strip, tooth)
-                    place(tooth_chunk(strip, index), strip.dtype, fetched, fetch.start, strip.target[_keep(index)])
-                else:
-                    place(strip.chunk, strip.dtype, fetched, fetch.start, strip.target)
-                    begin = strip.chunk.storage.start + strip.comb.base // 8
-                    end = begin + (strip.comb.extent + 7) // 8
-                    checks.add(strip.chunk.storage, begin, fetched[begin - fetch.start : end - fetch.start])
+        at = numbers.start
+        for first, last in _rows(batch, file, numbers):
+            for i in range(at, first):
+                scratch = _fetch(batch, file.fetch(i), store, checks, scratch)
+            _read_row(batch, file, range(first, last), store, checks)
+            at = last
+        for i in range(at, numbers.stop):
+            scratch = _fetch(batch, file.fetch(i), store, checks, scratch)
 
     return run
+
+
+def _rows(batch: Batch, file: FileReads, numbers: range) -> Iterator[tuple[int, int]]:
+    """Where several fetches in a row are teeth of one strip that go straight to their places: a column of a matrix, say."""
+    if len(numbers) < 4:
+        return
+    heads = file.heads[numbers.start : numbers.stop + 1]
+    owners = file.owners[heads[:-1]]
+    single = np.diff(heads) == 1
+    edges = np.flatnonzero((owners[1:] != owners[:-1]) | (single[1:] != single[:-1])) + 1
+    for first, last in pairwise([0, *edges.tolist(), len(owners)]):
+        if last - first >= 4 and single[first]:
+            strip = batch.strips[int(owners[first])]
+            if strip.direct and strip.comb.outer:
+                yield numbers.start + first, numbers.start + last
+
+
+def _read_row(batch: Batch, file: FileReads, numbers: range, store: Store, checks: Checks) -> None:
+    """Read many teeth of one strip, each straight to its place. The places are computed together."""
+    heads = file.heads[numbers.start : numbers.stop]
+    strip = batch.strips[int(file.owners[heads[0]])]
+    target = strip.target
+    left, places = file.numbers[heads], np.zeros(len(heads), np.int64)
+    for d in reversed(strip.comb.outer):
+        left, index = np.divmod(left, strip.chunk.shape[d])
+        places += index * target.strides[d]
+    low = int(places.min())
+    lengths = file.stops[numbers.start : numbers.stop] - file.starts[numbers.start : numbers.stop]
+    origin = target.__array_interface__["data"][0] + low
+    memory = memory_at(origin, int((places + lengths).max()) - low)
+    starts = file.starts[numbers.start : numbers.stop].tolist()
+    read, key, storage = store.read, file.key, strip.chunk.storage
+    tracked = checks.wants(storage)
+    try:
+        for start, place, nbytes in zip(starts, (places - low).tolist(), lengths.tolist(), strict=True):
+            out = memory[place : place + nbytes]
+            read(key, start, out)
+            if tracked:
+                checks.add(storage, start, out)
+    except HoldfastError as error:
+        if error.tensor is None:
+            error.tensor = strip.tensor
+        raise
+
+
+def _fetch(batch: Batch, fetch: Fetch, store: Store, checks: Checks, scratch: memoryview) -> memoryview:
+    """Read one range and put its teeth where they belong. Gives back the scratch memory, which may have grown."""
+    if len(fetch.teeth) == 1:
+        number, tooth = fetch.teeth[0]
+        strip = batch.strips[number]
+        if strip.direct:
+            out = _flat(strip, tooth)
+            _read(store, fetch, out, strip)
+            checks.add(strip.chunk.storage, fetch.start, out)
+            return scratch
+    need = fetch.stop - fetch.start
+    if scratch.nbytes < need:
+        scratch = np.empty(need, np.uint8).data
+    fetched = scratch[:need]
+    _read(store, fetch, fetched, batch.strips[fetch.teeth[0][0]])
+    first, last = fetch.teeth[0], fetch.teeth[-1]
+    strip = batch.strips[first[0]]
+    if len(fetch.teeth) > 1 and len(strip.comb.outer) == 1 and _neighbours(fetch.teeth):
+        # Teeth side by side are one box of the strip: placed together.
+        (axis,) = strip.comb.outer
+        rows = slice(first[1], last[1] + 1)
+        target = strip.target[(*(slice(None),) * axis, rows)]
+        place(_slab(strip, axis, rows), strip.dtype, fetched, fetch.start, target)
+        return scratch
+    for number, tooth in fetch.teeth:
+        strip = batch.strips[number]
+        if strip.comb.outer:
+            index = tooth_index(strip, tooth)
+            place(tooth_chunk(strip, index), strip.dtype, fetched, fetch.start, strip.target[_keep(index)])
+        else:
+            place(strip.chunk, strip.dtype, fetched, fetch.start, strip.target)
+            begin = strip.chunk.storage.start + strip.comb.base // 8
+            end = begin + (strip.comb.extent + 7) // 8
+            checks.add(strip.chunk.storage, begin, fetched[begin - fetch.start : end - fetch.start])
+    return scratch
+
+
+def _neighbours(teeth: tuple[tuple[int, int], ...]) -> bool:
+    """Whether these are consecutive teeth of one strip."""
+    owner, number = teeth[0]
+    return all(tooth == (owner, number + i) for i, tooth in enumerate(teeth))
+
+
+def _slab(strip: Strip, axis: int, rows: slice) -> Chunk:
+    """Consecutive teeth of a strip as one chunk."""
+    box = strip.chunk.box
+    start, stop = list(box.start), list(box.stop)
+    start[axis], stop[axis] = start[axis] + rows.start, start[axis] + rows.stop
+    return strip.chunk.narrow(Box(tuple(start), tuple(stop)))
 
 
 def _read(store: Store, fetch: Fetch, out: memoryview, strip: Strip) -> None:

@@ -63,6 +63,10 @@ class Resident:
         chunk = Chunk(Box.whole(shape), storage, offset * 8, tuple([s * 8 for s in strides]))
         return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
 
+    def parts(self, dtype: DType, shape: tuple[int, ...], chunks: tuple[Chunk, ...], traits: Traits = PLAIN) -> LazyTensor:
+        """A tensor of which only some boxes are here."""
+        return LazyTensor("", dtype, shape, chunks, self._source, traits)
+
     def meta(self, dtype: DType, shape: tuple[int, ...], traits: Traits) -> LazyTensor:
         """A tensor with a shape and no data."""
         return LazyTensor("", dtype, shape, (), self._source, traits)

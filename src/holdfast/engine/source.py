@@ -43,6 +43,11 @@ class OpenSource:
         """Whether the bytes are in this process's memory, so that reading them is no more than looking."""
         self.policy = policy or Policy()
 
+    def over(self, store: Store) -> OpenSource:
+        return OpenSource(
+            store, limits=self.limits, threads=self.threads, mapped=self.mapped, verify=self.verify, policy=self.policy
+        )
+
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         out = bytearray(max(stop - start, 0))
         self.store.read(key, start, memoryview(out))

@@ -12,8 +12,11 @@ __all__ = ["detect", "formats"]
 
 def formats() -> Iterator[Format]:
     """The formats, in the order in which they are tried. Each is imported when its turn comes: to open a `.pt` takes one."""
+    # A zip as well, and told from one of torch.save by a record that only it has.
+    from holdfast.formats.pt2.archive import Pt2Archive
     from holdfast.formats.torch.zip import TorchZip
 
+    yield Pt2Archive()
     yield TorchZip()
 
     from holdfast.formats.torch.legacy import TorchLegacy
@@ -28,9 +31,13 @@ def formats() -> Iterator[Format]:
 
     # A native directory holds safetensors files and an index of them as well, so it is looked for first.
     from holdfast.formats.native.directory import NativeDirectory
-    from holdfast.formats.safetensors.directory import SafetensorsDirectory
 
     yield NativeDirectory()
+
+    from holdfast.formats.dcp.directory import DcpDirectory
+    from holdfast.formats.safetensors.directory import SafetensorsDirectory
+
+    yield DcpDirectory()
     yield SafetensorsDirectory()
 
 
@@ -55,9 +62,13 @@ def detect(source: Source) -> Format:
     keys = source.store.list()
     if not keys:
         raise StoreError("the folder is empty", file=source.store.name)
+    inner = [key.partition("/")[0] for key in keys if key.endswith("/.metadata")]
+    if inner:
+        raise UnknownFormat(f"no checkpoint in this folder itself; its folder {inner[0]!r} has one, open that", found=inner[:3])
     if len(keys) > 1:
         raise UnknownFormat(
-            "no checkpoint in this folder: no holdfast.json and no safetensors files; open one of its files instead", found=keys[:3]
+            "no checkpoint in this folder: no holdfast.json, no .metadata and no safetensors files; open one of its files instead",
+            found=keys[:3],
         )
     size = source.store.size(keys[0])
     head = source.bytes(keys[0], 0, min(size, 32))

@@ -3,9 +3,9 @@
 Reading through a gap costs its bytes; skipping it costs a system call. Two rules, both bounded:
 
 1. A gap of at most `FREE_GAP` bytes is always read through: at memory speed it takes less time than the call that skips it.
-2. Larger gaps, up to `MAX_GAP`, are read through smallest first, until all of them together reach a tenth of the wanted bytes.
+2. Larger gaps, up to `MAX_GAP`, are read through smallest first, until together they reach 4% of the wanted bytes.
 
-So the over-read of a plan is at most a tenth of what was asked for, plus gaps that are cheaper than their system calls. The
+So the over-read of a plan is at most 4% of what was asked for, plus gaps that are cheaper than their system calls. The
 caller owns these defaults; the planner reports what they cost.
 """
 
@@ -32,7 +32,7 @@ class Policy:
     """Gaps up to this many bytes never split a read."""
     max_gap: int = 1 << 20
     """Larger gaps always do: a megabyte of reading is more than any seek costs."""
-    over_read: float = 0.10
+    over_read: float = 0.04
     """The part of the wanted bytes that may be read in vain to save calls."""
     block: int = 8 << 20
     """A joined read does not grow beyond this, so that threads share the work and scratch memory stays small."""

@@ -5,10 +5,14 @@
     holdfast.torch.load_into(model, path)          fill a model from any format, without a second copy
     holdfast.torch.open(path)                      tensors when they are asked for, shared where the file shares them
 
-This package, and nothing else in Holdfast, imports torch.
+    holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded)
+
+This package, and nothing else in Holdfast, imports torch. What needs `torch.distributed` is imported when it is first asked for.
 """
 
 from __future__ import annotations
+
+import importlib
 
 from holdfast.torch.allowed import (
     add_safe_globals,
@@ -58,6 +62,8 @@ __all__ = [
     "STORAGE_KEY_SEPARATOR",
     "LoadEndianness",
     "Loaded",
+    "LocalShardsWrapper",
+    "SaveHandle",
     "SourceChangeWarning",
     "StorageType",
     "TorchCheckpoint",
@@ -72,7 +78,9 @@ __all__ = [
     "get_unsafe_globals_in_checkpoint",
     "install",
     "load",
+    "load_full",
     "load_into",
+    "load_sharded",
     "location_tag",
     "mkdtemp",
     "normalize_storage_type",
@@ -80,6 +88,7 @@ __all__ = [
     "register_package",
     "safe_globals",
     "save",
+    "save_sharded",
     "set_crc32_options",
     "set_default_load_endianness",
     "set_default_mmap_options",
@@ -92,3 +101,20 @@ __all__ = [
     "validate_cuda_device",
     "validate_hpu_device",
 ]
+
+_WHERE = {
+    "LocalShardsWrapper": "local_shards",
+    "SaveHandle": "background",
+    "load_full": "sharded_load",
+    "load_sharded": "sharded_load",
+    "save_sharded": "sharded",
+}
+"""Names whose modules import `torch.distributed`, which takes as long as all the rest."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
+    found: object = getattr(importlib.import_module(f"holdfast.torch.{_WHERE[name]}"), name)
+    globals()[name] = found
+    return found

@@ -43,6 +43,10 @@ class NotTorch(FormatError, pickle.UnpicklingError, RuntimeError):
     """The bytes are no stream that torch wrote; a RuntimeError as well, which torch raises for a wrong magic number."""
 
 
+class CutShort(Truncated, Refused):
+    """The file ends inside a storage; a RuntimeError as well, which torch raises there."""
+
+
 def load_legacy(
     file: Opened, place: Placement, pickle_module: ModuleType, arguments: Mapping[str, object], *, weights_only: bool
 ) -> object:
@@ -73,7 +77,10 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
         ids = StorageIds()
         _, at = window.stream(begin, ids, "object")
         keys, at = window.stream(at, Table(), "storage keys")
-        places, end = locate_storages(file.source, file.key, ids.storages, keys.value, file.start + at)
+        try:
+            places, end = locate_storages(file.source, file.key, ids.storages, keys.value, file.start + at)
+        except Truncated as error:
+            raise CutShort(error.message, file=file.path, offset=error.offset) from None
 
         def find(name: StorageName) -> Found:
             stored = places[name.key]
@@ -83,7 +90,7 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
         storages = FileStorages(file.source, file.key, find, place, swap=swap, threads=default_threads())
         table = WeightsTable(storages, encoding=encoding)
         found, _ = window.stream(begin, table, "object")
-    except NotTorch:
+    except (NotTorch, CutShort):
         raise
     except (HoldfastError, pickle.UnpicklingError) as error:
         raise refusal(error, protocol=2 if table is None else table.protocol) from None
@@ -149,7 +156,7 @@ class LegacyStorages:
         for each in keys:
             name = self._names[each]
             if at + COUNT.size + name.nbytes > size:
-                raise Truncated(f"the file ends inside storage {each}", file=self._file.path, offset=size)
+                raise CutShort(f"the file ends inside storage {each}", file=self._file.path, offset=size)
             (count,) = COUNT.unpack(source.bytes(key, at, at + COUNT.size))
             if count != name.count:
                 raise MetadataError(
@@ -214,7 +221,7 @@ def _compare_source(kind: type, path: object, text: object) -> None:
 
 
 def looks_like_tar(file: Opened) -> bool:
-    """Whether this is a tar, which only torch 0.1 wrote."""
+    """Whether this is a tar, which only torch 0.1 wrote. torch looks for one in paths and real files only."""
     at, magic = TAR_MAGIC
     return file.head(at + len(magic))[at:] == magic
 
@@ -260,9 +267,8 @@ def load_tar(file: Opened, place: Placement, pickle_module: ModuleType, argument
             rank, _ = whole(stream, "<ii")
             size, stride, (offset,) = whole(stream, f"<{rank}q"), whole(stream, f"<{rank}q"), whole(stream, "<q")
             base = made[str(storage_key)]
-            tensors[str(key)] = torch.empty(0, dtype=base.dtype, device=base.device).set_(
-                base._untyped_storage, offset, size, stride
-            )
+            untyped = base._untyped_storage
+            tensors[str(key)] = torch.empty(0, dtype=base.dtype, device=untyped.device).set_(untyped, offset, size, stride)
 
         def persistent(pid: object) -> object:
             if isinstance(pid, tuple):

@@ -63,7 +63,7 @@ class _LegacyIds(StorageIds):
             return ("module", obj, *_source(obj))
         found = super().persistent_id(obj)
         # The sixth element described views of storages, which torch has not had since 0.4.
-        return None if found is None else (*found, None)  # type: ignore[misc]  # a tuple, see `identify`
+        return None if found is None else (*found, None)  # type: ignore[misc]  # a tuple, as the method above makes it
 
 
 def _source(kind: type) -> tuple[str | None, str | None]:

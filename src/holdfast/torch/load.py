@@ -5,7 +5,7 @@
    torch 0.1, or the stream before 1.6.
 3. The pickle is read: by the closed interpreter with a table of torch's objects (`weights_only=True`), or by the caller's pickle
    module, which runs what the file says.
-4. Storages are filled at the end, all at once (zip_storages.py), or while the code of the file may look at them.
+4. Storages are filled at the end, all at once (storages.py), or while the code of the file may look at them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from mmap import MAP_SHARED
 from types import ModuleType
 from typing import cast
@@ -36,7 +37,8 @@ from holdfast.torch.legacy_load import load_legacy, load_tar, looks_like_tar
 from holdfast.torch.locations import restorer, stays_on_cpu
 from holdfast.torch.opening import Opened, opened
 from holdfast.torch.pickling import check_pickle_module
-from holdfast.torch.storages import FileStorages, Placement, archive_storages
+from holdfast.torch.rebuild import located_by_caller
+from holdfast.torch.storages import BrokenArchive, FileStorages, Placement, archive_storages, check_stored, untyped_dtypes
 from holdfast.torch.unpickling import unpickler
 from holdfast.torch.weights import WeightsTable, refusal
 
@@ -52,8 +54,8 @@ SCRIPT = (
     "you trust it, pass weights_only=False or call torch.jit.load; its weights alone are read by holdfast.open"
 )
 MMAP_ZIP = (
-    "mmap can only be used with files saved with `torch.save({}, _use_new_zipfile_serialization=True), please torch.save your "
-    "checkpoint with this option in order to use mmap."
+    "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`, which is the default: please "
+    "save the checkpoint again in order to use mmap."
 )
 LIMITS = Limits()
 
@@ -78,21 +80,24 @@ def load(
     check_pickle_module(pickle_module)
     if mmap is None:
         mmap = config.load.mmap
-    if mmap and not isinstance(f, str | os.PathLike):
-        raise ValueError("f must be a file path in order to use the mmap argument")
     arguments = {"encoding": "utf-8", **pickle_load_args}
-    if isinstance(f, str | os.PathLike) and os.fspath(f).endswith(".safetensors"):
-        return _load_safetensors(f, map_location)
+    if weights_only and set(arguments) != {"encoding"}:
+        unknown = next(name for name in arguments if name != "encoding")
+        raise TypeError(f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it")
     with opened(f, verify=verify) as file, _map_location(map_location), resting_collector():
-        place = _placement(map_location)
+        place = _placement(map_location, weights_only=weights_only)
         if file.head(4) == b"PK\x03\x04":
+            if mmap and file.path is None:
+                raise ValueError("f must be a file path in order to use the mmap argument")
             return _load_zip(
                 file, place, pickle_module, arguments,
                 weights_only=weights_only, mmap=mmap, map_location=map_location, verify=verify,
             )
+        if file.path is not None and file.path.endswith(".safetensors"):
+            return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify)
         if mmap:
-            raise Refused(MMAP_ZIP.format(f))
-        if file.path is not None and looks_like_tar(file):
+            raise Refused(MMAP_ZIP, file=file.path)
+        if looks_like_tar(file):
             if weights_only:
                 raise Refused(
                     "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
@@ -136,7 +141,7 @@ def _map_location(map_location: MapLocation) -> Iterator[None]:
         local.map_location = before
 
 
-def _placement(map_location: MapLocation) -> Placement:
+def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
     meta = (isinstance(map_location, str) and map_location == "meta") or (
         isinstance(map_location, torch.device) and map_location.type == "meta"
     )
@@ -145,16 +150,18 @@ def _placement(map_location: MapLocation) -> Placement:
         lambda location: stays_on_cpu(map_location, location),
         meta=meta,
         fake=torch._guards.detect_fake_mode(None) is not None,
+        # torch's own functions, which run otherwise, look at `map_location` themselves.
+        pretend=located_by_caller if weights_only else lambda location: location,
         skip=torch.serialization._serialization_tls.skip_data,
     )
 
 
-def _load_safetensors(f: str | os.PathLike[str], map_location: MapLocation) -> object:
+def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verify: bool) -> object:
     from holdfast.torch.open import open as open_torch
 
     if map_location is not None and not isinstance(map_location, str | torch.device):
-        raise ValueError("a safetensors file knows no locations: map_location must be a device or its name")
-    with open_torch(f) as checkpoint:
+        raise Refused("a safetensors file knows no locations: map_location must be a device or its name", file=path)
+    with open_torch(path, mmap=mmap, verify=verify) as checkpoint:
         return checkpoint.read(device=map_location)
 
 
@@ -183,13 +190,15 @@ def _load_zip(
         return torch.jit.load(file.file, map_location=map_location)
     content = _record(file, archive, "data.pkl", LIMITS.pickle_nbytes if weights_only else None)
     find, everything = archive_storages(archive)
+    swap = _swapped(file, archive)
     storages = FileStorages(
         file.source,
         file.key,
         find,
         place,
         everything=None if weights_only else everything,
-        swap=_swapped(file, archive),
+        swap=swap,
+        untyped=untyped_dtypes(content) if swap else None,
         mapped=_mapped(file) if mmap else None,
         verify=verify,
         threads=default_threads(),
@@ -202,6 +211,8 @@ def _load_zip(
     table = WeightsTable(storages, encoding=str(arguments["encoding"]))
     try:
         result = interpret_whole(content, table, limits=LIMITS).value
+    except BrokenArchive:
+        raise  # the pickle is not to blame
     except (HoldfastError, pickle.UnpicklingError) as error:
         raise refusal(error, protocol=table.protocol) from None
     storages.fill()
@@ -213,11 +224,7 @@ def _archive(file: Opened) -> Archive:
     try:
         return read_archive(file.source, file.key, start=file.start)
     except (ZipError, Truncated) as error:
-        raise BrokenArchive(f"failed reading zip archive: {error}", file=file.path, offset=error.offset) from error
-
-
-class BrokenArchive(ZipError, Refused):
-    """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
+        raise BrokenArchive(f"failed reading zip archive: {error.message}", file=file.path, offset=error.offset) from error
 
 
 def _record(file: Opened, archive: Archive, name: str, most: int | None) -> bytes:
@@ -226,7 +233,8 @@ def _record(file: Opened, archive: Archive, name: str, most: int | None) -> byte
     record = archive.get(name)
     if record is None:
         raise BrokenArchive(f"the archive has no {name}: it was not written by torch.save", file=file.path)
-    return record_bytes(file.source, file.key, record, most)
+    check_stored(record)
+    return record_bytes(file.source, file.key, record if file.verify else replace(record, crc32=None), most)
 
 
 def _swapped(file: Opened, archive: Archive) -> bool:

@@ -6,6 +6,7 @@ import ctypes
 
 import torch
 
+from holdfast.core.memory import memory_at
 from holdfast.errors import Unsupported
 
 __all__ = ["NOTHING", "storage_bytes", "storage_memory"]
@@ -16,7 +17,7 @@ NOTHING = memoryview(b"")
 def storage_memory(storage: torch.UntypedStorage) -> memoryview:
     """A writable view of a CPU storage's own memory; the caller keeps the storage alive."""
     address, nbytes = _place(storage)
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else NOTHING
+    return memory_at(address, nbytes) if nbytes else NOTHING
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> bytes:

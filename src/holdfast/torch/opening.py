@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import BinaryIO, cast
 
 from holdfast.core.protocols import Source, Store
 from holdfast.engine.source import OpenSource
+from holdfast.errors import HoldfastError
 from holdfast.stores.local import DescriptorStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 
@@ -35,6 +37,8 @@ class Opened:
     file: BinaryIO
     """For readers that want a file object."""
     path: str | None
+    verify: bool = True
+    """Whether recorded checksums are compared."""
 
     @property
     def nbytes(self) -> int:
@@ -48,20 +52,34 @@ class Opened:
 def opened(f: object, *, verify: bool = True) -> Iterator[Opened]:
     """Open a path, or look at an open file where it stands. A path is closed again; a file object keeps its position."""
     if isinstance(f, str | os.PathLike):
-        path = os.fspath(f)
-        with open(path, "rb") as own:
-            yield Opened(_source(DescriptorStore(own.fileno(), name=str(path)), verify), KEY, 0, own, path)
+        path = os.fsdecode(f)
+        with open(path, "rb") as own, _called(path):
+            yield Opened(_source(DescriptorStore(own.fileno(), name=path), verify), KEY, 0, own, path, verify)
         return
     start = _position(f)
     file = cast(BinaryIO, f)
     if type(file) is io.BytesIO:
         # Released at the end whatever holds on to it: a buffer cannot grow while somebody has a view of it.
-        with file.getbuffer() as view, view.cast("B") as content:
+        with file.getbuffer() as view, view.cast("B") as content, _called(None):
             store = MemoryStore({}, name="<BytesIO>")
             store.add(KEY, content)
-            yield Opened(_source(store, verify), KEY, start, file, None)
+            yield Opened(_source(store, verify), KEY, start, file, None, verify)
         return
-    yield Opened(_source(_store(file), verify), KEY, start, file, None)
+    if isinstance(file.read(0), str):
+        raise TypeError(f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text")
+    with _called(None):
+        yield Opened(_source(_store(file), verify), KEY, start, file, None, verify)
+
+
+@contextmanager
+def _called(path: str | None) -> Iterator[None]:
+    """Errors that pass by name the file as the caller does, and not by its key here."""
+    try:
+        yield
+    except HoldfastError as error:
+        if error.file in (None, KEY):
+            error.file = path
+        raise
 
 
 def _source(store: Store, verify: bool) -> OpenSource:
@@ -83,7 +101,8 @@ def _position(f: object) -> int:
 
 def _store(file: BinaryIO) -> Store:
     """The fastest way to the bytes of a file object."""
-    raw = getattr(file, "file", file)  # tempfile's objects wrap one
+    # No other wrapper is looked into: what it reads need not be what its file holds.
+    raw = file.file if isinstance(file, tempfile._TemporaryFileWrapper) else file
     if type(raw) in (io.BufferedReader, io.BufferedRandom, io.FileIO) and not (isinstance(raw, io.BufferedRandom) and _dirty(raw)):
         try:
             descriptor = raw.fileno()
@@ -91,7 +110,19 @@ def _store(file: BinaryIO) -> Store:
                 return DescriptorStore(descriptor, name=str(getattr(raw, "name", "<open file>")))
         except (OSError, ValueError):
             pass
-    return FileObjectStore(file)
+    return FileObjectStore(file if isinstance(file.seek(file.tell()), int) else cast(BinaryIO, Answering(file)))
+
+
+class Answering:
+    """A file object whose `seek` says where it stands. That of `mmap.mmap` says nothing before Python 3.13."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.read, self.tell = file.read, file.tell
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._file.seek(offset, whence)
+        return self._file.tell()
 
 
 def _dirty(file: io.BufferedRandom) -> bool:

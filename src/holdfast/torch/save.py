@@ -57,7 +57,7 @@ def save(
     `DurabilityUncertain` where the new file is in place and could not be flushed.
     """
     check_pickle_module(pickle_module)
-    path = os.fspath(f) if isinstance(f, str | os.PathLike) else None
+    path = os.fsdecode(f) if isinstance(f, str | os.PathLike) else None
     if path is None and not hasattr(f, "write"):
         raise AttributeError(
             "expected 'f' to be string, path, or a file-like object with a 'write' attribute, "

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import cast
 
 import torch
 
+from holdfast.core.chunk import Chunk
 from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
@@ -15,6 +17,7 @@ from holdfast.core.values import Device, Size
 from holdfast.engine.resident import Resident
 from holdfast.errors import Unsupported
 from holdfast.torch.memory import storage_memory
+from holdfast.torch.shards import is_sharded, shards_of
 
 __all__ = ["torch_leaf"]
 
@@ -26,6 +29,8 @@ def torch_leaf(resident: Resident) -> Callable[[object], object]:
         match value:
             case torch.Tensor():
                 return _tensor(value, resident)
+            case _ if is_sharded(value):
+                return _sharded(cast(torch.Tensor, value), resident)
             case torch.Size():
                 return Size(value)
             case torch.dtype():
@@ -47,6 +52,8 @@ def _dtype(dtype: torch.dtype) -> DType:
 
 
 def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
+    if is_sharded(tensor):
+        return _sharded(tensor, resident)
     parameter = isinstance(tensor, torch.nn.Parameter)
     grad = tensor.requires_grad and tensor.is_leaf
     traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
@@ -69,6 +76,22 @@ def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
     width = plain.element_size()
     strides = tuple(s * width for s in plain.stride())
     return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)
+
+
+def _sharded(tensor: torch.Tensor, resident: Resident) -> LazyTensor:
+    """The whole tensor, with a chunk for each part that this rank has; it is saved where the chunks of all ranks come together."""
+    shards = shards_of(tensor)
+    grad = bool(getattr(tensor, "requires_grad", False))
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
+    dtype = _dtype(shards.dtype)
+    chunks: list[Chunk] = []
+    for part in shards.parts:
+        local = _tensor(part.tensor.detach(), resident)
+        if not isinstance(local, LazyTensor) or local.traits.meta or local.dtype is not dtype:
+            raise Unsupported("a part of a sharded tensor is no plain tensor with data")
+        chunks += [Chunk(part.box, chunk.storage, chunk.offset, chunk.strides) for chunk in local.chunks if part.box.count]
+    return resident.parts(dtype, shards.shape, tuple(chunks), traits)
 
 
 def _composite(tensor: torch.Tensor, resident: Resident, traits: Traits) -> Composite:

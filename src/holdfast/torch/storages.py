@@ -9,31 +9,41 @@ element.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from holdfast.core.limits import Limits
+from holdfast.core.memory import memory_at
+from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
-from holdfast.engine.bulk import Piece, memory_at, read_pieces
-from holdfast.errors import MetadataError, PickleError, ZipError
+from holdfast.engine.bulk import Piece, read_pieces
+from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
+from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.geometry import brief
 from holdfast.formats.zip.records import Archive, Record
+from holdfast.torch.allowed import Mentions
 
 __all__ = [
+    "BrokenArchive",
     "FileStorages",
     "Found",
     "Placement",
     "StorageName",
     "Storages",
     "archive_storages",
+    "check_stored",
     "parse_name",
     "pretended",
     "swap_bytes",
     "typed",
+    "untyped_dtypes",
     "view_of",
 ]
+
 
 class Storages(Protocol):
     """The storages of one file that is being loaded, as the table of a `weights_only` load sees them."""
@@ -60,6 +70,8 @@ class Placement:
     """Everything goes to the meta device: no bytes are needed."""
     fake: bool = False
     """A FakeTensorMode is active: no bytes are needed, and the location is only pretended."""
+    pretend: Callable[[str], torch.device | str] = str
+    """The device that a fake tensor with a storage of this tag claims to be on."""
     skip: bool = False
     """`skip_data`: storages are allocated and not filled."""
 
@@ -106,12 +118,70 @@ def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.Ty
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 
+# The other byte order.
+
+
 def swap_bytes(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
-    """Reverse the bytes of every number in a CPU storage; of complex ones, of each half."""
-    width = dtype.itemsize // (2 if dtype.is_complex else 1)
-    if width > 1:
-        words = np.frombuffer(memory_at(storage.data_ptr(), storage.nbytes()), f"u{width}")
+    """Reverse the bytes of every number in a CPU storage."""
+    width = _width(dtype)
+    if width > 1 and storage.nbytes() >= width:
+        words = np.frombuffer(memory_at(storage.data_ptr(), storage.nbytes() // width * width), f"u{width}")
         words.byteswap(inplace=True)
+
+
+def _width(dtype: torch.dtype) -> int:
+    """Bytes of a number; a complex one is two."""
+    return dtype.itemsize // (2 if dtype.is_complex else 1)
+
+
+def untyped_dtypes(content: bytes) -> dict[str, torch.dtype | None]:
+    """By key, the dtype of the tensors over a storage that the pickle calls bytes; None where several widths are seen in one.
+
+    torch stores uint16, uint32, uint64 and complex32 so, and torch 2.13 does not swap them.
+    """
+    table = _UntypedUses()
+    # Whoever reads the pickle next says what is wrong with it.
+    with suppress(FormatError, LimitExceeded):
+        interpret_whole(content, table, limits=Limits())
+    return table.dtypes
+
+
+V3 = Global("torch._utils", "_rebuild_tensor_v3")
+FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Stands for a storage while `_UntypedUses` looks."""
+
+    text: str
+
+
+class _UntypedUses(Mentions):
+    """Builds nothing and notes the dtype that each `_rebuild_tensor_v3` gives to its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, torch.dtype | None] = {}
+
+    def find(self, module: str, name: str) -> object:
+        for known in (V3, FROM_TYPE):
+            if (module, name) == (known.module, known.name):
+                return known
+        found = vars(torch).get(name) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else self.ANYTHING
+
+    def persistent(self, pid: object) -> object:
+        return _Key(pid[2]) if isinstance(pid, tuple) and len(pid) > 4 and isinstance(pid[2], str) else self.ANYTHING
+
+    def call(self, what: object, args: tuple[object, ...]) -> object:
+        if what is FROM_TYPE and len(args) > 2 and args[0] is V3 and isinstance(args[2], tuple):
+            what, args = V3, args[2]
+        if what is V3 and len(args) > 6 and isinstance(args[0], _Key) and isinstance(args[6], torch.dtype):
+            known = self.dtypes.setdefault(args[0].text, args[6])
+            if known is None or _width(known) != _width(args[6]):
+                self.dtypes[args[0].text] = None
+        return self.ANYTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +206,7 @@ class FileStorages:
         *,
         everything: Callable[[], Mapping[str, Found]] | None = None,
         swap: bool = False,
+        untyped: Mapping[str, torch.dtype | None] | None = None,
         mapped: torch.UntypedStorage | None = None,
         verify: bool = True,
         threads: int = 1,
@@ -145,12 +216,14 @@ class FileStorages:
         self._everything = everything
         """Where all storages lie, by key: given when all of them are to be read before the first one is handed out."""
         self._swap = swap
+        self._untyped = untyped or {}
+        """What `untyped_dtypes` found, where bytes are swapped."""
         self._mapped = mapped
         """The whole file, mapped: storages are slices of it."""
         self._verify, self._threads = verify, threads
         self._made: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._views: dict[str, torch.UntypedStorage] = {}
-        self._waiting: list[tuple[Piece, torch.UntypedStorage, torch.dtype]] = []
+        self._waiting: list[tuple[Piece, torch.UntypedStorage, StorageName]] = []
         self._ahead: dict[str, torch.UntypedStorage] | None = None
 
     def persistent(self, pid: object) -> torch.storage.TypedStorage:
@@ -172,11 +245,17 @@ class FileStorages:
         if waiting:
             self._read([piece for piece, _, _ in waiting])
         if self._swap:
-            for _, storage, dtype in waiting:
-                swap_bytes(storage, dtype)
+            for _, storage, name in waiting:
+                self._swap_bytes(storage, name)
 
     def _read(self, pieces: Sequence[Piece]) -> None:
         read_pieces(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
+
+    def _swap_bytes(self, storage: torch.UntypedStorage, name: StorageName) -> None:
+        dtype = self._untyped.get(name.key, name.dtype) if name.dtype is torch.uint8 else name.dtype
+        if dtype is None:
+            raise Unsupported(f"storage {name.key} is seen as numbers of several widths, in a file of the other byte order")
+        swap_bytes(storage, dtype)
 
     def _storage(self, name: StorageName) -> torch.UntypedStorage:
         found = self._find(name)
@@ -188,10 +267,12 @@ class FileStorages:
             )
         if place.fake or place.meta:
             return pretended(name, place, found.start)
-        if self._mapped is not None:
+        if self._mapped is not None and not place.skip:
             storage = self._mapped[found.start : found.start + found.nbytes]
             if self._swap:
-                swap_bytes(storage, name.dtype)
+                # A copy: where the mapping is shared, torch 2.13 turns the bytes round in the file itself.
+                storage = storage.clone()
+                self._swap_bytes(storage, name)
             return place.restore(storage, name.location)
         if place.skip:
             return place.restore(torch.UntypedStorage(name.nbytes), name.location)
@@ -199,16 +280,16 @@ class FileStorages:
         if self._everything is not None and stays:
             storage = self._read_ahead()[name.key]
             if self._swap:
-                swap_bytes(storage, name.dtype)
+                self._swap_bytes(storage, name)
             return storage
         storage = torch.UntypedStorage(name.nbytes)
         piece = _piece(found, storage)
         if stays:
-            self._waiting.append((piece, storage, name.dtype))
+            self._waiting.append((piece, storage, name))
             return storage
         self._read([piece])
         if self._swap:
-            swap_bytes(storage, name.dtype)
+            self._swap_bytes(storage, name)
         return place.restore(storage, name.location)
 
     def _read_ahead(self) -> dict[str, torch.UntypedStorage]:
@@ -226,8 +307,8 @@ def pretended(name: StorageName, place: Placement, start: int | None) -> torch.U
     # The marks that torch's own tools look for.
     if start is not None:
         storage._checkpoint_offset = start
-    if place.fake:
-        storage._fake_device = name.location  # type: ignore[assignment]  # a text, as torch.load sets it
+    if place.fake and not place.meta:
+        storage._fake_device = place.pretend(name.location)  # type: ignore[assignment]  # a text, as torch.load sets it
     return storage
 
 
@@ -242,12 +323,21 @@ def view_of(name: StorageName, root: torch.UntypedStorage, views: dict[str, torc
     raise PickleError("a storage view must be a key, an offset and a count inside of its storage")
 
 
+class BrokenArchive(ZipError, Refused):
+    """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
+
+
+def check_stored(record: Record) -> None:
+    """Refuse a compressed record."""
+    if not record.stored:
+        raise BrokenArchive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+
+
 def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], Found], Callable[[], Mapping[str, Found]]]:
     """How the records `data/N` of a zip are found: one by its key, and all of them."""
 
     def found(record: Record, key: str) -> Found:
-        if not record.stored:
-            raise ZipError(f"the storage {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+        check_stored(record)
         return Found(record.start, record.nbytes, record.crc32, f"data/{key}")
 
     def find(name: StorageName) -> Found:

@@ -4,6 +4,8 @@ Which files count:
 
 1. With an index, the files that it names, and no others: a `consolidated.safetensors` beside them is another copy.
 2. Without one, every `*.safetensors` at the top of the directory, which is how transformers and torch look for them.
+3. Without any at the top, those in `sharded/`: torch's writer puts the pieces there when it is to consolidate them, and where that
+   fails, or has yet to be done, there is nothing else.
 
 How they go together: every tensor comes from exactly one file, or from several that say which piece each holds
 (`sharding`) and whose pieces tile the whole. Anything else would depend on the order in which a reader happens to go
@@ -27,6 +29,9 @@ from holdfast.formats.safetensors.strict_json import pointer, quoted
 __all__ = ["DirectoryTensors", "SafetensorsDirectory"]
 
 SUFFIX = ".safetensors"
+
+PIECES = "sharded/"
+"""The folder of torch's `HuggingFaceStorageWriter` for what is to be consolidated (torch 2.8 and later)."""
 
 SHOWN_NAMES = 5
 """Names that a message lists before it says how many more there are."""
@@ -64,9 +69,9 @@ class SafetensorsDirectory:
     def matches(self, source: Source) -> bool:
         """Whether several files were opened, safetensors or an index of them at the top, and it is no DCP directory."""
         keys = source.store.list()
-        if len(keys) < 2 or any(key == ".metadata" or key.endswith(".distcp") for key in keys):
+        if len(keys) < 2 or any(key == ".metadata" or (key.endswith(".distcp") and "/" not in key) for key in keys):
             return False
-        return bool(_at_the_top(keys)) or any(key.endswith(INDEX_SUFFIX) and "/" not in key for key in keys)
+        return bool(_candidates(keys)) or any(key.endswith(INDEX_SUFFIX) and "/" not in key for key in keys)
 
     def describe(self, source: Source) -> Description:
         """Read the index and the header of every file that counts, and check that they agree."""
@@ -74,7 +79,7 @@ class SafetensorsDirectory:
         index = choose_index(keys, source.store.name)
         listed = None if index is None else read_index(source, index)
         weight_map = None if listed is None else listed.weight_map
-        files = _at_the_top(keys) if weight_map is None else list(dict.fromkeys(weight_map.values()))
+        files = _candidates(keys) if weight_map is None else list(dict.fromkeys(weight_map.values()))
         if not files and weight_map is None:
             raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
         headers = {key: read_header(source, key) for key in files}
@@ -122,6 +127,11 @@ def _together(
 def _at_the_top(keys: Sequence[str]) -> list[str]:
     """The safetensors files that a reader of the directory finds; names with a leading dot are hidden from it."""
     return [key for key in keys if key.endswith(SUFFIX) and "/" not in key and not key.startswith(".")]
+
+
+def _candidates(keys: Sequence[str]) -> list[str]:
+    """The files that count where no index says which."""
+    return _at_the_top(keys) or [key for key in keys if key.startswith(PIECES) and key.endswith(SUFFIX)]
 
 
 def _places(headers: Mapping[str, Header], source: Source) -> dict[str, Header | LazyTensor]:

@@ -65,8 +65,13 @@ class FileLayout:
     """First byte of each tensor in the file, and the byte after its last."""
 
 
-def plan_file(key: str, pieces: Iterable[Piece], metadata: Mapping[str, str], fields: Mapping[str, object]) -> FileLayout:
-    """Lay out one file; `fields` go into its record, beside the checksums."""
+def plan_file(
+    key: str, pieces: Iterable[Piece], metadata: Mapping[str, str], fields: Mapping[str, object], *, label: str = ""
+) -> FileLayout:
+    """Lay out one file; `fields` go into its record, beside the checksums.
+
+    The label of a data segment is the tensor's name, behind `label`: what keeps the pieces of one tensor in several files apart.
+    """
     ordered = sorted(pieces, key=lambda piece: (RANK[piece.code], piece.name))
     entries: dict[str, Entry] = {}
     position = 0
@@ -88,9 +93,9 @@ def plan_file(key: str, pieces: Iterable[Piece], metadata: Mapping[str, str], fi
     filled = [piece for piece in ordered if piece.nbytes]
     segments: list[Segment] = [Literal(length.to_bytes(PREFIX_NBYTES, "little") + head)]
     if ordered:
-        segments.append(_checksums([piece.name for piece in ordered], frozenset(piece.name for piece in filled)))
+        segments.append(_checksums([label + piece.name for piece in ordered], frozenset(label + piece.name for piece in filled)))
     segments.append(Literal(tail))
-    segments += [Data(piece.tensor, piece.name) for piece in filled]
+    segments += [Data(piece.tensor, label + piece.name) for piece in filled]
     places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in entries.items()}
     return FileLayout(FilePlan(key, tuple(segments)), length, places)
 

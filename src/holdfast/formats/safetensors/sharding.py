@@ -8,6 +8,9 @@ torch 2.8 and later (`HuggingFaceStorageWriter`) write each rank's pieces as pla
 which says where in the whole tensor the piece of this file begins. Nothing says how large the whole is: it is the
 smallest shape that holds all the pieces, so a lost last piece would go unnoticed by shape alone; the pieces must tile
 it exactly.
+
+torch has pairs of 4-bit floats, and counts them in the offsets; the header counts the floats themselves (F4), so that the
+last offset of such a piece is to be doubled.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ __all__ = ["SHARDING_INFO", "join", "saved_offsets"]
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in `__metadata__`."""
+
+PAIRED = "F4"
+"""The dtype that torch counts in pairs."""
 
 OFFSETS = "saved_offsets"
 """The only field of an entry that torch writes or reads; others are left alone."""
@@ -63,6 +69,8 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
     first, _ = pieces[0]
     dtype = first.dtype(name)
     rank = len(first.entries[name].shape)
+    if dtype.safetensors == PAIRED and rank and any(offsets[-1] for _, offsets in pieces):
+        pieces = [(header, (*offsets[:-1], 2 * offsets[-1])) for header, offsets in pieces]
     chunks = []
     for header, offsets in pieces:
         shape = header.entries[name].shape

@@ -65,6 +65,7 @@ class TorchTable(PlainTable):
         for name in GRAPH_MODULES:
             self.calls["torch.fx.graph_module", name] = self._graph_module(name)
         self.news.update(NEWS)
+        self.calls["torch", "Size"] = self.news["torch", "Size"] = self._size
         self._source = source
         self._persistent = persistent
 
@@ -83,6 +84,12 @@ class TorchTable(PlainTable):
         shape = checked_shape(size, self._source.limits)
         checked_ints(stride, "stride", len(shape))
         return LazyTensor("", _dtype(dtype), shape, (), self._source, Traits(requires_grad=bool(grad), meta=True))
+
+    def _size(self, args: Args) -> object:
+        """(lengths); paid for, because one long tuple may be named in a million calls."""
+        if len(args) == 1 and isinstance(args[0], tuple | list):
+            self.spending.copy(len(args[0]))
+        return _size(args)
 
     def _graph_module(self, name: str) -> Callable[[Args], object]:
         """(attributes, source text, …): a `torch.fx.GraphModule`, kept like any module and never compiled."""

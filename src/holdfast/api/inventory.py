@@ -1,0 +1,165 @@
+"""`metadata_of`: an open checkpoint of any format in the vocabulary of a sharded one.
+
+1. Every tensor is listed under its name with the boxes of its chunks, and each chunk that has bytes with the range of the file
+   that they lie in.
+2. Everything else in the tree is listed as a value without a description of its own. What counts as one value follows torch's
+   rule for distributed checkpoints: a mapping is always looked into, a list where there is a tensor or a mapping in it. A tuple
+   or an object is looked into where there is a tensor in it, because Holdfast has names for those tensors. An empty mapping is
+   listed as a value; torch drops it.
+3. What stands in several places of the tree is listed where it is met first; its tensors have all their names.
+
+The tree may come from a hostile file: it is walked with an explicit stack, each container once, and the names are bounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.collector import resting_collector
+from holdfast.core.composite import Composite
+from holdfast.core.opaque import Opaque
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import FREE_CHARACTERS, NAMES, Path, dotted, module_children, step
+from holdfast.errors import LimitExceeded
+from holdfast.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageInfo,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+__all__ = ["metadata_of"]
+
+ALONE = "value"
+"""The name of a value that was saved by itself, with nothing around it."""
+
+NOTHING = object()
+"""Instead of a tree, where there is none beside the tensors; None would be a value."""
+
+
+def metadata_of(checkpoint: Checkpoint, *, stored_nbytes: int, flat: bool) -> Metadata:
+    """Describe a checkpoint; nothing is read.
+
+    `stored_nbytes` is the size of its files, which bounds what the names may take. `flat`: there is nothing but its tensors.
+    """
+    with resting_collector():
+        return _describe(checkpoint, stored_nbytes, NOTHING if flat else checkpoint.tree)
+
+
+def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metadata:
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    paths: dict[str, Path] = {}
+    places: dict[MetadataIndex, StorageInfo] = {}
+    for name, tensor in checkpoint.items():
+        tensors[name] = _tensor(tensor)
+        paths[name] = (name,)
+        for i, chunk in enumerate(tensor.chunks):
+            index = MetadataIndex(name, chunk.box.start, i)
+            first, last = chunk.extent(tensor.dtype)
+            # An empty chunk may begin where another does: then it is the other that is found there.
+            if last > first or index not in places:
+                places.pop(index, None)
+                places[index] = StorageInfo(chunk.storage.key, chunk.storage.start + first, last - first)
+    room = NAMES * stored_nbytes + FREE_CHARACTERS
+    doubles: dict[str, int] = {}
+    for path, value in _leaves(tree) if tree is not NOTHING else ():
+        if isinstance(value, LazyTensor):
+            if value.name in paths:
+                paths[value.name] = path
+            continue
+        name = base = dotted(path) if path else ALONE
+        while name in tensors:
+            doubles[base] = doubles.get(base, 1) + 1
+            name = f"{base}#{doubles[base]}"
+        room -= len(name)
+        if room < 0:
+            raise LimitExceeded("the names of the values take many times the characters that are stored", found=len(tensors))
+        tensors[name], paths[name] = BytesStorageMetadata(), path
+    return Metadata(tensors, paths, places, StorageMeta(checkpoint.path))
+
+
+def _tensor(tensor: LazyTensor) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata.of(chunk.box) for chunk in tensor.chunks]
+    return TensorStorageMetadata(TensorProperties.create_from_tensor(tensor), tensor.shape, chunks)
+
+
+def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
+    """Every tensor and value of the tree with its path, each container once."""
+    entered = _worth_entering(tree)
+    seen: set[int] = set()
+    waiting: list[tuple[Path, object]] = [((), tree)]
+    while waiting:
+        path, value = waiting.pop()
+        if id(value) not in entered:
+            yield path, value
+        elif id(value) not in seen:
+            seen.add(id(value))
+            inside = list(_children(value) or ())
+            # Backwards onto the stack: the first child comes off first.
+            waiting += [((*path, key), child) for key, child in reversed(inside)]
+            if not inside:
+                yield path, value
+
+
+def _worth_entering(tree: object) -> set[int]:
+    """The identities of the containers whose content is listed."""
+    parents: dict[int, list[int]] = {}
+    kinds: dict[int, object] = {}
+    waiting: list[object] = [tree]
+    filled: list[int] = []
+    """Containers with a tensor directly inside."""
+    while waiting:
+        value = waiting.pop()
+        if id(value) in kinds:
+            continue
+        inside = _children(value)
+        if inside is None:
+            continue
+        kinds[id(value)] = value
+        for _, child in inside:
+            if isinstance(child, LazyTensor):
+                filled.append(id(value))
+            elif isinstance(child, dict | list | tuple | Opaque | Composite):
+                parents.setdefault(id(child), []).append(id(value))
+                waiting.append(child)
+    mappings = {each for each, kind in kinds.items() if isinstance(kind, dict) or _is_module(kind)}
+    lists = {each for each, kind in kinds.items() if isinstance(kind, list)}
+    holding = _upward(filled, parents, set(kinds))
+    return holding | mappings | _upward(mappings | holding, parents, lists)
+
+
+def _upward(start: Iterable[int], parents: dict[int, list[int]], through: set[int]) -> set[int]:
+    """Those of `through` from which one of `start` is reached without leaving `through`."""
+    found = {each for each in start if each in through}
+    waiting = [*start]
+    while waiting:
+        for above in parents.get(waiting.pop(), ()):
+            if above in through and above not in found:
+                found.add(above)
+                waiting.append(above)
+    return found
+
+
+def _is_module(value: object) -> bool:
+    return isinstance(value, Opaque) and module_children(value) is not None
+
+
+def _children(value: object) -> Iterator[tuple[str | int, object]] | None:
+    """What is inside a container, or None for a leaf."""
+    match value:
+        case dict():
+            return ((step(key), child) for key, child in value.items())
+        case list() | tuple():
+            return iter(enumerate(value))
+        case Composite():
+            return iter(value.children())
+        case Opaque():
+            module = module_children(value)
+            return value.children() if module is None else iter(module)
+        case _:
+            return None

@@ -1,0 +1,374 @@
+"""The index of a distributed checkpoint: read, put together, and checked, before anything uses it.
+
+1. `.metadata` counts where it is there. Otherwise every rank's own `__<rank>.metadata` does (`use_collectives=False`): their chunks
+   and items are put together. What several ranks saved, each for itself, is taken from the lowest.
+2. Each chunk of a tensor finds its item by name and offset: both are sorted, so the numbers in the file are never hashed.
+3. Everything is checked against everything: sizes that can be, boxes inside of their tensor that cover it exactly once, items
+   long enough for their elements, apart from each other, in files that are there under names that stay inside.
+
+Data files are not touched, but for their lengths, while they are few enough to be kept open.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+import numpy as np
+
+from holdfast.core.dtype import DType
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Opaque
+from holdfast.core.protocols import Foreign, Source
+from holdfast.errors import (
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    StoreError,
+    Truncated,
+    UnsafePath,
+    located,
+)
+from holdfast.formats.dcp.records import Item, Metadata, Place, Properties, StoredBox, StoredBytes, StoredTensor
+from holdfast.formats.dcp.table import MetadataTable
+from holdfast.formats.dcp.tiling import covers
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.torch.geometry import checked_shape
+
+__all__ = ["METADATA", "Index", "Piece", "SavedTensor", "check_inside", "is_index", "read_index", "read_metadata"]
+
+METADATA = ".metadata"
+
+RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
+
+MEASURED = 256
+"""Data files whose lengths are compared when a directory is opened. Each stays open, and a process has 1,024 files by default."""
+
+SHOWN = 5
+"""Names that a message lists."""
+
+ADDRESSABLE = 1 << 61
+"""No file is longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One chunk of a tensor, and the item that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    item: Item
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """A tensor whose pieces cover it exactly once."""
+
+    dtype: DType
+    size: tuple[int, ...]
+    properties: Properties
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(slots=True)
+class Index:
+    """What the metadata of a directory says, checked."""
+
+    entries: dict[str, SavedTensor | Item | Opaque] = field(default_factory=dict)
+    """By name, in the order of the file: a tensor, the item of a value that is none, or what stands there instead of either."""
+    planner: object = None
+    """The path of each name, as the planner noted it."""
+    texts: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    foreign: tuple[Foreign, ...] = ()
+    files: tuple[str, ...] = ()
+    """The data files that items lie in."""
+    nbytes: int = 0
+    """Bytes of the metadata itself."""
+
+
+def is_index(key: str) -> bool:
+    """Whether a file of a directory is the index, or one rank's share of it."""
+    return key == METADATA or RANK_FILE.fullmatch(key) is not None
+
+
+def read_index(source: Source) -> Index:
+    """Read and check the index of a directory.
+
+    Raises `FormatError`, `LimitExceeded`, `UnsafePath`, `StoreError` for missing files, `Truncated` for short ones.
+    """
+    metadata, index = read_metadata(source)
+    with located(file=METADATA if METADATA in source.store.list() else None):
+        _fill(index, metadata, source.limits)
+        items = list(_items(index))
+        _check_files(items, source)
+        _check_apart(items)
+    index.files = tuple(dict.fromkeys(item.file for _, item in items))
+    return index
+
+
+def read_metadata(source: Source) -> tuple[Metadata, Index]:
+    """The metadata of a directory as one record, that of several ranks put together; and the index that it is for, still empty."""
+    keys = source.store.list()
+    shares = sorted((key for key in keys if RANK_FILE.fullmatch(key)), key=_rank)
+    names = [METADATA] if METADATA in keys else shares
+    if not names:
+        raise HeaderError(
+            "a distributed checkpoint without .metadata, which is written last: the save did not finish, or it was left behind",
+            file=source.store.name,
+        )
+    index = Index()
+    index.nbytes = sum(source.store.size(name) for name in names)
+    if index.nbytes > source.limits.dcp_metadata_nbytes:
+        raise LimitExceeded(
+            f"metadata of {index.nbytes:,} bytes is more than Limits(dcp_metadata_nbytes={source.limits.dcp_metadata_nbytes:,})",
+            file=names[0],
+            expected=source.limits.dcp_metadata_nbytes,
+            found=index.nbytes,
+        )
+    found = []
+    for name in names:
+        with located(file=name):
+            raw = source.bytes(name, 0, source.store.size(name))
+            most = source.limits.dcp_metadata_nbytes
+            done = interpret_whole(raw, MetadataTable(), limits=source.limits, stream=name, max_nbytes=most)
+            if not isinstance(done.value, Metadata) or not done.value.filled:
+                raise PickleError(f"{name} holds no Metadata of a distributed checkpoint", found=type(done.value).__name__)
+        found.append(done.value)
+        index.foreign += done.foreign
+    return (found[0] if len(found) == 1 else _together(found, index)), index
+
+
+def _rank(key: str) -> int:
+    match = RANK_FILE.fullmatch(key)
+    return int(match[1]) if match else 0
+
+
+def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
+    """The shares of several ranks as one: all chunks of each tensor, and of each chunk the item of the lowest rank that has it."""
+    whole = Metadata()
+    whole.filled = True
+    whole.version, whole.note = shares[0].version, shares[0].note
+    planner: dict[object, object] = {}
+    places: dict[str, list[tuple[Place, object]]] = {}
+    boxes: dict[object, list[object]] = {}
+    chunks = sum(len(stored.boxes) for share in shares for stored in share.tensors.values() if isinstance(stored, StoredTensor))
+    items = sum(len(share.items) for share in shares)
+    if chunks > items:
+        raise MetadataError(f"{chunks:,} chunks and {items:,} items; one for each was expected", expected=chunks, found=items)
+    for share in shares:
+        if isinstance(share.planner, dict):
+            planner = {**share.planner, **planner}
+        for name, stored in share.tensors.items():
+            first = whole.tensors.setdefault(name, stored)
+            if type(first) is not type(stored):
+                raise MetadataError("a tensor on one rank, and none on another", tensor=str(name)[:256])
+            if isinstance(first, StoredTensor) and isinstance(stored, StoredTensor):
+                if (first.size, first.properties.dtype) != (stored.size, stored.properties.dtype):
+                    raise MetadataError("two ranks say different sizes or dtypes of one tensor", tensor=str(name)[:256])
+                boxes.setdefault(name, []).extend(stored.boxes)
+        for place, item in share.items.items():
+            if not isinstance(place, Place):
+                raise PickleError("storage_data with a key that is no MetadataIndex", found=type(place).__name__)
+            places.setdefault(place.name, []).append((place, item))
+    doubles = 0
+    for found in places.values():
+        # Stable: of several with one offset the first is the lowest rank's.
+        found.sort(key=lambda pair: (pair[0].offset is not None, pair[0].offset or ()))
+        for number, (place, item) in enumerate(found):
+            if number and place.offset == found[number - 1][0].offset:
+                doubles += 1
+            else:
+                whole.items[place] = item
+    for name, together in boxes.items():
+        ordered = sorted(together, key=_extent)
+        first = whole.tensors[name]
+        if isinstance(first, StoredTensor):
+            first.boxes = [box for i, box in enumerate(ordered) if not i or _extent(box) != _extent(ordered[i - 1])]
+    whole.planner = planner or None
+    index.notes.append(f"{len(shares):,} ranks wrote metadata of their own (use_collectives=False); put together here")
+    if doubles:
+        index.notes.append(f"{doubles:,} items are there from several ranks; the lowest rank's are read")
+    return whole
+
+
+def _extent(box: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    if not isinstance(box, StoredBox):
+        raise PickleError("a chunk that is no ChunkStorageMetadata", found=type(box).__name__)
+    return box.offsets, box.sizes
+
+
+def _fill(index: Index, metadata: Metadata, limits: Limits) -> None:
+    """Enter everything that has a name."""
+    found: dict[str, list[tuple[Place, Item]]] = {}
+    for place, item in metadata.items.items():
+        if not isinstance(place, Place) or not isinstance(item, Item) or not place.filled or not item.filled:
+            raise PickleError("storage_data is no dict of MetadataIndex and _StorageInfo", found=type(item).__name__)
+        found.setdefault(place.name, []).append((place, item))
+    for name, stored in metadata.tensors.items():
+        if type(name) is not str:
+            raise PickleError("state_dict_metadata with a name that is no text", found=type(name).__name__)
+        try:
+            index.entries[name] = _entry(stored, found.pop(name, []), limits)
+        except HoldfastError as error:
+            # As `located` does, which would take a tenth of the time for 100,000 names.
+            error.tensor = error.tensor or name
+            raise
+    if found:
+        shown = ", ".join(repr(name[:80]) for name in list(found)[:SHOWN])
+        index.notes.append(f"{len(found):,} names have items and no metadata, so they are not listed: {shown}")
+    index.planner = metadata.planner
+    if isinstance(metadata.version, str):
+        index.texts["version"] = metadata.version
+    if metadata.note is not None:
+        for key in ("save_id", "checkpoint_id"):
+            value = getattr(metadata.note, key)
+            if isinstance(value, str | PurePath):
+                index.texts[key] = str(value)[:4096]
+    if metadata.more:
+        index.notes.append(f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:SHOWN])}")
+
+
+def _entry(stored: object, found: list[tuple[Place, Item]], limits: Limits) -> SavedTensor | Item | Opaque:
+    match stored:
+        case StoredTensor():
+            return _tensor(stored, found, limits)
+        case StoredBytes():
+            return _value(found)
+        case Opaque():
+            return stored
+        case _:
+            raise PickleError("neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__)
+
+
+def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limits) -> SavedTensor:
+    """A tensor with an item for each of its chunks."""
+    properties = stored.properties
+    dtype = properties.dtype
+    if not stored.filled or dtype is None:
+        raise PickleError("a TensorStorageMetadata without its state")
+    if properties.layout != "strided":
+        raise MetadataError(f"a tensor of layout {properties.layout}, which torch does not save in this format")
+    size = checked_shape(stored.size, limits)
+    if len(stored.boxes) != len(found):
+        raise MetadataError(
+            f"{len(stored.boxes):,} chunks and {len(found):,} items; one for each was expected",
+            expected=len(stored.boxes), found=len(found),
+        )  # fmt: skip
+    extents = [_extent(box) for box in stored.boxes]
+    alone = len(found) == 1
+    if not alone:
+        if any(place.offset is None for place, _ in found):
+            raise MetadataError("an item that does not say which of several chunks it holds")
+        extents.sort()
+        found.sort(key=lambda pair: pair[0].offset or ())
+    pieces = [_piece(extent, pair, size, dtype, alone=alone) for extent, pair in zip(extents, found, strict=True)]
+    inside = [(piece.offsets, piece.sizes) for piece in pieces if 0 not in piece.sizes]
+    if not covers(size, inside):
+        count = sum(math.prod(sizes) for _, sizes in inside)
+        raise MetadataError(
+            f"{len(pieces):,} chunks with {count:,} elements do not cover {list(size)} exactly once: they overlap or leave holes",
+            expected=size,
+            found=count,
+        )
+    return SavedTensor(dtype, size, properties, tuple(pieces))
+
+
+def _piece(
+    extent: tuple[tuple[int, ...], tuple[int, ...]], pair: tuple[Place, Item], size: tuple[int, ...], dtype: DType, *, alone: bool
+) -> Piece:
+    place, item = pair
+    offsets, sizes = extent
+    if len(offsets) != len(size) or len(sizes) != len(size):
+        raise MetadataError(f"a chunk of another rank than the tensor's {len(size)}", expected=size, found=sizes[:64])
+    if place.offset != offsets and not (alone and place.offset is None):
+        raise MetadataError(
+            f"no item for the chunk at {list(offsets)}, or two for one", expected=offsets, found=place.offset and place.offset[:64]
+        )
+    if 0 not in sizes and any(o + n > whole for o, n, whole in zip(offsets, sizes, size, strict=True)):
+        raise MetadataError(f"a chunk {list(sizes)} at {list(offsets)} is not inside of {list(size)}", expected=size, found=sizes)
+    nbytes = dtype.nbytes(math.prod(sizes))
+    if nbytes > item.length and not item.transforms:
+        raise MetadataError(
+            f"an item of {item.length:,} bytes for elements that take {nbytes:,}",
+            file=item.file, offset=item.offset, expected=nbytes, found=item.length,
+        )  # fmt: skip
+    return Piece(offsets, sizes, item)
+
+
+def _value(found: list[tuple[Place, Item]]) -> Item:
+    """The one item of a value that is no tensor."""
+    if len(found) != 1:
+        raise MetadataError(f"{len(found):,} items for a value that is no tensor; one was expected", expected=1, found=len(found))
+    return found[0][1]
+
+
+def _items(index: Index) -> Iterator[tuple[str, Item]]:
+    """Every item, with the name that it is for."""
+    for name, entry in index.entries.items():
+        if isinstance(entry, SavedTensor):
+            for piece in entry.pieces:
+                yield name, piece.item
+        elif isinstance(entry, Item):
+            yield name, entry
+
+
+def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
+    """Refuse names that lead away, files that are not there, and items that do not lie in them."""
+    files: dict[str, tuple[str, Item]] = {}
+    for name, item in items:
+        if not 0 <= item.offset <= ADDRESSABLE or not 0 <= item.length <= ADDRESSABLE:
+            raise MetadataError(
+                "an item with an offset or a length that cannot be", tensor=name, found=(item.offset, item.length)
+            )
+        last = files.get(item.file)
+        if last is None or item.stop > last[1].stop:
+            files[item.file] = (name, item)
+    present = set(source.store.list())
+    missing = []
+    for file, (name, _) in files.items():
+        if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
+            raise UnsafePath(f"{file[:256]!r} is not the plain name of a file inside the directory", tensor=name, found=file[:256])
+        if file not in present:
+            missing.append(file)
+    if missing:
+        shown = ", ".join(repr(file[:80]) for file in missing[:SHOWN])
+        more = f" and {len(missing) - SHOWN:,} more" if len(missing) > SHOWN else ""
+        raise StoreError(
+            f"the metadata names data files that are not there: {shown}{more}; a distributed checkpoint is opened by its folder",
+            found=tuple(missing[:64]),
+        )
+    if len(files) <= MEASURED:
+        for file, (name, item) in files.items():
+            check_inside(item, source.store.size(file), name)
+
+
+def check_inside(item: Item, size: int, name: str) -> None:
+    """Raise `Truncated` where an item does not end inside of its file."""
+    if item.stop > size:
+        raise Truncated(
+            f"an item should end at byte {item.stop:,}, and the file has {size:,}: it was cut short or belongs to another save",
+            file=item.file, tensor=name, offset=size, expected=item.stop, found=size,
+        )  # fmt: skip
+
+
+def _check_apart(items: Sequence[tuple[str, Item]]) -> None:
+    """Refuse items that overlap: torch writes every tensor by itself, and what is claimed is never more than the files hold."""
+    numbers: dict[str, int] = {}
+    rows = [(numbers.setdefault(item.file, len(numbers)), item.offset, item.stop) for _, item in items]
+    places = np.array(rows, np.int64).reshape(-1, 3)
+    order = np.lexsort((places[:, 2], places[:, 1], places[:, 0]))
+    file, start, stop = places[order].T
+    over = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1]))
+    if len(over):
+        name, item = items[int(order[over[0] + 1])]
+        other, _ = items[int(order[over[0]])]
+        raise MetadataError(
+            f"these bytes belong to {other[:80]!r} as well", file=item.file, tensor=name, offset=item.offset, found=item.length
+        )
+

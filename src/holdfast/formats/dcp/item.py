@@ -1,0 +1,238 @@
+"""One item: a complete torch zip inside of a larger file, read by the strict zip reader and the closed interpreter.
+
+    offset                                                                                           offset + length
+    │ data.pkl  .format_version  .storage_alignment  byteorder │ data/0: the elements │ version  serialization id  directory │
+    └──────────────────── head ────────────────────────────────┘                      └──────────────── tail ────────────────┘
+
+How long the elements are is known from the metadata, so all else is at most `length - elements` at either end: two reads of about
+1.5 KiB, or one where the item is small, and nothing of it is read twice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from holdfast.core.chunk import Storage
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DType
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Foreign, Request, Source, Store
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import FormatError, MetadataError, PickleError, Unsupported, ZipError
+from holdfast.formats.dcp.frame import STORAGES, Frame, frame_of
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.torch.geometry import brief
+from holdfast.formats.torch.storages import StorageId, Storages
+from holdfast.formats.torch.table import TorchTable
+from holdfast.formats.torch.zip import PickleReader, record_bytes
+from holdfast.formats.zip.reader import Archive, read_archive
+
+__all__ = ["Found", "ItemReader", "Window"]
+
+WHOLE = 4 << 10
+"""An item up to this length is read at once."""
+
+END = 16 << 10
+"""Bytes at either end that are read at once, at the most. Only storages aligned to kilobytes have longer ends."""
+
+PICKLE = "data.pkl"
+SERIALIZATION_ID = ".data/serialization_id"
+
+FRAMES = 512
+"""Kinds of items that are remembered: about 1.5 KiB each. A model has a few dozen shapes of shards."""
+
+TRIED = 16
+"""Frames under one key that are compared before an item is parsed."""
+
+
+class Window:
+    """One item as a source of its own: what is at its ends was read at once, anything else is read when it is asked for."""
+
+    mapped = False
+
+    def __init__(self, source: Source, key: str, place: tuple[int, int], *, ends: int = END, content: bytes | None = None) -> None:
+        self.start, self.stop = place
+        self.key = key
+        self.nbytes = self.stop - self.start
+        self._source = source
+        self._tail = b""
+        if content is not None:
+            self._head = content
+        elif self.nbytes <= WHOLE or 2 * ends >= self.nbytes:
+            self._head = source.bytes(key, self.start, self.stop)
+        else:
+            self._head = source.bytes(key, self.start, self.start + ends)
+            self._tail = source.bytes(key, self.stop - ends, self.stop)
+
+    @property
+    def store(self) -> Store:
+        return self._source.store
+
+    @property
+    def limits(self) -> Limits:
+        return self._source.limits
+
+    def part(self, start: int, stop: int) -> bytes | None:
+        """Bytes of the item, counted from its start, where they are at hand."""
+        if stop <= len(self._head):
+            return self._head[start:stop]
+        behind = self.nbytes - len(self._tail)
+        return self._tail[start - behind : stop - behind] if start >= behind and stop <= self.nbytes else None
+
+    def bytes(self, key: str, start: int, stop: int) -> bytes:
+        """Bytes of the file, counted from its start."""
+        found = self.part(start - self.start, stop - self.start) if start >= self.start else None
+        return self._source.bytes(key, start, stop) if found is None else found
+
+    # The strict reader asks for bytes alone; the rest is what a source has besides.
+
+    def over(self, store: Store) -> Source:
+        return self._source.over(store)
+
+    def read(self, requests: Sequence[Request]) -> None:
+        self._source.read(requests)
+
+    def view(self, tensor: LazyTensor) -> np.ndarray | None:
+        return self._source.view(tensor)
+
+    def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
+        return self._source.digest(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the elements of an item are."""
+
+    start: int
+    """First byte in the file."""
+    strides: tuple[int, ...]
+    """In bits. torch keeps the strides of a tensor that fills its storage: a transposed one is saved as it lies."""
+    byteorder: str
+    crc32: int | None
+    location: str
+    conj: bool
+    whole: bool
+    """Whether the item's storage holds these elements and nothing else."""
+
+
+class ItemReader:
+    """Reads the items of one directory; from several threads, which take turns at the interpreter."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._storages: Storages | None = None
+        self._table = TorchTable(source, self._persistent)
+        self._frames: dict[object, list[tuple[Frame, Found | None]]] = {}
+        """By length, and for tensors by dtype and sizes."""
+
+    def _persistent(self, pid: object) -> object:
+        if self._storages is None:
+            raise PickleError("a storage outside of any item")
+        return self._storages.persistent(pid)
+
+    def tensor(self, window: Window, dtype: DType, sizes: tuple[int, ...]) -> Found:
+        """Where the elements of a tensor's item are. Raises `FormatError` where it holds anything but that tensor."""
+        kind = (window.nbytes, dtype.name, sizes)
+        for frame, found in self._frames.get(kind, ()):
+            if found is not None and frame.matches(window):
+                # What was remembered is counted from the start of an item.
+                return replace(found, start=window.start + found.start, crc32=frame.checksum(window))
+        archive = self._archive(window)
+        value, foreign = self._value(window, archive, PICKLE)
+        if foreign:
+            raise PickleError(f"the item of a tensor asks for {foreign[0].what}; torch writes a plain tensor there")
+        found = _plain(value, dtype, sizes)
+        if found.whole:
+            common = frame_of(window, archive, window.start, (SERIALIZATION_ID,))
+            self._remember(kind, common, replace(found, start=found.start - window.start))
+        return found
+
+    def value(self, window: Window, stream: str) -> tuple[object, tuple[Foreign, ...]]:
+        """The object in an item, its tensors lazy; and the globals that were not built."""
+        kind = window.nbytes
+        for frame, _ in self._frames.get(kind, ()):
+            if frame.matches(window):
+                pickled = frame.content(window, PICKLE)
+                if pickled is not None:
+                    return self._interpret(pickled, _nowhere, stream)
+        archive = self._archive(window)
+        made = self._value(window, archive, stream)
+        if not any(f"/{STORAGES}" in name for name in archive.records):
+            common = frame_of(window, archive, window.start, (PICKLE, SERIALIZATION_ID))
+            self._remember(kind, common, None)
+        return made
+
+    def _remember(self, kind: object, frame: Frame | None, found: Found | None) -> None:
+        known = self._frames.get(kind, [])
+        if frame is not None and len(known) < TRIED and len(self._frames) < FRAMES:
+            self._frames[kind] = [*known, (frame, found)]
+
+    def _archive(self, window: Window) -> Archive:
+        archive = read_archive(window, window.key, start=window.start, stop=window.stop)
+        if not archive.prefix:
+            raise ZipError("the records of an item lie in one top folder; these do not", file=window.key, offset=window.start)
+        if archive.get(PICKLE) is None or archive.get("constants.pkl") is not None:
+            raise FormatError("an item that torch.save did not write: it has no data.pkl, or is a TorchScript archive")
+        return archive
+
+    def _value(self, window: Window, archive: Archive, stream: str) -> tuple[object, tuple[Foreign, ...]]:
+        byteorder = PickleReader(window, window.key, archive).byteorder
+        record = archive.get(PICKLE)
+        if record is None:
+            raise FormatError(f"an item without {PICKLE}")
+        content = record_bytes(window, window.key, record, window.limits.pickle_nbytes)
+
+        def find(asked: StorageId) -> Storage:
+            stored = archive.get(STORAGES + asked.key)
+            if stored is None:
+                raise MetadataError(f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item")
+            if not stored.stored:
+                raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
+            label = f"{stored.name} at byte {window.start}"
+            return Storage(window.key, stored.start, stored.nbytes, byteorder, stored.crc32, asked.location, label)
+
+        return self._interpret(content, find, stream)
+
+    def _interpret(
+        self, content: bytes, find: Callable[[StorageId], Storage], stream: str
+    ) -> tuple[object, tuple[Foreign, ...]]:
+        with self._lock:
+            self._storages = Storages(self._source, find)
+            try:
+                done = interpret_whole(content, self._table, limits=self._source.limits, stream=stream)
+            finally:
+                self._storages = None
+        return done.value, done.foreign
+
+
+def _nowhere(asked: StorageId) -> Storage:
+    raise MetadataError(f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item")
+
+
+def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> Found:
+    """Where the elements of what an item holds are, if that is the tensor that the metadata says."""
+    if not isinstance(value, LazyTensor) or value.traits.meta or value.traits.subclass is not None:
+        what = value.kind + " tensor" if isinstance(value, Composite) else brief(value)
+        raise MetadataError(f"the item of a tensor holds something else: {what}", expected="Tensor", found=what)
+    if value.dtype is not dtype or value.shape != sizes:
+        raise MetadataError(
+            f"the metadata says {dtype} {list(sizes)}, the item holds {value.dtype} {list(value.shape)}",
+            expected=(dtype.name, sizes),
+            found=(value.dtype.name, value.shape),
+        )
+    if value.traits.neg:
+        raise Unsupported("a tensor that was saved lazily negated; load it with torch")
+    (chunk,) = value.chunks
+    storage, nbytes = chunk.storage, value.nbytes
+    low, high = chunk.extent(dtype)
+    if high - low != nbytes:
+        raise Unsupported("a tensor that was saved as a view with gaps or repetitions; torch packs it before", expected=nbytes)
+    start = storage.start + chunk.offset // 8
+    whole = storage.nbytes == nbytes
+    crc = storage.crc32 if whole else None
+    return Found(start, chunk.strides, storage.byteorder, crc, storage.location, value.traits.conj, whole)

@@ -1,0 +1,197 @@
+"""Chunks and storages that are found when they are read.
+
+The metadata says which box of a tensor an item holds and how long the item is, but not where in it the elements begin, how they are
+strided, or what their checksum is: that stands in the item itself. To ask 10,000 items when a directory is opened would take 10,000
+reads, so a storage asks its own item, once, when somebody wants to know. Slicing, planning, checking and comparing see an ordinary
+storage of an ordinary file; equality, hash and length need no item.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DType
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.protocols import Foreign, Source
+from holdfast.errors import located
+from holdfast.formats.dcp.index import Piece, check_inside
+from holdfast.formats.dcp.inflate import InflatedStore, virtual_key
+from holdfast.formats.dcp.item import Found, ItemReader, Window
+from holdfast.formats.dcp.records import Item
+
+__all__ = ["ItemChunk", "ItemStorage", "Items", "Unread", "chunk_of"]
+
+LOCKS = 16
+"""Threads that may ask items at once. An item belongs to one of the locks, so that it is asked once."""
+
+FRAMING = 16 << 10
+"""Bytes of an item beside its elements that are read at once; torch needs about 1,500."""
+
+FRAMED = 1 << 20
+"""Bytes that an inflated item may have beside its elements: eight records, each aligned to 64 KiB at the most."""
+
+
+class Items:
+    """The items of one directory."""
+
+    def __init__(self, source: Source, *, inflate: bool = False) -> None:
+        self._inflated = InflatedStore(source.store) if inflate else None
+        self.source = source if self._inflated is None else source.over(self._inflated)
+        """What reads the items; where some are compressed, it has these as files of their own."""
+        self.reader = ItemReader(self.source)
+        self._locks = [threading.Lock() for _ in range(LOCKS)]
+
+    def find(self, storage: ItemStorage) -> Found:
+        """Ask the item of a storage, unless that was done."""
+        with self._locks[hash(storage.item) // 16 % LOCKS]:
+            if storage.found is not None:
+                return storage.found
+            with located(file=storage.item.file, tensor=storage.name):
+                window = self.window(storage.item, storage.name, storage.nbytes)
+                found = self.reader.tensor(window, storage.dtype, storage.sizes)
+            object.__setattr__(storage, "found", found)
+            return found
+
+    def value(self, item: Item, name: str, content: bytes | None = None) -> tuple[object, tuple[Foreign, ...]]:
+        """The object that an item holds, and the globals that were not built."""
+        with located(file=item.file, tensor=name):
+            return self.reader.value(self.window(item, name, 0, content), f"{name[:80]!r} in {item.file}")
+
+    def window(self, item: Item, name: str, nbytes: int, content: bytes | None = None) -> Window:
+        """An item whose elements take so many bytes."""
+        self.inside(item, name)
+        if self._inflated is not None and item.transforms:
+            key = self._inflated.add(item, nbytes + FRAMED if nbytes else self.source.limits.pickle_nbytes)
+            return Window(self.source, key, (0, self._inflated.size(key)))
+        ends = min(item.length - nbytes, FRAMING)
+        return Window(self.source, item.file, (item.offset, item.stop), ends=ends, content=content)
+
+    def inside(self, item: Item, name: str) -> None:
+        """Raise `Truncated` where an item does not lie in its file."""
+        check_inside(item, self.source.store.size(item.file), name)
+
+
+class ItemStorage(Storage):
+    """The elements in one item. What only the item knows is read from it once."""
+
+    __slots__ = ("dtype", "found", "item", "items", "name", "sizes")
+
+    dtype: DType
+    found: Found | None
+    item: Item
+    items: Items
+    name: str
+    sizes: tuple[int, ...]
+
+    def __init__(self, items: Items, item: Item, name: str, dtype: DType, sizes: tuple[int, ...]) -> None:
+        # Frozen like every storage, so it is filled from below.
+        put = object.__setattr__
+        put(self, "key", virtual_key(item) if item.transforms else item.file)
+        put(self, "nbytes", dtype.nbytes(math.prod(sizes)))
+        put(self, "items", items)
+        put(self, "item", item)
+        put(self, "name", name)
+        put(self, "dtype", dtype)
+        put(self, "sizes", sizes)
+        put(self, "found", None)
+
+    @property
+    def start(self) -> int:
+        return (self.found or self.items.find(self)).start
+
+    @property
+    def byteorder(self) -> str:
+        return (self.found or self.items.find(self)).byteorder
+
+    @property
+    def crc32(self) -> int | None:
+        return (self.found or self.items.find(self)).crc32
+
+    @property
+    def location(self) -> str:
+        return (self.found or self.items.find(self)).location
+
+    @property
+    def label(self) -> str:
+        return f"the item at byte {self.item.offset}"
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bits, as the elements lie."""
+        return (self.found or self.items.find(self)).strides
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ItemStorage) or (self.key, self.nbytes) != (other.key, other.nbytes):
+            return False
+        if self.items is other.items:
+            # No two tensors of one directory share an item.
+            return self.item is other.item
+        return (self.start, self.byteorder, self.crc32) == (other.start, other.byteorder, other.crc32)
+
+    def __hash__(self) -> int:
+        return hash((self.key, self.item.offset))
+
+    def __repr__(self) -> str:
+        return f"ItemStorage({self.key!r}, item={self.item.offset}+{self.item.length}, nbytes={self.nbytes})"
+
+
+class ItemChunk(Chunk):
+    """The box of a tensor that one item holds."""
+
+    __slots__ = ()
+
+    storage: ItemStorage
+
+    def __init__(self, box: Box, storage: ItemStorage) -> None:
+        put = object.__setattr__
+        put(self, "box", box)
+        put(self, "storage", storage)
+        put(self, "offset", 0)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        return self.storage.strides
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ItemChunk) or self.box != other.box or self.storage != other.storage:
+            return False
+        return self.storage.items is other.storage.items or self.strides == other.strides
+
+    def __hash__(self) -> int:
+        return hash(self.storage)
+
+    def __repr__(self) -> str:
+        return f"ItemChunk({self.box!r}, {self.storage!r})"
+
+
+def chunk_of(piece: Piece, name: str, dtype: DType, items: Items) -> Chunk:
+    """The chunk of one piece of a tensor."""
+    box = Box.at(piece.offsets, piece.sizes)
+    if 0 in piece.sizes:
+        # There is nothing to find.
+        return Chunk(box, Storage(piece.item.file, piece.item.offset, 0), 0, (0,) * len(piece.sizes))
+    return ItemChunk(box, ItemStorage(items, piece.item, name, dtype, piece.sizes))
+
+
+class Unread(Opaque):
+    """A value that is no tensor and was not read when the directory was opened, because there are too many of them."""
+
+    __slots__ = ("_item", "_items", "_name")
+
+    def __init__(self, items: Items, item: Item, name: str) -> None:
+        super().__init__(Global("torch.distributed.checkpoint", "bytes"))
+        self._items, self._item, self._name = items, item, name
+
+    def read(self) -> object:
+        """The value: plain data, lazy tensors, and `Opaque` for what is not built."""
+        return self._items.value(self._item, self._name)[0]
+
+    def foreign(self) -> tuple[Foreign, ...]:
+        """The globals in its pickle that are not built."""
+        return self._items.value(self._item, self._name)[1]
+
+    def __repr__(self) -> str:
+        return f"<Unread {self._name!r}: {self._item.length:,} bytes at byte {self._item.offset} of {self._item.file!r}>"

@@ -1,0 +1,86 @@
+"""Do these boxes cover a tensor exactly once? In time that is linear in their number, whatever they are.
+
+Cut along one dimension, as almost all tensors are, they must be a chain. For any others, take for every dimension d a function F_d
+of its coordinates, with random values. A box then has the weight
+
+    w(box) = Π over d of (F_d(stop[d]) − F_d(start[d]))
+
+which is additive: the weights of boxes that tile a whole sum to that of the whole. Multiplied out, the sum is a polynomial in the
+values F_d(x) with a term for each corner, and it is the polynomial of the whole if and only if every point is covered once: a
+sum of boxes is known by its corners. A polynomial that is not zero is zero at a random point of a field of p elements with a
+probability of rank / p at the most (Schwartz and Zippel). The values are drawn anew each time, so no file can be made to fit them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from os import urandom
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["covers"]
+
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+PRIME = (1 << 31) - 1
+"""Products of two residues fit 64 bits."""
+
+TRIALS = 3
+"""(64 / 2^31)^3 is one in 10^22."""
+
+
+def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
+    """Whether every element of a tensor is in exactly one of the boxes, which are not empty and lie inside of it.
+
+    >>> covers((4, 6), [((0, 0), (4, 2)), ((0, 2), (4, 4))]), covers((4, 6), [((0, 0), (4, 2)), ((0, 3), (4, 3))])
+    (True, False)
+    """
+    if len(boxes) < 2:
+        return math.prod(size) == sum(math.prod(sizes) for _, sizes in boxes)
+    cut = [d for d, n in enumerate(size) if boxes[0][1][d] != n]
+    if len(cut) == 1:
+        (d,) = cut
+        chain = _chain(size, boxes, d)
+        if chain is not None:
+            return chain
+    return _weights_agree(size, boxes)
+
+
+def _chain(size: tuple[int, ...], boxes: Sequence[Extent], d: int) -> bool | None:
+    """Whether boxes that are whole in all dimensions but `d` follow each other in that one; None where one is not whole."""
+    if any(sizes[:d] != size[:d] or sizes[d + 1 :] != size[d + 1 :] for _, sizes in boxes):
+        return None
+    at = 0
+    for start, length in sorted((offsets[d], sizes[d]) for offsets, sizes in boxes):
+        if start != at:
+            return False
+        at += length
+    return at == size[d]
+
+
+def _weights_agree(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
+    starts = np.array([offsets for offsets, _ in boxes], np.int64)
+    stops = starts + np.array([sizes for _, sizes in boxes], np.int64)
+    weights = np.ones((TRIALS, len(boxes)), np.uint64)
+    whole = np.ones(TRIALS, np.uint64)
+    for d, n in enumerate(size):
+        coordinates = np.concatenate(([0, n], starts[:, d], stops[:, d]))
+        distinct, numbers = np.unique(coordinates, return_inverse=True)
+        values = _random(TRIALS, len(distinct))[:, numbers.reshape(-1)]
+        count = len(boxes)
+        whole = whole * _minus(values[:, 1], values[:, 0]) % PRIME
+        weights = weights * _minus(values[:, 2 + count :], values[:, 2 : 2 + count]) % PRIME
+    return bool(np.all(weights.sum(axis=1) % PRIME == whole))
+
+
+def _minus(a: npt.NDArray[np.uint64], b: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    return (a + np.uint64(PRIME) - b) % np.uint64(PRIME)
+
+
+def _random(rows: int, columns: int) -> npt.NDArray[np.uint64]:
+    """Residues that nobody can know beforehand."""
+    raw = np.frombuffer(urandom(8 * rows * columns), np.uint64)
+    return (raw % np.uint64(PRIME)).reshape(rows, columns)

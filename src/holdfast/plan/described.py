@@ -1,0 +1,211 @@
+"""`RankState`: what one rank has, in columns. Step 1 of a sharded save: names, dtypes, shapes, boxes, and no data.
+
+A thousand ranks with five thousand tensors each are five million boxes that one process plans, so a box is three entries of arrays
+and never an object. What does not differ between ranks is held once: the names, dtypes and shapes are a `Catalogue`, known
+by its digest, and ranks that have the same tensors share one.
+
+    catalogue   "w"  float32 (8, 4)     tensors   0   0   1     box 0 is w[0:2, 0:4], box 1 is w[6:8, 0:4],
+                "b"  float32 (4,)       offsets   0   6   0     box 2 is b[0:4]
+                                                  0   0   0
+                                        sizes     2   2   4
+                                                  4   4   1     dimensions that a tensor lacks: offset 0, size 1
+
+Sizes may be 0: a rank whose shard is empty knows the tensor and writes none of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.core.box import Box
+from holdfast.core.dtype import DTYPES
+from holdfast.errors import MetadataError
+
+__all__ = ["Catalogue", "RankState"]
+
+Ints = npt.NDArray[np.int64]
+
+MAX_COUNT = 1 << 48
+"""Elements of one tensor: half a petabyte of bfloat16. Sums over the tensors that are planned together then fit 64 bits."""
+
+MAX_RANK = 64
+"""Dimensions of one tensor. numpy and torch stop there as well."""
+
+MAX_DIGEST_NBYTES = 64
+"""No hash in use is longer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Catalogue:
+    """The names, dtypes and shapes of tensors. Two are equal when their digests are."""
+
+    names: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    """Names of rows of `DTYPES`."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Of the whole tensors, not of anybody's part."""
+    digest: bytes = field(init=False, repr=False)
+    """blake2b of `encoded`."""
+    positions: Mapping[str, int] = field(init=False, repr=False)
+    """From a name to its place here."""
+    extents: Ints = field(init=False, repr=False)
+    """The shapes as columns: a row for each dimension of the tensor that has the most, filled up with ones."""
+
+    def __post_init__(self) -> None:
+        if not len(self.names) == len(self.dtypes) == len(self.shapes):
+            counts = f"{len(self.names)}, {len(self.dtypes)} and {len(self.shapes)}"
+            raise MetadataError(f"a catalogue needs as many names as dtypes and shapes, got {counts}")
+        positions = {name: i for i, name in enumerate(self.names)}
+        if len(positions) < len(self.names):
+            twice = next(name for i, name in enumerate(self.names) if positions[name] != i)
+            raise MetadataError(f"two tensors are called {twice!r}", tensor=twice)
+        for dtype in set(self.dtypes):
+            if DTYPES.name(dtype) is None:
+                name = self.names[self.dtypes.index(dtype)]
+                raise MetadataError(f"there is no dtype called {dtype!r}", tensor=name, found=dtype)
+        for shape in set(self.shapes):
+            if not _possible(shape):
+                name = self.names[self.shapes.index(shape)]
+                raise MetadataError(f"{shape} is no shape that a tensor can have", tensor=name, found=shape)
+        extents = np.ones((max(map(len, self.shapes), default=0), len(self.names)), np.int64)
+        for i, shape in enumerate(self.shapes):
+            extents[: len(shape), i] = shape
+        object.__setattr__(self, "positions", positions)
+        object.__setattr__(self, "extents", extents)
+        object.__setattr__(self, "digest", hashlib.blake2b(self.encoded(), digest_size=16).digest())
+
+    def encoded(self) -> bytes:
+        """The catalogue as JSON. Equal catalogues give equal bytes."""
+        try:
+            return msgspec.json.encode({"names": self.names, "dtypes": self.dtypes, "shapes": self.shapes})
+        except UnicodeEncodeError as error:
+            raise MetadataError(f"a tensor's name holds half a surrogate pair: {error.object!r}") from error
+
+    @property
+    def rank(self) -> int:
+        """Dimensions of the tensor that has the most."""
+        return len(self.extents)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Catalogue) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankState:
+    """What one rank has. Validated when made, but for what only the other ranks can tell: whether its boxes fit theirs."""
+
+    catalogue: Catalogue
+    tensors: Ints
+    """The tensor of each box, as a place in the catalogue. Any order, any number of boxes a tensor."""
+    offsets: Ints
+    """Lowest corners: a row for each of `catalogue.rank` dimensions, a column for each box."""
+    sizes: Ints
+    """Lengths, of the same form."""
+    values: Mapping[str, bytes] = field(default_factory=dict)
+    """Everything that is not a tensor and that all ranks agree on: its name, and a hash of its content."""
+    local: Mapping[str, bytes] = field(default_factory=dict)
+    """The same for what is this rank's own: every rank writes its own."""
+    aliases: tuple[tuple[str, str], ...] = ()
+    """Pairs (name, base) of tensors whose boxes on this rank are the same memory. A base is not itself an alias."""
+
+    def __post_init__(self) -> None:
+        self._check_columns()
+        self._check_names()
+
+    @classmethod
+    def of(
+        cls,
+        tensors: Iterable[tuple[str, str, Sequence[int], Sequence[Box]]],
+        *,
+        values: Mapping[str, bytes] | None = None,
+        local: Mapping[str, bytes] | None = None,
+        aliases: Iterable[tuple[str, str]] = (),
+    ) -> RankState:
+        """From the name, dtype, shape and boxes of each tensor.
+
+        >>> state = RankState.of([("w", "float32", (8, 4), [Box((0, 0), (2, 4))]), ("b", "float32", (4,), [Box((0,), (4,))])])
+        >>> state.tensors.tolist(), state.offsets.tolist(), state.sizes.tolist()
+        ([0, 1], [[0, 0], [0, 0]], [[2, 4], [4, 1]])
+        """
+        rows = [(name, dtype, tuple(shape), list(boxes)) for name, dtype, shape, boxes in tensors]
+        catalogue = Catalogue(tuple(r[0] for r in rows), tuple(r[1] for r in rows), tuple(r[2] for r in rows))
+        owners = np.repeat(np.arange(len(rows), dtype=np.int64), [len(r[3]) for r in rows])
+        offsets = np.zeros((catalogue.rank, len(owners)), np.int64)
+        sizes = np.ones((catalogue.rank, len(owners)), np.int64)
+        for i, (name, box) in enumerate((r[0], box) for r in rows for box in r[3]):
+            if box.rank != len(catalogue.shapes[int(owners[i])]):
+                raise MetadataError(f"a box of rank {box.rank} is no part of {catalogue.shapes[int(owners[i])]}", tensor=name)
+            offsets[: box.rank, i] = box.start
+            sizes[: box.rank, i] = box.shape
+        return cls(catalogue, owners, offsets, sizes, dict(values or {}), dict(local or {}), tuple(aliases))
+
+    @property
+    def count(self) -> int:
+        """How many boxes it has."""
+        return len(self.tensors)
+
+    def _check_columns(self) -> None:
+        columns, form = (self.tensors, self.offsets, self.sizes), (self.catalogue.rank, len(self.tensors))
+        if any(c.dtype != np.int64 for c in columns) or self.tensors.ndim != 1:
+            raise MetadataError(f"boxes must be columns of int64, got {', '.join(f'{c.dtype}{c.shape}' for c in columns)}")
+        if self.offsets.shape != form or self.sizes.shape != form:
+            raise MetadataError(
+                f"{form[1]} boxes of up to {form[0]} dimensions need columns of that form",
+                found=(self.offsets.shape, self.sizes.shape),
+            )
+        if not form[1]:
+            return
+        if self.tensors.min() < 0 or self.tensors.max() >= len(self.catalogue):
+            raise MetadataError(f"a box belongs to a tensor outside of a catalogue of {len(self.catalogue)}")
+        if form[0] and (self.offsets.min() < 0 or self.sizes.min() < 0):
+            place = int(np.flatnonzero((self.offsets < 0).any(axis=0) | (self.sizes < 0).any(axis=0))[0])
+            raise MetadataError("a box has a negative offset or size", tensor=self._name(place))
+        # Beyond the rank of its tensor a box must be as if it had no more dimensions, or equal boxes would look different.
+        ranks = np.array([len(shape) for shape in self.catalogue.shapes], np.int64)[self.tensors]
+        for d in range(int(ranks.min()), form[0]):
+            wrong = (ranks <= d) & ((self.offsets[d] != 0) | (self.sizes[d] != 1))
+            if wrong.any():
+                place = int(np.flatnonzero(wrong)[0])
+                raise MetadataError(f"a box has an extent in dimension {d}, which its tensor lacks", tensor=self._name(place))
+
+    def _check_names(self) -> None:
+        known = self.catalogue.positions
+        for names, others in ((self.values, known), (self.local, known), (self.local, self.values)):
+            if names and not names.keys().isdisjoint(others.keys()):
+                raise MetadataError(f"{min(names.keys() & others.keys())!r} is the name of two things")
+        for values in (self.values, self.local):
+            for name, digest in values.items():
+                if len(digest) > MAX_DIGEST_NBYTES:
+                    raise MetadataError(f"value {name!r} has a digest of {len(digest)} bytes; a hash is meant")
+        seen: set[str] = set()
+        for name, base in self.aliases:
+            if name not in known or base not in known or name == base or name in seen:
+                raise MetadataError(f"{name!r} cannot be an alias of {base!r}", tensor=name)
+            i, j = known[name], known[base]
+            if self.catalogue.dtypes[i] != self.catalogue.dtypes[j] or self.catalogue.shapes[i] != self.catalogue.shapes[j]:
+                raise MetadataError(f"{name!r} and {base!r} share memory, but not dtype and shape", tensor=name)
+            seen.add(name)
+        for _, base in self.aliases:
+            if base in seen:
+                raise MetadataError(f"{base!r} is an alias and cannot be the base of one", tensor=base)
+
+    def _name(self, box: int) -> str:
+        return self.catalogue.names[int(self.tensors[box])]
+
+
+def _possible(shape: tuple[int, ...]) -> bool:
+    # Zeros count as ones: (0, 2**60) has no element, but its strides would not fit.
+    return len(shape) <= MAX_RANK and all(n >= 0 for n in shape) and math.prod(max(n, 1) for n in shape) <= MAX_COUNT

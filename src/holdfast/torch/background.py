@@ -1,0 +1,205 @@
+"""Saving while training goes on: `save_sharded(…, block=False)`.
+
+    caller            │ describe, plan, copy what this rank writes │ trains on …
+    background thread │                                            │ write, fsync, publish together │
+    handle                                                  staged ┘                        durable ┘
+
+1. What this rank will write is copied into buffers that are kept from save to save; after that the caller may change its tensors.
+   Autograd's version counters are compared before and after: a tensor that was changed meanwhile would be torn, and is an error.
+2. The thread talks to the other ranks through the store, never through a collective, so it cannot meet the training's.
+3. One save at a time: the next one waits, or is refused, as asked. SIGTERM waits for the save that is under way, where nobody else
+   has a handler; the end of the program waits as well, and a save that failed unseen is reported by a warning.
+"""
+
+from __future__ import annotations
+
+import atexit
+import signal
+import threading
+import warnings
+from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from types import FrameType
+from typing import Literal
+
+import numpy as np
+import torch
+
+from holdfast.core.protocols import Request
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.resident import Resident
+from holdfast.errors import HoldfastWarning, NotCommitted
+from holdfast.torch.rank_files import Written
+from holdfast.torch.sharded_save import SavedShards, ShardedSave
+from holdfast.torch.shards import is_sharded, shards_of
+
+__all__ = ["SaveHandle", "begin", "busy", "stage", "versions"]
+
+ALIGNMENT = 64
+
+
+class SaveHandle:
+    """A save that goes on in the background."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.staged_nbytes = 0
+        """Bytes that were copied before the caller went on."""
+        self._future: Future[SavedShards] = Future()
+        self._looked = False
+
+    @property
+    def staged(self) -> bool:
+        """Whether the caller may change its tensors: always, once it has this handle."""
+        return True
+
+    @property
+    def durable(self) -> bool:
+        """Whether the checkpoint is complete at its path."""
+        return self._future.done() and self._future.exception() is None
+
+    def done(self) -> bool:
+        """Whether it has come to its end, good or bad."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> SavedShards:
+        """Come back when the checkpoint is there; raises what went wrong, and `TimeoutError` when it takes longer."""
+        self._looked = True
+        return self._future.result(timeout)
+
+    def __repr__(self) -> str:
+        how = "durable" if self.durable else "failed" if self.done() else "being written"
+        return f"<SaveHandle {self.path!r} {how}>"
+
+
+class Buffers:
+    """Memory that is kept from save to save. One save has it at a time."""
+
+    def __init__(self) -> None:
+        self._room = np.empty(0, np.uint8)
+
+    def take(self, nbytes: int) -> np.ndarray:
+        """At least this many bytes; what was there before is gone."""
+        if self._room.nbytes < nbytes:
+            self._room = np.empty(0, np.uint8)  # given back before more is asked for
+            self._room = np.empty(nbytes, np.uint8)
+        return self._room
+
+
+_one_at_a_time = threading.Lock()
+_buffers = Buffers()
+_running: set[SaveHandle] = set()
+
+
+def busy(when_busy: Literal["wait", "refuse"], path: str) -> None:
+    """Take the turn; the thread that ends the save gives it back."""
+    if not _one_at_a_time.acquire(blocking=when_busy == "wait"):
+        raise NotCommitted("another save is still being written; wait for its handle, or pass when_busy='wait'", file=path)
+
+
+def give_back() -> None:
+    """End the turn."""
+    _one_at_a_time.release()
+
+
+def versions(state: object) -> list[tuple[torch.Tensor, int]]:
+    """The plain tensors in a state, each with the count of changes that autograd keeps."""
+    found: list[tuple[torch.Tensor, int]] = []
+    for tensor in _tensors(state):
+        if is_sharded(tensor):
+            found += [(part.tensor, part.tensor._version) for part in shards_of(tensor).parts]
+        elif not tensor.is_inference():
+            found.append((tensor, tensor._version))
+    return found
+
+
+def _tensors(value: object) -> Iterable[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+def stage(written: list[Written], before: list[tuple[torch.Tensor, int]], path: str) -> tuple[list[Written], int]:
+    """Copy what will be written into our own memory, in parallel; nothing may change meanwhile."""
+    resident = Resident()
+    places, total = [], 0
+    for one in written:
+        total += -total % ALIGNMENT
+        places.append(total)
+        total += one.tensor.nbytes
+    room = _buffers.take(total)
+    staged: list[Written] = []
+    by_source: dict[int, tuple[LazyTensor, list[Request]]] = {}
+    for one, place in zip(written, places, strict=True):
+        tensor = one.tensor
+        if tensor.dtype.packed or not tensor.nbytes:
+            staged.append(one)  # packed elements are few, and pass through numpy unpacked
+            continue
+        out = room[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
+        by_source.setdefault(id(tensor.source), (tensor, []))[1].append(Request(tensor, out))
+        memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
+        copy = resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0)
+        staged.append(replace(one, tensor=copy.renamed(tensor.name)))
+    for tensor, requests in by_source.values():
+        tensor.source.read(requests)
+    torn = sum(tensor._version != version for tensor, version in before)
+    if torn:
+        raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
+    return staged, total
+
+
+def begin(saving: ShardedSave) -> SaveHandle:
+    """Write and publish on a thread of its own. The turn was taken before, and ends when the thread does."""
+    handle = SaveHandle(saving.path)
+    _running.add(handle)
+    _catch_sigterm()
+
+    def run() -> None:
+        try:
+            handle._future.set_result(saving.write())
+        except BaseException as error:
+            handle._future.set_exception(error)
+        finally:
+            saving.close()
+            give_back()
+            if handle.durable:
+                _running.discard(handle)
+
+    # No daemon: Python waits for it at the end of the program.
+    threading.Thread(target=run, name="holdfast-save", daemon=False).start()
+    return handle
+
+
+def _catch_sigterm() -> None:
+    """Let a polite end wait for the save. Only where the default handler is in place, and only from the main thread."""
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+
+    def flush(number: int, frame: FrameType | None) -> None:
+        for handle in list(_running):
+            try:
+                handle.wait()
+            except Exception as error:
+                warnings.warn(f"the save to {handle.path} failed: {error}", HoldfastWarning, stacklevel=2)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    signal.signal(signal.SIGTERM, flush)
+
+
+@atexit.register
+def _nothing_in_silence() -> None:
+    """At the end of the program: wait, and say which saves failed without anybody having looked."""
+    for handle in list(_running):
+        try:
+            handle._future.result()
+        except Exception as error:
+            if not handle._looked:
+                warnings.warn(f"the save to {handle.path} failed: {error}", HoldfastWarning, stacklevel=1)

@@ -1,0 +1,242 @@
+"""The files that one rank writes of a sharded save, in each format, and the index that is written when all of them are there.
+
+    native        data-00001-of-00004.safetensors …       holdfast.json, and a Hugging Face index where nothing is split
+    safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file
+    dcp           __0_0.distcp …                          .metadata
+
+A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.core.box import Box
+from holdfast.core.limits import Limits
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import CannotHold
+from holdfast.formats.dcp.lay_out import lay_out_items
+from holdfast.formats.native.layout import carried
+from holdfast.formats.native.manifest import (
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    DataFile,
+    Manifest,
+    StoredChunk,
+    StoredTensor,
+    encode_manifest,
+)
+from holdfast.formats.safetensors.pieces import name_problem, plan_file
+from holdfast.plan.saves import FilePlan, Literal
+
+__all__ = ["FORMATS", "Catalogue", "RankFile", "Receipt", "StoredBox", "Written", "index_files", "is_part", "rank_files"]
+
+FORMATS = ("native", "safetensors", "dcp")
+SHARDING = "DCP_SHARDING_INFO"
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One box that a rank is to write."""
+
+    name: str
+    box: Box
+    tensor: LazyTensor
+    """The elements of the box."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBox:
+    """Where a box lies in a file."""
+
+    name: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    first: int
+    """Its first byte in the file; of a DCP item, that of the archive."""
+    last: int
+    label: str
+    """The key of its checksum in the receipt of the file; empty where it has no bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One file of a rank."""
+
+    plan: FilePlan
+    boxes: tuple[StoredBox, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Catalogue:
+    """What the whole checkpoint holds, known to the rank that writes the index."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Holdfast's dtype name and shape of each."""
+    aliases: Mapping[str, str]
+    tree: object | None
+    """The state as typed JSON, where it is more than a flat dict of tensors."""
+    metadata: Mapping[str, str]
+    values: frozenset[str]
+    """DCP: the names of what is no tensor."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """DCP: every name, and the path to it in the nested state."""
+    grads: frozenset[str]
+    """DCP: the names of the tensors that require gradients."""
+
+
+def is_part(name: str) -> bool:
+    """Whether a file in a directory belongs to a checkpoint of any of these formats, so that it may be replaced."""
+    return name.endswith((".safetensors", ".safetensors.index.json", ".distcp", ".metadata")) or name == MANIFEST
+
+
+def rank_files(
+    format: str, rank: int, size: int, written: Sequence[Written], values: Mapping[str, bytes], metadata: Mapping[str, str]
+) -> list[RankFile]:
+    """Lay out the files of one rank. `values` are the archives of non-tensors that a DCP rank writes, by their flat names."""
+    if format == "dcp":
+        return _dcp_files(rank, written, values)
+    rounds: list[list[Written]] = []
+    seen: dict[str, int] = {}
+    for one in written:
+        turn = seen.get(one.name, 0)
+        seen[one.name] = turn + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(one)
+    files = []
+    for turn, ones in enumerate(rounds):
+        if format == "native":
+            again = f"-{turn + 1:05}" if turn else ""
+            key = f"data-{rank + 1:05}-of-{size:05}{again}.safetensors"
+        else:
+            key = f"shard-{rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
+        files.append(_safetensors_file(key, ones, metadata, strict=format == "safetensors"))
+    return files
+
+
+def _safetensors_file(key: str, ones: Sequence[Written], metadata: Mapping[str, str], *, strict: bool) -> RankFile:
+    problems = [f"{one.name}: {problem}" for one in ones if (problem := name_problem(one.name))]
+    if strict:
+        problems += [f"{o.name}: safetensors has no dtype for {o.tensor.dtype}" for o in ones if not o.tensor.dtype.safetensors]
+    if problems:
+        raise CannotHold("safetensors files cannot hold this state", problems)
+    texts = dict(metadata)
+    if strict or any(one.box.shape != one.shape for one in ones):
+        texts |= {"DCP_VERSION": "1.0", SHARDING: json.dumps({o.name: {"saved_offsets": list(o.box.start)} for o in ones})}
+    layout = plan_file(key, [carried(one.name, one.tensor) for one in ones], texts, {})
+    boxes = tuple(
+        StoredBox(one.name, one.box.start, one.box.stop, *layout.places[one.name], one.name if one.tensor.nbytes else "")
+        for one in ones
+    )
+    return RankFile(layout.plan, boxes)
+
+
+def _dcp_files(rank: int, written: Sequence[Written], values: Mapping[str, bytes]) -> list[RankFile]:
+    if not written and not values:
+        return []
+    archives = [(f"value {name}", (Literal(archive),)) for name, archive in values.items()]
+    labelled = [(f"{number} {one.name}", one) for number, one in enumerate(written)]
+    plan, items = lay_out_items(f"__{rank}_0.distcp", archives, [(label, one.tensor) for label, one in labelled])
+    places = {item.label: (item.offset, item.offset + item.nbytes) for item in items}
+    boxes = [StoredBox(name, (), (), *places[f"value {name}"], "") for name in values]
+    boxes += [
+        StoredBox(one.name, one.box.start, one.box.stop, *places[label], label if one.tensor.nbytes else "")
+        for label, one in labelled
+    ]
+    return [RankFile(plan, tuple(boxes))]
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """A file that a rank has written and synced."""
+
+    key: str
+    nbytes: int
+    boxes: tuple[tuple[StoredBox, int], ...]
+    """Each box with the CRC-32 of its bytes."""
+
+
+def index_files(format: str, catalogue: Catalogue, receipts: Sequence[Receipt]) -> list[FilePlan]:
+    """What is written last: it makes the files a checkpoint."""
+    if format == "native":
+        return _manifest(catalogue, receipts)
+    if format == "dcp":
+        return [FilePlan(".metadata", (Literal(_dcp_metadata(catalogue, receipts)),))]
+    return []
+
+
+def _manifest(catalogue: Catalogue, receipts: Sequence[Receipt]) -> list[FilePlan]:
+    chunks: dict[str, list[StoredChunk]] = {name: [] for name in catalogue.tensors}
+    whole: dict[str, str] = {}
+    for number, receipt in enumerate(receipts):
+        for box, crc in receipt.boxes:
+            _, shape = catalogue.tensors[box.name]
+            complete = tuple(box.stop) == tuple(shape)
+            complete = complete and not any(box.start)
+            if complete:
+                whole[box.name] = receipt.key
+            corners = (None, None) if complete else (box.start, box.stop)
+            chunks[box.name].append(StoredChunk(number, (box.first, box.last), f"{crc:08x}", *corners))
+    fields: dict[str, object] = {}
+    if catalogue.aliases:
+        fields["aliases"] = dict(catalogue.aliases)
+    if catalogue.tree is not None:
+        fields["tree"] = catalogue.tree
+    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+    tensors = {
+        name: StoredTensor(dtype, shape, tuple(chunks[name]))
+        for name, (dtype, shape) in catalogue.tensors.items()
+        if name not in catalogue.aliases
+    }
+    listed = tuple(DataFile(receipt.key, receipt.nbytes) for receipt in receipts)
+    raw = encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(catalogue.metadata), **rest))
+    if len(raw) > Limits().index_nbytes:
+        raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would have {len(raw):,} bytes"])
+    plans = [FilePlan(MANIFEST, (Literal(raw),))]
+    if len(whole) == len(tensors):
+        total = sum(box.last - box.first for receipt in receipts for box, _ in receipt.boxes)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(whole.items()))}
+        plans.insert(0, FilePlan("model.safetensors.index.json", (Literal(json.dumps(index, indent=2).encode()),)))
+    return plans
+
+
+def _dcp_metadata(catalogue: Catalogue, receipts: Sequence[Receipt]) -> bytes:
+    """The index of a DCP directory, of torch's own classes: no other pickle is understood by torch's reader."""
+    import torch
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    from holdfast.core.dtype import DTYPES
+    from holdfast.torch.tensors import torch_dtype
+
+    state: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
+    storage: dict[m.MetadataIndex, _StorageInfo] = {}
+    for receipt in receipts:
+        for box, _ in receipt.boxes:
+            info = _StorageInfo(receipt.key, box.first, box.last - box.first)
+            if box.name in catalogue.values:
+                state[box.name] = m.BytesStorageMetadata()
+                storage[m.MetadataIndex(box.name)] = info
+                continue
+            dtype, shape = catalogue.tensors[box.name]
+            row = DTYPES.name(dtype)
+            assert row is not None  # the plan's catalogue has checked it
+            known = state.get(box.name)
+            if not isinstance(known, m.TensorStorageMetadata):
+                properties = m.TensorProperties(dtype=torch_dtype(row), requires_grad=box.name in catalogue.grads)
+                known = state[box.name] = m.TensorStorageMetadata(properties, torch.Size(shape), [])
+            start, sizes = torch.Size(box.start), torch.Size([b - a for a, b in zip(box.start, box.stop, strict=True)])
+            storage[m.MetadataIndex(box.name, start, len(known.chunks))] = info
+            known.chunks.append(m.ChunkStorageMetadata(start, sizes))
+    ordered = {name: state[name] for name in catalogue.paths if name in state}
+    planner = dict(catalogue.paths)
+    return pickle.dumps(m.Metadata(ordered, planner, storage, m.StorageMeta(), version="1.0.0"))

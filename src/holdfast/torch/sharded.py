@@ -1,0 +1,80 @@
+"""`save_sharded`: the state of all ranks as one checkpoint, now or in the background."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holdfast.torch.background import SaveHandle, begin, busy, give_back, versions
+from holdfast.torch.group import DEADLINE, ranks_of
+from holdfast.torch.rank_files import FORMATS
+from holdfast.torch.sharded_save import SavedShards, ShardedSave
+
+__all__ = ["save_sharded"]
+
+
+def save_sharded(
+    path: str | os.PathLike[str],
+    state: nn.Module | Mapping[str, object],
+    *,
+    group: dist.ProcessGroup | None = None,
+    format: Literal["native", "dcp", "safetensors"] = "native",
+    overwrite: bool = False,
+    durable: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    values: Literal["agree", "first"] = "agree",
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    deadline: float = DEADLINE,
+    block: bool = True,
+    when_busy: Literal["wait", "refuse"] = "wait",
+) -> SavedShards | SaveHandle:
+    """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
+
+    Plain tensors are taken as replicated and written once, spread over the ranks by bytes; of DTensors, ShardedTensors and
+    LocalShardsWrappers every rank writes what it has. Values that are no tensors must be the same on all ranks
+    (`values="first"` takes those of the first). Raises `RanksFailed` on every rank where anything went wrong on one; a rank that
+    shows no sign of life for `deadline` seconds is given up with `RankLost`. What was at `path` stays until the new one is whole.
+
+    With `block=False` it returns when what this rank writes has been copied: a `SaveHandle`, whose `wait()` comes back when the
+    checkpoint is there. A second save waits for the first, or is refused (`when_busy`).
+    """
+    where = os.fspath(path)
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
+    ranks = ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline)
+    saving = ShardedSave(
+        where, ranks=ranks, format=format, overwrite=overwrite, durable=durable, threads=threads, progress=progress
+    )
+    before: list[tuple[torch.Tensor, int]] = []
+    turn = handed = False
+
+    def content() -> object:
+        nonlocal turn
+        busy(when_busy, where)
+        turn = True
+        found = state.state_dict() if isinstance(state, nn.Module) else state
+        if not block:
+            before.extend(versions(found))
+        return found
+
+    try:
+        saving.plan(content, metadata=metadata, values=values)
+        if block:
+            return saving.write()
+        nbytes = saving.stage(before)
+        handle = begin(saving)
+        handle.staged_nbytes = nbytes
+        handed = True  # the thread ends it from here on
+        return handle
+    finally:
+        if not handed:
+            saving.close()
+            if turn:
+                give_back()

@@ -1,0 +1,349 @@
+"""A sharded save: every rank writes a part, and all of it becomes a checkpoint in one step, or none of it does.
+
+    every rank   describe: names, dtypes, shapes, boxes. No data moves               ──► gather
+    rank 0       plan: replicas dropped and spread, boxes checked to tile, files named;
+                 open a hidden folder beside the target                              ──► each rank its part
+    every rank   (with block=False: copy what it will write into buffers; the caller goes on)
+                 write its files there, checksums on the way, fsync                  ──► receipts
+    rank 0       compare receipts with the plan, write the index, rename             ──► done, or what went wrong
+
+An error on any rank at any step reaches every rank as the same `RanksFailed`. Before the rename nothing at the target has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
+import torch
+
+from holdfast.api.state import describe_state
+from holdfast.core.box import Box
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.commit import DirectoryTransaction, NewFile
+from holdfast.engine.write import Progress, write_file
+from holdfast.errors import CannotHold, NotCommitted
+from holdfast.formats.safetensors.save import is_flat
+from holdfast.formats.tree_json import encode_tree
+from holdfast.plan.described import RankState
+from holdfast.plan.ranks import RankPlan, plan_ranks
+from holdfast.plan.wire import decode_all, encode
+from holdfast.stores.files import OsFiles
+from holdfast.torch.flat_state import FlatState, flatten
+from holdfast.torch.group import Ranks
+from holdfast.torch.rank_files import Catalogue, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
+
+__all__ = ["SavedShards", "ShardedSave"]
+
+Path = tuple[str | int, ...]
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A name, and the lowest and the highest corner of a box."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedShards:
+    """What a sharded save did, as one rank saw it."""
+
+    path: str
+    format: str
+    files: tuple[str, ...]
+    """What this rank wrote."""
+    nbytes: int
+    """How much of it."""
+
+
+class Description(msgspec.Struct):
+    """What a rank says beside its boxes."""
+
+    tree: bytes | None
+    """The state as typed JSON."""
+    metadata: dict[str, str]
+    paths: dict[str, list[str | int]]
+    values: list[str]
+    grads: list[str]
+    """Names of the tensors that require gradients."""
+
+
+class Task(msgspec.Struct):
+    """What a rank is told."""
+
+    folder: str
+    boxes: list[Place]
+    values: list[str]
+
+
+class Stored(msgspec.Struct):
+    """A box in a receipt, on its way."""
+
+    name: str
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+    first: int
+    last: int
+    crc: int
+
+
+class Delivered(msgspec.Struct):
+    """A file in a receipt."""
+
+    key: str
+    nbytes: int
+    boxes: list[Stored]
+
+
+class ShardedSave:
+    """One save at work. `plan` and `write` are its two halves; what lies between them may be the caller's to do."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        ranks: Ranks,
+        format: str = "native",
+        overwrite: bool = False,
+        durable: bool = True,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        self.path, self.format = path, format
+        self.overwrite, self.durable = overwrite, durable
+        self.threads, self.progress = threads, progress
+        self._ranks = ranks
+        self._transaction: DirectoryTransaction | None = None
+        self._boxes: list[list[Place]] = []
+        """On the first rank: what each one is to write."""
+        self._catalogue: Catalogue | None = None
+        self._folder = ""
+        self._failed: Exception | None = None
+        self.metadata: Mapping[str, str] = {}
+        self.written: list[Written] = []
+        """What this rank writes."""
+        self.values: dict[str, bytes] = {}
+        """DCP: the archives that it writes besides."""
+
+    def plan(
+        self, state: Callable[[], object], *, metadata: Mapping[str, str] | None, values: Literal["agree", "first"]
+    ) -> None:
+        """Describe what `state` gives, plan together, and know what this rank writes."""
+        described: State | None = None
+        flat = FlatState()
+        try:
+            raw = state()
+            described = describe_state(raw, metadata=metadata)
+            flat = flatten(described, raw) if self.format != "native" else flat
+            local: bytes | BaseException = self._message(described, flat)
+        except Exception as error:
+            local = error
+        answer = self._ranks.agree(local, lambda messages: self._decide(messages, values))
+        assert described is not None
+        try:
+            task = msgspec.msgpack.decode(answer, type=Task)
+            self._folder = task.folder
+            self.metadata = described.metadata
+            self.written = [_cut(described.tensors[name], name, Box(start, stop)) for name, start, stop in task.boxes]
+            self.values = {name: flat.values[name].archive() for name in task.values}
+        except Exception as error:
+            self._failed = error
+
+    def stage(self, before: list[tuple[torch.Tensor, int]]) -> int:
+        """Copy what this rank writes, so that the caller may change it. `before` has the versions of its tensors. Bytes copied.
+
+        A failure here is told to the others when they come with their receipts.
+        """
+        from holdfast.torch.background import stage
+
+        if self._failed is not None:
+            return 0
+        try:
+            self.written, nbytes = stage(self.written, before, self.path)
+        except Exception as error:
+            self._failed = error
+            return 0
+        return nbytes
+
+    def write(self) -> SavedShards:
+        """Write this rank's part and, together, publish."""
+        receipts: list[Delivered] = []
+        try:
+            local: bytes | BaseException = b""
+            if self._failed is not None:
+                raise self._failed
+            files = rank_files(self.format, self._ranks.rank, self._ranks.size, self.written, self.values, self.metadata)
+            receipts = self._deliver(files)
+            local = msgspec.msgpack.encode(receipts)
+        except Exception as error:
+            local = error
+        self._ranks.agree(local, self._publish)
+        return SavedShards(self.path, self.format, tuple(r.key for r in receipts), sum(r.nbytes for r in receipts))
+
+    def close(self) -> None:
+        """Give up what was not published."""
+        transaction, self._transaction = self._transaction, None
+        if transaction is not None:
+            transaction.__exit__(None, None, None)
+        self._ranks.close()
+
+    # On every rank.
+
+    def _message(self, state: State, flat: FlatState) -> bytes:
+        tree: bytes | None = None
+        problems = list(flat.problems)
+        if self.format == "native" and not is_flat(state):
+            encoded = encode_tree(state.tree, state.paths)
+            problems += encoded.problems
+            tree = msgspec.json.encode(encoded.value)
+        if self.format == "safetensors":
+            kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
+            problems += [f"{name}: a {kind}; safetensors files hold tensors alone" for name, kind in kinds]
+        problems += [f"{name}: it is on the meta device, without data" for name, t in state.tensors.items() if t.traits.meta]
+        if problems:
+            raise CannotHold("this state cannot be saved so", problems)
+        digests = {name: value.digest() for name, value in flat.values.items()}
+        paths = {name: list(path) for name, path in flat.paths.items()}
+        grads = [name for name, tensor in state.tensors.items() if tensor.traits.requires_grad]
+        rows = [
+            (name, tensor.dtype.name, tensor.shape, [chunk.box for chunk in tensor.chunks] or [_nothing(tensor)])
+            for name, tensor in state.tensors.items()
+        ]
+        aliases = _aliases(state.tensors) if self.format == "native" else []
+        head = msgspec.msgpack.encode(Description(tree, dict(state.metadata), paths, list(flat.values), grads))
+        return len(head).to_bytes(8, "little") + head + encode(RankState.of(rows, values=digests, aliases=aliases))
+
+    def _deliver(self, files: Sequence[RankFile]) -> list[Delivered]:
+        receipts = []
+        system = OsFiles()
+        folder = -1 if self._ranks.first else system.open_directory(self._folder)
+        try:
+            for file in files:
+                if self._transaction is not None:
+                    sink = self._transaction.create(file.plan.key)
+                else:
+                    sink = NewFile(system, system.create(file.plan.key, at=folder), path=f"{self.path}/{file.plan.key}")
+                try:
+                    crcs = write_file(file.plan, sink, threads=self.threads, progress=self.progress).crcs
+                    if self._transaction is None:
+                        sink.finish(durable=self.durable)
+                except BaseException:
+                    sink.give_up()
+                    raise
+                boxes = [Stored(b.name, b.start, b.stop, b.first, b.last, crcs[b.label] if b.label else 0) for b in file.boxes]
+                receipts.append(Delivered(file.plan.key, file.plan.nbytes, boxes))
+        finally:
+            if folder >= 0:
+                system.close(folder)
+        return receipts
+
+    # On the first rank.
+
+    def _decide(self, messages: list[bytes], values: str) -> list[bytes]:
+        heads, states = [], []
+        for message in messages:
+            stop = 8 + int.from_bytes(message[:8], "little")
+            heads.append(msgspec.msgpack.decode(message[8:stop], type=Description))
+            states.append(message[stop:])
+        decoded = decode_all(states)
+        if values == "first":
+            seen: dict[str, bytes] = {}
+            decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]
+        plan = plan_ranks(decoded)
+        problems = list(plan.problems)
+        tree, problem = _one_tree(heads, values)
+        problems += problem
+        if problems:
+            raise CannotHold("the ranks' states do not make one checkpoint", problems)
+        paths = {name: tuple(path) for head in heads for name, path in head.paths.items()}
+        names = frozenset(name for head in heads for name in head.values)
+        merged = plan.catalogue
+        tensors = {n: (d, s) for n, d, s in zip(merged.names, merged.dtypes, merged.shapes, strict=True)}
+        metadata = {key: text for head in reversed(heads) for key, text in head.metadata.items()}
+        grads = frozenset(name for head in heads for name in head.grads)
+        self._catalogue = Catalogue(tensors, dict(plan.aliases), tree, metadata, names, paths, grads)
+        transaction = DirectoryTransaction(self.path, durable=self.durable, overwrite=self.overwrite, replaceable=is_part)
+        transaction.__enter__()
+        self._transaction = transaction
+        self._boxes = _boxes(plan, decoded)
+        tasks = [
+            Task(transaction.folder, boxes, list(writes.values)) for boxes, writes in zip(self._boxes, plan.writes, strict=True)
+        ]
+        return [msgspec.msgpack.encode(task) for task in tasks]
+
+    def _publish(self, messages: list[bytes]) -> list[bytes]:
+        folder, catalogue = self._transaction, self._catalogue
+        assert folder is not None
+        assert catalogue is not None
+        receipts: list[Receipt] = []
+        for rank, message in enumerate(messages):
+            delivered = msgspec.msgpack.decode(message, type=list[Delivered])
+            found = sorted((b.name, b.start, b.stop) for file in delivered for b in file.boxes if b.name not in catalogue.values)
+            if found != sorted(self._boxes[rank]):
+                raise NotCommitted(f"rank {rank} did not write what was planned for it", file=self.path)
+            for file in delivered:
+                if rank:
+                    folder.join(file.key, file.nbytes)
+                boxes = tuple((StoredBox(b.name, b.start, b.stop, b.first, b.last, ""), b.crc) for b in file.boxes)
+                receipts.append(Receipt(file.key, file.nbytes, boxes))
+        folder.seal_data()
+        for index in index_files(self.format, catalogue, receipts):
+            write_file(index, folder.create(index.key))
+        folder.commit()
+        return [b""] * len(messages)
+
+
+def _nothing(tensor: LazyTensor) -> Box:
+    """The box of a tensor of which this rank has no part."""
+    return Box((0,) * tensor.ndim, (0,) * tensor.ndim)
+
+
+def _cut(tensor: LazyTensor, name: str, box: Box) -> Written:
+    slices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    return Written(name, box, tensor[slices] if slices else tensor, tensor.shape)
+
+
+def _boxes(plan: RankPlan, states: Sequence[RankState]) -> list[list[Place]]:
+    """What each rank writes. Tensors without elements, which the plan gives to nobody, go to the first rank that has them."""
+    found = [[(name, box.start, box.stop) for name, box in plan.boxes(rank)] for rank in range(len(states))]
+    aliases = {name for name, _ in plan.aliases}
+    for name, shape in zip(plan.catalogue.names, plan.catalogue.shapes, strict=True):
+        if 0 in shape and name not in aliases:
+            rank = next(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
+            found[rank].append((name, (0,) * len(shape), shape))
+    return found
+
+
+def _aliases(tensors: Mapping[str, LazyTensor]) -> list[tuple[str, str]]:
+    """Names of one and the same memory, each with the first of them."""
+    first: dict[object, str] = {}
+    found = []
+    for name, tensor in tensors.items():
+        if not tensor.chunks or not tensor.size:
+            continue
+        base = first.setdefault((tensor.dtype.name, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg), name)
+        if base != name:
+            found.append((name, base))
+    return found
+
+
+def _one_tree(heads: Sequence[Description], values: str) -> tuple[object | None, list[str]]:
+    """The tree of all ranks: theirs, if they agree; plain mappings of which each has some keys are put together."""
+    problems: list[str] = []
+
+    def merge(one: object, other: object, at: str, rank: int) -> object:
+        if one == other:
+            return one
+        if isinstance(one, dict) and isinstance(other, dict) and "$" not in one and "$" not in other:
+            both = {k: merge(v, other[k], f"{at}.{k}" if at else k, rank) if k in other else v for k, v in one.items()}
+            return both | {k: v for k, v in other.items() if k not in one}
+        if values != "first":
+            problems.append(f"{at or 'the state'}: ranks 0 and {rank} have different values; pass values='first' to take rank 0's")
+        return one
+
+    trees = [None if head.tree is None else msgspec.json.decode(head.tree) for head in heads]
+    if all(tree is None for tree in trees):
+        return None, []
+    whole = trees[0]
+    for rank, tree in enumerate(trees[1:], 1):
+        whole = merge(whole, tree, "", rank)
+    return whole, problems

@@ -1,0 +1,134 @@
+"""What part of a tensor this rank has: the boxes of DTensors, ShardedTensors and of everything that speaks the DCP protocol.
+
+A plain tensor is whole on every rank. Anything else is a global shape and some boxes of it, each with a local tensor:
+
+    DTensor            its placements on its mesh: Shard, Replicate, uneven, strided (FSDP over tensor parallel), any mesh
+    ShardedTensor      what its own metadata says
+    checkpointable     anything with `__create_chunk_list__` and `__get_tensor_shard__`, also as the local part of a DTensor
+
+A Partial placement is a sum that has not been made: nobody has the tensor, and it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+
+from holdfast.core.box import Box
+from holdfast.errors import Unsupported
+
+__all__ = ["LocalPart", "Shards", "is_sharded", "shards_of"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalPart:
+    """A box of the whole, and the local tensor that has its elements."""
+
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shards:
+    """A tensor of which this rank has parts."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[LocalPart, ...]
+
+
+class Checkpointable(Protocol):
+    """torch's protocol for objects that hold shards."""
+
+    def __create_chunk_list__(self) -> Sequence[object]: ...
+
+    def __get_tensor_shard__(self, index: object) -> torch.Tensor: ...
+
+
+@cache
+def _classes() -> tuple[type, type]:
+    """DTensor and ShardedTensor, which are there where torch has `distributed`."""
+
+    class Never:
+        pass
+
+    if not torch.distributed.is_available():
+        return Never, Never
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor, ShardedTensor
+
+
+def is_sharded(value: object) -> bool:
+    """Whether this is a tensor of which a rank has parts."""
+    return isinstance(value, _classes()) or _speaks(value)
+
+
+def shards_of(value: object) -> Shards:
+    """The parts of a sharded tensor that this rank has; none on a rank that is not in its mesh."""
+    dtensor, sharded = _classes()
+    if isinstance(value, dtensor):
+        return _of_dtensor(cast(torch.Tensor, value))
+    if isinstance(value, sharded):
+        return _of_sharded_tensor(cast(torch.Tensor, value))
+    return _of_protocol(cast(Checkpointable, value), value)
+
+
+def _speaks(value: object) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__create_chunk_list__") and hasattr(kind, "__get_tensor_shard__")
+
+
+def _of_dtensor(value: torch.Tensor) -> Shards:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import Partial
+
+    tensor: Any = value  # a DTensor, whose class cannot be named where torch has no `distributed`
+    local: torch.Tensor = tensor._local_tensor
+    placements, mesh = tensor.placements, tensor.device_mesh
+    shape = tuple(tensor.shape)
+    if any(isinstance(p, Partial) for p in placements):
+        raise Unsupported(f"a DTensor with placements {tuple(placements)}: its sum has not been made; redistribute it first")
+    if _speaks(local):
+        inner = _of_protocol(cast(Checkpointable, local), local)
+        return Shards(shape, inner.dtype, inner.parts)
+    if mesh.get_coordinate() is None:
+        return Shards(shape, tensor.dtype, ())
+    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    if tuple(sizes) != tuple(local.shape):
+        raise Unsupported(
+            f"a DTensor of {list(shape)} with placements {tuple(placements)} has a local part of {list(local.shape)} where "
+            f"{list(sizes)} was expected; its elements do not form one box"
+        )
+    return Shards(shape, tensor.dtype, (_part(offsets, local),))
+
+
+def _of_sharded_tensor(value: torch.Tensor) -> Shards:
+    tensor: Any = value  # a ShardedTensor, as above
+    parts = tuple(_part(shard.metadata.shard_offsets, shard.tensor) for shard in tensor.local_shards())
+    whole = tensor.metadata()
+    return Shards(tuple(whole.size), whole.tensor_properties.dtype, parts)
+
+
+def _of_protocol(value: Checkpointable, tensor: object) -> Shards:
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    parts = []
+    for number, chunk in enumerate(cast("Sequence[Any]", value.__create_chunk_list__())):
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if 0 in sizes:
+            continue
+        parts.append(_part(offsets, value.__get_tensor_shard__(MetadataIndex("", offsets, number))))
+    shape = tuple(getattr(tensor, "shape", ()))
+    dtype = parts[0].tensor.dtype if parts else getattr(tensor, "dtype", torch.float32)
+    return Shards(shape, dtype, tuple(parts))
+
+
+def _part(offsets: Sequence[int], local: torch.Tensor) -> LocalPart:
+    start = tuple(int(o) for o in offsets)
+    return LocalPart(Box(start, tuple(o + n for o, n in zip(start, local.shape, strict=True))), local)

@@ -1,0 +1,360 @@
+"""`holdfast.metadata` by itself, without torch, and what `Checkpoint.metadata()` says of every format."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+from collections import OrderedDict
+from enum import Enum
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.core.dtype import DTYPES
+from holdfast.core.values import Size
+from holdfast.errors import LimitExceeded, Unsupported
+from holdfast.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Layout,
+    MemoryFormat,
+    Metadata,
+    MetadataIndex,
+    Places,
+    StorageInfo,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+    find_chunk,
+)
+
+F32, I64 = DTYPES.name("float32"), DTYPES.name("int64")
+
+
+def rows(count: int) -> TensorStorageMetadata:
+    """A tensor of `count` rows, each its own chunk."""
+    return TensorStorageMetadata(TensorProperties(), (count, 3), [ChunkStorageMetadata((i, 0), (1, 3)) for i in range(count)])
+
+
+class CountedChunk:
+    """A chunk that counts how often it is looked at."""
+
+    looked = 0
+
+    def __init__(self, offsets, sizes):
+        self.sizes, self._offsets = sizes, offsets
+
+    @property
+    def offsets(self):
+        CountedChunk.looked += 1
+        return self._offsets
+
+
+# Values.
+
+
+def test_it_needs_no_torch():
+    code = "import sys, holdfast.metadata; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("numbers", [(2, 3), [2, 3], Size((2, 3)), range(2, 4), np.array([2, 3])])
+def test_any_sequence_of_integers_is_a_size(numbers):
+    chunk = ChunkStorageMetadata(numbers, numbers)
+    assert chunk.offsets == (2, 3)
+    assert chunk == ChunkStorageMetadata((2, 3), (2, 3))
+    assert all(type(n) is int for n in chunk.sizes)
+    assert TensorStorageMetadata(TensorProperties(), numbers, []).size == (2, 3)
+    assert MetadataIndex("w", numbers) == MetadataIndex("w", (2, 3))
+
+
+@pytest.mark.parametrize("numbers", [("2", "3"), (1.5,), 3, None])
+def test_what_is_no_size_is_a_type_error(numbers):
+    with pytest.raises(TypeError):
+        ChunkStorageMetadata(numbers, (1,))
+
+
+def test_a_chunk_is_a_box_and_a_box_is_a_chunk():
+    box = holdfast.Box((1, 2), (3, 5))
+    assert ChunkStorageMetadata.of(box) == ChunkStorageMetadata((1, 2), (2, 3))
+    assert ChunkStorageMetadata.of(box).box == box
+    with pytest.raises(ValueError, match="start"):
+        _ = ChunkStorageMetadata((-1,), (2,)).box
+
+
+def test_the_hint_takes_no_part_in_equality():
+    one, other = MetadataIndex("w", (0, 3), 1), MetadataIndex("w", (0, 3))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert {one: 1}[other] == 1
+    assert one != MetadataIndex("w", (0, 4), 1)
+    assert one != MetadataIndex("w")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.fqn = "v"
+
+
+def test_metadata_has_torchs_defaults():
+    assert Metadata({}) == Metadata({}, None, None, None, None)
+    assert StorageMeta() == StorageMeta(None, None, None, [])
+    assert TensorProperties() == TensorProperties(F32, Layout.STRIDED, False, MemoryFormat.CONTIGUOUS, False)
+
+
+EVERYTHING = Metadata(
+    {"w": rows(2), "step": BytesStorageMetadata()},
+    {"w": ("w",), "step": ("step",)},
+    {MetadataIndex("w", (0, 0), 0): StorageInfo("__0_0.distcp", 10, 20, ["stream.zstd/1"])},
+    StorageMeta("here", "a", "b", ["m"]),
+    "1.0.0",
+)
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_everything_pickles(protocol):
+    again = pickle.loads(pickle.dumps(EVERYTHING, protocol))
+    assert again == EVERYTHING
+    assert next(iter(again.storage_data)).index == 0
+    assert copy.deepcopy(EVERYTHING) == EVERYTHING
+    assert find_chunk(again.state_dict_metadata["w"], MetadataIndex("w", (1, 0))).offsets == (1, 0)
+
+
+# Properties.
+
+
+def test_properties_are_pickled_as_five_values_with_an_enum():
+    properties = TensorProperties(I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True)
+    state = properties.__getstate__()
+    assert state == (I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True)
+    again = TensorProperties()
+    again.__setstate__(state)
+    assert again == properties
+
+
+def test_a_sixth_value_is_taken_and_left():
+    properties = TensorProperties()
+    properties.__setstate__((I64, Layout.STRIDED, True, MemoryFormat.PRESERVE, False, (3, 1)))
+    assert properties == TensorProperties(I64, Layout.STRIDED, True, MemoryFormat.PRESERVE, False)
+
+
+def test_an_enum_of_the_same_numbers_is_a_memory_format():
+    theirs = Enum("_MEM_FORMAT_ENCODING", {"TORCH_CHANNELS_LAST": 1})
+    properties = TensorProperties()
+    properties.__setstate__((I64, Layout.STRIDED, False, theirs.TORCH_CHANNELS_LAST, False))
+    assert properties.memory_format is MemoryFormat.CHANNELS_LAST
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ((F32, Layout.STRIDED, False, 1, False), RuntimeError),
+        ((F32, Layout.STRIDED, False, Layout.STRIDED, False), RuntimeError),
+        ((F32, Layout.STRIDED, False, MemoryFormat.CONTIGUOUS), ValueError),
+        ((F32,) * 7, ValueError),
+    ],
+)
+def test_another_state_is_refused_as_torch_refuses_it(state, error):
+    with pytest.raises(error):
+        TensorProperties().__setstate__(state)
+
+
+def test_a_memory_format_that_is_none_is_not_pickled():
+    with pytest.raises(RuntimeError):
+        TensorProperties(memory_format=7).__getstate__()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.bool_, ml_dtypes.bfloat16, ">f4"])
+def test_properties_of_an_array(dtype):
+    array = np.zeros((2, 3), dtype)
+    expected = DTYPES.numpy(array.dtype)
+    assert TensorProperties.create_from_tensor(array) == TensorProperties(expected)
+
+
+def test_an_array_of_objects_has_no_properties():
+    with pytest.raises(Unsupported):
+        TensorProperties.create_from_tensor(np.array([object()]))
+
+
+def test_properties_of_a_lazy_tensor(tmp_path):
+    holdfast.save(tmp_path / "a", {"w": np.zeros(3, np.int64)}, format="native")
+    with holdfast.open(tmp_path / "a") as ckpt:
+        assert TensorProperties.create_from_tensor(ckpt["w"]) == TensorProperties(I64)
+
+
+# Finding a chunk.
+
+
+def test_a_chunk_is_found_by_its_offset():
+    w = rows(5)
+    assert find_chunk(w, MetadataIndex("w", (3, 0))) is w.chunks[3]
+    assert find_chunk(w, MetadataIndex("w", (3, 0), 3)) is w.chunks[3]
+
+
+@pytest.mark.parametrize("hint", [0, 4, 5, 10**9, -1, -2])
+def test_a_wrong_hint_is_only_a_hint(hint):
+    w = rows(5)
+    assert find_chunk(w, MetadataIndex("w", (3, 0), hint)) is w.chunks[3]
+
+
+def test_a_negative_hint_counts_from_nowhere():
+    # With two chunks at one offset the hint would decide; -1 is no position.
+    w = TensorStorageMetadata(TensorProperties(), (2,), [ChunkStorageMetadata((0,), (2,)), ChunkStorageMetadata((0,), (1,))])
+    assert find_chunk(w, MetadataIndex("w", (0,), 1)) is w.chunks[1]
+    assert find_chunk(w, MetadataIndex("w", (0,), -1)) is w.chunks[0]
+
+
+@pytest.mark.parametrize("offset", [None, (9, 0), (0,), (0, 0, 0)])
+def test_what_is_not_there_is_a_value_error(offset):
+    with pytest.raises(ValueError, match="'w' has 5 chunks"):
+        find_chunk(rows(5), MetadataIndex("w", offset))
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+def test_finding_every_chunk_is_not_quadratic(hinted):
+    count = 300
+    chunks = [CountedChunk((i,), (1,)) for i in range(count)]
+    places, CountedChunk.looked = Places(), 0
+    for i in range(count):
+        assert places.find(chunks, MetadataIndex("w", (i,), i if hinted else None)) == i
+    assert CountedChunk.looked <= 3 * count
+
+
+def test_a_list_that_changed_is_noticed():
+    w = rows(3)
+    assert find_chunk(w, MetadataIndex("w", (2, 0))).offsets == (2, 0)
+    w.chunks.append(ChunkStorageMetadata((7, 0), (1, 3)))
+    assert find_chunk(w, MetadataIndex("w", (7, 0))) is w.chunks[3]
+    w.chunks = [ChunkStorageMetadata((i, 0), (1, 3)) for i in (8, 9, 10, 11)]
+    assert find_chunk(w, MetadataIndex("w", (9, 0))) is w.chunks[1]
+    with pytest.raises(ValueError, match="none is at"):
+        find_chunk(w, MetadataIndex("w", (7, 0)))
+    w.chunks[0], w.chunks[1] = w.chunks[1], w.chunks[0]
+    assert find_chunk(w, MetadataIndex("w", (9, 0))) is w.chunks[0]
+    w.chunks[0] = ChunkStorageMetadata((20, 0), (1, 3))
+    assert find_chunk(w, MetadataIndex("w", (20, 0))) is w.chunks[0]
+
+
+def test_a_chunk_without_elements_hides_no_other():
+    w = TensorStorageMetadata(TensorProperties(), (2,), [ChunkStorageMetadata((0,), (0,)), ChunkStorageMetadata((0,), (2,))])
+    for hint in (None, 0, 1):
+        assert find_chunk(w, MetadataIndex("w", (0,), hint)) is w.chunks[1]
+    w.chunks.pop()
+    assert find_chunk(w, MetadataIndex("w", (0,))) is w.chunks[0]
+
+
+# `Checkpoint.metadata()`.
+
+STATE = {
+    "w": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "opt": {"step": 3, "groups": [{"lr": 0.1, "params": [0, 1]}], "betas": (0.9, 0.99)},
+    "pair": (np.zeros(2, np.int64), "text"),
+    "nothing": {},
+    "none": None,
+}
+
+NAMES = {
+    "w": True,
+    "opt.step": False,
+    "opt.groups.0.lr": False,
+    "opt.groups.0.params": False,
+    "opt.betas": False,
+    "pair.0": True,
+    "pair.1": False,
+    "nothing": False,
+    "none": False,
+}
+
+
+@pytest.mark.parametrize("format", ["native", "torch-zip"])
+def test_every_tensor_and_value_is_listed(tmp_path, format):
+    holdfast.save(tmp_path / "a", STATE, format=format)
+    with holdfast.open(tmp_path / "a") as ckpt:
+        metadata = ckpt.metadata()
+        listed = metadata.state_dict_metadata
+        assert {name: isinstance(each, TensorStorageMetadata) for name, each in listed.items()} == NAMES
+        w = listed["w"]
+        assert (w.properties.dtype, w.size) == (F32, (3, 4))
+        assert w.chunks == [ChunkStorageMetadata((0, 0), (3, 4))]
+        assert metadata.planner_data["opt.groups.0.lr"] == ("opt", "groups", 0, "lr")
+        assert metadata.planner_data["pair.0"] == ("pair", 0)
+        assert metadata.storage_meta == StorageMeta(ckpt.path)
+
+
+@pytest.mark.parametrize("format", ["native", "torch-zip", "safetensors"])
+def test_the_places_are_where_the_bytes_are(tmp_path, format):
+    tensors = {"w": STATE["w"], "empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
+    path = tmp_path / "a"
+    holdfast.save(path, tensors, format=format)
+    with holdfast.open(path) as ckpt:
+        for index, place in ckpt.metadata().storage_data.items():
+            file = path / place.relative_path if path.is_dir() else path
+            stored = file.read_bytes()[place.offset : place.offset + place.length]
+            assert stored == tensors[index.fqn].tobytes()
+            assert find_chunk(ckpt.metadata().state_dict_metadata[index.fqn], index).offsets == index.offset
+
+
+def test_the_texts_are_still_there(tmp_path):
+    holdfast.save(tmp_path / "a", {"w": STATE["w"]}, format="safetensors", metadata={"licence": "mit"})
+    with holdfast.open(tmp_path / "a") as ckpt:
+        assert ckpt.metadata["licence"] == "mit"
+        assert dict(ckpt.metadata) == ckpt.metadata == {"format": "pt", "licence": "mit"}
+        assert copy.deepcopy(ckpt.metadata) == pickle.loads(pickle.dumps(ckpt.metadata)) == ckpt.metadata
+        assert ckpt.metadata() == ckpt.describe()
+
+
+def test_names_that_meet_are_both_listed(tmp_path):
+    holdfast.save(tmp_path / "a", {"a.b": 1, "a": {"b": 2}}, format="native")
+    with holdfast.open(tmp_path / "a") as ckpt:
+        metadata = ckpt.metadata()
+        assert metadata.planner_data == {"a.b": ("a.b",), "a.b#2": ("a", "b")}
+
+
+def test_a_value_by_itself_has_a_name(tmp_path):
+    holdfast.save(tmp_path / "a", 5, format="torch-zip")
+    with holdfast.open(tmp_path / "a") as ckpt:
+        assert ckpt.metadata().state_dict_metadata == {"value": BytesStorageMetadata()}
+
+
+def test_a_shared_container_is_listed_once(tmp_path):
+    inner = {"x": 1}
+    holdfast.save(tmp_path / "a", {"one": inner, "two": inner}, format="torch-zip")
+    with holdfast.open(tmp_path / "a") as ckpt:
+        assert list(ckpt.metadata().state_dict_metadata) == ["one.x"]
+
+
+def test_an_ordered_dict_is_a_mapping_like_any_other(tmp_path):
+    holdfast.save(tmp_path / "a", OrderedDict(a=OrderedDict(), b=[OrderedDict(c=1)], d=[[], [[2]]]), format="torch-zip")
+    with holdfast.open(tmp_path / "a") as ckpt:
+        assert list(ckpt.metadata().state_dict_metadata) == ["a", "b.0.c", "d"]
+
+
+def test_a_tree_of_shared_containers_is_walked_once(tmp_path):
+    # 2^40 paths, 80 containers.
+    tree: object = {"leaf": 1}
+    for _ in range(40):
+        tree = [tree, tree]
+    holdfast.save(tmp_path / "a", {"t": tree}, format="torch-zip")
+    with holdfast.open(tmp_path / "a") as ckpt:
+        assert len(ckpt.metadata().state_dict_metadata) == 1
+
+
+def test_long_names_are_bounded(tmp_path):
+    # One long key stands in the name of everything below it.
+    holdfast.save(tmp_path / "a", {"k" * 300_000: {str(i): i for i in range(100)}}, format="torch-zip")
+    with holdfast.open(tmp_path / "a") as ckpt, pytest.raises(LimitExceeded):
+        ckpt.metadata()
+
+
+def test_golden_files_are_described(golden):
+    with holdfast.open(golden) as ckpt:
+        metadata = ckpt.metadata()
+    for name, tensor in ckpt.items():
+        listed = metadata.state_dict_metadata[name]
+        assert listed.size == tensor.shape
+        assert [chunk.box for chunk in listed.chunks] == [chunk.box for chunk in tensor.chunks]
+    assert set(metadata.planner_data) == set(metadata.state_dict_metadata)
+    assert {index.fqn for index in metadata.storage_data} <= set(ckpt)
