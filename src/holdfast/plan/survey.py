@@ -106,26 +106,28 @@ def survey(held: Sequence[Held], catalogue: Catalogue, left_out: Bools) -> Itera
 
 def _gather(held: Sequence[Held], begins: Ints, stops: Ints, first: int, rank: int) -> _Boxes:
     present = np.flatnonzero(stops > begins)
+    if not len(present):
+        return _Boxes(present, present.astype(np.int32), present.astype(np.int32), *(np.zeros((rank, 0), np.int64) for _ in range(2)))
     parts = [(held[r], a, b) for r, a, b in zip(present.tolist(), begins[present].tolist(), stops[present].tolist(), strict=True)]
     lengths = (stops - begins)[present]
-    total = int(lengths.sum())
-    tensors = np.concatenate([np.zeros(0, np.int64), *(h.tensors[a:b] for h, a, b in parts)])
+    tensors = np.concatenate([h.tensors[a:b] for h, a, b in parts])
     tensors -= first
     # Counted up from `begins` in each stretch; a rank whose boxes were not sorted has its own numbers.
-    boxes = np.arange(total) + np.repeat(begins[present] - (np.cumsum(lengths) - lengths), lengths)
-    ranks = np.repeat(present.astype(np.int32), lengths)
-    offsets, sizes = np.empty((rank, total), np.int64), np.empty((rank, total), np.int64)
-    ends = np.cumsum(lengths).tolist()
-    for (h, a, b), end in zip(parts, ends, strict=True):
-        at, known = slice(end + a - b, end), len(h.state.offsets)
-        offsets[:known, at] = h.taken(h.state.offsets, a, b)
-        sizes[:known, at] = h.taken(h.state.sizes, a, b)
-        if known < rank:
-            # It has no tensor of so many dimensions.
-            offsets[known:, at], sizes[known:, at] = 0, 1
+    boxes = np.arange(len(tensors)) + np.repeat(begins[present] - (np.cumsum(lengths) - lengths), lengths)
+    for (h, a, b), end in zip(parts, np.cumsum(lengths).tolist(), strict=True):
         if h.order is not None:
-            boxes[at] = h.order[a:b]
+            boxes[end + a - b : end] = h.order[a:b]
+    ranks = np.repeat(present.astype(np.int32), lengths)
+    offsets = np.concatenate([_filled(h.taken(h.state.offsets, a, b), rank, 0) for h, a, b in parts], axis=1)
+    sizes = np.concatenate([_filled(h.taken(h.state.sizes, a, b), rank, 1) for h, a, b in parts], axis=1)
     return _Boxes(tensors, ranks, boxes.astype(np.int32), offsets, sizes)
+
+
+def _filled(columns: Ints, rank: int, value: int) -> Ints:
+    """The columns of a rank that has no tensor of so many dimensions, with those added."""
+    if len(columns) == rank:
+        return columns
+    return np.concatenate((columns, np.full((rank - len(columns), columns.shape[1]), value, np.int64)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import codecs
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from types import BuiltinMethodType, MethodType
 
 import torch
@@ -43,6 +43,46 @@ HARMLESS = frozenset({str, int, float, bool, bytes, type(None)})
 """Arguments through which no code gets at a tensor, so that it needs no filled ones."""
 
 
+ROWS = {
+    "collections.OrderedDict": ("table", "ordered_dict"),
+    "collections.Counter": ("table", "counter"),
+    "torch.nn.parameter.Parameter": ("plain", "parameter_class"),
+    "torch.serialization._get_layout": ("table", "_layout"),
+    "torch.Size": ("plain", "size"),
+    "torch.device": ("table", "_device"),
+    "_codecs.encode": ("table", "encode"),
+    "builtins.bytearray": ("table", "bytearray"),
+    "builtins.set": ("table", "set"),
+    "builtins.complex": ("table", "_complex"),
+    "torch._tensor._rebuild_from_type_v2": ("table", "_from_type"),
+    "torch._utils._rebuild_parameter": ("plain", "parameter"),
+    "torch._utils._rebuild_parameter_with_state": ("plain", "parameter_with_state"),
+    "torch._utils._rebuild_qtensor": ("composite", "quantized"),
+    "torch._utils._rebuild_tensor": ("plain", "tensor"),
+    "torch._utils._rebuild_tensor_v2": ("plain", "tensor_v2"),
+    "torch._utils._rebuild_tensor_v3": ("plain", "tensor_v3"),
+    "torch._utils._rebuild_sparse_tensor": ("composite", "sparse"),
+    "torch._utils._rebuild_meta_tensor_no_storage": ("plain", "meta"),
+    "torch._utils._rebuild_nested_tensor": ("composite", "nested"),
+    "torch._utils._rebuild_wrapper_subclass": ("table", "_wrapper"),
+    "torch._utils._rebuild_device_tensor_from_numpy": ("plain", "device_tensor"),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": ("plain", "device_tensor"),
+}
+"""What may be called, and whose method does it: the table's, or that of the builders of plain or composite tensors."""
+
+
+@cache
+def _places() -> dict[int, tuple[str, str, type | None]]:
+    """`ROWS` by the identity of what is called, with the tensor classes that are called to make an empty tensor."""
+    known = default_globals()
+    places: dict[int, tuple[str, str, type | None]] = {id(known[name]): (*place, None) for name, place in ROWS.items()}
+    for name, kind in known.items():
+        if name.endswith("Tensor") and isinstance(kind, type):
+            made = ("composite", "legacy_sparse") if ".sparse." in name else ("plain", "blank")
+            places.setdefault(id(kind), (*made, kind))
+    return places
+
+
 class WeightsTable(PlainTable):
     """The table of one load. `storages` gives the storage of each persistent id, and fills those that were given."""
 
@@ -62,7 +102,7 @@ class WeightsTable(PlainTable):
         """What of it torch put there by itself."""
         # The rows of `PlainTable` are for inert data: its methods are wanted here, and not its table.
         Table.__init__(self)
-        self._rows = self._all_rows()
+        self._rows: dict[int, Row] = {}
 
     def begin(self, limits: Limits, nbytes: int) -> None:
         super().begin(limits, nbytes)
@@ -72,44 +112,21 @@ class WeightsTable(PlainTable):
         self._user = None
         self._allowed = {}
 
-    def _all_rows(self) -> dict[int, Row]:
-        """Every callable of `default_globals`, by identity."""
-        plain, composite = self._plain, self._composite
-        rows: dict[str, Row] = {
-            "collections.OrderedDict": self.ordered_dict,
-            "collections.Counter": self.counter,
-            "torch.nn.parameter.Parameter": plain.parameter_class,
-            "torch.serialization._get_layout": _layout,
-            "torch.Size": plain.size,
-            "torch.Tensor": partial(plain.blank, torch.Tensor),
-            "torch.device": _device,
-            "_codecs.encode": self.encode,
-            "builtins.bytearray": self.bytearray,
-            "builtins.set": self.set,
-            "builtins.complex": complex_number,
-            "torch._tensor._rebuild_from_type_v2": self._from_type,
-        }
-        rebuilds: dict[str, Row] = {
-            "parameter": plain.parameter,
-            "parameter_with_state": plain.parameter_with_state,
-            "qtensor": composite.quantized,
-            "tensor": plain.tensor,
-            "tensor_v2": plain.tensor_v2,
-            "tensor_v3": plain.tensor_v3,
-            "sparse_tensor": composite.sparse,
-            "meta_tensor_no_storage": plain.meta,
-            "nested_tensor": composite.nested,
-            "wrapper_subclass": self._wrapper,
-            "device_tensor_from_numpy": plain.device_tensor,
-            "device_tensor_from_cpu_tensor": plain.device_tensor,
-        }
-        rows |= {f"torch._utils._rebuild_{name}": row for name, row in rebuilds.items()}
-        known = default_globals()
-        for name, kind in known.items():
-            if name.endswith("Tensor") and name not in rows and isinstance(kind, type):
-                make = composite.legacy_sparse if ".sparse." in name else plain.blank
-                rows[name] = partial(make, kind)
-        return {id(known[name]): row for name, row in rows.items()}
+    def _row(self, what: object) -> Row | None:
+        """The row of a callable of `default_globals`; bound when it is first asked for, since most files ask for three of them."""
+        row = self._rows.get(id(what))
+        if row is None:
+            place = _places().get(id(what))
+            if place is None:
+                return None
+            owner, name, kind = place
+            row = getattr({"plain": self._plain, "composite": self._composite}.get(owner, self), name)
+            row = self._rows[id(what)] = row if kind is None else partial(row, kind)
+        return row
+
+    _layout = staticmethod(lambda args: _layout(args))
+    _device = staticmethod(lambda args: _device(args))
+    _complex = staticmethod(complex_number)
 
     # What the machine asks for.
 
@@ -147,7 +164,7 @@ class WeightsTable(PlainTable):
 
     def call(self, what: object, args: Args) -> object:
         self.spending.container()
-        row = self._rows.get(id(what))
+        row = self._rows.get(id(what)) or self._row(what)
         if row is None:
             return self._call_allowed(what, args)
         value = row(args)
@@ -158,7 +175,7 @@ class WeightsTable(PlainTable):
     def new(self, cls: object, args: Args, kwargs: dict[str, object] | None) -> object:
         self.spending.container()
         if isinstance(cls, type):
-            if id(cls) in self._rows and not kwargs:
+            if self._row(cls) is not None and not kwargs:
                 return self.call(cls, args)
             if self._is_allowed(cls):
                 self._fill_for(args, kwargs)
@@ -169,7 +186,7 @@ class WeightsTable(PlainTable):
 
     def instance(self, cls: object, args: Args) -> object:
         """As Python 3 does for OBJ and INST: the class is called, or only made where there is nothing to call it with."""
-        if isinstance(cls, type) and id(cls) not in self._rows and (args or hasattr(cls, "__getinitargs__")):
+        if isinstance(cls, type) and self._row(cls) is None and (args or hasattr(cls, "__getinitargs__")):
             return self.call(cls, args)
         return self.new(cls, args, None)
 

@@ -4,5 +4,7 @@ records     what a `.metadata` pickle is made of        table       its globals,
 index       the metadata of a directory, checked        tiling      do the chunks of a tensor cover it once?
 item        one torch zip inside of a data file         frame       items that are alike are compared, not parsed
 lazy        chunks that are found when they are read    inflate     items that were compressed
-tree        names back to a nested state                directory   the format
+values      what is no tensor                           tree        names back to a nested state
+directory   the format                                  examine     every item, for a scan
+vocabulary  the metadata as `holdfast.metadata` says it
 """

@@ -45,7 +45,7 @@ SERIALIZATION_ID = ".data/serialization_id"
 FRAMES = 512
 """Kinds of items that are remembered: about 1.5 KiB each. A model has a few dozen shapes of shards."""
 
-TRIED = 16
+TRIED = 32
 """Frames under one key that are compared before an item is parsed."""
 
 
