@@ -105,8 +105,11 @@ class FileObjectStore:
         """Read as much as comes at a time, straight to its place where the file object can."""
         into = getattr(self._file, "readinto", None)
         if callable(into):
-            got = into(out)
-            return got if isinstance(got, int) else 0
+            try:
+                got = into(out)
+                return got if isinstance(got, int) else 0
+            except NotImplementedError:
+                pass  # `io.RawIOBase` has the method for those who write it
         part = self._file.read(out.nbytes)
         if not isinstance(part, bytes):
             return 0
