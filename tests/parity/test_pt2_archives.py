@@ -326,7 +326,7 @@ def test_the_legacy_layout(folder, tmp_path, name):
 
 
 @pytest.mark.parametrize("suffix", ["pt", "json"])
-def test_the_layout_of_torch_2_1_to_2_6(folder, tmp_path, suffix):
+def test_the_oldest_layout(folder, tmp_path, suffix):
     exported = loaded(folder / "tied.pt2")
     with zipfile.ZipFile(folder / "tied.pt2") as new, zipfile.ZipFile(tmp_path / "old.pt2", "w") as old:
         old.writestr("serialized_exported_program.json", new.read("tied/models/model.json"))

@@ -7,9 +7,15 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import BinaryIO
 
+import numpy as np
+
 from holdfast.errors import Closed, StoreError, Truncated
 
 __all__ = ["FileObjectStore", "MemoryStore"]
+
+
+LARGE = 64 << 10
+"""From this many bytes on, other threads should not wait for a copy."""
 
 
 class MemoryStore:
@@ -37,7 +43,11 @@ class MemoryStore:
         stop = start + out.nbytes
         if start < 0 or stop > content.nbytes:
             raise Truncated(f"wanted bytes {start} to {stop} of {content.nbytes}", file=key, offset=content.nbytes)
-        out[:] = content[start:stop]
+        if out.nbytes < LARGE:
+            out[:] = content[start:stop]
+        else:
+            # numpy lets go of the interpreter lock while it copies, a memoryview does not.
+            np.copyto(np.frombuffer(out, np.uint8), np.frombuffer(content[start:stop], np.uint8))
 
     def map(self, key: str) -> memoryview | None:
         return self._bytes(key)

@@ -6,6 +6,7 @@
     holdfast.torch.open(path)                      tensors when they are asked for, shared where the file shares them
 
     holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded)
+    holdfast.torch.sparsity                        masks on models: a drop-in for torch.ao.pruning
 
 This package, and nothing else in Holdfast, imports torch. What needs `torch.distributed` is imported when it is first asked for.
 """
@@ -85,6 +86,7 @@ __all__ = [
     "mkdtemp",
     "normalize_storage_type",
     "open",
+    "package_program",
     "register_package",
     "safe_globals",
     "save",
@@ -107,12 +109,15 @@ _WHERE = {
     "SaveHandle": "background",
     "load_full": "sharded_load",
     "load_sharded": "sharded_load",
+    "package_program": "packaging",
     "save_sharded": "sharded",
 }
-"""Names whose modules import `torch.distributed`, which takes as long as all the rest."""
+"""Names whose modules import `torch.distributed` or `torch.export`, which take as long as all the rest."""
 
 
 def __getattr__(name: str) -> object:
+    if name == "sparsity":
+        return importlib.import_module("holdfast.torch.sparsity")
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
     found: object = getattr(importlib.import_module(f"holdfast.torch.{_WHERE[name]}"), name)

@@ -104,7 +104,7 @@ def group_weights(all_weights: Mapping[str, Weights]) -> list[Group]:
 
 
 def get_complete(group: Collection[Member], models_weights: Mapping[str, Weights]) -> Member:
-    """The first of a group that covers the storage; warns where none does, and gives the first (torch 2.7 to 2.9)."""
+    """The first of a group that covers the storage; warns where none does, and gives the first (before torch 2.13)."""
     complete = _first_complete(group, models_weights)
     if complete is not None:
         return complete

@@ -5,5 +5,6 @@
     config.py     the JSON that says which weight is which view of which record
     payloads.py   `torch.save` files and pickles inside of records
     program.py    what a program takes, gives and does, in a few lines
-    lay_out.py    the way back: packages of weights, and other weights in an archive that is there
+    lay_out.py    the way back: packages of weights and programs, each storage once
+    replace.py    other weights in an archive that is there
 """

@@ -1,7 +1,7 @@
 """Which zip is a `.pt2`: the one way to know is a record, and its name is in the directory.
 
-    prefix/archive_format                     'pt2'                     torch 2.7 on
-    serialized_exported_program.json          no folder around it       torch 2.1 to 2.6
+    prefix/archive_format                     'pt2'                     what torch 2.13 writes
+    serialized_exported_program.json          no folder around it       what torch wrote before, and 2.13 still reads
 
 `open` asks this of every zip, before it takes it for a checkpoint of `torch.save`, whose first record is `data.pkl`; so a look at
 the first header answers most times. Else the directory is searched for the name. What is found decides nothing but the format: the

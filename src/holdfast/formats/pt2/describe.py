@@ -4,7 +4,7 @@
     data/weights/<m>_weights_config.json        name → record, dtype, sizes, strides, offset                        (config.py)
     data/constants/tensor_0 …                   the same for constants; custom_obj_N and opaque_obj_N are pickles   (payloads.py)
     data/constants/<m>_constants_config.json
-    data/weights/<m>.pt, data/constants/<m>.pt  torch 2.7 and 2.8: a whole torch.save in place of the above
+    data/weights/<m>.pt, data/constants/<m>.pt  older archives: a whole torch.save in place of the above
     models/<m>.json                             the program                                                         (program.py)
     data/sample_inputs/<m>.pt                   a torch.save of the inputs that it was exported with
     data/aotinductor/<m>/…                      compiled code, listed and never loaded; weights_config.json for its weights
@@ -19,7 +19,7 @@ weight stands beside:
 Several models are `{"encoder": {…}, "decoder": {…}}`, so names are `encoder.emb.weight` and `decoder.constants.mask`. Compiled
 weights of a model that has others are under `aotinductor`. A key that a weight has already gets `#2`.
 
-Archives of torch 2.1 to 2.6 are a plain zip of four records (`OLD`), with one model.
+The oldest are a plain zip of a few records (`OLD`), with one model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
     "models/", "data/weights/", "data/constants/", "data/sample_inputs/", "data/aotinductor/",
 )  # fmt: skip
 EXTRAS = ("extra/", "extra_files/")
-"""What whoever wrote the archive put into it; the second until torch 2.6."""
+"""What whoever wrote the archive put into it; the second in the oldest ones."""
 
 LISTED = (COMPILED, *EXTRAS, "data/executorch/", "data/mtia", "xl_model_weights/")
 """What is said to be there and not looked into."""
@@ -61,7 +61,7 @@ OLD = {
     "constants": ("serialized_constants.pt", "serialized_constants.json"),
     "sample_inputs": ("serialized_example_inputs.pt",),
 }
-"""The records of the oldest archives. Those called `.json` are files of `torch.save` as well (torch 2.1)."""
+"""The records of the oldest archives. Those called `.json` are files of `torch.save` as well; torch 2.13 reads both."""
 
 DEFAULT_MODEL = "model"
 """What torch calls the one program of `torch.export.save`."""
@@ -200,7 +200,7 @@ class Pt2Reader:
         return list(found)
 
     def old(self) -> dict[str, Model]:
-        """The one model of an archive of torch 2.1 to 2.6: a plain zip, with a torch.save for each part."""
+        """The one model of the oldest archives: a plain zip, with a torch.save for each part."""
         model = Model(program=self.program(DEFAULT_MODEL, OLD_PROGRAM))
         parts = {part: next((n for n in names if self._archive.get(n)), names[0]) for part, names in OLD.items()}
         model.weights = self._names_of(self._payload(parts["weights"], DEFAULT_MODEL, "weights"), DEFAULT_MODEL, "weight")

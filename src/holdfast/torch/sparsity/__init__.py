@@ -1,0 +1,69 @@
+"""Sparsity: masks on the weights of a model while it is trained, and what they are made of.
+
+    sparsifier = WeightNormSparsifier(sparsity_level=1.0, sparse_block_shape=(1, 4), zeros_per_block=2)
+    sparsifier.prepare(model, config=[{"tensor_fqn": "mlp.up.weight"}])
+    …                                             train; sparsifier.step() when masks are to change
+    sparsifier.squash_mask()
+
+The names of `torch.ao.pruning` are here, and its users change one import; `docs/sparsity.md` says what is mended. Masks without
+modules, as pure functions of tensors, are in `masks`.
+"""
+
+from __future__ import annotations
+
+from holdfast.torch.sparsity.bits import pack_mask, unpack_mask
+from holdfast.torch.sparsity.fake import FakeSparsity, FakeStructuredSparsity
+from holdfast.torch.sparsity.magnitude import MagnitudeSparsifier, RandomSparsifier
+from holdfast.torch.sparsity.masks import (
+    Threshold,
+    block_mask,
+    global_masks,
+    global_threshold,
+    magnitude_mask,
+    nm_mask,
+    random_mask,
+)
+from holdfast.torch.sparsity.names import fqn_to_module, get_arg_info_from_tensor_fqn, module_to_fqn
+from holdfast.torch.sparsity.nearly_diagonal import NearlyDiagonalSparsifier
+from holdfast.torch.sparsity.schedule import BaseScheduler, CubicSL, LambdaSL, LinearSL
+from holdfast.torch.sparsity.sparsifier import BaseSparsifier
+from holdfast.torch.sparsity.structured import BaseStructuredSparsifier, SaliencyPruner
+from holdfast.torch.sparsity.swap import (
+    get_dynamic_sparse_quantized_mapping,
+    get_static_sparse_quantized_mapping,
+    module_contains_param,
+    swap_module,
+)
+from holdfast.torch.sparsity.weight_norm import WeightNormSparsifier
+
+__all__ = [
+    "BaseScheduler",
+    "BaseSparsifier",
+    "BaseStructuredSparsifier",
+    "CubicSL",
+    "FakeSparsity",
+    "FakeStructuredSparsity",
+    "LambdaSL",
+    "LinearSL",
+    "MagnitudeSparsifier",
+    "NearlyDiagonalSparsifier",
+    "RandomSparsifier",
+    "SaliencyPruner",
+    "Threshold",
+    "WeightNormSparsifier",
+    "block_mask",
+    "fqn_to_module",
+    "get_arg_info_from_tensor_fqn",
+    "get_dynamic_sparse_quantized_mapping",
+    "get_static_sparse_quantized_mapping",
+    "global_masks",
+    "global_threshold",
+    "magnitude_mask",
+    "module_contains_param",
+    "module_to_fqn",
+    "nm_mask",
+    "pack_mask",
+    "random_mask",
+    "swap_module",
+    "unpack_mask",
+]

@@ -1,0 +1,122 @@
+"""The parametrizations that carry a mask: a weight is what it was, times its mask, each time the module reads it.
+
+The mask is a buffer that `state_dict()` leaves out, so that a prepared model has the names of its weights and no more, and
+strict-loads its own state dict. (torch 2.13 leaves it out of the state dict and yet asks for it.) Masks are saved with the
+sparsifier that makes them.
+
+Recurrent modules of torch keep a list of their weights, which would hold a product with an old mask. A hook makes the list anew
+before each pass, as long as one of their weights has a mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+__all__ = ["FakeSparsity", "FakeStructuredSparsity", "fake_of", "original_of", "put_mask", "take_mask_off"]
+
+
+class FakeSparsity(nn.Module):
+    """Multiplies a tensor by a mask of the same shape."""
+
+    mask: torch.Tensor
+
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask, persistent=False)
+        self.names: tuple[str, ...] = ()
+        """The module's parameters in the order that they had before."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor with what the mask prunes set to zero."""
+        if self.mask.shape != x.shape:
+            raise ValueError(f"mask shape {tuple(self.mask.shape)} must match the shape of the tensor, {tuple(x.shape)}")
+        return self.mask * x
+
+
+class FakeStructuredSparsity(FakeSparsity):
+    """Multiplies whole slices of a tensor: the mask has one boolean for each index of one axis, rows or output channels for 0."""
+
+    def __init__(self, mask: torch.Tensor, dim: int = 0) -> None:
+        super().__init__(mask)
+        if mask.dim() != 1:
+            raise ValueError(f"a mask of rows or channels has one dimension; found {tuple(mask.shape)}")
+        self.dim = dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor with the pruned slices set to zero."""
+        if self.dim >= x.dim() or self.mask.shape[0] != x.shape[self.dim]:
+            raise ValueError(f"mask length {self.mask.shape[0]} must match axis {self.dim} of the tensor, {tuple(x.shape)}")
+        shape = [1] * x.dim()
+        shape[self.dim] = -1
+        return self.mask.view(shape) * x
+
+
+def fake_of(module: nn.Module, tensor_name: str) -> FakeSparsity | None:
+    """The mask that a module's tensor has."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        return None
+    return next((found for found in _steps(module, tensor_name) if isinstance(found, FakeSparsity)), None)
+
+
+def _parametrized(module: nn.Module) -> list[str]:
+    """The tensors of a module that are parametrized."""
+    found = getattr(module, "parametrizations", None)
+    return list(found) if isinstance(found, nn.ModuleDict) else []
+
+
+def _steps(module: nn.Module, tensor_name: str) -> nn.ModuleList:
+    parametrizations = module.parametrizations
+    assert isinstance(parametrizations, nn.ModuleDict)
+    steps = parametrizations[tensor_name]
+    assert isinstance(steps, nn.ModuleList)
+    return steps
+
+
+def put_mask(module: nn.Module, tensor_name: str, fake: FakeSparsity) -> None:
+    """Mask a module's tensor from now on."""
+    earlier = [found.names for name in _parametrized(module) if (found := fake_of(module, name)) is not None]
+    fake.names = earlier[0] if earlier else tuple(module._parameters)
+    parametrize.register_parametrization(module, tensor_name, fake)
+    if isinstance(module, nn.RNNBase) and _list_weights not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_list_weights)
+
+
+def take_mask_off(module: nn.Module, tensor_name: str, *, apply: bool) -> None:
+    """Let a tensor be a plain one again: with the mask applied for good, or as if there had been none.
+
+    What the mask prunes becomes 0.0, of which a product makes -0.0 where the weight was negative, and NaN where it was not finite.
+    """
+    fake = fake_of(module, tensor_name)
+    parametrize.remove_parametrizations(module, tensor_name, leave_parametrized=apply)
+    if apply and fake is not None:
+        tensor = getattr(module, tensor_name)
+        with torch.no_grad():
+            tensor.masked_fill_(fake(torch.ones_like(tensor)) == 0, 0.0)
+    if fake is not None:
+        # torch puts it at the end; a saved optimizer knows parameters by their place.
+        order = {name: i for i, name in enumerate(fake.names)}
+        for name in sorted(module._parameters, key=lambda name: order.get(name, len(order))):
+            module._parameters[name] = module._parameters.pop(name)
+    if isinstance(module, nn.RNNBase) and not parametrize.is_parametrized(module):
+        for key, hook in list(module._forward_pre_hooks.items()):
+            if hook is _list_weights:
+                del module._forward_pre_hooks[key]
+        _list_weights(module, ())
+
+
+def _list_weights(module: nn.Module, inputs: object) -> None:
+    """Give a recurrent module its weights as they are now."""
+    assert isinstance(module, nn.RNNBase)
+    module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def original_of(module: nn.Module, tensor_name: str) -> torch.Tensor:
+    """A tensor without the masks that it has."""
+    if not parametrize.is_parametrized(module, tensor_name):
+        found = getattr(module, tensor_name)
+    else:
+        found = _steps(module, tensor_name).original
+    assert isinstance(found, torch.Tensor)
+    return found

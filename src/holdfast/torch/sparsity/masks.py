@@ -1,0 +1,311 @@
+"""Masks of tensors, without modules: what to keep of a weight, as a pure function of its values.
+
+A mask is a boolean tensor of the same shape and on the same device, true for what is kept. All functions here
+
+- prune exactly `pruned_count(level, count)` of `count` elements (or blocks): the nearest whole number, half to even as Python
+  rounds, and never all of them unless the level is 1;
+- prune the lowest first, and of equals the one with the lowest index in row-major order, so that a mask depends on nothing but
+  the values (`order.py`);
+- take NaN for the largest of all, so that it is pruned last;
+- prune what `pruned` marks before everything else, for masks that are to grow.
+
+    magnitude_mask(weight, 0.9)                   the smallest nine tenths go
+    nm_mask(weight, 2, 4)                         two of every four along the last axis stay
+    block_mask(weight, (16, 16), 0.9)             by blocks, by their mean square
+    random_mask(weight, 0.5, 17)
+    global_masks(weights, 0.8)                    one threshold over all of them
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import SupportsFloat
+
+import torch
+
+from holdfast.torch.sparsity.order import (
+    CHUNK,
+    HELD,
+    Keys,
+    Threshold,
+    keep_above,
+    magnitude_keys,
+    score_keys,
+    select,
+)
+
+__all__ = [
+    "Norm",
+    "Threshold",
+    "block_mask",
+    "checked_level",
+    "global_masks",
+    "global_threshold",
+    "magnitude_mask",
+    "matrix_shape",
+    "nm_mask",
+    "pruned_count",
+    "random_mask",
+]
+
+Norm = int | Callable[[torch.Tensor], torch.Tensor]
+"""1 for absolute values, 2 for squares, or a function from a tensor to scores of its elements."""
+
+SLACK = 1e-9
+"""How far a level may be off its range by the rounding of whoever computed it."""
+
+
+def checked_level(level: SupportsFloat) -> float:
+    """A sparsity level as a float from 0 to 1.
+
+    >>> checked_level(0.5)
+    0.5
+    """
+    if isinstance(level, str | bytes) or not hasattr(level, "__float__"):
+        raise TypeError(f"a sparsity level is a number from 0 to 1, not a {type(level).__name__}")
+    value = float(level)
+    if not -SLACK <= value <= 1 + SLACK:  # NaN as well
+        hint = f"; for {value:g} percent say {value / 100:g}" if 1 < value <= 100 else ""
+        raise ValueError(f"a sparsity level is the part that is pruned, from 0 to 1; found {value:g}{hint}")
+    return min(max(value, 0.0), 1.0)
+
+
+def pruned_count(level: SupportsFloat, count: int) -> int:
+    """How many of `count` are pruned: rounded, and never all of them unless the level is 1.
+
+    >>> pruned_count(0.5, 5), pruned_count(0.9, 4), pruned_count(1, 4)
+    (2, 3, 4)
+    """
+    level = checked_level(level)
+    return count if level == 1 else max(0, min(round(level * count), count - 1))
+
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """The rows and columns as which a tensor of any shape is seen: the first axis, and all others as one.
+
+    >>> matrix_shape((8, 3, 5, 5)), matrix_shape((7,)), matrix_shape(())
+    ((8, 75), (1, 7), (1, 1))
+    """
+    if len(shape) < 2:
+        return 1, math.prod(shape)
+    return shape[0], math.prod(shape[1:])
+
+
+def magnitude_mask(tensor: torch.Tensor, level: SupportsFloat, *, pruned: torch.Tensor | None = None) -> torch.Tensor:
+    """Keep the elements of the largest absolute values."""
+    return global_masks([tensor], level, pruned=None if pruned is None else [pruned])[0]
+
+
+def random_mask(
+    tensor: torch.Tensor,
+    level: SupportsFloat,
+    generator: torch.Generator | int | None = None,
+    *,
+    pruned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Keep a random part; the values do not matter, only how many there are.
+
+    The generator is asked for one number, the seed of an order that is the same on every device; or that number is given. Under
+    one seed, what a level prunes a higher level prunes too.
+    """
+    flat = _flat(tensor)
+    keys = [Keys(flat, _marks(tensor, pruned), drawn_seed(generator))]
+    return keep_above(keys, select(keys, pruned_count(level, flat.numel())))[0].view(tensor.shape)
+
+
+def drawn_seed(generator: torch.Generator | int | None) -> int:
+    """A seed from a generator, or the one that is given; from torch's global generator for None."""
+    if generator is None or isinstance(generator, torch.Generator):
+        device = "cpu" if generator is None else generator.device
+        return int(torch.randint(0, 1 << 62, (), generator=generator, device=device))
+    return operator.index(generator)
+
+
+def global_threshold(tensors: Sequence[torch.Tensor], level: SupportsFloat) -> Threshold:
+    """The magnitude below which the part `level` of all elements of all tensors is.
+
+    Everything below `value` is pruned, and of the elements equal to it the first `ties`, tensor by tensor.
+    """
+    return _threshold([Keys(_flat(tensor)) for tensor in tensors], level)
+
+
+def global_masks(
+    tensors: Sequence[torch.Tensor], level: SupportsFloat, *, pruned: Sequence[torch.Tensor | None] | None = None
+) -> list[torch.Tensor]:
+    """Keep what is largest among all tensors together, of whatever dtypes: a mask for each."""
+    marks = [None] * len(tensors) if pruned is None else pruned
+    keys = [Keys(_flat(tensor), _marks(tensor, mark)) for tensor, mark in zip(tensors, marks, strict=True)]
+    masks = keep_above(keys, _threshold(keys, level))
+    return [mask.view(tensor.shape) for tensor, mask in zip(tensors, masks, strict=True)]
+
+
+def nm_mask(tensor: torch.Tensor, n: int, m: int, dim: int = -1, *, pruned: torch.Tensor | None = None) -> torch.Tensor:
+    """Keep the `n` largest of every `m` neighbours along an axis, whose size `m` has to divide."""
+    n, m = operator.index(n), operator.index(m)
+    if not 0 <= n <= m or m < 1:
+        raise ValueError(f"N:M keeps n of every m, with 0 <= n <= m and m >= 1; found {n}:{m}")
+    flat = _flat(tensor)
+    if tensor.dim() == 0 or not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"a tensor of {tensor.dim()} dimensions has no axis {dim}")
+    if tensor.shape[dim] % m:
+        raise ValueError(f"{n}:{m} needs an axis of a multiple of {m} elements; axis {dim} of {tuple(tensor.shape)} is none")
+    values = flat.view(tensor.shape).movedim(dim, -1)
+    marks = None if pruned is None else _marked(tensor, pruned).movedim(dim, -1).reshape(-1, m)
+    kept = _keep_in_rows(values.reshape(-1, m), marks, m - n)
+    return kept.view(values.shape).movedim(-1, dim).contiguous()
+
+
+def block_mask(
+    tensor: torch.Tensor,
+    block_shape: Sequence[int],
+    level: SupportsFloat,
+    zeros_per_block: int | None = None,
+    norm: Norm = 2,
+    *,
+    pruned: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Choose the part `level` of the blocks with the lowest mean norm, and in each prune the `zeros_per_block` lowest elements.
+
+    A tensor is seen as a matrix (`matrix_shape`). Where the block does not divide it, the blocks at the lower and right edge are
+    smaller: their mean is over the elements that they have, and what they lack counts as pruned already, so that a 2:4 mask of six
+    columns keeps two of the last two. `zeros_per_block` is the whole block unless given. With `pruned`, a block with as many marked
+    elements as would be pruned in it is chosen first.
+
+    The mean is summed in float64, element after element of the block in row-major order, and so is the same everywhere.
+    """
+    height, width = _block_shape(block_shape)
+    size = height * width
+    zeros = size if zeros_per_block is None else operator.index(zeros_per_block)
+    if not 0 <= zeros <= size:
+        raise ValueError(f"a block of {height} x {width} has {size} elements; found zeros_per_block={zeros}")
+    matrix = _flat(tensor).view(matrix_shape(tensor.shape))
+    marks = None if pruned is None else _marked(tensor, pruned).reshape(matrix.shape)
+    scores = _scored(matrix, norm)
+    if not matrix.numel() or not zeros:
+        return torch.ones(tensor.shape, dtype=torch.bool, device=tensor.device)
+
+    sums, counts = _block_sums(scores, height, width, square=norm == 2)
+    real_zeros = (zeros - size + counts).clamp(min=0)
+    held = None
+    if marks is not None:
+        marked, _ = _block_sums(marks, height, width)
+        held = ((marked >= real_zeros) & (real_zeros > 0)).flatten()
+    keys = [Keys(score_keys((sums / counts).flatten()), held)]
+    kept = keep_above(keys, select(keys, pruned_count(level, sums.numel())))[0].view(sums.shape)
+    spread = kept.repeat_interleave(height, 0).repeat_interleave(width, 1)[: matrix.shape[0], : matrix.shape[1]]
+    if zeros < size:
+        spread = spread | _keep_in_blocks(scores, marks, height, width, real_zeros)
+    return spread.reshape(tensor.shape).contiguous()
+
+
+# Blocks.
+
+
+def _block_shape(shape: Sequence[int]) -> tuple[int, int]:
+    sizes = tuple(operator.index(n) for n in shape)
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise ValueError(f"a block is given as rows and columns, both at least 1; found {tuple(shape)}")
+    return sizes[0], sizes[1]
+
+
+def _scored(matrix: torch.Tensor, norm: Norm) -> torch.Tensor:
+    """What orders the elements: for 1 and 2 the values themselves, by magnitude."""
+    if callable(norm):
+        scores = norm(matrix)
+        if not isinstance(scores, torch.Tensor) or scores.shape != matrix.shape:
+            found = tuple(scores.shape) if isinstance(scores, torch.Tensor) else type(scores).__name__
+            raise ValueError(f"a norm gives a score for each element, {tuple(matrix.shape)}; found {found}")
+        return scores.detach()
+    if norm not in (1, 2):
+        raise NotImplementedError(f"the norm is 1, 2 or a function; found {norm!r}")
+    return matrix.abs() if matrix.dtype.itemsize > 1 else matrix.to(torch.float32).abs()
+
+
+def _block_sums(matrix: torch.Tensor, height: int, width: int, *, square: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over each block, and the number of elements that it has."""
+    shape = (-(-matrix.shape[0] // height), -(-matrix.shape[1] // width))
+    sums = torch.zeros(shape, dtype=torch.float64, device=matrix.device)
+    counts = torch.zeros(shape, dtype=torch.int64, device=matrix.device)
+    for row in range(min(height, matrix.shape[0])):
+        for column in range(min(width, matrix.shape[1])):
+            part = matrix[row::height, column::width].to(torch.float64)
+            rows, columns = part.shape
+            sums[:rows, :columns] += part * part if square else part
+            counts[:rows, :columns] += 1
+    return sums, counts
+
+
+def _keep_in_blocks(scores: torch.Tensor, marks: torch.Tensor | None, height: int, width: int, zeros: torch.Tensor) -> torch.Tensor:
+    """Keep all but the lowest `zeros` of each block."""
+    rows, columns = scores.shape
+    full = (zeros.shape[0] * height, zeros.shape[1] * width)
+
+    def by_blocks(matrix: torch.Tensor, fill: int) -> torch.Tensor:
+        if full != (rows, columns):
+            # Not `pad`, which takes the number by way of a float.
+            padded = matrix.new_full(full, fill)
+            padded[:rows, :columns] = matrix
+            matrix = padded
+        split = matrix.view(zeros.shape[0], height, zeros.shape[1], width)
+        return split.permute(0, 2, 1, 3).reshape(-1, height * width)
+
+    keys = score_keys(scores)
+    # Padding comes last, and `zeros` leaves it out.
+    kept = _keep_in_rows(
+        by_blocks(keys, torch.iinfo(torch.int64).max), None if marks is None else by_blocks(marks, 0), zeros.flatten()
+    )
+    back = kept.view(zeros.shape[0], zeros.shape[1], height, width).permute(0, 2, 1, 3)
+    return back.reshape(full)[:rows, :columns]
+
+
+def _keep_in_rows(values: torch.Tensor, marks: torch.Tensor | None, zeros: torch.Tensor | int) -> torch.Tensor:
+    """Keep all but the lowest `zeros` of each row, of numbers by magnitude or of keys."""
+    kept = torch.ones(values.shape, dtype=torch.bool, device=values.device)
+    step = max(1, CHUNK // max(1, values.shape[1]))
+    place = torch.arange(values.shape[1], device=values.device)
+    for start in range(0, len(values), step):
+        part = slice(start, start + step)
+        keys = magnitude_keys(values[part]) if values.is_floating_point() else values[part]
+        if marks is not None:
+            keys = torch.where(marks[part], keys + HELD, keys)
+        stays = place >= (zeros if isinstance(zeros, int) else zeros[part, None])
+        kept[part].scatter_(1, keys.sort(dim=1, stable=True).indices, stays.expand(keys.shape))
+    return kept
+
+
+# Arguments.
+
+
+def _threshold(keys: Sequence[Keys], level: SupportsFloat) -> Threshold:
+    return select(keys, pruned_count(level, sum(source.count for source in keys)))
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that can be ordered, in one dimension."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a mask is made of a tensor; found a {type(tensor).__name__}")
+    if tensor.is_quantized or not tensor.is_floating_point():
+        kind = "quantised" if tensor.is_quantized else "not floating-point"
+        raise TypeError(f"a mask is made of floating-point numbers; {tensor.dtype} is {kind}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(f"a mask is made of a dense tensor; this one is {tensor.layout}")
+    if type(tensor) is not torch.Tensor and not issubclass(type(tensor), torch.nn.Parameter):
+        raise TypeError(f"a mask is made of a plain tensor; found a {type(tensor).__name__}")
+    if tensor.is_meta:
+        raise ValueError("a tensor on the meta device has no values to make a mask of")
+    return tensor.detach().reshape(-1)
+
+
+def _marked(tensor: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
+    if pruned.shape != tensor.shape or pruned.dtype is not torch.bool or pruned.device != tensor.device:
+        raise ValueError(
+            f"what is pruned already is marked by booleans {tuple(tensor.shape)} on {tensor.device}; "
+            f"found {pruned.dtype} {tuple(pruned.shape)} on {pruned.device}"
+        )
+    return pruned
+
+
+def _marks(tensor: torch.Tensor, pruned: torch.Tensor | None) -> torch.Tensor | None:
+    return None if pruned is None else _marked(tensor, pruned).reshape(-1)

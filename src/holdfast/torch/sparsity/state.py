@@ -1,0 +1,104 @@
+"""What a sparsifier remembers of its tensors, and the plain form in which it is saved.
+
+    {"state": {"linear1.weight": {"mask": {"bits": …, "shape": …}, …}},
+     "groups": [{"tensor_fqn": "linear1.weight", "sparsity_level": 0.5, …}]}
+
+Dicts, lists, numbers and tensors alone, so that a `weights_only` load takes it, and copies of all of them. torch saves the same two
+keys, with masks as dense tensors; both kinds are read.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from holdfast.torch.sparsity.bits import pack_mask, unpack_mask
+
+__all__ = ["Group", "Remembered", "State", "check_saved", "plain", "plain_group", "plain_state", "read_group", "read_state"]
+
+Group = dict[str, Any]
+"""The settings of one tensor. Any, for it holds a module, names and whatever a sparsifier is set by, as torch's does."""
+
+PLACE = ("module", "module_fqn", "tensor_name")
+"""What of a group follows from the model and `tensor_fqn`, and is not saved."""
+
+
+class Remembered(dict[str, object]):
+    """What is known of one tensor: its mask, and what a sparsifier adds. Two are equal when their tensors have equal elements."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, dict):
+            return NotImplemented
+        return self.keys() == other.keys() and all(_equal(value, other[key]) for key, value in self.items())
+
+    def __ne__(self, other: object) -> bool:
+        equal = self.__eq__(other)
+        return equal if equal is NotImplemented else not equal
+
+    __hash__ = None  # as dict has it
+
+
+State = defaultdict[str, Remembered]
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and a.device == b.device and bool((a == b).all())
+    return bool(a == b)
+
+
+def plain(value: object) -> object:
+    """A copy of a value, with dicts of all kinds as plain ones."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if type(value) in (list, tuple, set):
+        return type(value)(plain(item) for item in value)  # type: ignore[call-arg,attr-defined]  # one of these three
+    return copy.deepcopy(value)
+
+
+def plain_state(state: Mapping[str, Mapping[str, object]], *, packed: bool) -> dict[str, dict[str, object]]:
+    """A state as it is saved; with `packed`, masks are bits."""
+    saved: dict[str, dict[str, object]] = {}
+    for fqn, known in state.items():
+        saved[fqn] = {
+            key: pack_mask(value) if packed and key == "mask" and isinstance(value, torch.Tensor) else plain(value)
+            for key, value in known.items()
+        }
+    return saved
+
+
+def plain_group(group: Mapping[str, object]) -> dict[str, object]:
+    """A group as it is saved."""
+    return {key: plain(value) for key, value in group.items() if key not in PLACE}
+
+
+def check_saved(saved: object) -> tuple[Mapping[str, Mapping[str, object]], list[Mapping[str, object]]]:
+    """The state and the groups of what `state_dict()` gave."""
+    if not isinstance(saved, Mapping) or not {"state", "groups"} <= saved.keys():
+        found = f"a dict of {sorted(map(str, saved))[:5]}" if isinstance(saved, Mapping) else f"a {type(saved).__name__}"
+        raise ValueError(f"a sparsifier's state dict has 'state' and 'groups'; found {found}")
+    state, groups = saved["state"], saved["groups"]
+    if not isinstance(state, Mapping) or not all(isinstance(known, Mapping) for known in state.values()):
+        raise ValueError("'state' of a sparsifier's state dict is a dict of dicts, by tensor name")
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) and "tensor_fqn" in group for group in groups):
+        raise ValueError("'groups' of a sparsifier's state dict is a list of dicts with 'tensor_fqn'")
+    return state, list(groups)
+
+
+def read_state(saved: Mapping[str, Mapping[str, object]]) -> State:
+    """A state from its saved form, with masks as tensors."""
+    state: State = defaultdict(Remembered)
+    for fqn, known in saved.items():
+        state[fqn] = Remembered({key: unpack_mask(value) if key == "mask" else plain(value) for key, value in known.items()})
+    return state
+
+
+def read_group(saved: Mapping[str, object]) -> Group:
+    """A group from its saved form: not yet in a model. torch saves the mask that a config began with; the state has its own."""
+    return {str(key): plain(value) for key, value in saved.items() if key not in (*PLACE, "mask")}
