@@ -176,7 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.planning", description=__doc__, formatter_class=text)
     parser.add_argument("--ranks", type=int, default=1024, help="ranks of our own runs, a multiple of 16 (default: 1024)")
     parser.add_argument("--tensors", type=int, default=5000, help="tensors of every run (default: 5000)")
-    parser.add_argument("--boxes", type=int, default=320_000, help="the most boxes for torch's planner; 0 leaves it out")
+    parser.add_argument("--boxes", type=int, default=160_000, help="the most boxes for torch's planner; 0 leaves it out")
     parser.add_argument("--layout", choices=LAYOUTS, action="append", help="only this one; may be given again")
     asked = parser.parse_args()
     if asked.ranks < 2 * COLUMNS or asked.ranks % (2 * COLUMNS):

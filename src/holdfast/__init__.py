@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast import errors
+    from holdfast.api.compact import Compacted, compact
     from holdfast.api.convert import Conversion, convert
     from holdfast.api.diff import Diff, diff
     from holdfast.api.edit import edit
     from holdfast.api.open import open, read
+    from holdfast.api.package import package
+    from holdfast.api.prune import Pruned, prune
+    from holdfast.api.replace_weights import replace_weights
     from holdfast.api.save import Saved, save
     from holdfast.api.scan import ScanReport, scan
+    from holdfast.api.tie import Tied, tie
     from holdfast.api.verify import VerifyReport, verify
     from holdfast.core.box import Box
     from holdfast.core.checkpoint import Alias, Checkpoint
@@ -36,6 +41,7 @@ _WHERE = {
     "Box": "core.box",
     "Checkpoint": "core.checkpoint",
     "Chunk": "core.chunk",
+    "Compacted": "api.compact",
     "Composite": "core.composite",
     "Conversion": "api.convert",
     "DType": "core.dtype",
@@ -46,17 +52,24 @@ _WHERE = {
     "LazyTensor": "core.tensor",
     "Limits": "core.limits",
     "Opaque": "core.opaque",
+    "Pruned": "api.prune",
     "Saved": "api.save",
     "ScanReport": "api.scan",
     "Storage": "core.chunk",
+    "Tied": "api.tie",
     "VerifyReport": "api.verify",
+    "compact": "api.compact",
     "convert": "api.convert",
     "diff": "api.diff",
     "edit": "api.edit",
     "open": "api.open",
+    "package": "api.package",
+    "prune": "api.prune",
     "read": "api.open",
+    "replace_weights": "api.replace_weights",
     "save": "api.save",
     "scan": "api.scan",
+    "tie": "api.tie",
     "verify": "api.verify",
 }
 """The module of each public name."""
@@ -67,6 +80,7 @@ __all__ = [
     "Box",
     "Checkpoint",
     "Chunk",
+    "Compacted",
     "Composite",
     "Conversion",
     "DType",
@@ -77,18 +91,25 @@ __all__ = [
     "LazyTensor",
     "Limits",
     "Opaque",
+    "Pruned",
     "Saved",
     "ScanReport",
     "Storage",
+    "Tied",
     "VerifyReport",
+    "compact",
     "convert",
     "diff",
     "edit",
     "errors",
     "open",
+    "package",
+    "prune",
     "read",
+    "replace_weights",
     "save",
     "scan",
+    "tie",
     "verify",
 ]
 

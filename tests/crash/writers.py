@@ -22,6 +22,7 @@ from holdfast.api.save import write_plan
 from holdfast.api.state import describe_state
 from holdfast.api.targets import Options, format_for, plan_save
 from holdfast.engine.commit import DirectoryTransaction, FileTransaction
+from holdfast.formats.pt2.lay_out import lay_out_pt2, models_of
 from holdfast.plan.saves import SavePlan
 from holdfast.stores.files import Files
 from holdfast.torch.save import plan_object
@@ -133,6 +134,8 @@ def content(path: Path) -> bytes | Tree:
 def plan_of(path: str, version: int, format: str, split: int | None) -> SavePlan:
     if format == "torch.save":
         return plan_object({key: torch.from_numpy(np.array(value)) for key, value in state(version).items()}, Path(path).name)
+    if format == "pt2":
+        return lay_out_pt2(models_of(describe_state({"model": {key: np.asarray(value) for key, value in state(version).items()}})))
     options = Options(split)
     described = describe_state({key: np.asarray(value) for key, value in state(version).items()})
     return plan_save(path, described, format_for(path, format, options), options)
@@ -180,6 +183,7 @@ LIBRARY = [
     writer_of("safetensors", "safetensors", directory=False),
     writer_of("split", "safetensors", directory=True, split=8_000),
     writer_of("native", "native", directory=True),
+    writer_of("pt2", "pt2", directory=False),
 ]
 
 WRITERS = [*TOYS, *LIBRARY]

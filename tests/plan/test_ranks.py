@@ -108,12 +108,13 @@ def test_every_tensor_that_is_not_tiled_is_a_problem(world):
     assert bool(plan.writes) is (not wrong)
 
 
-@given(worlds(attempts()), st.integers(1, 40))
+@given(worlds(attempts() | tilings()), st.integers(1, 40))
 def test_slabs_make_no_difference(world, boxes):
     _, _, states = world
     whole = plan_ranks(states)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(survey, "SLAB_BOXES", boxes)
+        patch.setattr(survey, "SLAB_BOXES_A_RANK", 0)
         assert all_of(plan_ranks(states)) == all_of(whole)
 
 
@@ -186,7 +187,8 @@ def test_the_same_box_twice_on_one_rank():
 
 
 def test_out_of_bounds():
-    far = Box((1 << 62, 0), ((1 << 62) + (1 << 61), 2))
+    # Offset and size together do not fit 64 bits.
+    far = Box((1 << 62, 0), (1 << 63, 2))
     states = [rank_with(("w", *rows(8, (0, 8)))), rank_with(("w", *rows(8, (6, 9), (9, 9)))), rank_with(("w", (8, 2), [far]))]
     said = "'w': rank 1 has [6:9, 0:2], which is outside of (8, 2); 2 more of its boxes are"
     assert plan_ranks(states).problems == (said,)
@@ -279,6 +281,27 @@ def test_tied_on_some_ranks_only_is_stored_twice_and_noted(others, where):
     assert plan.notes == (f"'head' and 'embed' share memory on rank 0 but not on {where}, so both are stored",)
     assert {"head", "embed"} <= {name for r in range(len(plan.writes)) for name, _ in plan.boxes(r)}
     assert plan.nbytes.sum() == 3 * 8 * 2 * 4
+
+
+def test_tied_in_name_only():
+    tensors = [(("head", *rows(8, head)), ("embed", *rows(8, embed))) for head, embed in (((0, 3), (0, 4)), ((3, 8), (4, 8)))]
+    plan = plan_ranks([rank_with(*both, aliases=[("head", "embed")]) for both in tensors])
+    assert (plan.problems, plan.aliases) == ((), ())
+    assert plan.notes == ("'head' and 'embed' share memory nowhere in the same boxes, so both are stored",)
+    assert plan.nbytes.sum() == 2 * 8 * 2 * 4
+
+
+def test_slabs_share_their_sets_of_holders(monkeypatch):
+    # Four ranks in two pairs; every slab has boxes of both, in turns.
+    states = []
+    for rank in range(4):
+        part = 2 * (rank // 2)
+        states.append(rank_with(*((f"t{i}", *rows(4, (part, part + 2))) for i in range(40))))
+    whole = plan_ranks(states)
+    monkeypatch.setattr(survey, "SLAB_BOXES", 8)
+    monkeypatch.setattr(survey, "SLAB_BOXES_A_RANK", 0)
+    assert all_of(plan_ranks(states)) == all_of(whole)
+    assert whole.nbytes.tolist() == [20 * 2 * 2 * 4] * 4
 
 
 def test_ranks_that_know_tensors_of_fewer_dimensions():

@@ -86,7 +86,7 @@ def test_the_first_defect_is_that_of_a_painted_array(tensors):
 @given(st.lists(attempts(), max_size=5))
 def test_few_corners_at_a_time_make_no_difference(tensors):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiling, "MAX_CORNERS", 64)
+        patch.setattr(tiling, "MAX_CORNERS", 16)
         said = found_or_not(tensors)
     assert said == [first_defect(shape, boxes) is None for shape, boxes in tensors]
 
@@ -113,6 +113,19 @@ def test_a_pinwheel_tiles():
     boxes = [Box((0, 0), (1, 2)), Box((0, 2), (2, 3)), Box((2, 1), (3, 3)), Box((1, 0), (3, 1)), Box((1, 1), (2, 2))]
     assert found([((3, 3), boxes)]) == [None]
     assert found([((3, 3), boxes[:-1])]) == [((1, 1), False)]
+
+
+def test_two_cuts_that_look_like_a_chain():
+    # Half of the elements before each second box, as if one dimension were cut; but they overlap, and a corner is free.
+    assert found([((2, 2), [Box((0, 0), (1, 2)), Box((0, 1), (2, 2))])]) == [((0, 1), True)]
+    assert found([((2, 2), [Box((0, 0), (2, 1)), Box((1, 0), (2, 2))])]) == [((0, 1), False)]
+
+
+def test_more_corners_than_allowed_in_one_tensor():
+    quarters = [Box((i, j), (i + 1, j + 1)) for i in range(2) for j in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiling, "MAX_CORNERS", 8)
+        assert found_or_not([((2, 2), quarters), ((2, 2), quarters[1:]), ((2, 2), quarters)]) == [True, False, True]
 
 
 def test_no_boxes_at_all():

@@ -145,6 +145,15 @@ def test_what_cannot_be_is_refused(catalogue, header, columns):
         decode(raw(catalogue, header, columns))
 
 
+def test_columns_that_are_not_aligned_are_refused():
+    good = raw(CATALOGUE, HEADER, ints(0, 1, 3))
+    spaces = len(good) - 24 - len(good[:-24].rstrip(b" "))
+    assert 0 < spaces < 8
+    length = int.from_bytes(good[16:24], "little") - spaces
+    with pytest.raises(HeaderError):
+        decode(good[:16] + length.to_bytes(8, "little") + good[24 : -24 - spaces] + good[-24:])
+
+
 def test_half_a_surrogate_is_refused_before_it_travels():
     with pytest.raises(MetadataError):
         Catalogue(("\ud800",), ("int8",), ((1,),))

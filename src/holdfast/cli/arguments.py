@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.cli import reshard
+from holdfast.cli import compact, package, prune, reshard, stats, tie
 
 if TYPE_CHECKING:
     from holdfast.api.transform import Edits
@@ -196,6 +196,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_convert(_verb(verbs, "convert", "write a checkpoint in another format", CONVERT, CONVERT_EXAMPLES))
     _add_edit(_verb(verbs, "edit", "rename, drop, cast, set metadata", EDIT, EDIT_EXAMPLES))
     reshard.add_arguments(_verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", reshard.DESCRIPTION, reshard.EXAMPLES))
+    prune.add_arguments(_verb(verbs, "prune", "set weights to zero by rules", prune.DESCRIPTION, prune.EXAMPLES))
+    stats.add_arguments(_verb(verbs, "stats", "say what the numbers look like", stats.DESCRIPTION, stats.EXAMPLES))
+    package.add_arguments(_verb(verbs, "package", "several models in one checkpoint", package.DESCRIPTION, package.EXAMPLES))
+    tie.add_arguments(_verb(verbs, "tie", "find equal tensors, and store them once", tie.DESCRIPTION, tie.EXAMPLES))
+    compact.add_arguments(_verb(verbs, "compact", "drop bytes that no tensor reaches", compact.DESCRIPTION, compact.EXAMPLES))
     return whole
 
 
@@ -227,6 +232,7 @@ def _add_show(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("-d", "--depth", metavar="N", type=_positive, help="levels of the tree to show")
     verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
     verb.add_argument("--ranks", action="store_true", help="draw which file holds which part of each tensor")
+    verb.add_argument("--sparsity", action="store_true", help="where the zeros of each tensor are; reads them all")
     verb.add_argument("--json", action="store_true", help=JSON_HELP)
     verb.set_defaults(run=_run_show)
 
@@ -331,6 +337,10 @@ def _run_show(options: argparse.Namespace) -> int:
         from holdfast.cli.ranks import run as draw
 
         return draw(options.path, pattern=options.filter)
+    if options.sparsity:
+        from holdfast.cli.sparsity import run as look
+
+        return look(options.path, pattern=options.filter, everything=options.all, as_json=options.json)
     from holdfast.cli.show import run
 
     return run(options.path, pattern=options.filter, depth=options.depth, everything=options.all, as_json=options.json)

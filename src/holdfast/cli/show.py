@@ -100,6 +100,7 @@ def show_tree(
     yield from _aligned(rows)
     if len(rows) < wanted:
         yield [(f"… {wanted - len(rows):,} more lines: use --depth, --filter or --all", "dim")]
+    yield from _sharing(checkpoint, found)
     yield from _footer(checkpoint)
 
 
@@ -140,6 +141,30 @@ def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
     if root.kind in ("object", "module"):
         line.append((f"  {_plain_text(root.text)}", "foreign"))
     return line
+
+
+def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
+    """Which models of a package share how many bytes, and what that saves."""
+    models = list(checkpoint.tree) if isinstance(checkpoint.tree, dict) else []
+    if len(models) < 2 or ", ".join(map(str, models)) != checkpoint.metadata.get("models"):
+        return
+    groups: dict[tuple[str, ...], list[int]] = {}
+    # Of `a` and `a.b` the longer one is meant.
+    known = sorted(map(str, models), key=len, reverse=True)
+    for alias in found.aliases:
+        paths = [next((model for model in known if name.startswith(f"{model}.")), "") for name in alias.names]
+        together = tuple(dict.fromkeys(path for path in paths if path))
+        if len(together) > 1:
+            groups.setdefault(together, []).append(alias.storage.nbytes)
+    for together, sizes in sorted(groups.items(), key=lambda item: -sum(item[1]))[:10]:
+        names = " + ".join(_plain_text(model, 40) for model in together[:8]) + (", …" if len(together) > 8 else "")
+        saved = nbytes(sum(sizes) * (len(together) - 1))
+        yield [
+            (f"shared    {names}", "tie"),
+            (f"  {nbytes(sum(sizes))} in {plural(len(sizes), 'storage')}, which saves {saved}", "dim"),
+        ]
+    if len(groups) > 10:
+        yield [(f"shared    … {len(groups) - 10:,} more sets of models", "dim")]
 
 
 def _footer(checkpoint: Checkpoint) -> Iterator[Line]:

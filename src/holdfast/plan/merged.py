@@ -112,12 +112,12 @@ def agreed_aliases(held: Sequence[Held], merged: Merged) -> tuple[tuple[tuple[st
         for i in np.flatnonzero(has).tolist():
             (yes if same[i] and pairs[i] in declared else no)[i].append(rank)
     agreed = tuple(pair for i, pair in enumerate(pairs) if yes[i] and not no[i])
-    notes = tuple(
-        f"{name!r} and {base!r} share memory on {say_ranks(yes[i])} but not on {say_ranks(no[i])}, so both are stored"
-        for i, (name, base) in enumerate(pairs)
-        if yes[i] and no[i]
-    )
-    return agreed, notes
+    notes = []
+    for i, (name, base) in enumerate(pairs):
+        if no[i]:
+            where = f"on {say_ranks(yes[i])} but not on {say_ranks(no[i])}" if yes[i] else "nowhere in the same boxes"
+            notes.append(f"{name!r} and {base!r} share memory {where}, so both are stored")
+    return agreed, tuple(notes)
 
 
 def _compare(h: Held, names: Ints, bases: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:

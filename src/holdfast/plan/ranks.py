@@ -202,7 +202,7 @@ class _Found:
 
     def by_rank(self) -> list[Ints]:
         """For each rank the boxes that it writes, as it calls them and in the order of the slabs."""
-        if not self.writers:
+        if not self.writers or not len(self.loads):
             return [np.zeros(0, np.int64) for _ in self.loads]
         stops = np.cumsum(np.sum([np.bincount(w, minlength=len(self.loads)) for w in self.writers], axis=0, dtype=np.int64))
         sorted_boxes = np.empty(int(stops[-1]), np.int64)
@@ -231,7 +231,8 @@ class _Shared:
 def _grouped(parts: Sequence[Ints | Int32s], stops: Ints) -> Iterator[tuple[Ints, Ints]]:
     """Sort numbers, stably, that come in parts: the order of each part, and the places of what is so ordered among all.
 
-    `stops` is where each number ends among all. Part by part, because a sort that fits the processor's cache is several times as fast.
+    `stops` is where each number ends among all. Part by part, because a sort that fits the processor's cache is several times
+    as fast.
     """
     next_places = np.concatenate(([0], stops[:-1]))
     for numbers in parts:

@@ -32,6 +32,9 @@ Bools = npt.NDArray[np.bool_]
 SLAB_BOXES = 1 << 19
 """Boxes in one slab, unless one tensor has more. A column of 4 MiB is sorted in the processor's cache."""
 
+SLAB_BOXES_A_RANK = 256
+"""Or as many a rank, if that is more: a stretch that is worth the Python that fetches it."""
+
 SLAB_TENSORS = 1 << 16
 """numpy sorts 16-bit numbers in linear time."""
 
@@ -84,9 +87,10 @@ def cut_slabs(held: Sequence[Held], catalogue: Catalogue) -> Ints:
     for h in held:
         boxes += np.bincount(h.tensors, minlength=len(catalogue))
     counts = catalogue.extents.prod(axis=0)
+    room = max(SLAB_BOXES, SLAB_BOXES_A_RANK * len(held))
     edges, begin, width, count = [0], 0, 0, 0
     for t, (n, c) in enumerate(zip(boxes.tolist(), counts.tolist(), strict=True)):
-        if t > begin and (width + n > SLAB_BOXES or t - begin >= SLAB_TENSORS or count + c > SLAB_COUNT):
+        if t > begin and (width + n > room or t - begin >= SLAB_TENSORS or count + c > SLAB_COUNT):
             edges.append(t)
             begin, width, count = t, 0, 0
         width, count = width + n, count + c
@@ -107,7 +111,8 @@ def survey(held: Sequence[Held], catalogue: Catalogue, left_out: Bools) -> Itera
 def _gather(held: Sequence[Held], begins: Ints, stops: Ints, first: int, rank: int) -> _Boxes:
     present = np.flatnonzero(stops > begins)
     if not len(present):
-        return _Boxes(present, present.astype(np.int32), present.astype(np.int32), *(np.zeros((rank, 0), np.int64) for _ in range(2)))
+        none, no_columns = np.zeros(0, np.int32), np.zeros((rank, 0), np.int64)
+        return _Boxes(present, none, none, no_columns, no_columns)
     parts = [(held[r], a, b) for r, a, b in zip(present.tolist(), begins[present].tolist(), stops[present].tolist(), strict=True)]
     lengths = (stops - begins)[present]
     tensors = np.concatenate([h.tensors[a:b] for h, a, b in parts])
@@ -118,15 +123,17 @@ def _gather(held: Sequence[Held], begins: Ints, stops: Ints, first: int, rank: i
         if h.order is not None:
             boxes[end + a - b : end] = h.order[a:b]
     ranks = np.repeat(present.astype(np.int32), lengths)
-    offsets = np.concatenate([_filled(h.taken(h.state.offsets, a, b), rank, 0) for h, a, b in parts], axis=1)
-    sizes = np.concatenate([_filled(h.taken(h.state.sizes, a, b), rank, 1) for h, a, b in parts], axis=1)
+    if all(h.order is None and len(h.state.offsets) == rank for h, _, _ in parts):
+        offsets = np.concatenate([h.state.offsets[:, a:b] for h, a, b in parts], axis=1)
+        sizes = np.concatenate([h.state.sizes[:, a:b] for h, a, b in parts], axis=1)
+    else:
+        offsets = np.concatenate([_filled(h.taken(h.state.offsets, a, b), rank, 0) for h, a, b in parts], axis=1)
+        sizes = np.concatenate([_filled(h.taken(h.state.sizes, a, b), rank, 1) for h, a, b in parts], axis=1)
     return _Boxes(tensors, ranks, boxes.astype(np.int32), offsets, sizes)
 
 
 def _filled(columns: Ints, rank: int, value: int) -> Ints:
     """The columns of a rank that has no tensor of so many dimensions, with those added."""
-    if len(columns) == rank:
-        return columns
     return np.concatenate((columns, np.full((rank - len(columns), columns.shape[1]), value, np.int64)))
 
 
@@ -197,23 +204,14 @@ class _About:
             again = np.argsort(places, kind="stable")
             order, places = order[again], places[again]
         same = places[1:] == places[:-1]
-        if not same.any() or self._alike(boxes, order, same).all():
-            return order, same
-        # One start and different sizes: they overlap, which is a problem. To say so, those that are the same must be neighbours.
-        again = np.lexsort((*boxes.sizes[:, order], places))
-        order, places = order[again], places[again]
-        same = places[1:] == places[:-1]
-        same[same] = self._alike(boxes, order, same)
+        if same.any():
+            # One start and different sizes: they overlap, so it does not matter in which order they are.
+            one, other = order[:-1][same], order[1:][same]
+            alike = np.ones(len(one), np.bool_)
+            for sizes in boxes.sizes:
+                alike &= sizes[one] == sizes[other]
+            same[same] = alike
         return order, same
-
-    @staticmethod
-    def _alike(boxes: _Boxes, order: Ints, same: Bools) -> Bools:
-        """Whether those that have the same start as the one before have the same sizes."""
-        one, other = order[:-1][same], order[1:][same]
-        alike = np.ones(len(one), np.bool_)
-        for sizes in boxes.sizes:
-            alike &= sizes[one] == sizes[other]
-        return alike
 
     def _name(self, boxes: _Boxes, i: int) -> str:
         return repr(self.catalogue.names[self.first + int(boxes.tensors[i])])

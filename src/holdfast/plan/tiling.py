@@ -54,8 +54,8 @@ class Defect:
 def defects(extents: Ints, tensors: Ints, starts: Ints, sizes: Ints) -> list[Defect]:
     """What is wrong, a defect for each tensor that is not tiled, in the order of the tensors.
 
-    `extents` has a column for each tensor. The boxes are not empty, lie inside of their tensors, are all different, and are
-    sorted by tensor and then by their starts in C order; tensors are numbered as in `extents`.
+    `extents` has a column for each tensor. The boxes are not empty, lie inside of their tensors, are sorted by tensor and then by
+    their starts in C order, and no two neighbours are the same; tensors are numbered as in `extents`.
     """
     totals = _product(extents)
     if not len(tensors):

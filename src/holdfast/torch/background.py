@@ -104,18 +104,20 @@ def give_back() -> None:
 
 
 def versions(state: object) -> list[tuple[torch.Tensor, int]]:
-    """The plain tensors in a state, each with the count of changes that autograd keeps."""
+    """The tensors in a state, each with the count of changes that autograd keeps; of sharded ones also their local parts.
+
+    An operator on a DTensor counts for the DTensor, one on its local part for that. What torch 2.13 does to DTensors with one
+    kernel for many (`foreach`, `fused`) is not counted: a thread that steps such an optimizer while another saves is not noticed.
+    """
     found: list[tuple[torch.Tensor, int]] = []
-    for tensor in _tensors(state):
-        if is_sharded(tensor):
-            found += [(part.tensor, part.tensor._version) for part in shards_of(tensor).parts]
-        elif not tensor.is_inference():
-            found.append((tensor, tensor._version))
+    for leaf in _tensors(state):
+        parts = [part.tensor for part in shards_of(leaf).parts] if is_sharded(leaf) else []
+        found += [(t, t._version) for t in (leaf, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
     return found
 
 
-def _tensors(value: object) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
+def _tensors(value: object) -> Iterable[object]:
+    if isinstance(value, torch.Tensor) or is_sharded(value):
         yield value
     elif isinstance(value, Mapping):
         for inner in value.values():
@@ -139,7 +141,8 @@ def stage(written: list[Written], before: list[tuple[torch.Tensor, int]], path: 
     for one, place in zip(written, places, strict=True):
         tensor = one.tensor
         if tensor.dtype.packed or not tensor.nbytes:
-            staged.append(one)  # packed elements are few, and pass through numpy unpacked
+            # Packed elements are never in the caller's memory: numpy and torch have none, so they come from an open checkpoint.
+            staged.append(one)
             continue
         out = room[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
         by_source.setdefault(id(tensor.source), (tensor, []))[1].append(Request(tensor, out))
@@ -161,15 +164,20 @@ def begin(saving: ShardedSave) -> SaveHandle:
     _catch_sigterm()
 
     def run() -> None:
+        saved: SavedShards | None = None
+        failed: BaseException | None = None
         try:
-            handle._future.set_result(saving.write())
+            saved = saving.write()
         except BaseException as error:
-            handle._future.set_exception(error)
-        finally:
-            saving.close()
-            give_back()
-            if handle.durable:
-                _running.discard(handle)
+            failed = error
+        saving.close()
+        give_back()
+        # Last: whoever waits may end the process, for whose store the others may still have use, or save again.
+        if saved is not None:
+            handle._future.set_result(saved)
+            _running.discard(handle)
+        else:
+            handle._future.set_exception(failed)
 
     # No daemon: Python waits for it at the end of the program.
     threading.Thread(target=run, name="holdfast-save", daemon=False).start()

@@ -35,7 +35,7 @@ from holdfast.formats.native.manifest import (
 from holdfast.formats.safetensors.pieces import name_problem, plan_file
 from holdfast.plan.saves import FilePlan, Literal
 
-__all__ = ["FORMATS", "Catalogue", "RankFile", "Receipt", "StoredBox", "Written", "index_files", "is_part", "rank_files"]
+__all__ = ["FORMATS", "Contents", "RankFile", "Receipt", "StoredBox", "Written", "index_files", "is_part", "rank_files"]
 
 FORMATS = ("native", "safetensors", "dcp")
 SHARDING = "DCP_SHARDING_INFO"
@@ -76,7 +76,7 @@ class RankFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Catalogue:
+class Contents:
     """What the whole checkpoint holds, known to the rank that writes the index."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
@@ -165,21 +165,21 @@ class Receipt:
     """Each box with the CRC-32 of its bytes."""
 
 
-def index_files(format: str, catalogue: Catalogue, receipts: Sequence[Receipt]) -> list[FilePlan]:
+def index_files(format: str, contents: Contents, receipts: Sequence[Receipt]) -> list[FilePlan]:
     """What is written last: it makes the files a checkpoint."""
     if format == "native":
-        return _manifest(catalogue, receipts)
+        return _manifest(contents, receipts)
     if format == "dcp":
-        return [FilePlan(".metadata", (Literal(_dcp_metadata(catalogue, receipts)),))]
+        return [FilePlan(".metadata", (Literal(_dcp_metadata(contents, receipts)),))]
     return []
 
 
-def _manifest(catalogue: Catalogue, receipts: Sequence[Receipt]) -> list[FilePlan]:
-    chunks: dict[str, list[StoredChunk]] = {name: [] for name in catalogue.tensors}
+def _manifest(contents: Contents, receipts: Sequence[Receipt]) -> list[FilePlan]:
+    chunks: dict[str, list[StoredChunk]] = {name: [] for name in contents.tensors}
     whole: dict[str, str] = {}
     for number, receipt in enumerate(receipts):
         for box, crc in receipt.boxes:
-            _, shape = catalogue.tensors[box.name]
+            _, shape = contents.tensors[box.name]
             complete = tuple(box.stop) == tuple(shape)
             complete = complete and not any(box.start)
             if complete:
@@ -187,18 +187,18 @@ def _manifest(catalogue: Catalogue, receipts: Sequence[Receipt]) -> list[FilePla
             corners = (None, None) if complete else (box.start, box.stop)
             chunks[box.name].append(StoredChunk(number, (box.first, box.last), f"{crc:08x}", *corners))
     fields: dict[str, object] = {}
-    if catalogue.aliases:
-        fields["aliases"] = dict(catalogue.aliases)
-    if catalogue.tree is not None:
-        fields["tree"] = catalogue.tree
+    if contents.aliases:
+        fields["aliases"] = dict(contents.aliases)
+    if contents.tree is not None:
+        fields["tree"] = contents.tree
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
     tensors = {
         name: StoredTensor(dtype, shape, tuple(chunks[name]))
-        for name, (dtype, shape) in catalogue.tensors.items()
-        if name not in catalogue.aliases
+        for name, (dtype, shape) in contents.tensors.items()
+        if name not in contents.aliases
     }
     listed = tuple(DataFile(receipt.key, receipt.nbytes) for receipt in receipts)
-    raw = encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(catalogue.metadata), **rest))
+    raw = encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(contents.metadata), **rest))
     if len(raw) > Limits().index_nbytes:
         raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would have {len(raw):,} bytes"])
     plans = [FilePlan(MANIFEST, (Literal(raw),))]
@@ -209,7 +209,7 @@ def _manifest(catalogue: Catalogue, receipts: Sequence[Receipt]) -> list[FilePla
     return plans
 
 
-def _dcp_metadata(catalogue: Catalogue, receipts: Sequence[Receipt]) -> bytes:
+def _dcp_metadata(contents: Contents, receipts: Sequence[Receipt]) -> bytes:
     """The index of a DCP directory, of torch's own classes: no other pickle is understood by torch's reader."""
     import torch
     from torch.distributed.checkpoint import metadata as m
@@ -223,20 +223,20 @@ def _dcp_metadata(catalogue: Catalogue, receipts: Sequence[Receipt]) -> bytes:
     for receipt in receipts:
         for box, _ in receipt.boxes:
             info = _StorageInfo(receipt.key, box.first, box.last - box.first)
-            if box.name in catalogue.values:
+            if box.name in contents.values:
                 state[box.name] = m.BytesStorageMetadata()
                 storage[m.MetadataIndex(box.name)] = info
                 continue
-            dtype, shape = catalogue.tensors[box.name]
+            dtype, shape = contents.tensors[box.name]
             row = DTYPES.name(dtype)
             assert row is not None  # the plan's catalogue has checked it
             known = state.get(box.name)
             if not isinstance(known, m.TensorStorageMetadata):
-                properties = m.TensorProperties(dtype=torch_dtype(row), requires_grad=box.name in catalogue.grads)
+                properties = m.TensorProperties(dtype=torch_dtype(row), requires_grad=box.name in contents.grads)
                 known = state[box.name] = m.TensorStorageMetadata(properties, torch.Size(shape), [])
             start, sizes = torch.Size(box.start), torch.Size([b - a for a, b in zip(box.start, box.stop, strict=True)])
             storage[m.MetadataIndex(box.name, start, len(known.chunks))] = info
             known.chunks.append(m.ChunkStorageMetadata(start, sizes))
-    ordered = {name: state[name] for name in catalogue.paths if name in state}
-    planner = dict(catalogue.paths)
+    ordered = {name: state[name] for name in contents.paths if name in state}
+    planner = dict(contents.paths)
     return pickle.dumps(m.Metadata(ordered, planner, storage, m.StorageMeta(), version="1.0.0"))

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,14 +22,17 @@ from holdfast.api.open import open as open_checkpoint
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
+from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dotted
 from holdfast.errors import DoesNotFit, HoldfastError
+from holdfast.formats.dcp.lazy import Unread
 from holdfast.torch.fill import Fill, fill
 from holdfast.torch.group import DEADLINE, ranks_of
 from holdfast.torch.shards import is_sharded, shards_of
 from holdfast.torch.tensors import torch_dtype
+from holdfast.torch.tree import torch_tree
 
 __all__ = ["LoadedShards", "load_full", "load_sharded"]
 
@@ -98,11 +101,13 @@ def load_sharded(
     checkpoint: Checkpoint | None = None
     try:
         wanted = Wanted()
+        mapping: Mapping[str, object] = {}
         unexpected: list[str] = []
         problem: BaseException | None = None
         try:
             checkpoint = open_checkpoint(path, verify=verify, threads=threads)
-            _match(_mapping(state), checkpoint, wanted, cast=cast)
+            mapping = _mapping(state)
+            _match(mapping, checkpoint, wanted, cast=cast)
             unexpected = [name for name in checkpoint if name not in wanted.used]
             _check(wanted, unexpected, where, strict=strict)
         except Exception as error:
@@ -115,6 +120,9 @@ def load_sharded(
             fill(wanted.fills, progress)
             for put, value in wanted.put:
                 put(value)
+            for name, module in _extras(state):
+                if name in mapping:
+                    module.set_extra_state(mapping[name])
         except Exception as error:
             problem = error
         otherwise = "the load failed, and some tensors have been changed"
@@ -172,10 +180,45 @@ def _match(state: Mapping[str, object], checkpoint: Checkpoint, wanted: Wanted, 
         elif _has_tensors(found):
             wanted.mismatched[name] = f"the checkpoint has tensors here, and the state a {type(value).__name__}"
             wanted.used.update(n for n in checkpoint if n == name or n.startswith(f"{name}."))
+        elif _foreign(found := _read(found)):
+            wanted.mismatched[name] = f"an object that Holdfast does not build ({found!r:.80}); torch's own load does"
         else:
-            wanted.values[name] = found
+            wanted.values[name] = torch_tree(found, _no_tensor)
             if put is not None:
-                wanted.put.append((put, found))
+                wanted.put.append((put, wanted.values[name]))
+
+
+def _read(value: object) -> object:
+    """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now."""
+    match value:
+        case Unread():
+            return value.read()
+        case dict():
+            copy = value.copy()
+            copy.update({key: _read(inner) for key, inner in value.items()})
+            return copy
+        case list():
+            return [_read(inner) for inner in value]
+        case _:
+            return value
+
+
+def _foreign(value: object) -> bool:
+    """Whether there is a class in a value, or an object of one, that was not imported."""
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | frozenset) else ()
+    return isinstance(value, Opaque | Global) or any(map(_foreign, inside))
+
+
+def _no_tensor(value: LazyTensor | Composite) -> torch.Tensor:
+    raise AssertionError("values with tensors in them were sorted out before")
+
+
+def _extras(state: nn.Module | Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that keep state of their own making, and the names under which it stands."""
+    if isinstance(state, nn.Module):
+        for prefix, module in state.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                yield f"{prefix}._extra_state" if prefix else "_extra_state", module
 
 
 def _match_tensor(name: str, value: object, checkpoint: Checkpoint, wanted: Wanted, *, cast: bool) -> None:

@@ -28,13 +28,14 @@ from holdfast.engine.write import Progress, write_file
 from holdfast.errors import CannotHold, NotCommitted
 from holdfast.formats.safetensors.save import is_flat
 from holdfast.formats.tree_json import encode_tree
-from holdfast.plan.described import RankState
+from holdfast.plan.described import Catalogue, RankState
 from holdfast.plan.ranks import RankPlan, plan_ranks
 from holdfast.plan.wire import decode_all, encode
 from holdfast.stores.files import OsFiles
 from holdfast.torch.flat_state import FlatState, flatten
 from holdfast.torch.group import Ranks
-from holdfast.torch.rank_files import Catalogue, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
+from holdfast.torch.merged_trees import flat_tree, merge_trees
+from holdfast.torch.rank_files import Contents, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
 
 __all__ = ["SavedShards", "ShardedSave"]
 
@@ -115,7 +116,7 @@ class ShardedSave:
         self._transaction: DirectoryTransaction | None = None
         self._boxes: list[list[Place]] = []
         """On the first rank: what each one is to write."""
-        self._catalogue: Catalogue | None = None
+        self._contents: Contents | None = None
         self._folder = ""
         self._failed: Exception | None = None
         self.metadata: Mapping[str, str] = {}
@@ -250,7 +251,7 @@ class ShardedSave:
             decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]
         plan = plan_ranks(decoded)
         problems = list(plan.problems)
-        tree, problem = _one_tree(heads, values)
+        tree, problem = _one_tree(heads, decoded, values)
         problems += problem
         if problems:
             raise CannotHold("the ranks' states do not make one checkpoint", problems)
@@ -260,7 +261,7 @@ class ShardedSave:
         tensors = {n: (d, s) for n, d, s in zip(merged.names, merged.dtypes, merged.shapes, strict=True)}
         metadata = {key: text for head in reversed(heads) for key, text in head.metadata.items()}
         grads = frozenset(name for head in heads for name in head.grads)
-        self._catalogue = Catalogue(tensors, dict(plan.aliases), tree, metadata, names, paths, grads)
+        self._contents = Contents(tensors, dict(plan.aliases), tree, metadata, names, paths, grads)
         transaction = DirectoryTransaction(self.path, durable=self.durable, overwrite=self.overwrite, replaceable=is_part)
         transaction.__enter__()
         self._transaction = transaction
@@ -271,13 +272,13 @@ class ShardedSave:
         return [msgspec.msgpack.encode(task) for task in tasks]
 
     def _publish(self, messages: list[bytes]) -> list[bytes]:
-        folder, catalogue = self._transaction, self._catalogue
+        folder, contents = self._transaction, self._contents
         assert folder is not None
-        assert catalogue is not None
+        assert contents is not None
         receipts: list[Receipt] = []
         for rank, message in enumerate(messages):
             delivered = msgspec.msgpack.decode(message, type=list[Delivered])
-            found = sorted((b.name, b.start, b.stop) for file in delivered for b in file.boxes if b.name not in catalogue.values)
+            found = sorted((b.name, b.start, b.stop) for file in delivered for b in file.boxes if b.name not in contents.values)
             if found != sorted(self._boxes[rank]):
                 raise NotCommitted(f"rank {rank} did not write what was planned for it", file=self.path)
             for file in delivered:
@@ -286,7 +287,7 @@ class ShardedSave:
                 boxes = tuple((StoredBox(b.name, b.start, b.stop, b.first, b.last, ""), b.crc) for b in file.boxes)
                 receipts.append(Receipt(file.key, file.nbytes, boxes))
         folder.seal_data()
-        for index in index_files(self.format, catalogue, receipts):
+        for index in index_files(self.format, contents, receipts):
             write_file(index, folder.create(index.key))
         folder.commit()
         return [b""] * len(messages)
@@ -326,24 +327,19 @@ def _aliases(tensors: Mapping[str, LazyTensor]) -> list[tuple[str, str]]:
     return found
 
 
-def _one_tree(heads: Sequence[Description], values: str) -> tuple[object | None, list[str]]:
-    """The tree of all ranks: theirs, if they agree; plain mappings of which each has some keys are put together."""
-    problems: list[str] = []
-
-    def merge(one: object, other: object, at: str, rank: int) -> object:
-        if one == other:
-            return one
-        if isinstance(one, dict) and isinstance(other, dict) and "$" not in one and "$" not in other:
-            both = {k: merge(v, other[k], f"{at}.{k}" if at else k, rank) if k in other else v for k, v in one.items()}
-            return both | {k: v for k, v in other.items() if k not in one}
-        if values != "first":
-            problems.append(f"{at or 'the state'}: ranks 0 and {rank} have different values; pass values='first' to take rank 0's")
-        return one
-
-    trees = [None if head.tree is None else msgspec.json.decode(head.tree) for head in heads]
-    if all(tree is None for tree in trees):
+def _one_tree(heads: Sequence[Description], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
+    """The tree of all ranks, None where it is a plain dict of tensors; and what stands in the way."""
+    if all(head.tree is None for head in heads):
         return None, []
-    whole = trees[0]
-    for rank, tree in enumerate(trees[1:], 1):
-        whole = merge(whole, tree, "", rank)
-    return whole, problems
+    flat: dict[Catalogue, bytes] = {}
+    trees = []
+    for head, state in zip(heads, states, strict=True):
+        if head.tree is None and state.catalogue not in flat:
+            flat[state.catalogue] = msgspec.json.encode(flat_tree(state.catalogue.names))
+        trees.append(flat[state.catalogue] if head.tree is None else head.tree)
+    merged = merge_trees(trees)
+    problems = merged.problems() if values != "first" else []
+    lost = merged.lost(dict.fromkeys(name for state in dict.fromkeys(s.catalogue for s in states) for name in state.names))
+    if not problems:
+        problems = [f"{name}: it stands in a list or tuple of which the first rank has another one" for name in lost]
+    return merged.tree, problems

@@ -331,7 +331,8 @@ class Pt2Reader:
     def _payload(self, name: str, model: str, what: str) -> object:
         """What a `torch.save` in a record holds; None where there is no such record."""
         record = self._archive.get(name)
-        if record is None:
+        if record is None or not record.nbytes:
+            # torch writes no bytes for a program without sample inputs.
             return None
         with about(model, f"the {what}"):
             return self.payloads.value(record)

@@ -1,0 +1,215 @@
+"""`package`: the weights of several models in one checkpoint, each storage once.
+
+    holdfast.package("bundle.pt2", {"base": state, "tuned": "tuned.safetensors"})
+
+1. Every model is described, states in memory together, so that what they share is one storage. A file that is given twice is one.
+2. What files that copy each tensor say about shared storages is put back together (api/alias.py). With `deduplicate="content"`,
+   tensors that hold the same are tied as well (api/tie.py).
+3. The package is laid out: a `.pt2` of weights and no program, which Holdfast opens and stock torch refuses; or a native directory
+   with the names `<model>.<name>`. All that stands in the way is listed, by model and weight, before a file exists.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Literal
+
+from holdfast.api.alias import rejoin
+from holdfast.api.compact import weights_of
+from holdfast.api.open import open as open_checkpoint
+from holdfast.api.save import Saved, unchanged, write_plan
+from holdfast.api.state import MOST_VISITS, describe_state
+from holdfast.api.tie import changed, tie_state
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Source, State
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import name_tensors
+from holdfast.engine.write import Progress
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.formats.native.layout import lay_out_native
+from holdfast.formats.pt2.lay_out import Part, lay_out_pt2, models_of
+from holdfast.formats.torch.layout import archive_name
+from holdfast.plan.saves import SavePlan
+from holdfast.stores.local import LocalStore
+
+__all__ = ["Deduplicate", "package", "plan_package", "share_files"]
+
+Deduplicate = Literal["storage", "content"]
+
+CONSTANTS = "constants"
+"""Where the constants of a model stand in its tree, in a `.pt2` and in a state that is to be packaged from one."""
+
+
+def package(
+    path: str | os.PathLike[str],
+    models: Mapping[str, object],
+    *,
+    format: Literal["pt2", "native"] = "pt2",
+    deduplicate: Deduplicate = "storage",
+    overwrite: bool | None = None,
+    durable: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Save several models in one checkpoint, in which each storage is held once and every view is a view.
+
+    A model is a state (nested dicts of arrays, tensors, lazy tensors), a module, an open checkpoint, or the path of one. Parameters
+    are known by their type (`nn.Parameter`), or by what their file says. With `deduplicate="content"`, equal tensors are found
+    wherever they lie, compared byte by byte, and stored once.
+
+    Raises `CannotHold` with every problem, by model and weight; nothing is written then.
+    """
+    target = os.fspath(path)
+    with ExitStack() as stack:
+        described = _describe(models, stack, threads)
+        plan = plan_package(described, target, format=format, deduplicate=deduplicate, progress=progress)
+        return write_plan(
+            plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress,
+            before_commit=lambda: unchanged(described, target),
+        )  # fmt: skip
+
+
+def plan_package(
+    state: State, target: str, *, format: str = "pt2", deduplicate: str = "storage", progress: Progress | None = None
+) -> SavePlan:
+    """Lay out a package of a state `{model: state dict}`."""
+    if format not in ("pt2", "native"):
+        raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
+    if deduplicate not in ("storage", "content"):
+        raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
+    problems = _incomplete(state)
+    if problems:
+        raise CannotHold("some weights of this package are not all there", problems)
+    state = share_files(state)
+    notes: tuple[str, ...] = ()
+    if deduplicate == "content":
+        tied = tie_state(state, progress=progress)
+        state, notes = tied.state, tied.notes
+    if format == "native":
+        models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
+        plan = lay_out_native(replace(state, metadata={**state.metadata, "models": models}))
+    else:
+        rejoined = rejoin(state)
+        plan = lay_out_pt2(_parts(rejoined.state), name=archive_name(target))
+        notes += rejoined.notes
+    return replace(plan, notes=(*notes, *plan.notes))
+
+
+def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | None) -> State:
+    """All models as one state: those in memory together, so that they share what they share."""
+    if not isinstance(models, Mapping) or not models:
+        raise CannotHold("a package holds models by their names", ["there is no model"])
+    wrong = [f"{model!r} is no name for a model" for model in models if not isinstance(model, str) or not model]
+    if wrong:
+        raise CannotHold("a package holds models by their names", wrong)
+    opened: dict[str, Checkpoint] = {}
+    trees: dict[str, object] = {}
+    memory: dict[str, object] = {}
+    for model, value in models.items():
+        if isinstance(value, str | os.PathLike):
+            place = os.path.realpath(value)
+            if place not in opened:
+                opened[place] = stack.enter_context(open_checkpoint(value, threads=threads))
+            value = opened[place]
+        if isinstance(value, Checkpoint):
+            trees[model] = _tree_of(value)
+        elif isinstance(value, State):
+            trees[model] = value.tree
+        else:
+            memory[model] = _state_dict(value)
+    described = describe_state(memory).tree if memory else {}
+    trees |= described if isinstance(described, dict) else {}
+    tree = {model: trees[model] for model in models}
+    named = name_tensors(tree, Limits(), MOST_VISITS)
+    return State(tree, named.tensors, named.paths)
+
+
+def _state_dict(value: object) -> object:
+    """A module's state with its parameters told from its buffers; anything else as it is."""
+    state_dict = getattr(value, "state_dict", None)
+    return state_dict(keep_vars=True) if callable(state_dict) and not isinstance(value, Mapping) else value
+
+
+def _tree_of(checkpoint: Checkpoint) -> object:
+    """The tree of a checkpoint; of a package with one model its weights and constants, without its sample inputs."""
+    tree = describe_state(checkpoint).tree
+    if checkpoint.format != "pt2" or not isinstance(tree, dict):
+        return tree
+    models = weights_of(checkpoint, tree)
+    if len(models) != 1:
+        raise CannotHold(
+            "a model of a package is one state", [f"{checkpoint.path} holds the models {', '.join(models)}; extract one first"]
+        )
+    ((_, weights),) = models.items()
+    constants = tree.get(CONSTANTS)
+    return {**weights, CONSTANTS: constants} if isinstance(constants, dict) else weights
+
+
+def _parts(state: State) -> dict[str, Part]:
+    """The models, with their constants where those of a program belong."""
+    if not isinstance(state.tree, dict):
+        return models_of(state)
+    trees, constants = {}, {}
+    for model, tree in state.tree.items():
+        beside = tree.get(CONSTANTS) if isinstance(tree, dict) else None
+        apart = isinstance(beside, dict) and all(isinstance(value, LazyTensor) for value in beside.values())
+        trees[model] = {name: value for name, value in tree.items() if name != CONSTANTS} if apart else tree
+        constants[model] = beside if apart and isinstance(beside, dict) else {}
+    parts = models_of(replace(state, tree=trees))
+    problems = _two_dtypes({model: part.weights for model, part in parts.items()})
+    if problems:
+        raise CannotHold("models of this package share storages in ways that a pt2 archive cannot say", problems)
+    return {model: replace(part, constants=constants[model]) for model, part in parts.items()}
+
+
+def _incomplete(state: State) -> list[str]:
+    """Tensors of which there are only some elements, or none: a rank's own shards, the meta device."""
+    problems = []
+    for name, tensor in state.tensors.items():
+        here = sum(chunk.box.count for chunk in tensor.chunks)
+        if tensor.traits.meta:
+            problems.append(f"{name}: on the meta device it has no data")
+        elif here < math.prod(tensor.shape):
+            problems.append(f"{name}: {here:,} of {tensor.size:,} elements are here, and no member of its group has them all")
+    return problems
+
+
+def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Weights over one storage that disagree in dtype, each with the first that they disagree with."""
+    first: dict[object, tuple[str, LazyTensor]] = {}
+    problems = []
+    for model, weights in models.items():
+        for name, tensor in weights.items():
+            if not isinstance(tensor, LazyTensor) or len(tensor.chunks) != 1 or not tensor.size:
+                continue
+            storage = tensor.chunks[0].storage
+            place = (id(tensor.source), storage.key, storage.start, storage.nbytes)
+            other, earlier = first.setdefault(place, (f"{model}.{name}", tensor))
+            if earlier.dtype is not tensor.dtype:
+                problems.append(f"{model}.{name}: {tensor.dtype} over the storage of {other}, which is {earlier.dtype}")
+    return problems
+
+
+def share_files(state: State) -> State:
+    """A file that was opened several times is one source, so that its storages are the same."""
+    sources: dict[str, Source] = {}
+    known: dict[int, Source] = {}
+    for tensor in state.tensors.values():
+        source = tensor.source
+        if id(source) not in known:
+            store = source.store
+            place = os.path.realpath(store.name) if isinstance(store, LocalStore) else f"{id(source)}"
+            known[id(source)] = sources.setdefault(place, source)
+    if len(sources) == len(known):
+        return state
+
+    def change(tensor: LazyTensor) -> LazyTensor:
+        source = known.get(id(tensor.source), tensor.source)
+        return tensor if source is tensor.source else replace(tensor, source=source)
+
+    return changed(state, change)

@@ -1,0 +1,138 @@
+"""`holdfast stats`: least, largest, mean, deviation, norm and a histogram of each tensor.
+
+    layers.0.weight  bfloat16 [4096, 4096]  min -0.21  max 0.2  mean 1.2e-05  std 0.031  norm 127  zeros 12
+                     ▁▁▁▂▃▅▇█▇▅▃▂▁▁▁
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdfast.api.stats import TensorStats
+    from holdfast.cli.lines import Line
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "draw", "run"]
+
+DESCRIPTION = """\
+Say what the numbers of each tensor look like. Every tensor is read, in parallel and in bounded memory. NaN and infinities are
+counted and left out of everything else; the histogram goes from the least to the largest, its bars by their counts."""
+
+EXAMPLES = """\
+examples:
+  holdfast stats model.safetensors
+  holdfast stats model.pt -f '*.attn.*' --bins 64
+  holdfast stats model.pt --json | jq '.tensors[] | select(.nans > 0).name'
+"""
+
+BARS = " ▁▂▃▄▅▆▇█"
+PLAIN_BARS = " .:-=+*#@"
+
+ROWS = 200
+"""Tensors that are shown unless --all is given."""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """What the verb takes."""
+    verb.add_argument("path", metavar="PATH", type=Path, help="a checkpoint of any format")
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
+    verb.add_argument("--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none")
+    verb.add_argument("--threads", metavar="N", type=int, help="how many threads")
+    verb.add_argument("-a", "--all", action="store_true", help="every tensor")
+    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
+    verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/pruning.md)")
+    verb.set_defaults(run=run)
+
+
+def _bins(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) > 4096:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 4096")
+    return int(text)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command; returns its exit code."""
+    from holdfast.api.open import open as open_checkpoint
+    from holdfast.api.stats import measure
+    from holdfast.cli.lines import print_lines
+    from holdfast.cli.progress import bar
+    from holdfast.cli.show import matcher
+
+    wanted = matcher("*" if options.filter is None else options.filter)
+    with open_checkpoint(options.path, threads=1) as checkpoint:
+        tensors = [checkpoint[name] for name in checkpoint if wanted(name)]
+        total = sum(tensor.nbytes for tensor in tensors) * (2 if options.bins else 1)
+        with bar("Reading", total, quiet=options.quiet or options.json) as progress:
+            found = measure(tensors, bins=options.bins, threads=options.threads, progress=progress)
+        if options.json:
+            from holdfast.cli.document import print_json
+
+            print_json({"schema": 1, "path": checkpoint.path, "tensors": [_document(row) for row in found]})
+        else:
+            print_lines(lines(checkpoint.path, found, None if options.all else ROWS, _bars()))
+    return 0
+
+
+def lines(path: str, found: Sequence[TensorStats], most: int | None, bars: str) -> Iterator[Line]:
+    """What is printed."""
+    from holdfast.cli.text import clip, escape, plural, width
+
+    yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
+    shown = found[:most]
+    names = [escape(clip(row.name, 70)) for row in shown]
+    wide = max((width(name) for name in names), default=0)
+    for name, row in zip(names, shown, strict=True):
+        line: Line = [(name + " " * (wide - width(name)), "name"), (f"  {row.dtype} {list(row.shape)}", "dim")]
+        for label, value in (("min", row.minimum), ("max", row.maximum), ("mean", row.mean), ("std", row.std), ("norm", row.norm)):
+            line += [(f"  {label} ", "dim"), ("-" if value is None else f"{value:.4g}", "")]
+        for label, number in (("zeros", row.zeros), ("NaN", row.nans), ("inf", row.infinities)):
+            if number:
+                line.append((f"  {label} {number:,}", "dim" if label == "zeros" else "error"))
+        yield line
+        if row.histogram:
+            yield [(" " * (wide + 2), ""), (draw(row.histogram, bars), "size")]
+    if len(shown) < len(found):
+        yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]
+
+
+def draw(counts: Sequence[int], bars: str = BARS) -> str:
+    """A bar for each count; what is not zero is never drawn as nothing.
+
+    >>> draw([0, 1, 50, 100])
+    ' ▁▄█'
+    """
+    top = max(counts, default=0)
+    return "".join(bars[0] if not n else bars[max(1, n * (len(bars) - 1) // top)] for n in counts)
+
+
+def _bars() -> str:
+    from holdfast.cli.lines import guides
+
+    return BARS if guides()[0].startswith("├") else PLAIN_BARS
+
+
+def _document(row: TensorStats) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "dtype": row.dtype,
+        "shape": list(row.shape),
+        "size": row.size,
+        "min": _number(row.minimum),
+        "max": _number(row.maximum),
+        "mean": _number(row.mean),
+        "std": _number(row.std),
+        "norm": _number(row.norm),
+        "nans": row.nans,
+        "infinities": row.infinities,
+        "zeros": row.zeros,
+        "histogram": list(row.histogram),
+    }
+
+
+def _number(value: float | None) -> float | None:
+    """What is beyond float64, and with it beyond JSON, is null."""
+    return value if value is not None and math.isfinite(value) else None

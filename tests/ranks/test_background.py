@@ -1,0 +1,258 @@
+"""Saving while training goes on: the caller changes its tensors, begins another save, is killed politely, or just ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import holdfast
+from holdfast.stores.files import OsFiles
+from holdfast.torch import background, sharded_save
+from holdfast.torch.sharded import save_sharded
+from tests.ranks.endings import CONTENT
+from tests.ranks.pool import Pool, World, failures, good
+from tests.ranks.states import bits, check, sharded, state_of
+from tests.ranks.test_failures import instead
+from tests.ranks.test_kills import QUIET
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class Gate:
+    """Holds every write until it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+        self._write = sharded_save.write_file
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        assert self.opened.wait(30)
+        return self._write(*args, **kwargs)
+
+
+def change_afterwards(world: World, path: str, format: str) -> None:
+    gate = Gate()
+    state = state_of(world, nested=format != "safetensors")
+    tensors = _tensors(state)
+    with instead(sharded_save, "write_file", gate):
+        handle = save_sharded(path, state, group=world.group, format=format, block=False, durable=False)
+        assert handle.staged
+        assert not handle.durable
+        assert not handle.done()
+        assert "being written" in repr(handle)
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            torch.tensor([], dtype=torch.uint8).set_(local.untyped_storage()).zero_()
+        if format != "safetensors":
+            state["optim"]["param_groups"][0]["betas"].append(5)
+            state["optim"]["param_groups"].clear()
+        with pytest.raises(TimeoutError):
+            handle.wait(0.01)
+        assert not Path(path).exists()
+        gate.opened.set()
+        saved = handle.wait(30)
+    assert handle.durable
+    assert handle.done()
+    assert "durable" in repr(handle)
+    assert saved.path == path
+    assert Path(path).exists()
+
+
+def _tensors(state: object) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    inside = state.values() if isinstance(state, dict) else state if isinstance(state, list) else ()
+    return [tensor for value in inside for tensor in _tensors(value)]
+
+
+def load_and_check(world: World, path: str, nested: bool) -> None:
+    from holdfast.torch.sharded_load import load_sharded
+
+    state = state_of(world, nested=nested, blank=True)
+    load_sharded(path, state, group=world.group)
+    check(world, state, nested=nested)
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
+def test_the_caller_may_change_everything(pool: Pool, tmp_path: Path, format: str):
+    for size in (1, 3):
+        path = str(tmp_path / str(size))
+        good(pool.run(size, change_afterwards, path, format))
+        good(pool.run(2, load_and_check, path, format != "safetensors"))
+
+
+def tear(world: World, path: str, kind: str) -> None:
+    """On one rank a tensor changes while it is copied."""
+    rows = sharded(torch.ones(6, 5), world.mesh(), (Shard(0),))
+    state = {"rows": rows, "plain": torch.ones(40), "more": torch.ones(41), "most": torch.ones(42)}
+    before = background.Buffers.take
+
+    def take(self: object, nbytes: int) -> object:
+        if world.rank == 1:
+            {"sharded": rows, "local": rows.to_local(), "plain": state["plain"]}[kind].add_(1)
+        return before(self, nbytes)
+
+    with instead(background.Buffers, "take", take):
+        handle = save_sharded(path, state, group=world.group, block=False)
+    handle.wait(30)
+
+
+@pytest.mark.parametrize("kind", ["plain", "sharded", "local"])
+def test_a_torn_snapshot_is_an_error_everywhere(pool: Pool, tmp_path: Path, kind: str):
+    raised = failures(pool.run(3, tear, str(tmp_path / "step"), kind))
+    assert {one.kinds[0] for one in raised} == {"RanksFailed"}
+    assert len({one.text for one in raised}) == 1
+    assert "rank 1" in raised[0].text
+    assert "tensors were changed while they were copied" in raised[0].text
+    assert list(tmp_path.iterdir()) == []
+
+
+def two_saves(world: World, path: str, when_busy: str, busy_rank: int) -> str:
+    """A second save while the first is held up, on one rank only."""
+    gate = Gate()
+    state = {f"w{i}": torch.ones(20) for i in range(3)}
+    with instead(sharded_save, "write_file", gate if world.rank == busy_rank else sharded_save.write_file):
+        first = save_sharded(f"{path}1", state, group=world.group, block=False, durable=False)
+        if when_busy == "wait":
+            threading.Timer(1.4, gate.opened.set).start()
+        try:
+            started = time.monotonic()
+            second = save_sharded(
+                f"{path}2", state, group=world.group, block=False, durable=False, when_busy=when_busy, deadline=0.7
+            )
+            said = f"second after {'a while' if time.monotonic() - started > 1.0 else 'no time'}"
+            second.wait(30)
+        except holdfast.errors.RanksFailed as error:
+            said = str(error)
+        gate.opened.set()
+        first.wait(30)
+        # Nothing stands in the way of the next, as soon as `wait` has returned.
+        save_sharded(f"{path}3", state, group=world.group, durable=False, when_busy="refuse")
+    return said
+
+
+@pytest.mark.parametrize("busy_rank", [0, 1])
+def test_the_second_save_waits(pool: Pool, tmp_path: Path, busy_rank: int):
+    said = good(pool.run(2, two_saves, str(tmp_path / "step"), "wait", busy_rank))
+    assert said == ["second after a while"] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step1", "step2", "step3"]
+
+
+def test_the_second_save_is_refused(pool: Pool, tmp_path: Path):
+    said = good(pool.run(2, two_saves, str(tmp_path / "step"), "refuse", 0))
+    assert said[0] == said[1]
+    assert "another save is still being written" in said[0]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step1", "step3"]
+
+
+def collectives_meanwhile(world: World, path: str) -> float:
+    """The training's own collectives on the same group go on while the save is written."""
+    gate = Gate()
+    with instead(sharded_save, "write_file", gate):
+        handle = save_sharded(path, state_of(world), group=world.group, block=False, durable=False)
+        total = torch.ones(1)
+        for _ in range(20):
+            torch.distributed.all_reduce(total, group=world.group)
+        gate.opened.set()
+        for _ in range(20):
+            torch.distributed.all_reduce(total.fill_(1), group=world.group)
+        handle.wait(30)
+    return total.item()
+
+
+def test_collectives_of_the_training_are_not_met(pool: Pool, tmp_path: Path):
+    assert good(pool.run(3, collectives_meanwhile, str(tmp_path / "step"))) == [3.0] * 3
+
+
+def reuse(world: World, path: str) -> list[int]:
+    addresses = []
+    for i in range(3):
+        state = {"w": torch.full((1000,), float(i)), "v": torch.full((10,), float(i))}
+        handle = save_sharded(f"{path}{i}", state, group=world.group, block=False, durable=False)
+        assert handle.staged_nbytes >= 0
+        handle.wait(30)
+        addresses.append(background._buffers._room.__array_interface__["data"][0])
+    return addresses
+
+
+def test_buffers_are_used_again(pool: Pool, tmp_path: Path):
+    for addresses in good(pool.run(1, reuse, str(tmp_path / "step"))):
+        assert len(set(addresses)) == 1
+    for i in range(3):
+        with holdfast.open(tmp_path / f"step{i}") as ckpt:
+            assert set(ckpt["w"].numpy().tolist()) == {float(i)}
+
+
+def fail_later(world: World, path: str) -> None:
+    """The disk is full on one rank, after everybody has gone on."""
+
+    def refuse(self: OsFiles, descriptor: int, data: memoryview, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    state = {f"w{i}": torch.ones(20) for i in range(3)}
+    with instead(OsFiles, "pwrite", refuse if world.rank == 1 else OsFiles.pwrite):
+        handle = save_sharded(path, state, group=world.group, block=False)
+        while not handle.done():
+            time.sleep(0.01)
+    assert not handle.durable
+    assert "failed" in repr(handle)
+    handle.wait()
+
+
+def test_a_failure_in_the_background(pool: Pool, tmp_path: Path):
+    raised = failures(pool.run(3, fail_later, str(tmp_path / "step")))
+    assert {one.kinds[0] for one in raised} == {"RanksFailed"}
+    assert len({one.text for one in raised}) == 1
+    assert raised[0].facts["causes"].keys() == {1}
+    assert "the disk is full" in raised[0].text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, list[object]]]]:
+    folder = tmp_path_factory.mktemp("endings")
+    command = [sys.executable, "-m", "tests.ranks.endings", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | QUIET, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [
+        ("leave", 0),
+        ("leave_without_a_group", 0),
+        ("leave_before_the_other_has_heard", 0),
+        ("leave_with_an_error", 1),
+        ("be_asked_to_end", -signal.SIGTERM),
+        ("be_asked_with_a_handler", 0),
+    ],
+)
+def test_nothing_is_lost_at_the_end(endings, name: str, status: int):
+    folder, said = endings
+    assert [code for code, _ in said[name].values()] == [status] * len(said[name]), said[name]
+    with holdfast.open(folder / name / "step") as ckpt:
+        assert {name: ckpt[name].numpy().tobytes() for name in ckpt} == {name: bits(tensor) for name, tensor in CONTENT.items()}
+    assert not [p for p in (folder / name).iterdir() if p.name.endswith((".tmp", ".old"))]
+
+
+def test_a_failure_that_nobody_saw_is_told_at_the_end(endings):
+    folder, said = endings
+    code, words = said["fail_unseen"]["0"]
+    assert code == 0
+    assert f"the save to {folder / 'fail_unseen' / 'step'} failed" in words
+    assert "the disk is full" in words
+    code, words = said["fail_seen"]["0"]
+    assert (code, words) == (0, "seen\n")
+    for name in ("fail_unseen", "fail_seen"):
+        assert not (folder / name / "step").exists()

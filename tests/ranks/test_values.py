@@ -1,0 +1,157 @@
+"""What is no tensor: it passes through both formats that hold it, becomes torch's own again, and is collected from all ranks."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from holdfast.core.limits import Limits
+from holdfast.errors import RanksFailed
+from holdfast.formats.dcp import values as dcp_values
+from holdfast.torch.merged_trees import flat_tree, merge_trees
+from holdfast.torch.sharded import save_sharded
+from holdfast.torch.sharded_load import load_full, load_sharded
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
+
+VALUES = {
+    "dtype": torch.bfloat16,
+    "size": torch.Size([2, 3]),
+    "device": torch.device("cpu"),
+    "complex": 1 + 2j,
+    "raw": b"\x00\xff",
+    "members": {1, "two"},
+    "pair": (1, [2.5, None]),
+    "deep": {"er": [{"x": 1}, {"x": "γ"}], "empty": {}, "list": []},
+}
+
+
+def blank(value: object) -> object:
+    return {key: blank(inner) for key, inner in value.items()} if isinstance(value, dict) and value else None
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_values_come_back_as_torch_knows_them(tmp_path: Path, format: str):
+    save_sharded(tmp_path / "step", {"w": torch.ones(2), **VALUES}, format=format)
+    state = {"w": torch.zeros(2), **blank(VALUES)}
+    loaded = load_sharded(tmp_path / "step", state)
+    assert state.pop("w").tolist() == [1, 1]
+    assert state == VALUES
+    assert [type(state[name]) for name in VALUES] == [type(value) for value in VALUES.values()]
+    assert loaded.values["size"] == torch.Size([2, 3])
+    whole = load_full(tmp_path / "step")
+    del whole["w"]
+    assert whole == VALUES
+
+
+def test_torch_reads_them_as_well(tmp_path: Path):
+    save_sharded(tmp_path / "step", {"w": torch.ones(2), **VALUES}, format="dcp")
+    state = {"w": torch.zeros(2), **VALUES, "size": None, "pair": None, "members": None}
+    dcp.load(state, checkpoint_id=tmp_path / "step")
+    assert state.pop("w").tolist() == [1, 1]
+    assert state == VALUES
+
+
+class Counting(nn.Module):
+    """Has state that is no tensor, and makes it anew whenever it is asked."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linear, self.count = nn.Linear(2, 2), count
+
+    def get_extra_state(self) -> object:
+        return {"count": self.count, "list": [self.count]}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_extra_state_of_modules(tmp_path: Path, format: str):
+    saved, filled = nn.Sequential(Counting(3)), nn.Sequential(Counting(5))
+    save_sharded(tmp_path / "step", saved, format=format)
+    load_sharded(tmp_path / "step", filled)
+    assert filled[0].count == 3
+    assert torch.equal(filled[0].linear.weight, saved[0].linear.weight)
+    assert filled[0].linear.weight.requires_grad
+
+
+def test_values_that_were_too_many_to_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save_sharded(tmp_path / "step", {"w": torch.ones(2), **VALUES}, format="dcp")
+    monkeypatch.setattr(dcp_values, "EAGER_ITEMS", 0)
+    state = {"w": torch.zeros(2), **blank(VALUES)}
+    load_sharded(tmp_path / "step", state)
+    del state["w"]
+    assert state == VALUES
+
+
+def test_objects_that_are_not_built(tmp_path: Path):
+    dcp.save({"w": torch.ones(2), "path": tmp_path, "kind": Limits, "one": (1, [Limits()])}, checkpoint_id=tmp_path / "step")
+    state = {"w": torch.zeros(2), "kind": None, "one": None}
+    with pytest.raises(RanksFailed) as caught:
+        load_sharded(tmp_path / "step", state)
+    for name in ("kind", "one"):
+        assert f"{name}: an object that Holdfast does not build" in str(caught.value)
+    assert state["w"].tolist() == [0, 0]
+    del state["kind"], state["one"]
+    load_sharded(tmp_path / "step", state)
+    assert state["w"].tolist() == [1, 1]
+
+
+def test_gradients_are_remembered(tmp_path: Path):
+    import holdfast
+
+    for format in ("native", "dcp"):
+        save_sharded(tmp_path / format, {"w": torch.ones(2, requires_grad=True), "v": torch.ones(2)}, format=format)
+        with holdfast.open(tmp_path / format) as ckpt:
+            assert (ckpt["w"].traits.requires_grad, ckpt["v"].traits.requires_grad) == (True, False)
+
+
+# One tree from those of all ranks.
+
+
+def merged(*trees: object) -> tuple[object, dict[str, list[int]]]:
+    found = merge_trees([msgspec.json.encode(tree) for tree in trees])
+    return found.tree, found.differ
+
+
+def test_trees_are_put_together():
+    assert merged({"a": 1}, {"a": 1}, {"b": 2}) == ({"a": 1, "b": 2}, {})
+    assert merged({"a": {"x": 1}}, {"a": {"y": [1]}}) == ({"a": {"x": 1, "y": [1]}}, {})
+    assert merged({"l": [{"x": 1}, 2]}, {"l": [{"y": 1}, 2]}) == ({"l": [{"x": 1, "y": 1}, 2]}, {})
+    numbers = {"$": "dict", "items": [[1, "one"]]}
+    assert merged({}, numbers) == (numbers, {})
+    assert merged(numbers, {"a": 2}) == ({"$": "dict", "items": [[1, "one"], ["a", 2]]}, {})
+    ordered = [{"$": "ordered_dict", "entries": {key: 1}, "metadata": {key: {"version": 1}}} for key in "ab"]
+    both = {"$": "ordered_dict", "entries": {"a": 1, "b": 1}, "metadata": {"a": {"version": 1}, "b": {"version": 1}}}
+    assert merged(*ordered) == (both, {})
+
+
+def test_trees_that_differ():
+    assert merged({"a": 1}, {"a": 2}, {"a": 1}, {"a": 2}) == ({"a": 1}, {"a": [1, 3]})
+    assert merged({"a": 1}, {"a": True})[1] == {"a": [1]}, "equal in Python, and not the same"
+    assert merged({"a": [1]}, {"a": [1, 2]})[1] == {"a": [1]}
+    assert merged({"a": {"b": 1}}, {"a": [1]})[1] == {"a": [1]}
+    assert merged({"$": "ordered_dict", "entries": {}}, {})[1] == {"": [1]}
+    said = merge_trees([b'{"a":{"b":1}}', b'{"a":{"b":2}}', b'{"a":{"b":2}}']).problems()
+    assert said == ["a.b: ranks 1 and 2 have another value than the first rank; pass values='first' to take that"]
+
+
+def test_tensors_without_a_place():
+    tree = msgspec.json.encode(flat_tree(["a", "b"]))
+    assert merge_trees([tree]).lost(["a", "b", "c"]) == ["c"]
+    assert flat_tree(["$a"]) == {"$": "dict", "entries": {"$a": {"$": "tensor", "name": "$a"}}}
+
+
+def test_an_ordered_dict_stays_one(tmp_path: Path):
+    state = OrderedDict(b=torch.ones(1), a=2)
+    save_sharded(tmp_path / "step", state)
+    whole = load_full(tmp_path / "step")
+    assert type(whole) is OrderedDict
+    assert list(whole) == ["b", "a"]
