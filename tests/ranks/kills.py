@@ -242,7 +242,6 @@ def _run_slot(slot: Path, kills: int, seed: int) -> list[dict[str, object]]:
 def main(folder: str, kills: int, width: int, seed: int) -> list[dict[str, object]]:
     """So many deaths, in `width` folders at a time."""
     gc.freeze()  # or every fork would copy what the collector looks at
-    gc.freeze()  # or every fork would copy what the collector looks at
     room = Path(folder) / "rooms"
     room.mkdir()
     slots = [Path(folder) / "slots" / f"slot{i}" for i in range(width)]
