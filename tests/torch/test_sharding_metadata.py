@@ -153,7 +153,7 @@ def test_a_name_that_is_no_dtype_is_refused(dtype):
 
 
 @pytest.mark.parametrize("convert", [to_torch, from_torch])
-@pytest.mark.parametrize("value", [3, "text", None, object()], ids=repr)
+@pytest.mark.parametrize("value", [3, "text", None, object()], ids=lambda value: type(value).__name__)
 def test_what_is_neither_is_a_type_error(convert, value):
     with pytest.raises(TypeError):
         convert(value)

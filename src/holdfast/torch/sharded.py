@@ -39,8 +39,8 @@ def save_sharded(
     Plain tensors are taken as replicated and written once, spread over the ranks by bytes; of DTensors, ShardedTensors and
     LocalShardsWrappers every rank writes what it has. Mappings of which each rank has some keys, such as pipeline stages, are put
     together; values that are no tensors must be the same on all ranks that have them (`values="first"` takes those of the first).
-    Raises `RanksFailed` on every rank where anything went wrong on one; a rank that shows no sign of life for `deadline` seconds, or
-    does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
+    Raises `RanksFailed` on every rank where anything went wrong on one; a rank that shows no sign of life for `deadline` seconds,
+    or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
 
     With `block=False` it returns when what this rank writes has been copied: a `SaveHandle`, whose `wait()` comes back when the
     checkpoint is there. A second save waits for the first, or is refused on all ranks (`when_busy`).
