@@ -23,7 +23,7 @@ CLASSES = theirs.__all__
 
 TORCH_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
 TORCH_LAYOUTS = [value for value in vars(torch).values() if isinstance(value, torch.layout)]
-TORCH_FORMATS = {value for value in vars(torch).values() if isinstance(value, torch.memory_format)}
+TORCH_FORMATS = sorted({value for value in vars(torch).values() if isinstance(value, torch.memory_format)}, key=str)
 
 
 # The same classes on both sides.
