@@ -2,6 +2,7 @@
 #
 #   make demo     install the light package (no torch) and watch it work          under a minute
 #   make test     lint, types, architecture and all tests, beside torch           under ten minutes
+#   make test-all every case of the tests that `make test` samples: a thousand attacks, each in three ways
 #   make check    lint, types and architecture only
 #   make bench    the benchmarks, as ratios against torch and safetensors
 #   make golden   write the golden files again, with torch and safetensors
@@ -19,7 +20,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint types architecture bench golden clean
+.PHONY: help demo test test-all check lint types architecture bench golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -29,7 +30,11 @@ demo: $(LIGHT)
 
 test: check
 	@echo "== tests"
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --ignore tests/test_architecture.py $(ARGS)
+
+test-all: check
+	@echo "== tests, every case"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --exhaustive $(ARGS)
 
 check: lint types architecture
 
