@@ -29,6 +29,10 @@ REPEATED = {
 """Tests whose every case is asked more elsewhere: `test_attack` opens all attacks, and all writers crash in the model."""
 
 
+LONGEST = {"test_every_header_byte_flipped[training.pt]", "test_memory[walk-list-shared-many-times]"}
+"""Half a minute each, and their neighbours ask the same."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--exhaustive", action="store_true", help="every case of the tests that are sampled otherwise")
 
@@ -38,6 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
 
     def left_out(item: pytest.Item) -> bool:
+        if item.name in LONGEST:
+            return True
         place = REPEATED.get(getattr(item, "originalname", ""))
         if place is None or not item.nodeid.startswith(place) or "bomb" in item.name:
             return False
