@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
-from collections import Counter, OrderedDict
+import importlib
 from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
@@ -22,26 +21,24 @@ REBUILDS = (
     "nested_tensor", "wrapper_subclass", "device_tensor_from_numpy", "device_tensor_from_cpu_tensor",
 )  # fmt: skip
 
+SINGLE = (
+    *("collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex"),
+    *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"),
+    *("torch.storage.TypedStorage", "torch.storage.UntypedStorage", "torch._tensor._rebuild_from_type_v2"),
+)
+"""Names that are no part of a family (FORMATS 3.2). Each stands for what Python has under it."""
+
+
+def _named(full: str) -> object:
+    """What a name of ours stands for; never one that a file gave."""
+    module, _, name = full.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
 
 @cache
 def default_globals() -> Mapping[str, object]:
     """The names that a `weights_only` load knows without being told, each with what it stands for."""
-    found: dict[str, object] = {
-        "collections.OrderedDict": OrderedDict,
-        "collections.Counter": Counter,
-        "torch.nn.parameter.Parameter": torch.nn.Parameter,
-        "torch.serialization._get_layout": torch.serialization._get_layout,
-        "torch.Size": torch.Size,
-        "torch.Tensor": torch.Tensor,
-        "torch.device": torch.device,
-        "_codecs.encode": codecs.encode,
-        "builtins.bytearray": bytearray,
-        "builtins.set": set,
-        "builtins.complex": complex,
-        "torch.storage.TypedStorage": torch.storage.TypedStorage,
-        "torch.storage.UntypedStorage": torch.UntypedStorage,
-        "torch._tensor._rebuild_from_type_v2": torch._tensor._rebuild_from_type_v2,
-    }
+    found = {name: _named(name) for name in SINGLE}
     found |= {f"torch._utils._rebuild_{name}": getattr(torch._utils, f"_rebuild_{name}") for name in REBUILDS}
     found |= {f"torch.{name}": getattr(torch, name) for name in QSCHEMES}
     for row in DTYPES.rows:

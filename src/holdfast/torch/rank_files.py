@@ -32,13 +32,13 @@ from holdfast.formats.native.manifest import (
     StoredTensor,
     encode_manifest,
 )
+from holdfast.formats.native.split import sharding_texts
 from holdfast.formats.safetensors.pieces import name_problem, plan_file
 from holdfast.plan.saves import FilePlan, Literal
 
 __all__ = ["FORMATS", "Contents", "RankFile", "Receipt", "StoredBox", "Written", "index_files", "is_part", "rank_files"]
 
 FORMATS = ("native", "safetensors", "dcp")
-SHARDING = "DCP_SHARDING_INFO"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ def _safetensors_file(key: str, ones: Sequence[Written], metadata: Mapping[str, 
         raise CannotHold("safetensors files cannot hold this state", problems)
     texts = dict(metadata)
     if strict or any(one.box.shape != one.shape for one in ones):
-        texts |= {"DCP_VERSION": "1.0", SHARDING: json.dumps({o.name: {"saved_offsets": list(o.box.start)} for o in ones})}
+        texts |= sharding_texts({one.name: one.box for one in ones})
     layout = plan_file(key, [carried(one.name, one.tensor) for one in ones], texts, {})
     boxes = tuple(
         StoredBox(one.name, one.box.start, one.box.stop, *layout.places[one.name], one.name if one.tensor.nbytes else "")

@@ -33,11 +33,11 @@ from holdfast.formats.native.manifest import (
 from holdfast.formats.recorded import PAIRS, sharing_fields
 from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, plan_file
 from holdfast.formats.safetensors.save import index_file, is_flat, metadata_problems
-from holdfast.formats.sharing import find_sharing
+from holdfast.formats.sharing import Sharing, find_sharing
 from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.saves import FilePlan, Late, SavePlan
 
-__all__ = ["SHARD_NBYTES", "carried", "lay_out_native"]
+__all__ = ["SHARD_NBYTES", "carried", "lay_out_native", "what_is_kept"]
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
@@ -51,17 +51,7 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None) -> SavePl
 
     Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
     """
-    sharing = find_sharing(state.tensors)
-    problems = metadata_problems(state)
-    notes = sharing.notes()
-    fields = sharing_fields(sharing)
-    if not is_flat(state):
-        encoded = encode_tree(state.tree, state.paths)
-        problems += encoded.problems
-        notes += encoded.notes
-        fields["tree"] = encoded.value
-    if problems:
-        raise CannotHold("a native checkpoint cannot hold this state", list(dict.fromkeys(problems)))
+    sharing, fields, notes = what_is_kept(state)
     pieces = [carried(name, tensor) for name, tensor in sharing.written.items()]
     shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
     files = [
@@ -73,6 +63,25 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None) -> SavePl
         raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would be longer than {most:,} bytes"])
     index = (index_file(INDEX, files, {}), manifest)
     return SavePlan("native", tuple(file.plan for file in files), tuple(notes), directory=True, index=index)
+
+
+def what_is_kept(state: State) -> tuple[Sharing, dict[str, object], list[str]]:
+    """What is written once, what the manifest says beside the tensors, and what a person should know.
+
+    Raises `CannotHold` with everything that has no place in a native checkpoint.
+    """
+    sharing = find_sharing(state.tensors)
+    problems = metadata_problems(state)
+    notes = sharing.notes()
+    fields = sharing_fields(sharing)
+    if not is_flat(state):
+        encoded = encode_tree(state.tree, state.paths)
+        problems += encoded.problems
+        notes += encoded.notes
+        fields["tree"] = encoded.value
+    if problems:
+        raise CannotHold("a native checkpoint cannot hold this state", list(dict.fromkeys(problems)))
+    return sharing, fields, notes
 
 
 def carried(name: str, tensor: LazyTensor) -> Piece:

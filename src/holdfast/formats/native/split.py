@@ -14,8 +14,7 @@ import msgspec
 
 from holdfast.core.box import Box
 from holdfast.core.protocols import State
-from holdfast.errors import CannotHold
-from holdfast.formats.native.layout import carried
+from holdfast.formats.native.layout import carried, what_is_kept
 from holdfast.formats.native.manifest import (
     FORMAT,
     MANIFEST,
@@ -26,11 +25,7 @@ from holdfast.formats.native.manifest import (
     StoredTensor,
     encode_manifest,
 )
-from holdfast.formats.recorded import sharing_fields
 from holdfast.formats.safetensors.pieces import FileLayout, plan_file
-from holdfast.formats.safetensors.save import is_flat, metadata_problems
-from holdfast.formats.sharing import find_sharing
-from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.saves import FilePlan, Late, SavePlan
 
 __all__ = ["SHARDING_INFO", "lay_out_split", "sharding_texts"]
@@ -50,17 +45,7 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
 
     Tensors that share memory are stored once, under the first of their names; boxes of the others are left out.
     """
-    sharing = find_sharing(state.tensors)
-    problems = metadata_problems(state)
-    notes = sharing.notes()
-    fields = sharing_fields(sharing)
-    if not is_flat(state):
-        encoded = encode_tree(state.tree, state.paths)
-        problems += encoded.problems
-        notes += encoded.notes
-        fields["tree"] = encoded.value
-    if problems:
-        raise CannotHold("a native checkpoint cannot hold this state", list(dict.fromkeys(problems)))
+    sharing, fields, notes = what_is_kept(state)
     written = sharing.written
     files = []
     for rank, boxes in enumerate(parts):
