@@ -4,7 +4,7 @@ A case is one of four kinds:
 
     Race    ours and a peer do the same job; the outcome is the ratio of their times, with a target
     Bound   ours alone; measured quantities (bytes read, memory) that must not pass their limits
-    Count   ours alone; quantities without a limit, beside a Race
+    Count   ours alone; quantities that it counts itself, with limits or without
     Start   programs that are started from nothing (`python -c "import …"`); wall time, with a peer or alone
 
 1. The case's files are made, and read once so that the page cache holds them for both sides.
@@ -125,12 +125,14 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Quantities of a job, for the record: nothing is promised."""
+    """Quantities of a job, for the record; something is promised of those that have a limit."""
 
     name: str
     title: str
     file: Recipe
     ours: Callable[[Path], Mapping[str, int]]
+    most: Mapping[str, int] = field(default_factory=dict)
+    least: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +204,10 @@ def run_case(case: Case, files: Files, rounds: int) -> Outcome:
                 return _bound(case, files)
             case Count():
                 counted = case.ours(files.get(case.file))
-                return Outcome(case.name, case.title, quantities={"ours": counted})
+                small = all(counted[quantity] <= most for quantity, most in case.most.items())
+                large = all(counted[quantity] >= least for quantity, least in case.least.items())
+                met = small and large if case.most or case.least else None
+                return Outcome(case.name, case.title, quantities={"ours": counted}, met=met)
             case Start():
                 return _start(case, files, rounds)
     except Skipped as why:

@@ -8,6 +8,7 @@ from pathlib import Path
 from benchmarks import files
 from benchmarks.board import Bound, Case, Count, Race, Start
 from benchmarks.saving import SAVING
+from benchmarks.sparse import SPARSE
 from benchmarks.torch_io import TORCH_IO
 
 __all__ = ["CASES"]
@@ -327,4 +328,5 @@ CASES: tuple[Case, ...] = (
     Start("cli-show", "`holdfast show small.pt`", {"ours": (HOLDFAST, "show", "{file}")}, 0.3, files.small_pt),
     *SAVING,
     *TORCH_IO,
+    *SPARSE,
 )

@@ -98,6 +98,9 @@ def _beside(outcome: Outcome) -> str:
         said.append(f"memory ≤ {_size(int(outcome.limits['peak_nbytes']))}")
     elif "megabytes_per_second" in measured:
         said.append(f"{measured['megabytes_per_second']:,} MB/s")
+    elif "stored_permille" in measured:
+        rates = (measured["pack_megabytes_per_second"], measured["unpack_megabytes_per_second"])
+        said.append(f"{measured['stored_permille'] / 10:.1f}% stored, {rates[0]:,} MB/s packed, {rates[1]:,} MB/s unpacked")
     elif "wanted_nbytes" in measured:
         said.append(f"{measured['reads']:,} reads, {measured['read_nbytes']:,} B for {measured['wanted_nbytes']:,} wanted")
     for label, times in list(outcome.times.items())[2:]:

@@ -137,6 +137,7 @@ def test_constants_of_a_package_stay_constants(tmp_path):
         ({"a": 5}, "a: a int"),
         ({"a/b": {"w": np.ones(2)}}, "'a/b' is no name"),
         ({3: {"w": np.ones(2)}}, "3 is no name"),
+        ({"a": {"w": np.ones(2)}, "A": {"w": np.ones(2)}}, "'A' and 'a' are one name"),
         ({"a": {"w": torch.ones(2, device="meta")}}, "a.w: on the meta device"),
         ({"a": {"w": torch.eye(3).to_sparse()}}, "a.w: a Composite"),
     ],

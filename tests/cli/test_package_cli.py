@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import numpy as np
@@ -104,3 +105,94 @@ def test_compact(run, tmp_path):
     assert (tmp_path / "b.pt").stat().st_size < 2000
     assert run("compact", tmp_path / "a.pt", "-q")[:2] == (0, "")
     assert (tmp_path / "a.pt").stat().st_size < 2000
+
+
+WRITTEN = {"schema", "target", "format", "done", "write_nbytes", "files", "free_nbytes", "notes", "seconds"}
+"""What the documents of all three verbs have."""
+
+
+def documents(run, *arguments):
+    """What a verb says it would do, and what it says it did; nothing may be there in between."""
+    target = arguments[-1]
+    code, out, err = run(*arguments, "--json", "--dry-run")
+    assert (code, err) == (0, "")
+    assert not target.exists()
+    code, again, err = run(*arguments, "--json")
+    assert (code, err) == (0, "")
+    planned, done = json.loads(out), json.loads(again)
+    assert (planned["done"], planned["seconds"], done["done"]) == (False, None, True)
+    assert set(planned) == set(done) >= WRITTEN
+    assert {k: v for k, v in planned.items() if k not in ("done", "seconds", "free_nbytes")} == {
+        k: v for k, v in done.items() if k not in ("done", "seconds", "free_nbytes")
+    }
+    assert done["write_nbytes"] == sum(file["nbytes"] for file in done["files"]) == size(target)
+    return done
+
+
+def size(path):
+    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
+
+
+@pytest.mark.parametrize(("name", "format"), [("p.pt2", "pt2"), ("p", "native")])
+def test_a_package_as_json(run, files, name, format):
+    models = {"a": str(files / "base.pt"), "b": str(files / "adapter.safetensors")}
+    done = documents(run, "package", *(f"{n}={p}" for n, p in models.items()), "--content", "-o", files / name)
+    assert (done["models"], done["format"], done["target"]) == (models, format, str(files / name))
+
+
+def test_other_weights_as_json(run, files):
+    run("package", f"a={files / 'base.pt'}", "-o", files / "p.pt2", "-q")
+    done = documents(run, "package", "--replace", files / "p.pt2", files / "base.pt", "-o", files / "q.pt2")
+    assert (done["source"], done["weights"], done["model"]) == (str(files / "p.pt2"), str(files / "base.pt"), None)
+
+
+def test_ties_as_json(run, tmp_path):
+    holdfast.save(tmp_path / "a.pt", {"x": np.arange(1000.0), "y": np.arange(1000.0), "z": np.ones(3)})
+    group = {"names": ["x", "y"], "dtype": "float64", "shape": [1000], "storages": 2, "savable_nbytes": 8000}
+    code, out, _ = run("tie", tmp_path / "a.pt", "--json")
+    assert code == 0
+    assert json.loads(out) == {
+        "schema": 1, "source": str(tmp_path / "a.pt"), "nbytes": 16024, "savable_nbytes": 8000, "groups": [group], "done": False,
+        "notes": [],
+    }  # fmt: skip
+    done = documents(run, "tie", tmp_path / "a.pt", "-o", tmp_path / "b.safetensors")
+    assert (done["groups"], done["savable_nbytes"]) == ([group], 8000)
+
+
+def test_what_could_not_be_tied_is_in_the_notes(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    whole, other = torch.arange(1000.0), torch.arange(1000.0)
+    torch.save({"a": whole[:500], "b": whole[250:], "c": other[:500], "d": other[250:]}, tmp_path / "a.pt")
+    done = documents(run, "tie", tmp_path / "a.pt", "-o", tmp_path / "b.pt")
+    assert any("left where other views of their storages are" in note for note in done["notes"])
+
+
+def test_compact_as_json(run, tmp_path):
+    torch = pytest.importorskip("torch")
+    torch.save({"rows": torch.zeros(100_000)[10:20]}, tmp_path / "a.pt")
+    done = documents(run, "compact", tmp_path / "a.pt", "-o", tmp_path / "b.pt")
+    assert done["before_nbytes"] == size(tmp_path / "a.pt")
+    assert done["dropped_nbytes"] == size(tmp_path / "a.pt") - size(tmp_path / "b.pt") > 390_000
+
+
+def test_dry_runs_in_words(run, files, tmp_path):
+    before = {path.name: path.read_bytes() for path in files.iterdir()}
+    code, out, _ = run("package", f"a={files / 'base.pt'}", "-o", files / "p.pt2", "-n")
+    assert code == 0
+    assert out.startswith(f"→ {files / 'p.pt2'} (pt2)")
+    assert "bytes in 1 file" in out
+    code, out, _ = run("compact", files / "base.pt", "-n")
+    assert code == 0
+    assert "bytes would go" in out
+    code, out, _ = run("tie", files / "base.pt", "--in-place", "--dry-run")
+    assert code == 0
+    assert "0 of 40,024 bytes could be saved" in out
+    assert f"→ {files / 'base.pt'} (torch-zip)" in out
+    assert {path.name: path.read_bytes() for path in files.iterdir()} == before
+
+
+@pytest.mark.parametrize("verb", ["tie", "compact"])
+def test_a_folder_that_is_not_there(run, files, verb):
+    code, _, err = run(verb, files / "base.pt", "-o", files / "nowhere" / "b.pt", "-n")
+    assert code == 2
+    assert "cannot be used" in err

@@ -122,8 +122,10 @@ def read_toy_directory(path: Path) -> int:
 # The writers of the library, as `holdfast.save` calls them.
 
 
-def state(version: int) -> dict[str, object]:
+def state(version: int, *, zeros: bool = False) -> dict[str, object]:
     data = np.frombuffer(payload(version, 12_000), np.uint8)
+    if zeros:
+        data = np.where(np.arange(len(data)) // 4 % 3 == 1, np.uint8(0), data)
     return {"w": data.view(np.float32).reshape(30, 100), "b": data[:5_000], "step": np.int64(version)}
 
 
@@ -131,17 +133,17 @@ def content(path: Path) -> bytes | Tree:
     return {inner.name: inner.read_bytes() for inner in path.iterdir()} if path.is_dir() else path.read_bytes()
 
 
-def plan_of(path: str, version: int, format: str, split: int | None) -> SavePlan:
+def plan_of(path: str, version: int, format: str, split: int | None, sparse: str) -> SavePlan:
     if format == "torch.save":
         return plan_object({key: torch.from_numpy(np.array(value)) for key, value in state(version).items()}, Path(path).name)
     if format == "pt2":
         return lay_out_pt2(models_of(describe_state({"model": {key: np.asarray(value) for key, value in state(version).items()}})))
-    options = Options(split)
-    described = describe_state({key: np.asarray(value) for key, value in state(version).items()})
+    options = Options(split, sparse=sparse)
+    described = describe_state({key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()})
     return plan_save(path, described, format_for(path, format, options), options)
 
 
-def writer_of(name: str, format: str, *, directory: bool, split: int | None = None) -> Writer:
+def writer_of(name: str, format: str, *, directory: bool, split: int | None = None, sparse: str = "never") -> Writer:
     """A writer that saves `state(version)` in a format of the library and reads it back with `open`.
 
     Reading also compares every byte of every file: a directory opens without its Hugging Face index, too, and is then not what was
@@ -149,12 +151,13 @@ def writer_of(name: str, format: str, *, directory: bool, split: int | None = No
     """
 
     def save(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
-        write_plan(plan_of(path, version, format, split), path, overwrite=overwrite, durable=durable, files=files, threads=1)
+        plan = plan_of(path, version, format, split, sparse)
+        write_plan(plan, path, overwrite=overwrite, durable=durable, files=files, threads=1)
 
     def read(path: Path) -> int:
         with holdfast.open(path) as checkpoint:
             version = int(checkpoint["step"].numpy())
-            expected = state(version)
+            expected = state(version, zeros=sparse != "never")
             assert sorted(checkpoint) == sorted(expected)
             for key, value in expected.items():
                 found = checkpoint[key].numpy()
@@ -187,3 +190,6 @@ LIBRARY = [
 ]
 
 WRITERS = [*TOYS, *LIBRARY]
+
+PACKED = writer_of("native-sparse", "native", directory=True, sparse="auto")
+"""Written by the same calls as `native`: what a crash leaves is looked at, and the rest would show nothing new."""

@@ -29,6 +29,7 @@ from holdfast.formats.pt2.describe import read_programs
 from holdfast.formats.pt2.lay_out import Part, lay_out_pt2, models_of
 from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.stores.local import LocalStore
+from holdfast.torch import package_program
 from tests.parity.compare import assert_leaf, elements, shared
 
 
@@ -381,6 +382,28 @@ def test_the_bytes_are_those_of_torch(folder, tmp_path, name):
     plan = lay_out_pt2({"model": part}, name="theirs", extra={"note.txt": b"x"}, trim=False)
     write_plan(plan, str(tmp_path / "ours.pt2"))
     assert (tmp_path / "ours.pt2").read_bytes() == (tmp_path / "theirs.pt2").read_bytes()
+
+
+@pytest.mark.parametrize("name", X)
+def test_what_is_packaged_here_runs_there(folder, tmp_path, name):
+    exported = loaded(folder / f"{name}.pt2")
+    package_program(tmp_path / "m.pt2", exported)
+    again = loaded(tmp_path / "m.pt2")
+    assert torch.equal(again.module()(*X[name][1]), exported.module()(*X[name][1]))
+    if name == "dynamic":
+        longer = torch.randn(9, 3)
+        assert torch.equal(again.module()(longer), exported.module()(longer))
+    for weight, tensor in exported.state_dict.items():
+        assert elements(again.state_dict[weight]) == elements(tensor)
+    assert shared(dict(again.state_dict)) == shared(dict(exported.state_dict))
+
+
+def test_ten_archives_become_one(folder, tmp_path):
+    holdfast.package(tmp_path / "all.pt2", {name: folder / f"{name}.pt2" for name in X})
+    programs = load_pt2(tmp_path / "all.pt2").exported_programs
+    assert list(programs) == list(X)
+    for name, program in programs.items():
+        assert torch.equal(program.module()(*X[name][1]), loaded(folder / f"{name}.pt2").module()(*X[name][1]))
 
 
 def test_models_share_what_they_have_in_common(folder, tmp_path):

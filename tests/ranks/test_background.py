@@ -17,7 +17,8 @@ from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.stores.files import OsFiles
-from holdfast.torch import background, sharded_save
+from holdfast.torch import sharded_save
+from holdfast.torch.cuda.stage import ROOM, Room
 from holdfast.torch.sharded import save_sharded
 from tests.ranks.endings import CONTENT
 from tests.ranks.pool import Pool, World, failures, good
@@ -95,14 +96,14 @@ def tear(world: World, path: str, kind: str) -> None:
     """On one rank a tensor changes while it is copied."""
     rows = sharded(torch.ones(6, 5), world.mesh(), (Shard(0),))
     state = {"rows": rows, "plain": torch.ones(40), "more": torch.ones(41), "most": torch.ones(42)}
-    before = background.Buffers.take
+    before = Room.take
 
-    def take(self: object, nbytes: int) -> object:
+    def take(self: Room, nbytes: int, **more: object) -> object:
         if world.rank == 1:
             {"sharded": rows, "local": rows.to_local(), "plain": state["plain"]}[kind].add_(1)
-        return before(self, nbytes)
+        return before(self, nbytes, **more)
 
-    with instead(background.Buffers, "take", take):
+    with instead(Room, "take", take):
         handle = save_sharded(path, state, group=world.group, block=False)
     handle.wait(30)
 
@@ -181,7 +182,7 @@ def reuse(world: World, path: str) -> list[int]:
         handle = save_sharded(f"{path}{i}", state, group=world.group, block=False, durable=False)
         assert handle.staged_nbytes >= 0
         handle.wait(30)
-        addresses.append(background._buffers._room.__array_interface__["data"][0])
+        addresses.append(ROOM.take(0, gpu=False).address)
     return addresses
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from contextlib import closing
 
 import pytest
 
@@ -184,3 +185,27 @@ def test_a_replaced_file_is_still_the_one_that_was_opened(tmp_path):
     out = bytearray(3)
     store.read("x", 0, memoryview(out))
     assert bytes(out) == b"old"
+
+
+def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("holdfast.stores.local.KEPT", 3)
+    for i in range(8):
+        (tmp_path / f"{i}").write_bytes(bytes([i]) * 10)
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with closing(LocalStore(tmp_path)) as store:
+        for _ in range(2):
+            for i in range(8):
+                out = bytearray(4)
+                store.read(f"{i}", 2, memoryview(out))
+                assert out == bytes([i]) * 4
+        assert bytes(store.map("7")) == b"\x07" * 10
+        if before is not None:
+            assert len(os.listdir("/proc/self/fd")) <= before + 4  # three kept, one mapped
+        assert store.changed() == []
+        (tmp_path / "7").write_bytes(b"another file")
+        (tmp_path / "6").unlink()
+        assert store.changed() == ["6", "7"]
+        with pytest.raises(StoreError, match="changed or replaced"):
+            store.read("7", 0, memoryview(bytearray(1)))
+        with pytest.raises(StoreError, match="no such file"):
+            store.read("6", 0, memoryview(bytearray(1)))

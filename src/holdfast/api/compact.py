@@ -10,28 +10,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from holdfast.api.open import open as open_checkpoint
-from holdfast.api.save import Saved, unchanged, write_plan
+from holdfast.api.planned import PlannedSave, Writing
+from holdfast.api.rewrite import plan_rewrite
+from holdfast.api.save import Saved
 from holdfast.api.state import describe_state, map_tensors
-from holdfast.api.targets import NAMES, Options, format_for, plan_save
-from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
-from holdfast.errors import Unsupported
-from holdfast.formats.pt2.lay_out import lay_out_pt2, models_of
-from holdfast.formats.pt2.replace import lay_out_replaced
-from holdfast.formats.torch.layout import archive_name
-from holdfast.plan.saves import SavePlan
 
-__all__ = ["Compacted", "compact", "is_pt2_path", "plan_compact", "plan_rewrite", "weights_of"]
-
-BESIDE = ("constants", "sample_inputs", "aotinductor")
-"""What stands beside the weights in the tree of a `.pt2` model; `#2` is added where a weight has the name."""
+__all__ = ["Compacted", "PlannedCompact", "compact", "planned_compact"]
 
 WIDEST = 16
 """Bytes of the widest element: islands begin at multiples of it, so that every view begins with a whole element."""
@@ -72,80 +66,42 @@ def compact(
 
     Raises `Unsupported` for a format that can be read and not written, where no other path is given.
     """
+    writing = Writing(overwrite, durable, threads)
+    with planned_compact(path, output=output, format=format, writing=writing, limits=limits) as planned:
+        saved = planned.run(progress)
+        return Compacted(saved.path, saved.format, planned.before_nbytes, saved.nbytes, saved)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCompact(PlannedSave):
+    """A `compact` that is laid out and not begun."""
+
+    before_nbytes: int
+    """Bytes of the files that are read."""
+
+
+@contextmanager
+def planned_compact(
+    path: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    format: str | None = None,
+    writing: Writing,
+    limits: Limits | None = None,
+) -> Iterator[PlannedCompact]:
+    """A checkpoint laid out without what no tensor reaches, as long as the block lasts."""
     source = os.fspath(path)
-    target = source if output is None else os.fspath(output)
-    with open_checkpoint(source, threads=threads, limits=limits) as opened:
-        plan = plan_compact(opened, target, format=format, limits=limits)
+    with open_checkpoint(source, threads=writing.threads, limits=limits) as opened:
         described = describe_state(opened, limits=limits)
-        inside = os.path.realpath(target) == os.path.realpath(source)
-        before = _nbytes(source)
-        saved = write_plan(
-            plan, target, overwrite=overwrite or inside, durable=durable, threads=threads, progress=progress,
-            before_commit=lambda: unchanged(described, target),
-        )  # fmt: skip
-        return Compacted(target, plan.format, before, saved.nbytes, saved)
+        target = source if output is None else os.fspath(output)
+        planned = plan_rewrite(opened, _islands(described), target, read=described, format=format, writing=writing)
+        yield PlannedCompact(planned.plan, target, planned.writing, planned.before_commit, _nbytes(source))
 
 
 def _nbytes(path: str) -> int:
     if not os.path.isdir(path):
         return os.path.getsize(path)
     return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
-
-
-def plan_compact(source: Checkpoint, target: str, *, format: str | None = None, limits: Limits | None = None) -> SavePlan:
-    """Lay out an open checkpoint without what no tensor reaches."""
-    inside = os.path.realpath(target) == os.path.realpath(source.path)
-    return plan_rewrite(source, _islands(describe_state(source, limits=limits)), target, format=format, in_place=inside)
-
-
-def plan_rewrite(source: Checkpoint, state: State, target: str, *, format: str | None = None, in_place: bool = False) -> SavePlan:
-    """Lay out a state that came from an open checkpoint, with other places for its tensors; in its own format where in place."""
-    if in_place and format is None:
-        format = source.format
-        if format != "pt2" and format not in NAMES.values():
-            raise Unsupported(
-                f"{format} can be read and not written, so it cannot be replaced; give the new one another path",
-                file=source.path,
-                found=format,
-            )
-    if format == "pt2" or (format is None and is_pt2_path(target)):
-        return _plan_pt2(source, state, target)
-    options = Options(keep_tree=True)
-    return plan_save(target, state, format_for(target, format, options), options)
-
-
-def is_pt2_path(path: str) -> bool:
-    """Whether a suffix asks for a package."""
-    return path.lower().endswith(".pt2")
-
-
-def _plan_pt2(source: Checkpoint, state: State, target: str) -> SavePlan:
-    name = archive_name(target)
-    if source.format != "pt2":
-        return lay_out_pt2(models_of(replace(state, tree={"model": state.tree})), name=name)
-    tensors = list(source.values())
-    if not tensors:
-        raise Unsupported("this package has no weights", file=source.path)
-    models = weights_of(source, state.tree)
-    plain = {model: weights for model, weights in models.items() if all(t.traits.subclass is None for t in weights.values())}
-    kept = [f"model {model!r} has weights that are pickled objects, and keeps them all" for model in models if model not in plain]
-    plan = lay_out_replaced(tensors[0].source, plain, name=name)
-    return replace(plan, notes=(*kept, *plan.notes))
-
-
-def weights_of(source: Checkpoint, tree: object) -> dict[str, dict[str, LazyTensor]]:
-    """The weights of each model of a package that is open, taken from a tree like its own."""
-    named = tree if isinstance(tree, dict) else {}
-    several = all(isinstance(value, dict) for value in named.values()) and ", ".join(named) == source.metadata.get("models")
-    models = named if several else {source.metadata.get("models", "model"): named}
-    return {
-        model: {name: value for name, value in values.items() if isinstance(value, LazyTensor) and not _beside(name, value)}
-        for model, values in models.items()
-    }
-
-
-def _beside(name: str, value: object) -> bool:
-    return name.removesuffix("#2") in BESIDE and not isinstance(value, LazyTensor)
 
 
 def _islands(state: State) -> State:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from holdfast.api.models import Selection, select
 from holdfast.api.open import open as open_checkpoint
 from holdfast.api.save import Saved, unchanged, write_plan
 from holdfast.api.state import describe_state
@@ -88,9 +89,13 @@ def convert(
     keep: Sequence[str] = (),
     drop: Sequence[str] = (),
     rename: Sequence[tuple[str, str]] = (),
+    model: str | None = None,
+    constants: bool = False,
+    sample_inputs: bool = False,
     max_shard_size: int | str | None = None,
     tensors_only: bool = False,
     keep_tree: bool = True,
+    sparse: str = "never",
     resume: bool = False,
     overwrite: bool = False,
     durable: bool = True,
@@ -104,16 +109,21 @@ def convert(
 
     `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors. `tensors_only` leaves out what
     is no tensor; without it, what the target cannot hold is an error that lists all of it, and nothing is written. safetensors
-    keeps the rest in its header where Holdfast finds it (`keep_tree`). With `explain=True` nothing is done and the result says
+    keeps the rest in its header where Holdfast finds it (`keep_tree`). `sparse` is as for `save`; zeros are counted first, so it
+    reads the source when the conversion is planned. With `explain=True` nothing is done and the result says
     what would be. `resume` takes up an interrupted conversion to a directory: its finished files are checked and kept.
+
+    Of a `.pt2`, the state dict is converted: parameters and buffers, of `model` where it holds several; `constants` and
+    `sample_inputs` come along when asked for, and a note says what stays behind. `model` chooses from any package.
     """
-    options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree)
+    options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
     edits = Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only)
     opened = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1, limits=limits)
     try:
         planned = plan_conversion(
-            opened, os.fspath(dst), format=format, edits=edits, options=options, max_memory=max_memory, overwrite=overwrite,
-            durable=durable, verify=verify, threads=threads, limits=limits,
+            opened, os.fspath(dst), format=format, selection=Selection(model, constants, sample_inputs), edits=edits,
+            options=options, max_memory=max_memory, overwrite=overwrite, durable=durable, verify=verify, threads=threads,
+            limits=limits,
         )  # fmt: skip
         return planned.report if explain else planned.run(progress, resume=resume)
     finally:
@@ -155,6 +165,7 @@ def plan_conversion(
     target: str,
     *,
     format: str | None = None,
+    selection: Selection | None = None,
     edits: Edits | None = None,
     metadata: Mapping[str, str | None] | None = None,
     options: Options | None = None,
@@ -170,12 +181,13 @@ def plan_conversion(
     workers = threads or default_threads()
     block, peak = _budget(byte_count(max_memory), workers)
     described = describe_state(source, limits=limits)
-    state = transform(described, edits or Edits(), limits)
+    chosen, left = select(source, described, selection or Selection())
+    state = transform(chosen, edits or Edits(), limits)
     found = format_for(target, format, options)
     if metadata:
         state = _with_metadata(state, metadata, found, source.path)
     plan = _plan(target, state, found, options, edits is not None and edits.tensors_only)
-    report = _report(source, target, plan, peak)
+    report = _report(source, target, replace(plan, notes=(*left, *plan.notes)), peak)
     return PlannedConversion(report, plan, described, block, workers, overwrite, durable, verify)
 
 

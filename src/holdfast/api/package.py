@@ -5,23 +5,25 @@
 1. Every model is described, states in memory together, so that what they share is one storage. A file that is given twice is one.
 2. What files that copy each tensor say about shared storages is put back together (api/alias.py). With `deduplicate="content"`,
    tensors that hold the same are tied as well (api/tie.py).
-3. The package is laid out: a `.pt2` of weights and no program, which Holdfast opens and stock torch refuses; or a native directory
-   with the names `<model>.<name>`. All that stands in the way is listed, by model and weight, before a file exists.
+3. The package is laid out: a `.pt2`, or a native directory with the names `<model>.<name>`. A model that comes from a `.pt2` brings
+   its program along; a `.pt2` of weights alone is one that Holdfast opens and stock torch refuses. All that stands in the way is
+   listed, by model and weight, before a file exists.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.api.alias import rejoin
-from holdfast.api.compact import weights_of
+from holdfast.api.models import CONSTANTS, beside_keys, models_in
 from holdfast.api.open import open as open_checkpoint
-from holdfast.api.save import Saved, unchanged, write_plan
+from holdfast.api.planned import PlannedSave, Writing
+from holdfast.api.save import Saved, unchanged
 from holdfast.api.state import MOST_VISITS, describe_state
 from holdfast.api.tie import changed, tie_state
 from holdfast.core.checkpoint import Checkpoint
@@ -32,17 +34,17 @@ from holdfast.core.tree import name_tensors
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.native.layout import lay_out_native
+from holdfast.formats.pt2.copied import Beside, read_beside
 from holdfast.formats.pt2.lay_out import Part, lay_out_pt2, models_of
 from holdfast.formats.torch.layout import archive_name
-from holdfast.plan.saves import SavePlan
+from holdfast.plan.saves import Data, SavePlan
 from holdfast.stores.local import LocalStore
 
-__all__ = ["Deduplicate", "package", "plan_package", "share_files"]
+__all__ = ["Deduplicate", "package", "planned_package", "share_files"]
 
 Deduplicate = Literal["storage", "content"]
 
-CONSTANTS = "constants"
-"""Where the constants of a model stand in its tree, in a `.pt2` and in a state that is to be packaged from one."""
+EXTRACT = "extract the weights alone first (convert)"
 
 
 def package(
@@ -64,43 +66,61 @@ def package(
 
     Raises `CannotHold` with every problem, by model and weight; nothing is written then.
     """
-    target = os.fspath(path)
-    with ExitStack() as stack:
-        described = _describe(models, stack, threads)
-        plan = plan_package(described, target, format=format, deduplicate=deduplicate, progress=progress)
-        return write_plan(
-            plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress,
-            before_commit=lambda: unchanged(described, target),
-        )  # fmt: skip
+    writing = Writing(overwrite, durable, threads)
+    with planned_package(path, models, format=format, deduplicate=deduplicate, writing=writing, progress=progress) as planned:
+        return planned.run(progress)
 
 
-def plan_package(
-    state: State, target: str, *, format: str = "pt2", deduplicate: str = "storage", progress: Progress | None = None
-) -> SavePlan:
-    """Lay out a package of a state `{model: state dict}`."""
+@contextmanager
+def planned_package(
+    path: str | os.PathLike[str],
+    models: Mapping[str, object],
+    *,
+    format: str = "pt2",
+    deduplicate: str = "storage",
+    writing: Writing,
+    progress: Progress | None = None,
+) -> Iterator[PlannedSave]:
+    """A package laid out, as long as the block lasts. With `deduplicate="content"`, what looks equal is read and compared."""
     if format not in ("pt2", "native"):
         raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
     if deduplicate not in ("storage", "content"):
         raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
+    target = os.fspath(path)
+    with ExitStack() as stack:
+        members = _describe(models, stack, writing.threads)
+        state, notes = _deduplicated(members.state, deduplicate, progress)
+        if format == "native":
+            plan = _plan_native(replace(members, state=state))
+        else:
+            rejoined = rejoin(state)
+            plan = _plan_pt2(replace(members, state=rejoined.state), archive_name(target))
+            notes += rejoined.notes
+        plan = replace(plan, notes=(*notes, *plan.notes))
+        yield PlannedSave(plan, target, writing, lambda: unchanged(members.state, target))
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The models of a package, as one state."""
+
+    state: State
+    beside: Mapping[str, Beside]
+    """For models that come from a `.pt2`: what else they have there."""
+
+
+def _deduplicated(state: State, deduplicate: str, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
     problems = _incomplete(state)
     if problems:
         raise CannotHold("some weights of this package are not all there", problems)
     state = share_files(state)
-    notes: tuple[str, ...] = ()
-    if deduplicate == "content":
-        tied = tie_state(state, progress=progress)
-        state, notes = tied.state, tied.notes
-    if format == "native":
-        models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
-        plan = lay_out_native(replace(state, metadata={**state.metadata, "models": models}))
-    else:
-        rejoined = rejoin(state)
-        plan = lay_out_pt2(_parts(rejoined.state), name=archive_name(target))
-        notes += rejoined.notes
-    return replace(plan, notes=(*notes, *plan.notes))
+    if deduplicate == "storage":
+        return state, ()
+    tied = tie_state(state, progress=progress)
+    return tied.state, tied.notes
 
 
-def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | None) -> State:
+def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | None) -> _Members:
     """All models as one state: those in memory together, so that they share what they share."""
     if not isinstance(models, Mapping) or not models:
         raise CannotHold("a package holds models by their names", ["there is no model"])
@@ -109,6 +129,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | Non
         raise CannotHold("a package holds models by their names", wrong)
     opened: dict[str, Checkpoint] = {}
     trees: dict[str, object] = {}
+    beside: dict[str, Beside] = {}
     memory: dict[str, object] = {}
     for model, value in models.items():
         if isinstance(value, str | os.PathLike):
@@ -116,8 +137,10 @@ def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | Non
             if place not in opened:
                 opened[place] = stack.enter_context(open_checkpoint(value, threads=threads))
             value = opened[place]
-        if isinstance(value, Checkpoint):
-            trees[model] = _tree_of(value)
+        if isinstance(value, Checkpoint) and value.format == "pt2":
+            trees[model], beside[model] = _member(value)
+        elif isinstance(value, Checkpoint):
+            trees[model] = describe_state(value).tree
         elif isinstance(value, State):
             trees[model] = value.tree
         else:
@@ -126,7 +149,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | Non
     trees |= described if isinstance(described, dict) else {}
     tree = {model: trees[model] for model in models}
     named = name_tensors(tree, Limits(), MOST_VISITS)
-    return State(tree, named.tensors, named.paths)
+    return _Members(State(tree, named.tensors, named.paths), beside)
 
 
 def _state_dict(value: object) -> object:
@@ -135,19 +158,55 @@ def _state_dict(value: object) -> object:
     return state_dict(keep_vars=True) if callable(state_dict) and not isinstance(value, Mapping) else value
 
 
-def _tree_of(checkpoint: Checkpoint) -> object:
-    """The tree of a checkpoint; of a package with one model its weights and constants, without its sample inputs."""
-    tree = describe_state(checkpoint).tree
-    if checkpoint.format != "pt2" or not isinstance(tree, dict):
-        return tree
-    models = weights_of(checkpoint, tree)
+def _member(checkpoint: Checkpoint) -> tuple[object, Beside]:
+    """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
+    models = models_in(checkpoint, describe_state(checkpoint).tree)
     if len(models) != 1:
-        raise CannotHold(
-            "a model of a package is one state", [f"{checkpoint.path} holds the models {', '.join(models)}; extract one first"]
+        problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=, --model)"
+        raise CannotHold("a model of a package is one state", [problem])
+    ((model, tree),) = models.items()
+    beside = read_beside(checkpoint.source, model)
+    apart = beside_keys(tree)
+    member = {name: value for name, value in tree.items() if name not in beside.weights and name not in apart}
+    for key in apart:
+        constants = tree[key] if key.removesuffix("#2") == CONSTANTS else None
+        if isinstance(constants, dict):
+            member[key] = {name: value for name, value in constants.items() if name not in beside.constants}
+    return member, beside
+
+
+def _plan_native(members: _Members) -> SavePlan:
+    problems = []
+    for model, beside in members.beside.items():
+        has = ["a program"] if beside.program is not None else []
+        has += ["sample inputs"] if beside.sample_inputs is not None else []
+        has += ["pickled objects"] if beside.weights or beside.constants else []
+        has += ["extra files"] if beside.extra else []
+        problems += [f"{model}: {', '.join(has)}"] if has else []
+        problems += [f"{model}: {problem}" for problem in beside.problems]
+    if problems:
+        raise CannotHold(f"a native package has no place for what these .pt2 files hold; {EXTRACT}", problems)
+    state = members.state
+    models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
+    return lay_out_native(replace(state, metadata={**state.metadata, "models": models}))
+
+
+def _plan_pt2(members: _Members, name: str) -> SavePlan:
+    parts = _parts(members.state)
+    problems: list[str] = []
+    extra: dict[str, bytes | Data] = {}
+    for model, beside in members.beside.items():
+        part = parts[model]
+        problems += [f"{model}: {problem}" for problem in beside.problems]
+        parts[model] = Part(
+            {**beside.weights, **part.weights}, {**part.constants, **beside.constants}, beside.program, beside.sample_inputs
         )
-    ((_, weights),) = models.items()
-    constants = tree.get(CONSTANTS)
-    return {**weights, CONSTANTS: constants} if isinstance(constants, dict) else weights
+        # Two archives may have extra files of one name. Readers of zip archives ignore case.
+        taken = {key.casefold() for key in extra}
+        extra |= {f"{model}/{key}" if key.casefold() in taken else key: content for key, content in beside.extra.items()}
+    if problems:
+        raise CannotHold(f"a package has no place for what these .pt2 files hold; {EXTRACT}", problems)
+    return lay_out_pt2(parts, name=name, extra=extra)
 
 
 def _parts(state: State) -> dict[str, Part]:
@@ -156,15 +215,23 @@ def _parts(state: State) -> dict[str, Part]:
         return models_of(state)
     trees, constants = {}, {}
     for model, tree in state.tree.items():
-        beside = tree.get(CONSTANTS) if isinstance(tree, dict) else None
-        apart = isinstance(beside, dict) and all(isinstance(value, LazyTensor) for value in beside.values())
-        trees[model] = {name: value for name, value in tree.items() if name != CONSTANTS} if apart else tree
-        constants[model] = beside if apart and isinstance(beside, dict) else {}
+        key = _constants_key(tree)
+        trees[model] = tree if key is None else {name: value for name, value in tree.items() if name != key}
+        constants[model] = {} if key is None else tree[key]
     parts = models_of(replace(state, tree=trees))
     problems = _two_dtypes({model: part.weights for model, part in parts.items()})
     if problems:
         raise CannotHold("models of this package share storages in ways that a pt2 archive cannot say", problems)
     return {model: replace(part, constants=constants[model]) for model, part in parts.items()}
+
+
+def _constants_key(tree: object) -> str | None:
+    """Where the constants of a model are in its tree; a weight may have the name."""
+    for key in (CONSTANTS, f"{CONSTANTS}#2"):
+        beside = tree.get(key) if isinstance(tree, dict) else None
+        if isinstance(beside, dict) and all(isinstance(value, LazyTensor) for value in beside.values()):
+            return key
+    return None
 
 
 def _incomplete(state: State) -> list[str]:

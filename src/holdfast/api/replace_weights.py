@@ -7,13 +7,15 @@ else in the archive (programs, constants, compiled code, extra files) is copied 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 
 from holdfast.api.alias import rejoin
-from holdfast.api.compact import weights_of
+from holdfast.api.models import weights_of
 from holdfast.api.open import open as open_checkpoint
-from holdfast.api.save import Saved, unchanged, write_plan
+from holdfast.api.planned import PlannedSave, Writing
+from holdfast.api.save import Saved, unchanged
 from holdfast.api.state import describe_state
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
@@ -28,7 +30,7 @@ from holdfast.formats.torch.layout import archive_name
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.local import LocalStore
 
-__all__ = ["replace_weights"]
+__all__ = ["planned_replacement", "replace_weights"]
 
 
 def replace_weights(
@@ -50,28 +52,40 @@ def replace_weights(
 
     Raises `CannotHold` with every name, dtype and shape that does not fit, and writes nothing then.
     """
+    writing = Writing(overwrite, durable, threads)
+    with planned_replacement(pt2, state, output=output, model=model, writing=writing, limits=limits) as planned:
+        return planned.run(progress)
+
+
+@contextmanager
+def planned_replacement(
+    pt2: str | os.PathLike[str],
+    state: object,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    model: str | None = None,
+    writing: Writing,
+    limits: Limits | None = None,
+) -> Iterator[PlannedSave]:
+    """The archive with other weights laid out, as long as the block lasts."""
     path = os.fspath(pt2)
     target = path if output is None else os.fspath(output)
     with ExitStack() as stack:
         store = LocalStore(path)
         stack.callback(store.close)
-        source = OpenSource(store, limits=limits, threads=threads)
+        source = OpenSource(store, limits=limits, threads=writing.threads)
         if isinstance(state, str | os.PathLike):
-            state = stack.enter_context(open_checkpoint(state, threads=threads, limits=limits))
-        described = rejoin(describe_state(state, limits=limits)).state
-        names = _models(source)
-        states = _states(described, state if isinstance(state, Checkpoint) else None, names, model)
+            state = stack.enter_context(open_checkpoint(state, threads=writing.threads, limits=limits))
+        given = describe_state(state, limits=limits)
+        states = _states(rejoin(given).state, state if isinstance(state, Checkpoint) else None, _models(source), model)
         plan = lay_out_replaced(source, states, name=archive_name(target))
 
         def same() -> None:
-            unchanged(described, target)
+            unchanged(given, target)
             if store.changed():
                 raise NotCommitted("the archive changed while it was read; nothing was published", file=target)
 
-        return write_plan(
-            plan, target, overwrite=overwrite or output is None, durable=durable, threads=threads, progress=progress,
-            before_commit=same,
-        )  # fmt: skip
+        yield PlannedSave(plan, target, replace(writing, overwrite=writing.overwrite or output is None), same)
 
 
 def _models(source: OpenSource) -> list[str]:

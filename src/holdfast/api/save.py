@@ -20,6 +20,7 @@ from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import NotCommitted
+from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.stores.files import Files
 from holdfast.stores.local import LocalStore
@@ -50,6 +51,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     keep_tree: bool = False,
+    sparse: str = "never",
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Saved:
@@ -57,14 +59,16 @@ def save(
 
     The format is `format` (`torch`, `safetensors`, `native`) or what the suffix says: `.pt` and `.pth` are torch's zip,
     `.safetensors` is safetensors, a name without suffix is a native directory. `max_shard_size` ("5GB") splits safetensors
-    into a directory with an index. Files are replaced by default and directories are not (`overwrite`). With `durable=False`
-    nothing is flushed to disk: a killed process still leaves the old or the new, a power cut may not.
+    into a directory with an index. In a native directory, `sparse="auto"` stores tensors with many zeros as marks and values, where
+    that is smaller; other programs cannot read those tensors, so the default is "never". Files are replaced by default and
+    directories are not (`overwrite`). With `durable=False` nothing is flushed to disk: a killed process still leaves the old or
+    the new, a power cut may not.
 
     Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
     """
     target = os.fspath(path)
-    options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree)
+    options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
 
     def run() -> Saved:
         described = describe_state(state, metadata=metadata)
@@ -86,7 +90,8 @@ def save(
 def unchanged(state: State, target: str) -> None:
     """Raise `NotCommitted` where a file that tensors of this state were read from was written to since it was opened."""
     stores = {id(tensor.source): tensor.source.store for tensor in state.tensors.values()}
-    for store in stores.values():
+    for above in stores.values():
+        store = above.below if isinstance(above, UnpackedStore) else above
         changed = store.changed() if isinstance(store, LocalStore) else ()
         if changed:
             names = ", ".join(changed[:3])

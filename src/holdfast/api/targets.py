@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.api.alias import rejoin
 from holdfast.core.protocols import State
+from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.errors import Unsupported
 from holdfast.formats.native.layout import lay_out_native
 from holdfast.formats.safetensors.save import lay_out_safetensors
@@ -36,6 +38,8 @@ class Options:
     """Split into files of at most this many bytes of tensors."""
     keep_tree: bool = False
     """safetensors: record what is no tensor in the header, where Holdfast finds it again."""
+    sparse: str = "never"
+    """native: which tensors are stored packed (`engine.sparse_choice`)."""
 
 
 def byte_count(size: int | str) -> int:
@@ -82,6 +86,8 @@ def format_for(path: str, format: str | None, options: Options) -> str:
 
 def plan_save(path: str, state: State, format: str, options: Options) -> SavePlan:
     """Lay out a state. Raises `CannotHold` with every problem when the format cannot hold it."""
+    if format != "native" and parse_wanted(options.sparse) is not None:
+        raise Unsupported(f"only a native directory stores tensors packed, and this is {format}; leave sparse= away", file=path)
     match format:
         case "torch-zip":
             # The one format with storages: what shared one before it was copied shares it again.
@@ -94,7 +100,9 @@ def plan_save(path: str, state: State, format: str, options: Options) -> SavePla
         case "safetensors-dir":
             return lay_out_safetensors(state, keep_tree=options.keep_tree, max_shard_size=options.max_shard_size or 5_000_000_000)
         case "native":
-            return lay_out_native(state, max_shard_size=options.max_shard_size)
+            wanted = parse_wanted(options.sparse)
+            pack = None if wanted is None else partial(choose, wanted=wanted)
+            return lay_out_native(state, max_shard_size=options.max_shard_size, pack=pack)
     raise Unsupported(f"{format!r} is no format that can be written", found=format)
 
 

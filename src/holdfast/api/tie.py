@@ -12,14 +12,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from holdfast.api.alias import rejoin
 from holdfast.api.alias_graph import AliasGraph, AliasGroup, alias_graph
-from holdfast.api.compact import plan_rewrite, weights_of
+from holdfast.api.models import weights_of
 from holdfast.api.open import open as open_checkpoint
-from holdfast.api.save import Saved, unchanged, write_plan
+from holdfast.api.planned import PlannedSave, Writing
+from holdfast.api.rewrite import plan_rewrite
+from holdfast.api.save import Saved
 from holdfast.api.state import describe_state, map_tensors
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage, c_strides
@@ -29,7 +32,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.formats.safetensors.strict_json import quoted
 
-__all__ = ["Tied", "TiedState", "tie", "tie_state"]
+__all__ = ["Tied", "TiedState", "planned_tie", "tie", "tie_state"]
 
 Place = tuple[int, str, int, int]
 """A storage: source, key, start and length."""
@@ -91,21 +94,32 @@ def tie(
     format, if `format` does not. torch files, packages and native directories hold tied tensors once; safetensors files hold them
     under the first name, and the others in their metadata, where Holdfast finds them.
     """
+    writing = Writing(overwrite, durable, threads)
+    with planned_tie(path, output=output, format=format, writing=writing, limits=limits, progress=progress) as (found, planned):
+        return found if planned is None else replace(found, saved=planned.run(progress))
+
+
+@contextmanager
+def planned_tie(
+    path: str | os.PathLike[str],
+    *,
+    output: str | os.PathLike[str] | None = None,
+    format: str | None = None,
+    writing: Writing,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> Iterator[tuple[Tied, PlannedSave | None]]:
+    """What holds the same, which is compared here; with `output`, the checkpoint in which it is tied, laid out."""
     source = os.fspath(path)
-    with open_checkpoint(source, threads=threads, limits=limits) as opened:
+    with open_checkpoint(source, threads=writing.threads, limits=limits) as opened:
         described = _weights(opened, describe_state(opened, limits=limits))
         if output is None:
             graph = alias_graph({"": described}, by="content", progress=progress)
-            return _report(source, graph, graph.notes, None)
-        target = os.fspath(output)
+            yield _report(source, graph, graph.notes), None
+            return
         tied = tie_state(described, progress=progress)
-        inside = os.path.realpath(target) == os.path.realpath(source)
-        plan = plan_rewrite(opened, tied.state, target, format=format, in_place=inside)
-        saved = write_plan(
-            plan, target, overwrite=overwrite or inside, durable=durable, threads=threads, progress=progress,
-            before_commit=lambda: unchanged(described, target),
-        )  # fmt: skip
-        return _report(source, tied.graph, tied.notes, saved)
+        planned = plan_rewrite(opened, tied.state, os.fspath(output), read=described, format=format, writing=writing)
+        yield _report(source, tied.graph, tied.notes), planned
 
 
 def _weights(opened: Checkpoint, state: State) -> State:
@@ -118,9 +132,9 @@ def _weights(opened: Checkpoint, state: State) -> State:
     return replace(state, tensors={name: tensor for name, tensor in state.tensors.items() if name in names})
 
 
-def _report(path: str, graph: AliasGraph, notes: tuple[str, ...], saved: Saved | None) -> Tied:
+def _report(path: str, graph: AliasGraph, notes: tuple[str, ...]) -> Tied:
     groups = tuple(group for group in graph.groups if group.storages > 1)
-    return Tied(path, groups, graph.nbytes, graph.savable_nbytes, notes, saved)
+    return Tied(path, groups, graph.nbytes, graph.savable_nbytes, notes)
 
 
 def tie_state(state: State, *, progress: Progress | None = None) -> TiedState:

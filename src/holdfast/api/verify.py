@@ -16,9 +16,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.api.open import Openable, store_of
+from holdfast.core.chunk import Storage
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.engine.source import OpenSource
@@ -26,13 +28,14 @@ from holdfast.engine.sweep import Progress, Span, Sweep
 from holdfast.errors import Corrupted, FormatError, HoldfastError, UnknownFormat, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.directory import check_files
+from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.inflate import inflated_crc
 from holdfast.formats.zip.reader import read_archive
 
 __all__ = ["Damage", "Problem", "VerifyReport", "verify"]
 
-SUFFIXES = (".bin", ".ckpt", ".pt", ".pth", ".pth.tar", ".safetensors", ".th")
+SUFFIXES = (".bin", ".ckpt", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
 """Files in a directory that are checkpoints by their names."""
 
 
@@ -238,7 +241,7 @@ class Verification:
         """The storages of all tensors, each once, with every name that uses it. One that cannot be found is a problem."""
         ranges: dict[object, Range] = {}
         for name, tensor in tensors.items():
-            for storage in tensor.storages:
+            for storage in _with_parts(tensor):
                 if storage.nbytes:
                     try:
                         place: Place = (storage.key, storage.start, storage.nbytes)
@@ -248,7 +251,7 @@ class Verification:
                     at = ranges.get(place)
                     if at is None:
                         span = Span(*place, summed=storage.crc32 is not None)
-                        at = ranges[place] = Range(span, storage.label, storage.crc32, tensor.source.store)
+                        at = ranges[place] = Range(span, storage.label, storage.crc32, _store_of(storage, tensor))
                     at.tensors.append(name)
         return ranges
 
@@ -274,8 +277,11 @@ class Verification:
             run_all(work, self._threads)
         for number, at in enumerate(known):
             self._settle(at, sweep.outcome(number), path)
+        damaged = {name for damage in self._damaged for name in damage.tensors}
         for number, at in enumerate(others):
-            self._settle(at, inflated.outcome(number) if inflated is not None else None, path)
+            # What is unpacked from damaged parts says nothing new.
+            if damaged.isdisjoint(at.tensors):
+                self._settle(at, inflated.outcome(number) if inflated is not None else None, path)
         for number, span in enumerate(between, len(known)):
             missed = sweep.outcome(number)
             if isinstance(missed, HoldfastError):
@@ -304,6 +310,20 @@ class Verification:
 
 
 Place = tuple[str, int, int]
+
+
+def _with_parts(tensor: LazyTensor) -> Iterator[Storage]:
+    """The storages of a tensor; of one that is stored packed, its parts as well."""
+    for storage in tensor.storages:
+        if isinstance(storage, SparseStorage):
+            yield from storage.parts
+        yield storage
+
+
+def _store_of(storage: Storage, tensor: LazyTensor) -> Store:
+    """Where the bytes of a storage are: those of packed parts in the files, below what unpacks them."""
+    store = tensor.source.store
+    return store.below if isinstance(store, UnpackedStore) and not isinstance(storage, SparseStorage) else store
 
 
 def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> None:

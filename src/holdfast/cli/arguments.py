@@ -124,6 +124,7 @@ examples:
   holdfast convert pytorch_model.bin model.safetensors --dtype bf16 --rename 'model.*=*'
   holdfast convert trainer.ckpt weights.safetensors --keep 'state_dict.*' --tensors-only
   holdfast convert model.pt model.safetensors --dry-run
+  holdfast convert heads.pt2 classify.safetensors --model classify               its state dict, without the program
 """
 
 EDIT = """\
@@ -222,6 +223,7 @@ def _verb(
 
 
 PATH_HELP = "a checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or a directory"
+SPARSE_HELP = "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)"
 JSON_HELP = "print one JSON document (its schema is in docs/cli.md)"
 QUIET_HELP = "no progress bar"
 
@@ -277,8 +279,12 @@ def _add_convert(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("dst", metavar="DST", help="where to write; the suffix says the format")
     verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
     _add_edits(verb)
+    verb.add_argument("--model", metavar="NAME", help="of a package: the state dict of this model")
+    verb.add_argument("--constants", action="store_true", help="of a package: with the constants of its programs")
+    verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
+    verb.add_argument("--sparse", metavar="HOW", default="never", help=SPARSE_HELP)
     verb.set_defaults(run=_run_convert)
 
 
@@ -373,14 +379,16 @@ def _run_diff(options: argparse.Namespace) -> int:
 
 
 def _run_convert(options: argparse.Namespace) -> int:
+    from holdfast.api.models import Selection
     from holdfast.api.targets import Options
     from holdfast.cli.convert import run
 
+    selection = Selection(options.model, options.constants, options.sample_inputs)
     return run(
-        options.src, options.dst, format=options.format, edits=_edits(options),
-        options=Options(options.max_shard_size, keep_tree=True), max_memory=options.max_memory, overwrite=options.overwrite,
-        durable=not options.no_durable, verify=not options.no_verify, threads=options.threads, resume=options.resume,
-        dry_run=options.dry_run, quiet=options.quiet, as_json=options.json,
+        options.src, options.dst, format=options.format, selection=selection, edits=_edits(options),
+        options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse), max_memory=options.max_memory,
+        overwrite=options.overwrite, durable=not options.no_durable, verify=not options.no_verify, threads=options.threads,
+        resume=options.resume, dry_run=options.dry_run, quiet=options.quiet, as_json=options.json,
     )  # fmt: skip
 
 

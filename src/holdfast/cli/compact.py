@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
-import time
 from pathlib import Path
+
+from holdfast.cli.planned import add_writing, carry_out, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -16,6 +16,7 @@ saved. In place, atomically, unless -o says where. What is tied stays tied."""
 EXAMPLES = """\
 examples:
   holdfast compact rows.pt
+  holdfast compact rows.pt --dry-run              how much smaller it would become
   holdfast compact model.pt2 -o small.pt2
 """
 
@@ -24,27 +25,17 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
     verb.add_argument("path", metavar="PATH", type=Path, help="a checkpoint")
     verb.add_argument("-o", "--output", metavar="OUT", help="write here and leave PATH as it is")
-    verb.add_argument("--overwrite", action="store_true", help="with -o: replace what is there")
-    verb.add_argument("--no-durable", action="store_true", help="do not wait until the disk has it")
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
-    verb.add_argument("--threads", metavar="N", type=int, help="threads that read and write")
+    add_writing(verb, "with -o: replace what is there")
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.api.compact import compact
-    from holdfast.cli.package import print_saved
-    from holdfast.cli.progress import bar
+    from holdfast.api.compact import planned_compact
     from holdfast.cli.text import nbytes
 
-    begin = time.perf_counter()
-    total = os.path.getsize(options.path) if options.path.is_file() else 0
-    with bar("Compacting", total, quiet=options.quiet or not total) as progress:
-        done = compact(
-            options.path, output=options.output, overwrite=options.overwrite, durable=not options.no_durable,
-            threads=options.threads, progress=progress,
-        )  # fmt: skip
-    if not options.quiet:
-        print_saved(done.saved, time.perf_counter() - begin, f", {nbytes(done.dropped_nbytes)} less")
-    return 0
+    with planned_compact(options.path, output=options.output, writing=writing(options)) as planned:
+        dropped = max(planned.before_nbytes - planned.plan.nbytes, 0)
+        fields = {"source": str(options.path), "before_nbytes": planned.before_nbytes, "dropped_nbytes": dropped}
+        would = f"{options.path}: {dropped:,} of {planned.before_nbytes:,} bytes would go"
+        return carry_out(planned, "Compacting", options, fields=fields, more=f", {nbytes(dropped)} less", would=would)

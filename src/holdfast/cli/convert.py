@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from holdfast.api.convert import Conversion, PlannedConversion, plan_conversion
+from holdfast.api.models import Selection
 from holdfast.api.open import open as open_checkpoint
 from holdfast.api.targets import Options
 from holdfast.api.transform import Edits
@@ -25,6 +26,7 @@ def run(
     dst: str,
     *,
     format: str | None,
+    selection: Selection,
     edits: Edits,
     options: Options,
     max_memory: int,
@@ -40,8 +42,8 @@ def run(
     """The command; returns its exit code."""
     with open_checkpoint(src, threads=1) as source:
         planned = plan_conversion(
-            source, dst, format=format, edits=edits, options=options, max_memory=max_memory, overwrite=overwrite,
-            durable=durable, verify=verify, threads=threads,
+            source, dst, format=format, selection=selection, edits=edits, options=options, max_memory=max_memory,
+            overwrite=overwrite, durable=durable, verify=verify, threads=threads,
         )  # fmt: skip
         return carry_out(planned, "Converting", resume=resume, dry_run=dry_run, quiet=quiet, as_json=as_json)
 

@@ -15,6 +15,7 @@ from holdfast.cli.outline import Branch, Leaf, leaves, outline
 from holdfast.cli.survey import survey
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
+from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 
 __all__ = ["SCHEMA", "document", "dumps", "print_json"]
@@ -105,7 +106,14 @@ def _chunk(chunk: Chunk) -> dict[str, object]:
         "byteorder": storage.byteorder,
         "crc32": storage.crc32,
         "location": storage.location,
-    }
+    } | (_sparse(storage) if isinstance(storage, SparseStorage) else {})
+
+
+def _sparse(storage: SparseStorage) -> dict[str, object]:
+    """How a packed chunk is stored: `file` is the name of its dense bytes, and these are the ranges in the real file."""
+    parts = [{"file": p.key, "start": p.start, "nbytes": p.nbytes, "label": p.label, "crc32": p.crc32} for p in storage.parts]
+    encoding = storage.encoding
+    return {"encoding": encoding.name, "sizes": list(encoding.sizes), "stored_nbytes": storage.stored_nbytes, "parts": parts}
 
 
 def _value(leaf: Leaf) -> dict[str, object]:

@@ -17,6 +17,7 @@ import re
 from collections.abc import Hashable
 
 from holdfast.cli.outline import Branch, Leaf, Node
+from holdfast.core.sparse.storage import packing_of
 
 __all__ = ["fold", "ranges"]
 
@@ -101,7 +102,8 @@ def ranges(digits: list[str]) -> str:
 def _leaf_key(leaf: Leaf) -> Hashable:
     if leaf.tensor is None:
         return (leaf.kind, leaf.type)
-    return (leaf.tensor.dtype.name, leaf.tensor.shape, leaf.role, leaf.tie[:1])
+    packing = packing_of(leaf.tensor)
+    return (leaf.tensor.dtype.name, leaf.tensor.shape, leaf.role, leaf.tie[:1], packing and packing.text)
 
 
 def _blend(members: list[Node]) -> Node:

@@ -25,7 +25,9 @@ from holdfast.cli.outline import Branch, Leaf, Node, leaves, outline, total
 from holdfast.cli.survey import Survey, survey
 from holdfast.cli.text import clip, count, escape, nbytes, percent, plural, width
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
+from holdfast.core.sparse.storage import packing_of
 
 __all__ = ["LINES", "matcher", "run", "short_dtype", "show_table", "show_tree"]
 
@@ -101,6 +103,7 @@ def show_tree(
     if len(rows) < wanted:
         yield [(f"… {wanted - len(rows):,} more lines: use --depth, --filter or --all", "dim")]
     yield from _sharing(checkpoint, found)
+    yield from _packed(found)
     yield from _footer(checkpoint)
 
 
@@ -167,6 +170,19 @@ def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
         yield [(f"shared    … {len(groups) - 10:,} more sets of models", "dim")]
 
 
+def _packed(found: Survey) -> Iterator[Line]:
+    """How many tensors are stored packed, and what that saves."""
+    sizes: dict[tuple[Storage, ...], tuple[int, int]] = {}
+    for tensor in found.tensors.values():
+        packing = packing_of(tensor)
+        if packing is not None:
+            sizes[tensor.storages] = (packing.stored_nbytes, sum(storage.nbytes for storage in tensor.storages))
+    if sizes:
+        stored, dense = (sum(column) for column in zip(*sizes.values(), strict=True))
+        text = f"{nbytes(stored)} in place of {nbytes(dense)} ({percent(stored, dense)})"
+        yield [(f"packed    {plural(len(sizes), 'tensor')}", "note"), (f"  {text}", "dim")]
+
+
 def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
     if checkpoint.metadata:
         # torch's records about itself that begin with a dot tell a person nothing; --json has them.
@@ -213,6 +229,10 @@ def _tensor_row(lead: str, leaf: Leaf) -> Row:
         remark.append((_plain_text(str(leaf.tensor.traits.subclass), 80), "foreign"))
     if leaf.role:
         remark.append((leaf.role, "dim"))
+    packing = packing_of(leaf.tensor)
+    if packing is not None:
+        part = f" {percent(packing.stored_nbytes, leaf.tensor.nbytes)}" if leaf.times == 1 else ""
+        remark.append((f"stored as {packing.text}{part}", "note"))
     return Row(
         lead,
         _named(leaf.label),

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from holdfast.cli.planned import SCHEMA, add_writing, carry_out, say, writing
+
+if TYPE_CHECKING:
+    from holdfast.api.tie import Tied
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -26,33 +32,50 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=Path, help="a checkpoint of any format")
     verb.add_argument("-o", "--output", metavar="OUT", help="write a checkpoint with ties here")
     verb.add_argument("--in-place", action="store_true", help="write it in place of PATH, atomically")
-    verb.add_argument("--overwrite", action="store_true", help="with -o: replace what is there")
-    verb.add_argument("--no-durable", action="store_true", help="do not wait until the disk has it")
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
-    verb.add_argument("--threads", metavar="N", type=int, help="threads that read and write")
+    add_writing(verb, "with -o: replace what is there")
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.api.tie import tie
-    from holdfast.cli.lines import print_lines
-    from holdfast.cli.package import print_saved
+    from holdfast.api.tie import planned_tie
+    from holdfast.cli.document import print_json
     from holdfast.cli.progress import bar
-    from holdfast.cli.text import clip, escape
     from holdfast.errors import Unsupported
 
     if options.in_place and options.output:
         raise Unsupported("--in-place and -o exclude each other")
-    begin = time.perf_counter()
-    total = os.path.getsize(options.path) if options.path.is_file() else 0
-    with bar("Comparing", total, quiet=options.quiet or not total) as progress:
-        tied = tie(
-            options.path, output=options.path if options.in_place else options.output, overwrite=options.overwrite,
-            durable=not options.no_durable, threads=options.threads, progress=progress,
-        )  # fmt: skip
-    if not options.quiet:
-        print_lines([(escape(clip(line, 2000)), "")] for line in str(tied).split("\n"))
-        if tied.saved is not None:
-            print_saved(tied.saved, time.perf_counter() - begin)
+    output = options.path if options.in_place else options.output
+    total = os.path.getsize(options.path) if options.path.is_file() else None
+    with ExitStack() as stack:
+        with bar("Comparing", total, quiet=options.quiet or options.json) as progress:
+            found, planned = stack.enter_context(
+                planned_tie(options.path, output=output, writing=writing(options), progress=progress)
+            )
+        fields = found_fields(found)
+        if not options.json and not options.quiet:
+            say(str(found))
+        if planned is not None:
+            return carry_out(planned, "Tying", options, fields=fields, notes=found.notes)
+    if options.json:
+        print_json({"schema": SCHEMA, **fields, "done": False, "notes": list(found.notes)})
     return 0
+
+
+def found_fields(found: Tied) -> dict[str, object]:
+    """What holds the same, as values that JSON has."""
+    return {
+        "source": found.path,
+        "nbytes": found.nbytes,
+        "savable_nbytes": found.savable_nbytes,
+        "groups": [
+            {
+                "names": [member.name for member in group.members],
+                "dtype": str(group.members[0].dtype),
+                "shape": list(group.members[0].shape),
+                "storages": group.storages,
+                "savable_nbytes": group.savable_nbytes,
+            }
+            for group in found.groups
+        ],
+    }

@@ -81,6 +81,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._source.store.close()
 
     @property
+    def source(self) -> Source:
+        """What its tensors are read from."""
+        return self._source
+
+    @property
     def path(self) -> str:
         """What was opened."""
         return self._source.store.name

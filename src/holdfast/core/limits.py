@@ -54,3 +54,6 @@ class Limits:
 
     expansion_floor_nbytes: int = MIB
     """An expanded view up to this size is read without asking: a scalar expanded to a row is ordinary."""
+
+    sparse_expansion: int = 1024
+    """How many times its stored bytes a tensor may be that is stored as marks and values. The writer keeps to this default."""

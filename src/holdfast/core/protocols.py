@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
+import numpy.typing as npt
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
@@ -18,7 +19,7 @@ from holdfast.core.opaque import Global
 if TYPE_CHECKING:
     from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Description", "Foreign", "Format", "Request", "Source", "State", "Store"]
+__all__ = ["Description", "Foreign", "Format", "Gathering", "Request", "Source", "State", "Store"]
 
 
 class Store(Protocol):
@@ -42,6 +43,16 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give back what the store holds. Reading afterwards raises `Closed`."""
+
+
+@runtime_checkable
+class Gathering(Protocol):
+    """What a store may offer besides: many short ranges at once."""
+
+    def gather(
+        self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> int:
+        """Copy ranges under a key to addresses in memory. How many were copied, from the first on; the others are to be read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import numpy as np
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.memory import memory_at
-from holdfast.core.protocols import Store
+from holdfast.core.protocols import Gathering, Store
 from holdfast.engine.checks import Checks
 from holdfast.engine.place import place
 from holdfast.errors import HoldfastError
@@ -28,30 +28,36 @@ __all__ = ["default_threads", "execute", "run_all"]
 TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor."""
 
-TASK_FETCHES = 512
+TASK_FETCHES = 2048
 """Small reads that one thread takes at a time."""
+
+GATHER_FETCHES = 16
+"""Reads in a row below which the store is asked for each."""
+
+GATHER_NBYTES = 16 << 10
+"""A read above which copying dominates, so that one call for many saves nothing."""
 
 INLINE_NBYTES = 1 << 20
 """A plan that reads less than this is done at once: starting threads would take longer."""
 
 
-def default_threads() -> int:
-    """Enough to keep the memory bus busy and some reads waiting; more only contend."""
-    return min(16, 2 * (os.cpu_count() or 1))
+def default_threads(processes: int = 1) -> int:
+    """Enough to keep the memory bus busy and some reads waiting; more only contend. Of as many processes as share the machine."""
+    return max(1, min(16, 2 * (os.cpu_count() or 1) // max(processes, 1)))
 
 
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
     """Carry out every fetch. Raises the first error after all threads have stopped."""
-    work = list(_tasks(plan, store, checks))
-    if threads <= 1 or len(work) == 1 or plan.read_nbytes < INLINE_NBYTES:
-        for task in work:
-            task()
-        return
-    run_all(work, threads)
+    run_all(_tasks(plan, store, checks), threads if plan.read_nbytes >= INLINE_NBYTES else 1)
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
     """Run callables on threads; the first failure, in time, keeps all others from beginning and is raised at the end."""
+    work = list(work)
+    if threads <= 1 or len(work) == 1:
+        for task in work:
+            task()
+        return
     stop = threading.Event()
     failures: list[BaseException] = []
 
@@ -79,14 +85,13 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
 def _tasks(plan: ReadPlan, store: Store, checks: Checks) -> Iterator[Callable[[], None]]:
     for batch in plan.batches:
         for file in batch.files:
-            first = nbytes = 0
-            for i, size in enumerate((file.stops - file.starts).tolist()):
-                if i > first and (nbytes + size > TASK_NBYTES or i - first >= TASK_FETCHES):
-                    yield _task(batch, file, range(first, i), store, checks)
-                    first, nbytes = i, 0
-                nbytes += size
-            if len(file.starts):
-                yield _task(batch, file, range(first, len(file.starts)), store, checks)
+            reach = np.cumsum(file.stops - file.starts)
+            first = before = 0
+            while first < len(reach):
+                last = int(np.searchsorted(reach, before + TASK_NBYTES, side="right"))
+                last = min(max(last, first + 1), first + TASK_FETCHES)
+                yield _task(batch, file, range(first, last), store, checks)
+                first, before = last, int(reach[last - 1])
 
 
 def _task(batch: Batch, file: FileReads, numbers: range, store: Store, checks: Checks) -> Callable[[], None]:
@@ -129,14 +134,18 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, store: Store, check
         left, index = np.divmod(left, strip.chunk.shape[d])
         places += index * target.strides[d]
     low = int(places.min())
-    lengths = file.stops[numbers.start : numbers.stop] - file.starts[numbers.start : numbers.stop]
-    origin = target.__array_interface__["data"][0] + low
-    memory = memory_at(origin, int((places + lengths).max()) - low)
-    starts = file.starts[numbers.start : numbers.stop].tolist()
+    starts = file.starts[numbers.start : numbers.stop]
+    lengths = file.stops[numbers.start : numbers.stop] - starts
+    origin = target.__array_interface__["data"][0]
     read, key, storage = store.read, file.key, strip.chunk.storage
     tracked = checks.wants(storage)
+    done = 0
+    if isinstance(store, Gathering) and not tracked and len(starts) >= GATHER_FETCHES and int(lengths.max()) <= GATHER_NBYTES:
+        done = store.gather(key, starts, lengths, places + origin)
+    memory = memory_at(origin + low, int((places + lengths).max()) - low)
+    rest = zip(starts[done:].tolist(), (places[done:] - low).tolist(), lengths[done:].tolist(), strict=True)
     try:
-        for start, place, nbytes in zip(starts, (places - low).tolist(), lengths.tolist(), strict=True):
+        for start, place, nbytes in rest:
             out = memory[place : place + nbytes]
             read(key, start, out)
             if tracked:

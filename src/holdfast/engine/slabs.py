@@ -7,6 +7,7 @@ file. A *slab* is a box of it whose elements are consecutive in C order.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Slab", "contiguous_bytes", "mapped_bytes", "pack", "read_slab", "slabs"]
+__all__ = ["Slab", "contiguous_bytes", "mapped_bytes", "pack", "read_slab", "slab_block", "slab_bytes", "slabs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,23 @@ def read_slab(slab: Slab) -> memoryview:
     if tensor.dtype.packed:
         return memoryview(pack(array, tensor.dtype))
     return array.reshape(-1).view(np.uint8).data
+
+
+@contextmanager
+def slab_bytes(slab: Slab) -> Iterator[memoryview]:
+    """The bytes of a slab for a while: in memory that its source lends, where it has such, else as `read_slab` gives them."""
+    lend = getattr(slab.tensor.source, "lend", None)
+    if lend is None:
+        yield read_slab(slab)
+        return
+    with lend(slab.tensor) as data:
+        yield data
+
+
+def slab_block(tensor: LazyTensor, block: int) -> int:
+    """Bytes of a slab: what the source would rather have than `block`, where it has a preference."""
+    wanted = getattr(tensor.source, "block_nbytes", None)
+    return wanted if isinstance(wanted, int) else block
 
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:

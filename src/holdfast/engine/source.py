@@ -42,6 +42,8 @@ class OpenSource:
         self.resident = resident
         """Whether the bytes are in this process's memory, so that reading them is no more than looking."""
         self.policy = policy or Policy()
+        self.read_nbytes = 0
+        """Bytes that were read for tensors so far."""
 
     def over(self, store: Store) -> OpenSource:
         return OpenSource(
@@ -64,10 +66,16 @@ class OpenSource:
                     "this tensor was saved on the meta device: it has a shape and no data", tensor=request.tensor.name
                 )
         checks = Checks(whole_storages(requests) if self.verify else {})
-        execute(self.plan(requests), self.store, self.threads, checks)
+        self.carry_out(requests, checks)
         checks.finish()
         for request in requests:
             _resolve(request)
+
+    def carry_out(self, requests: Sequence[Request], checks: Checks) -> None:
+        """Read as the plan says; `checks` sees every block that passes by, and it is up to the caller to finish them."""
+        plan = self.plan(requests)
+        execute(plan, self.store, self.threads, checks)
+        self.read_nbytes += plan.read_nbytes
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
         if not self.mapped or len(tensor.chunks) != 1 or tensor.traits.conj or tensor.traits.neg:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from holdfast.core.crc import combine, crc32
 from holdfast.engine.execute import default_threads
-from holdfast.engine.slabs import read_slab, slabs
+from holdfast.engine.slabs import slab_block, slab_bytes, slabs
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 
 __all__ = ["Writer", "write_stream"]
@@ -56,10 +56,10 @@ def write_stream(plan: FilePlan, target: Writer) -> None:
             case Data():
                 flush()
                 crc = 0
-                for slab in slabs(segment.tensor, BLOCK):
-                    data = read_slab(slab)
-                    crc = combine(crc, crc32(data), data.nbytes)
-                    write_all(target, data)
+                for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK)):
+                    with slab_bytes(slab) as data:
+                        crc = combine(crc, crc32(data), data.nbytes)
+                        write_all(target, data)
                 crcs[segment.label] = crc
             case Memory():
                 flush()

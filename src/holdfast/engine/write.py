@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,7 +19,7 @@ import numpy as np
 
 from holdfast.core.crc import combine, crc32
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.slabs import Slab, mapped_bytes, read_slab, slabs
+from holdfast.engine.slabs import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
 from holdfast.errors import located
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
 
@@ -87,8 +88,7 @@ def write_file(
     offsets = plan.offsets()
     sums = Sums()
     sink.allocate(plan.nbytes)
-    work = list(_tasks(plan, offsets, sink, sums, progress, block or BLOCK))
-    run_all(work, threads or default_threads()) if len(work) > 1 else [task() for task in work]
+    run_all(_tasks(plan, offsets, sink, sums, progress, block or BLOCK), threads or default_threads())
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:
@@ -136,7 +136,7 @@ def _tasks(
                 stretch, size = [], 0
             match segment:
                 case Data():
-                    for slab in slabs(segment.tensor, block):
+                    for slab in slabs(segment.tensor, slab_block(segment.tensor, block)):
                         yield _block(segment, slab, offset, sink, sums, progress)
                 case Memory():
                     for start in range(0, segment.nbytes, block):
@@ -155,12 +155,13 @@ def _block(
     segment: Data, slab: Slab, offset: int, sink: Sink, sums: Sums, progress: Progress | None
 ) -> Callable[[], None]:
     def run() -> None:
-        with located(tensor=segment.label):
-            data = read_slab(slab)
-        sums.add(segment.label, slab.start, data.nbytes, crc32(data))
-        sink.write(offset + slab.start, data)
+        with ExitStack() as lent:
+            with located(tensor=segment.label):
+                data = lent.enter_context(slab_bytes(slab))
+            sums.add(segment.label, slab.start, data.nbytes, crc32(data))
+            sink.write(offset + slab.start, data)
         if progress:
-            progress(data.nbytes)
+            progress(slab.nbytes)
 
     return run
 

@@ -3,6 +3,9 @@
 Rules (SAFETY.md, "paths stay inside"): a key is a plain relative path with no `..`, backslash or NUL; a link inside an opened
 directory may only lead to a place inside it, or, in the Hugging Face cache, from `snapshots/<revision>/` to the `blobs/` of the
 same model. Only plain files are opened. Each is opened once, measured through its descriptor, and read through that descriptor.
+
+A process may have some hundreds of files open, and a checkpoint may have more. So of a directory only the first `KEPT` files stay
+open; the others are opened for each read, and must be the very files that were measured.
 """
 
 from __future__ import annotations
@@ -17,10 +20,14 @@ from dataclasses import dataclass
 
 from holdfast.errors import Closed, HoldfastError, LimitExceeded, StoreError, Truncated, UnsafePath
 from holdfast.stores.files import is_temporary
+from holdfast.stores.gather import Ints, gather
 
 __all__ = ["DescriptorStore", "LocalStore", "check_key", "free_nbytes", "read_at"]
 
 Keys = list[str]
+
+KEPT = 256
+"""Files of one checkpoint that stay open."""
 
 MAX_READ = 1 << 30
 """Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
@@ -43,10 +50,29 @@ class Handle:
     """An open file."""
 
     descriptor: int
+    """-1 where it is opened for each read."""
     nbytes: int
     changed_ns: int
     """When its content was last written, as the file system has it."""
+    identity: tuple[int, int]
+    """Device and inode."""
     mapped: memoryview | None = None
+
+
+class Descriptor:
+    """A descriptor in a `with`, closed at its end if it is `ours`."""
+
+    __slots__ = ("_number", "_ours")
+
+    def __init__(self, number: int, *, ours: bool) -> None:
+        self._number, self._ours = number, ours
+
+    def __enter__(self) -> int:
+        return self._number
+
+    def __exit__(self, *_: object) -> None:
+        if self._ours:
+            os.close(self._number)
 
 
 class LocalStore:
@@ -107,12 +133,21 @@ class LocalStore:
                 f"wanted bytes {start} to {start + total} of {handle.nbytes}", file=self._label(key), offset=handle.nbytes
             )
         try:
-            read_at(handle.descriptor, start, out)
+            with self._descriptor(key, handle) as descriptor:
+                read_at(descriptor, start, out)
         except HoldfastError as error:
             error.file = self._label(key)
             raise
         except OSError as error:
             raise _refused(self._label(key), error, self._closed) from None
+
+    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
+        """Copy short ranges to addresses in memory. How many of them, from the first on, were copied; the others are yet to be."""
+        handle = self._open(key)
+        if int(starts.min()) < 0 or int((starts + nbytes).max()) > handle.nbytes:
+            return 0
+        with self._descriptor(key, handle) as descriptor:
+            return gather(descriptor, starts, nbytes, places)
 
     def map(self, key: str) -> memoryview | None:
         handle = self._open(key)
@@ -120,12 +155,13 @@ class LocalStore:
             if handle.mapped is None:
                 if handle.nbytes == 0:
                     return memoryview(b"")
-                try:
-                    # Private: whoever writes to an array changes their copy of the page, never the checkpoint.
-                    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-                    area = mmap.mmap(handle.descriptor, handle.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-                except (OSError, ValueError) as error:
-                    raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
+                # Private: whoever writes to an array changes their copy of the page, never the checkpoint.
+                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+                with self._descriptor(key, handle) as descriptor:
+                    try:
+                        area = mmap.mmap(descriptor, handle.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+                    except (OSError, ValueError) as error:
+                        raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
                 handle.mapped = memoryview(area)
             return handle.mapped
 
@@ -137,10 +173,17 @@ class LocalStore:
     def changed(self) -> Keys:
         """The files that someone has written to since they were opened here, as far as the file system tells."""
         with self._lock:
-            found = {key: (handle, os.fstat(handle.descriptor)) for key, handle in self._handles.items()}
-        return sorted(
-            key for key, (handle, now) in found.items() if (now.st_size, now.st_mtime_ns) != (handle.nbytes, handle.changed_ns)
-        )
+            handles = dict(self._handles)
+        found = []
+        for key, handle in handles.items():
+            try:
+                now = os.fstat(handle.descriptor) if handle.descriptor >= 0 else os.stat(self._resolve(key))
+            except (OSError, HoldfastError):
+                found.append(key)
+                continue
+            if (now.st_size, now.st_mtime_ns) != (handle.nbytes, handle.changed_ns):
+                found.append(key)
+        return sorted(found)
 
     def close(self) -> None:
         with self._lock:
@@ -148,7 +191,8 @@ class LocalStore:
             for handle in self._handles.values():
                 # A mapping stays as long as arrays use it; Python unmaps it with the last of them.
                 handle.mapped = None
-                os.close(handle.descriptor)
+                if handle.descriptor >= 0:
+                    os.close(handle.descriptor)
             self._handles.clear()
 
     def __del__(self) -> None:
@@ -166,8 +210,22 @@ class LocalStore:
             if self._closed:
                 raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
             if key not in self._handles:
-                self._handles[key] = self._open_new(key)
+                handle = self._open_new(key)
+                if len(self._handles) >= KEPT:
+                    os.close(handle.descriptor)
+                    handle.descriptor = -1
+                self._handles[key] = handle
             return self._handles[key]
+
+    def _descriptor(self, key: str, handle: Handle) -> Descriptor:
+        """To be used in a `with`: the open file, or one that is open until the block ends."""
+        if handle.descriptor >= 0:
+            return Descriptor(handle.descriptor, ours=False)
+        again = self._open_new(key)
+        if (again.identity, again.nbytes, again.changed_ns) != (handle.identity, handle.nbytes, handle.changed_ns):
+            os.close(again.descriptor)
+            raise StoreError("the file was changed or replaced while the checkpoint was open", file=self._label(key))
+        return Descriptor(again.descriptor, ours=True)
 
     def _open_new(self, key: str) -> Handle:
         label = self._label(key)
@@ -181,7 +239,7 @@ class LocalStore:
         if not stat.S_ISREG(found.st_mode):
             os.close(descriptor)
             raise UnsafePath("not a plain file (a device, a pipe, a socket or a folder)", file=label)
-        return Handle(descriptor, found.st_size, found.st_mtime_ns)
+        return Handle(descriptor, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
 
     def _resolve(self, key: str) -> str:
         if not self._directory:

@@ -22,6 +22,7 @@ from holdfast.torch.allowed import (
     get_unsafe_globals_in_checkpoint,
     safe_globals,
 )
+from holdfast.torch.cuda.stage import free_host_memory
 from holdfast.torch.into import Loaded, load_into
 from holdfast.torch.load import load
 from holdfast.torch.locations import (
@@ -72,6 +73,7 @@ __all__ = [
     "check_module_version_greater_or_equal",
     "clear_safe_globals",
     "default_restore_location",
+    "free_host_memory",
     "get_crc32_options",
     "get_default_load_endianness",
     "get_default_mmap_options",

@@ -5,6 +5,7 @@
     handle                                                  staged ┘                        durable ┘
 
 1. What this rank will write is copied into buffers that are kept from save to save; after that the caller may change its tensors.
+   GPUs copy by themselves, and the caller's streams wait for that, not the caller (cuda/stage.py).
    Autograd's version counters are compared before and after: a tensor that was changed meanwhile would be torn, and is an error.
 2. The thread talks to the other ranks through the store, never through a collective, so it cannot meet the training's.
 3. One save at a time: the next one waits, or is refused, as asked. SIGTERM waits for the save that is under way, where nobody else
@@ -19,7 +20,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Literal
 
@@ -29,12 +30,15 @@ import torch
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.resident import Resident
+from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastWarning, NotCommitted
+from holdfast.torch.cuda.memory import GpuSource
+from holdfast.torch.cuda.stage import ROOM, Copies
 from holdfast.torch.rank_files import Written
 from holdfast.torch.sharded_save import SavedShards, ShardedSave
 from holdfast.torch.shards import is_sharded, shards_of
 
-__all__ = ["SaveHandle", "begin", "busy", "stage", "versions"]
+__all__ = ["SaveHandle", "Staged", "begin", "busy", "stage", "versions"]
 
 ALIGNMENT = 64
 
@@ -51,7 +55,10 @@ class SaveHandle:
 
     @property
     def staged(self) -> bool:
-        """Whether the caller may change its tensors: always, once it has this handle."""
+        """Whether the caller may change its tensors: always, once it has this handle.
+
+        Those on a GPU by work of the stream that was current, or of one that waits for it: it comes behind the copies.
+        """
         return True
 
     @property
@@ -73,22 +80,7 @@ class SaveHandle:
         return f"<SaveHandle {self.path!r} {how}>"
 
 
-class Buffers:
-    """Memory that is kept from save to save. One save has it at a time."""
-
-    def __init__(self) -> None:
-        self._room = np.empty(0, np.uint8)
-
-    def take(self, nbytes: int) -> np.ndarray:
-        """At least this many bytes; what was there before is gone."""
-        if self._room.nbytes < nbytes:
-            self._room = np.empty(0, np.uint8)  # given back before more is asked for
-            self._room = np.empty(nbytes, np.uint8)
-        return self._room
-
-
 _one_at_a_time = threading.Lock()
-_buffers = Buffers()
 _running: set[SaveHandle] = set()
 
 
@@ -127,7 +119,24 @@ def _tensors(value: object) -> Iterable[object]:
             yield from _tensors(inner)
 
 
-def stage(written: list[Written], before: list[tuple[torch.Tensor, int]], path: str) -> tuple[list[Written], int]:
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What will be written, in memory of our own."""
+
+    written: list[Written]
+    nbytes: int
+    copies: Copies
+    """Those out of GPUs, which are waited for before anything is written."""
+
+
+def stage(
+    written: list[Written],
+    before: list[tuple[torch.Tensor, int]],
+    path: str,
+    *,
+    threads: int,
+    max_host_memory: int | None = None,
+) -> Staged:
     """Copy what will be written into our own memory, in parallel; nothing may change meanwhile."""
     resident = Resident()
     places, total = [], 0
@@ -135,7 +144,9 @@ def stage(written: list[Written], before: list[tuple[torch.Tensor, int]], path: 
         total += -total % ALIGNMENT
         places.append(total)
         total += one.tensor.nbytes
-    room = _buffers.take(total)
+    gpu = any(isinstance(one.tensor.source, GpuSource) for one in written)
+    room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
+    copies = Copies(room)
     staged: list[Written] = []
     by_source: dict[int, tuple[LazyTensor, list[Request]]] = {}
     for one, place in zip(written, places, strict=True):
@@ -144,17 +155,27 @@ def stage(written: list[Written], before: list[tuple[torch.Tensor, int]], path: 
             # Packed elements are never in the caller's memory: numpy and torch have none, so they come from an open checkpoint.
             staged.append(one)
             continue
-        out = room[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
+        out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
         by_source.setdefault(id(tensor.source), (tensor, []))[1].append(Request(tensor, out))
         memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
         copy = resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0)
         staged.append(replace(one, tensor=copy.renamed(tensor.name)))
-    for tensor, requests in by_source.values():
-        tensor.source.read(requests)
-    torn = sum(tensor._version != version for tensor, version in before)
-    if torn:
-        raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
-    return staged, total
+    try:
+        # GPUs first: they copy by themselves while the rest is copied here.
+        for tensor, requests in sorted(by_source.values(), key=lambda found: not isinstance(found[0].source, GpuSource)):
+            if isinstance(tensor.source, GpuSource):
+                copies.begin(tensor.source, requests)
+            else:
+                if isinstance(tensor.source, OpenSource) and tensor.source.resident:
+                    tensor.source.threads = threads  # made for this save, by a rank that shares the machine with others
+                tensor.source.read(requests)
+        torn = sum(tensor._version != version for tensor, version in before)
+        if torn:
+            raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
+    except BaseException:
+        copies.wait()
+        raise
+    return Staged(staged, total, copies)
 
 
 def begin(saving: ShardedSave) -> SaveHandle:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,7 +10,8 @@ import torch
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import located
+from holdfast.errors import HoldfastWarning, located
+from holdfast.torch.cuda.load import reserve
 from holdfast.torch.fill import Fill, Progress, fill
 from holdfast.torch.regions import Region, plan_regions, view_of
 from holdfast.torch.tensors import tensor_from_array, torch_dtype
@@ -46,6 +48,7 @@ class Fresh:
 def make_fresh(wants: Mapping[str, Want]) -> Fresh:
     """Make a tensor for each name. Those of a mapped file are the mapped memory where dtype, device and layout allow."""
     fresh = Fresh()
+    reserve((want.device, want.lazy.size * want.dtype.itemsize) for want in wants.values())
     regions = plan_regions({name: want.lazy for name, want in wants.items() if _plain(want.lazy)})
     fresh.notes += regions.notes
     storages: dict[Region, torch.UntypedStorage | None] = {}
@@ -76,11 +79,16 @@ def read_tensors(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress | None = None,
+    max_host_memory: int | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Read many lazy tensors as torch tensors, together. `dtype` is for floating-point tensors; the others keep theirs."""
+    """Read many lazy tensors as torch tensors, together. `dtype` is for floating-point tensors; the others keep theirs.
+
+    `max_host_memory` is for GPUs, as in `fill`; what it has to say is a warning here.
+    """
     wants = {name: Want(lazy, wanted_dtype(lazy, dtype), device or CPU) for name, lazy in tensors.items()}
     fresh = make_fresh(wants)
-    fill(fresh.fills, progress)
+    for note in fill(fresh.fills, progress, max_host_memory=max_host_memory):
+        warnings.warn(note, HoldfastWarning, stacklevel=3)
     return fresh.tensors
 
 

@@ -20,6 +20,7 @@ One process without `torch.distributed` is a group of one, for which every step 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from typing import cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from holdfast.engine.execute import default_threads
 from holdfast.errors import DurabilityUncertain, RankLost, RanksFailed
 from holdfast.plan.merged import say_ranks
 
@@ -75,7 +77,7 @@ def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: fl
     with _lock:
         number = _calls[name] = _calls.get(name, 0) + 1
         own = _own_connection(name, store) if size > 1 else None
-    return Ranks(rank, size, own, prefix=f"holdfast/{name}/{number}", doing=doing, deadline=deadline)
+    return Ranks(rank, size, own, prefix=f"holdfast/{name}/{number}", doing=doing, deadline=deadline, host=_host_key(name))
 
 
 def _own_connection(name: str, store: Store) -> Store:
@@ -87,19 +89,29 @@ def _own_connection(name: str, store: Store) -> Store:
         made = cast(Store, store.clone())  # type: ignore[attr-defined]  # not in torch's own annotations
     except (RuntimeError, NotImplementedError, AttributeError):
         made = store
+    with suppress(RuntimeError, OSError):
+        made.add(_host_key(name), 1)
     _connections[name] = store, made
     return made
+
+
+def _host_key(name: str) -> str:
+    """Where the ranks of a group on this machine are counted."""
+    return f"holdfast/{name}/host/{socket.gethostname()}"
 
 
 class Ranks:
     """One exchange between the ranks of a group: a save or a load. Closed at its end."""
 
-    def __init__(self, rank: int, size: int, store: Store | None, *, prefix: str, doing: str, deadline: float) -> None:
+    def __init__(
+        self, rank: int, size: int, store: Store | None, *, prefix: str, doing: str, deadline: float, host: str = ""
+    ) -> None:
         self.rank, self.size = rank, size
         self.deadline = deadline
         self._doing = doing
         self._store = store if size > 1 else None
         self._prefix = prefix
+        self._host = host
         self._step = 0
         self._lost: set[int] = set()
         self._stop = threading.Event()
@@ -112,6 +124,20 @@ class Ranks:
     def first(self) -> bool:
         """Whether this rank is the one that decides."""
         return self.rank == 0
+
+    def threads(self) -> int:
+        """How many threads this rank may use, beside the other ranks on its machine; those that have come so far are counted."""
+        return default_threads(self._neighbours())
+
+    def apart(self) -> bool:
+        """Whether the ranks are on several machines. Known when all have come: after a step."""
+        return self._neighbours() < self.size
+
+    def _neighbours(self) -> int:
+        if self._store is not None and self._host:
+            with suppress(RuntimeError, OSError):
+                return int(self._store.add(self._host, 0))
+        return 1
 
     def agree(
         self, local: bytes | BaseException, decide: Callable[[list[bytes]], list[bytes]], *, otherwise: str = UNCHANGED
@@ -226,7 +252,7 @@ class Ranks:
                     raise
                 # The store itself is gone, and with it the process that hosts it: usually the first rank.
                 raise self._broken(waiting, error) from error
-            time.sleep(min(PAUSE, (now - began) / 16 + 0.0005))
+            time.sleep(min(PAUSE, (now - began) / 32 + 0.0005))
 
     def _broken(self, waiting: Iterable[int], error: Exception) -> RankLost:
         ranks = tuple(waiting)
@@ -274,7 +300,7 @@ class Ranks:
         keys = [f"{self._prefix}/end/{rank}" for rank in range(1, self.size) if rank not in self._lost]
         began = now = time.monotonic()
         while keys and not store.check(keys) and now - began < min(LINGER, self.deadline):
-            time.sleep(min(PAUSE, (now - began) / 16 + 0.0005))
+            time.sleep(min(PAUSE, (now - began) / 32 + 0.0005))
             now = time.monotonic()
         for key in (*keys, *(f"{self._prefix}/pulse/{rank}" for rank in range(1, self.size))):
             store.delete_key(key)

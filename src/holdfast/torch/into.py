@@ -88,6 +88,7 @@ def load_into(
     verify: bool = True,
     threads: int | None = None,
     progress: Progress | None = None,
+    max_host_memory: int | None = None,
 ) -> Loaded:
     """Fill the parameters and persistent buffers of a module, or the tensors of a nested mapping, from any known checkpoint.
 
@@ -104,23 +105,32 @@ def load_into(
 
     `verify` and `threads` are as in `holdfast.open`; a checkpoint that is open already keeps its own. `progress` is called with
     the number of bytes that were read since its last call. Memory beyond the target is at most 64 MiB and what the reading
-    threads hold, except for sparse and quantised tensors and for submodules that load themselves, which are built first.
+    threads hold, except for sparse and quantised tensors and for submodules that load themselves, which are built first. Tensors
+    on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
     """
     check_dtype(dtype)
     choice = Choice(None if device is None else torch.device(device), dtype, assign)
     if isinstance(path, TorchCheckpoint):
         path = path.lazy
     if isinstance(path, Checkpoint):
-        return Load(module_or_state, path, prefix, choice).run(strict=strict, progress=progress)
+        return Load(module_or_state, path, prefix, choice, max_host_memory).run(strict=strict, progress=progress)
     with open_checkpoint(path, verify=verify, threads=threads) as checkpoint:
-        return Load(module_or_state, checkpoint, prefix, choice).run(strict=strict, progress=progress)
+        return Load(module_or_state, checkpoint, prefix, choice, max_host_memory).run(strict=strict, progress=progress)
 
 
 class Load:
     """One call of `load_into`."""
 
-    def __init__(self, into: nn.Module | Mapping[str, object], checkpoint: Checkpoint, prefix: str, choice: Choice) -> None:
+    def __init__(
+        self,
+        into: nn.Module | Mapping[str, object],
+        checkpoint: Checkpoint,
+        prefix: str,
+        choice: Choice,
+        max_host_memory: int | None,
+    ) -> None:
         self._checkpoint = checkpoint
+        self._max_host_memory = max_host_memory
         self._prefix = prefix
         self._choice = choice
         self._names = Names(checkpoint, prefix)
@@ -189,7 +199,7 @@ class Load:
         fresh = make_fresh(wants)
         found.notes += fresh.notes
         try:
-            fill([*fills, *fresh.fills], progress)
+            found.notes += fill([*fills, *fresh.fills], progress, max_host_memory=self._max_host_memory)
         except HoldfastError as error:
             if fills:
                 error.add_note("tensors that were to be filled in place may have been written to in part")

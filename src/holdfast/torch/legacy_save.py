@@ -17,7 +17,8 @@ from types import ModuleType
 
 import torch
 
-from holdfast.plan.saves import Literal, Memory, Segment
+from holdfast.plan.saves import Data, Literal, Memory, Segment
+from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.memory import storage_memory
 from holdfast.torch.pickling import StorageIds, pickle_object
 from holdfast.torch.settings import MAGIC_NUMBER, PROTOCOL_VERSION
@@ -37,8 +38,13 @@ def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tup
     keys = sorted(ids.storages)
     head.append(pickle_module.dumps(keys, protocol=protocol))
     segments: list[Segment] = [Literal(b"".join(head))]
+    gpus = GpuSource()
     for key in keys:
         storage = ids.storages[key]
+        if storage.device.type == "cuda" and storage.nbytes():
+            segments.append(Literal(struct.pack("<q", storage.nbytes() // ids.dtypes[key].itemsize)))
+            segments.append(Data(gpus.bytes_of(storage, key), key))
+            continue
         if storage.device.type != "cpu":
             storage = storage.cpu()
         memory = storage_memory(storage)

@@ -34,7 +34,7 @@ from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.zip.reader import read_archive
 from holdfast.formats.zip.records import Archive
 from holdfast.torch.legacy_load import load_legacy, load_tar, looks_like_tar
-from holdfast.torch.locations import restorer, stays_on_cpu
+from holdfast.torch.locations import cuda_device, restorer, stays_on_cpu
 from holdfast.torch.opening import Opened, opened
 from holdfast.torch.pickling import check_pickle_module
 from holdfast.torch.rebuild import located_by_caller
@@ -68,13 +68,15 @@ def load(
     weights_only: bool | None = None,
     mmap: bool | None = None,
     verify: bool = True,
+    max_host_memory: int | None = None,
     **pickle_load_args: object,
 ) -> object:
     """Load what `torch.save` wrote, as `torch.load` does.
 
     With `weights_only` (the default) nothing in the file is run and no content of it makes this hang, crash or allocate more
     than the file's size. Checksums that the file records are compared while it is read; `verify=False` leaves that out, and a
-    mapped file (`mmap=True`) is not summed.
+    mapped file (`mmap=True`) is not summed. Storages that go to a GPU are read through at most `max_host_memory` bytes of
+    page-locked memory (1 GiB unless said otherwise), which is kept for the next call.
     """
     weights_only, pickle_module = _mode(weights_only, pickle_module)
     check_pickle_module(pickle_module)
@@ -91,10 +93,10 @@ def load(
                 raise ValueError("f must be a file path in order to use the mmap argument")
             return _load_zip(
                 file, place, pickle_module, arguments,
-                weights_only=weights_only, mmap=mmap, map_location=map_location, verify=verify,
+                weights_only=weights_only, mmap=mmap, map_location=map_location, verify=verify, max_host_memory=max_host_memory,
             )
         if file.path is not None and file.path.endswith(".safetensors"):
-            return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify)
+            return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
         if mmap:
             raise Refused(MMAP_ZIP, file=file.path)
         if looks_like_tar(file):
@@ -153,16 +155,20 @@ def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
         # torch's own functions, which run otherwise, look at `map_location` themselves.
         pretend=located_by_caller if weights_only else lambda location: location,
         skip=torch.serialization._serialization_tls.skip_data,
+        gpu=lambda location: cuda_device(map_location, location),
+        one_place=isinstance(map_location, str | bytes | torch.device),
     )
 
 
-def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verify: bool) -> object:
+def _load_safetensors(
+    path: str, map_location: MapLocation, *, mmap: bool, verify: bool, max_host_memory: int | None
+) -> object:
     from holdfast.torch.open import open as open_torch
 
     if map_location is not None and not isinstance(map_location, str | torch.device):
         raise Refused("a safetensors file knows no locations: map_location must be a device or its name", file=path)
     with open_torch(path, mmap=mmap, verify=verify) as checkpoint:
-        return checkpoint.read(device=map_location)
+        return checkpoint.read(device=map_location, max_host_memory=max_host_memory)
 
 
 def _load_zip(
@@ -175,6 +181,7 @@ def _load_zip(
     mmap: bool,
     map_location: MapLocation,
     verify: bool,
+    max_host_memory: int | None,
 ) -> object:
     archive = _archive(file)
     if archive.get("constants.pkl") is not None:
@@ -196,12 +203,14 @@ def _load_zip(
         file.key,
         find,
         place,
-        everything=None if weights_only else everything,
+        everything=everything,
+        ahead=not weights_only,
         swap=swap,
         untyped=untyped_dtypes(content) if swap else None,
         mapped=_mapped(file) if mmap else None,
         verify=verify,
         threads=default_threads(),
+        max_host_memory=max_host_memory,
     )
     if not weights_only:
         result = unpickler(pickle_module, io.BytesIO(content), storages.persistent, arguments).load()

@@ -29,6 +29,7 @@ from holdfast.torch.devices import names_backend, present_device, validate_cuda_
 __all__ = [
     "AnyStorage",
     "MapLocation",
+    "cuda_device",
     "default_restore_location",
     "location_tag",
     "register_package",
@@ -162,6 +163,16 @@ def stays_on_cpu(map_location: MapLocation, location: str) -> bool:
     return _target(map_location, location) == "cpu" and PACKAGES.ordered()[0] is CPU
 
 
+def cuda_device(map_location: MapLocation, location: str) -> torch.device | None:
+    """The GPU that a storage surely goes to, so that its bytes may go there straight from the file; else None."""
+    if callable(map_location) and not isinstance(map_location, Mapping):
+        return None
+    target = _target(map_location, location)
+    if not names_backend("cuda", target) or PACKAGES.ordered()[:2] != (CPU, CUDA):
+        return None
+    return present_device(target, "cuda")
+
+
 def _target(map_location: str | bytes | torch.device | Mapping[str, str] | None, location: str) -> str:
     """The tag that holds instead of the one in the file."""
     match map_location:
@@ -230,10 +241,11 @@ def _to_meta(storage: AnyStorage, location: str) -> AnyStorage | None:
 
 
 CPU = Package(10, _plain("cpu"), lambda storage, location: storage if location == "cpu" else None)
+CUDA = _package(20, "cuda")
 PACKAGES = Packages(
     [
         CPU,
-        _package(20, "cuda"),
+        CUDA,
         Package(21, _plain("mps"), _to_mps),
         Package(22, _plain("meta"), _to_meta),
         _package(23, PRIVATE_USE),

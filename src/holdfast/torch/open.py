@@ -110,12 +110,18 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         self.lazy.close()
 
     def read(
-        self, names: Iterable[str] | None = None, *, device: Place | None = None, dtype: torch.dtype | None = None
+        self,
+        names: Iterable[str] | None = None,
+        *,
+        device: Place | None = None,
+        dtype: torch.dtype | None = None,
+        max_host_memory: int | None = None,
     ) -> dict[str, torch.Tensor]:
         """Read several tensors (all of them when none is named) in one parallel batch; what shares a storage still does.
 
         They are fresh: nothing is shared with what was read before. `dtype` is for floating-point tensors, the others keep
-        theirs. Memory beyond the tensors is 64 MiB, for those that are cast or go to another device.
+        theirs. Memory beyond the tensors is 64 MiB, for those that are cast. Tensors on a GPU are read through page-locked memory,
+        at most `max_host_memory` bytes of it (1 GiB unless said otherwise), which is kept for the next call.
         """
         check_dtype(dtype)
         listed = self._listed()
@@ -128,18 +134,21 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
                 plain[name] = self.lazy[name]
             else:
                 wholes[name] = whole
-        made = read_tensors(plain, device=_device(device), dtype=dtype)
+        made = read_tensors(plain, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
         made |= {name: _moved(whole.torch(), device, dtype) for name, whole in wholes.items()}
         return {name: made[name] for name in order}
 
-    def tree(self, *, device: Place | None = None, dtype: torch.dtype | None = None) -> object:
+    def tree(
+        self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None
+    ) -> object:
         """The whole nested state with torch tensors in it: parameters are parameters, and what shares a storage still does.
 
-        Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy.
+        Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.
         """
         check_dtype(dtype)
         lazies = list(lazy_tensors(self.lazy.tree))
-        made = read_tensors({str(i): lazy for i, lazy in enumerate(lazies)}, device=_device(device), dtype=dtype)
+        numbered = {str(i): lazy for i, lazy in enumerate(lazies)}
+        made = read_tensors(numbered, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
         by_identity = {id(lazy): made[str(i)] for i, lazy in enumerate(lazies)}
 
         def tensor(value: LazyTensor | Composite) -> torch.Tensor:

@@ -30,6 +30,7 @@ from holdfast.api.state import describe_state
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
+from holdfast.formats.pt2.config import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.lay_out import Part, Pickled, lay_out_pt2
 from holdfast.formats.pt2.program import summarise
 from holdfast.formats.torch.layout import archive_name
@@ -41,8 +42,6 @@ MODEL = "model"
 
 PROTOCOL = 2
 """Of the pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
-
-WEIGHT, TENSOR, OBJECT, OPAQUE = "weight_", "tensor_", "custom_obj_", "opaque_obj_"
 
 
 def package_program(
@@ -163,7 +162,7 @@ def _lacking(model: str, program: ExportedProgram) -> list[str]:
 
 def _unmet(model: str, part: Part) -> list[str]:
     """Weights that differ from what the serialised program says about them."""
-    program = summarise(part.program or b"")
+    program = summarise(part.program if isinstance(part.program, bytes) else b"")
     problems = []
     for name, value in program.weights.items():
         weight = part.weights.get(name, part.constants.get(name))

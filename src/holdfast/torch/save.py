@@ -22,7 +22,8 @@ from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.layout import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
-from holdfast.plan.saves import FilePlan, Hole, Memory, SavePlan, Segment
+from holdfast.plan.saves import Data, FilePlan, Hole, Memory, SavePlan, Segment
+from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.legacy_save import lay_out_legacy
 from holdfast.torch.memory import storage_bytes, storage_memory
 from holdfast.torch.pickling import StorageIds, check_pickle_module, pickle_object
@@ -136,17 +137,20 @@ def _lay_out(
     ids = StorageIds()
     with resting_collector():
         content = pickle_object(obj, ids, pickle_module, protocol)
-    storages = [(f"data/{key}", _payload(storage, f"data/{key}", skip=skip)) for key, storage in ids.storages.items()]
+    gpus = GpuSource()
+    storages = [(f"data/{key}", _payload(storage, f"data/{key}", gpus, skip=skip)) for key, storage in ids.storages.items()]
     return lay_out_container(
         name, content, storages, alignment=alignment, crc=config.save.compute_crc32, order_first=order_first
     )
 
 
-def _payload(storage: torch.UntypedStorage, label: str, *, skip: bool) -> Payload:
+def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource, *, skip: bool) -> Payload:
     """A storage's bytes; of a meta or fake one, and under `skip_data`, the room for them."""
     kind = storage.device.type
     if skip or kind == "meta":
         return Hole(storage.nbytes()) if storage.nbytes() else b""
+    if kind == "cuda" and storage.nbytes() > SMALL:
+        return Data(gpus.bytes_of(storage, label), label)
     if kind != "cpu":
         storage = storage.cpu()
     return storage_bytes(storage) if storage.nbytes() <= SMALL else Memory(storage_memory(storage), label, storage)

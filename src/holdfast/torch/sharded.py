@@ -32,6 +32,7 @@ def save_sharded(
     progress: Callable[[int], None] | None = None,
     deadline: float = DEADLINE,
     block: bool = True,
+    max_host_memory: int | None = None,
     when_busy: Literal["wait", "refuse"] = "wait",
 ) -> SavedShards | SaveHandle:
     """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
@@ -43,7 +44,9 @@ def save_sharded(
     or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
 
     With `block=False` it returns when what this rank writes has been copied: a `SaveHandle`, whose `wait()` comes back when the
-    checkpoint is there. A second save waits for the first, or is refused on all ranks (`when_busy`).
+    checkpoint is there. A second save waits for the first, or is refused on all ranks (`when_busy`). Tensors on a GPU are copied
+    into page-locked memory, which is kept for the next save: up to `max_host_memory` bytes of it, or half of what the machine has
+    to give. This returns when the copies are under way: what the current stream is asked to do from then on comes behind them.
     """
     where = os.fspath(path)
     if format not in FORMATS:
@@ -51,7 +54,14 @@ def save_sharded(
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline)
     saving = ShardedSave(
-        where, ranks=ranks, format=format, overwrite=overwrite, durable=durable, threads=threads, progress=progress
+        where,
+        ranks=ranks,
+        format=format,
+        overwrite=overwrite,
+        durable=durable,
+        threads=threads,
+        progress=progress,
+        max_host_memory=max_host_memory,
     )
     before: list[tuple[torch.Tensor, int]] = []
     turn = handed = False

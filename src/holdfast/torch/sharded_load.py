@@ -3,7 +3,8 @@
 1. Every rank opens the checkpoint and matches names: what is missing, unexpected, or of another shape or dtype is collected, all
    of it, and shared. If anything does not fit anywhere, no rank has changed anything.
 2. Every rank reads exactly the byte runs of its own boxes, straight into its tensors, in one batch. Which ranks wrote the file, how
-   many and along which axis, does not matter: a box is a box.
+   many and along which axis, does not matter: a box is a box. What all of them want whole is read by one and handed to the others,
+   where that is cheaper (replicas.py).
 3. Whether that went well is shared as well: all ranks return, or all raise the same error.
 """
 
@@ -12,8 +13,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import get_args
 
-import numpy as np
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -23,13 +25,14 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dotted
+from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.torch.fill import Fill, fill
 from holdfast.torch.group import DEADLINE, ranks_of
+from holdfast.torch.replicas import Replicated, Share, hand_on, offers, spread
 from holdfast.torch.shards import is_sharded, shards_of
 from holdfast.torch.tensors import torch_dtype
 from holdfast.torch.tree import torch_tree
@@ -54,6 +57,8 @@ class LoadedShards:
     """Bytes that were read for them."""
     values: Mapping[str, object]
     """What the checkpoint holds for the leaves that are no tensors. They are in the state as well, where it can change."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
 
     def __str__(self) -> str:
         over = self.read_nbytes / self.needed_nbytes if self.needed_nbytes else 1.0
@@ -68,6 +73,8 @@ class Wanted:
     """What one rank asks of a checkpoint."""
 
     fills: list[Fill] = field(default_factory=list)
+    whole: dict[str, Fill] = field(default_factory=dict)
+    """Those of the fills that are all of a tensor, by its name."""
     names: list[str] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
     put: list[tuple[Callable[[object], None], object]] = field(default_factory=list)
@@ -85,8 +92,10 @@ def load_sharded(
     strict: bool = True,
     cast: bool = False,
     verify: bool = True,
+    replicated: Replicated = "auto",
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
+    max_host_memory: int | None = None,
     deadline: float = DEADLINE,
 ) -> LoadedShards:
     """Fill the tensors of `state` in place from a checkpoint, on every rank of a group, whatever ranks wrote it.
@@ -95,9 +104,15 @@ def load_sharded(
     rank has. Values that are no tensors are replaced by those of the checkpoint. With `strict`, names that are missing or left over
     are an error; another shape always is, and another dtype is unless `cast=True`. Raises `RanksFailed` with the same causes on
     every rank; before anything was changed, where something does not fit.
+
+    What all ranks want whole is read by each of them (`replicated="read"`), or by one and then sent to the others with the group's
+    own collectives (`"broadcast"`); by default the latter where they are on several machines or the tensors on GPUs. Tensors on a
+    GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
     """
     where = os.fspath(path)
-    ranks = ranks_of(group, doing="load", deadline=deadline)
+    if replicated not in get_args(Replicated):
+        raise ValueError(f"replicated must be one of {', '.join(get_args(Replicated))}, not {replicated!r}")
+    ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)
     checkpoint: Checkpoint | None = None
     try:
         wanted = Wanted()
@@ -105,34 +120,54 @@ def load_sharded(
         unexpected: list[str] = []
         problem: BaseException | None = None
         try:
-            checkpoint = open_checkpoint(path, verify=verify, threads=threads)
+            checkpoint = open_checkpoint(path, verify=verify, threads=threads or ranks.threads())
             mapping = _mapping(state)
             _match(mapping, checkpoint, wanted, cast=cast)
             unexpected = [name for name in checkpoint if name not in wanted.used]
             _check(wanted, unexpected, where, strict=strict)
         except Exception as error:
             problem = error
-        ranks.agree(b"" if problem is None else problem, lambda _: [b""] * ranks.size)
+        local = offers(wanted.whole, group) if problem is None else problem
+        answer = ranks.agree(local, lambda told: [spread(told, replicated, machines=ranks.apart())] * ranks.size)
+        shares = msgspec.msgpack.decode(answer, type=list[Share])
         assert checkpoint is not None
         needed = read = 0
+        notes: list[str] = []
+        otherwise = "the load failed, and some tensors have been changed"
         try:
-            needed, read = _sizes(wanted.fills)
-            fill(wanted.fills, progress)
+            needed = sum(one.lazy.nbytes for one in wanted.fills)
+            elsewhere = {id(wanted.whole[share.name]) for share in shares if share.owner != ranks.rank}
+            mine = [one for one in wanted.fills if id(one) not in elsewhere]
+            notes = fill(mine, progress, max_host_memory=max_host_memory)
+            read = _read_nbytes(mine)
+        except Exception as error:
+            problem = error
+        if shares:
+            # Nobody enters a broadcast that somebody else will not come to.
+            ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
+        try:
+            hand_on(shares, wanted.whole, group)
             for put, value in wanted.put:
                 put(value)
             for name, module in _extras(state):
                 if name in mapping:
                     module.set_extra_state(mapping[name])
         except Exception as error:
-            problem = error
-        otherwise = "the load failed, and some tensors have been changed"
-        ranks.agree(b"" if problem is None else problem, lambda _: [b""] * ranks.size, otherwise=otherwise)
+            problem = problem or error
+        ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
     finally:
         ranks.close()
         if checkpoint is not None:
             checkpoint.close()
     return LoadedShards(
-        where, tuple(wanted.names), tuple(wanted.missing), tuple(unexpected), needed, read, dict(wanted.values)
+        where,
+        tuple(wanted.names),
+        tuple(wanted.missing),
+        tuple(unexpected),
+        needed,
+        read,
+        dict(wanted.values),
+        tuple(notes),
     )
 
 
@@ -148,24 +183,10 @@ def _mapping(state: nn.Module | Mapping[str, object]) -> Mapping[str, object]:
     return state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
 
 
-def _sizes(fills: list[Fill]) -> tuple[int, int]:
-    """Bytes that are needed, and bytes that will be read for them."""
-    by_source: dict[int, list[LazyTensor]] = {}
-    for one in fills:
-        by_source.setdefault(id(one.lazy.source), []).append(one.lazy)
-    needed = read = 0
-    for tensors in by_source.values():
-        plan = getattr(tensors[0].source, "plan", None)
-        needed += sum(tensor.nbytes for tensor in tensors)
-        if plan is not None:
-            empty = [Request(t, _shape_only(t)) for t in tensors if t.size]
-            read += plan(empty).read_nbytes
-    return needed, read
-
-
-def _shape_only(tensor: LazyTensor) -> np.ndarray:
-    # A target that takes no memory, for planning alone: every element at one address.
-    return np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
+def _read_nbytes(fills: list[Fill]) -> int:
+    """Bytes that were read from the files of a checkpoint that was opened for these fills alone."""
+    sources = {id(one.lazy.source): one.lazy.source for one in fills}
+    return sum(source.read_nbytes for source in sources.values() if isinstance(source, OpenSource))
 
 
 def _match(state: Mapping[str, object], checkpoint: Checkpoint, wanted: Wanted, *, cast: bool) -> None:
@@ -258,6 +279,8 @@ def _match_tensor(name: str, value: object, checkpoint: Checkpoint, wanted: Want
         if box.count:
             slices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
             wanted.fills.append(Fill(offer[slices], local.detach()))
+            if box.shape == shape:
+                wanted.whole[name] = wanted.fills[-1]
 
 
 def _check(wanted: Wanted, unexpected: list[str], path: str, *, strict: bool) -> None:

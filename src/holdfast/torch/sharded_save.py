@@ -32,6 +32,7 @@ from holdfast.plan.described import Catalogue, RankState
 from holdfast.plan.ranks import RankPlan, plan_ranks
 from holdfast.plan.wire import decode_all, encode
 from holdfast.stores.files import OsFiles
+from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.flat_state import FlatState, flatten
 from holdfast.torch.group import Ranks
 from holdfast.torch.merged_trees import flat_tree, merge_trees
@@ -54,6 +55,8 @@ class SavedShards:
     """What this rank wrote."""
     nbytes: int
     """How much of it."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
 
 
 class Description(msgspec.Struct):
@@ -108,8 +111,12 @@ class ShardedSave:
         durable: bool = True,
         threads: int | None = None,
         progress: Progress | None = None,
+        max_host_memory: int | None = None,
     ) -> None:
         self.path, self.format = path, format
+        self.max_host_memory = max_host_memory
+        self._copies: Copies | None = None
+        """Those out of GPUs that are under way."""
         self.overwrite, self.durable = overwrite, durable
         self.threads, self.progress = threads, progress
         self._ranks = ranks
@@ -125,9 +132,7 @@ class ShardedSave:
         self.values: dict[str, bytes] = {}
         """DCP: the archives that it writes besides."""
 
-    def plan(
-        self, state: Callable[[], object], *, metadata: Mapping[str, str] | None, values: Literal["agree", "first"]
-    ) -> None:
+    def plan(self, state: Callable[[], object], *, metadata: Mapping[str, str] | None, values: Literal["agree", "first"]) -> None:
         """Describe what `state` gives, plan together, and know what this rank writes."""
         described: State | None = None
         flat = FlatState()
@@ -159,11 +164,13 @@ class ShardedSave:
         if self._failed is not None:
             return 0
         try:
-            self.written, nbytes = stage(self.written, before, self.path)
+            threads = self.threads or self._ranks.threads()
+            staged = stage(self.written, before, self.path, threads=threads, max_host_memory=self.max_host_memory)
         except Exception as error:
             self._failed = error
             return 0
-        return nbytes
+        self.written, self._copies = staged.written, staged.copies
+        return staged.nbytes
 
     def write(self) -> SavedShards:
         """Write this rank's part and, together, publish."""
@@ -172,13 +179,16 @@ class ShardedSave:
             local: bytes | BaseException = b""
             if self._failed is not None:
                 raise self._failed
+            if self._copies is not None:
+                self._copies.wait()
             files = rank_files(self.format, self._ranks.rank, self._ranks.size, self.written, self.values, self.metadata)
             receipts = self._deliver(files)
             local = msgspec.msgpack.encode(receipts)
         except Exception as error:
             local = error
         self._ranks.agree(local, self._publish)
-        return SavedShards(self.path, self.format, tuple(r.key for r in receipts), sum(r.nbytes for r in receipts))
+        notes = () if self._copies is None else self._copies.notes()
+        return SavedShards(self.path, self.format, tuple(r.key for r in receipts), sum(r.nbytes for r in receipts), notes)
 
     def close(self) -> None:
         """Give up what was not published."""
@@ -216,6 +226,7 @@ class ShardedSave:
     def _deliver(self, files: Sequence[RankFile]) -> list[Delivered]:
         receipts = []
         system = OsFiles()
+        threads = self.threads or self._ranks.threads()
         folder = -1 if self._ranks.first else system.open_directory(self._folder)
         try:
             for file in files:
@@ -224,7 +235,7 @@ class ShardedSave:
                 else:
                     sink = NewFile(system, system.create(file.plan.key, at=folder), path=f"{self.path}/{file.plan.key}")
                 try:
-                    crcs = write_file(file.plan, sink, threads=self.threads, progress=self.progress).crcs
+                    crcs = write_file(file.plan, sink, threads=threads, progress=self.progress).crcs
                     if self._transaction is None:
                         sink.finish(durable=self.durable)
                 except BaseException:

@@ -16,21 +16,37 @@ from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.values import Device, Size
 from holdfast.engine.resident import Resident
 from holdfast.errors import Unsupported
+from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.memory import storage_memory
 from holdfast.torch.shards import is_sharded, shards_of
 
 __all__ = ["torch_leaf"]
 
 
+class Memories:
+    """The memory of a state that is being saved: that of this process, and that of GPUs once there is a tensor on one."""
+
+    def __init__(self, resident: Resident) -> None:
+        self.resident = resident
+        self._gpus: GpuSource | None = None
+
+    @property
+    def gpus(self) -> GpuSource:
+        if self._gpus is None:
+            self._gpus = GpuSource()
+        return self._gpus
+
+
 def torch_leaf(resident: Resident) -> Callable[[object], object]:
     """A function that turns torch's tensors, sizes, dtypes and devices into ours, and gives everything else back."""
+    memories = Memories(resident)
 
     def convert(value: object) -> object:
         match value:
             case torch.Tensor():
-                return _tensor(value, resident)
+                return _tensor(value, memories)
             case _ if is_sharded(value):
-                return _sharded(cast(torch.Tensor, value), resident)
+                return _sharded(cast(torch.Tensor, value), memories)
             case torch.Size():
                 return Size(value)
             case torch.dtype():
@@ -51,14 +67,15 @@ def _dtype(dtype: torch.dtype) -> DType:
     return found
 
 
-def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
+def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
     if is_sharded(tensor):
-        return _sharded(tensor, resident)
+        return _sharded(tensor, memories)
+    resident = memories.resident
     parameter = isinstance(tensor, torch.nn.Parameter)
     grad = tensor.requires_grad and tensor.is_leaf
     traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
     if tensor.layout is not torch.strided or tensor.is_quantized:
-        return _composite(tensor.detach(), resident, traits)
+        return _composite(tensor.detach(), memories, traits)
     plain = tensor
     if type(plain) not in (torch.Tensor, torch.nn.Parameter) and hasattr(plain, "__tensor_flatten__"):
         raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
@@ -67,6 +84,8 @@ def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
     if plain.is_conj() or plain.is_neg():
         traits = replace(traits, conj=plain.is_conj(), neg=plain.is_neg())
     location = "cpu"
+    if plain.is_cuda:
+        return memories.gpus.tensor(plain.detach(), _dtype(plain.dtype), traits)
     if not plain.is_cpu:
         location = str(plain.device)
         plain = plain.detach().cpu()
@@ -78,7 +97,7 @@ def _tensor(tensor: torch.Tensor, resident: Resident) -> LazyTensor | Composite:
     return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)
 
 
-def _sharded(tensor: torch.Tensor, resident: Resident) -> LazyTensor:
+def _sharded(tensor: torch.Tensor, memories: Memories) -> LazyTensor:
     """The whole tensor, with a chunk for each part that this rank has; it is saved where the chunks of all ranks come together."""
     shards = shards_of(tensor)
     grad = bool(getattr(tensor, "requires_grad", False))
@@ -86,17 +105,22 @@ def _sharded(tensor: torch.Tensor, resident: Resident) -> LazyTensor:
     traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
     dtype = _dtype(shards.dtype)
     chunks: list[Chunk] = []
+    gpus = [part.tensor.is_cuda for part in shards.parts]
     for part in shards.parts:
-        local = _tensor(part.tensor.detach(), resident)
+        plain = part.tensor.detach()
+        # All of them in memories of one kind, since a tensor is read by one source.
+        local = _tensor(plain if all(gpus) else plain.cpu(), memories)
         if not isinstance(local, LazyTensor) or local.traits.meta or local.dtype is not dtype:
             raise Unsupported("a part of a sharded tensor is no plain tensor with data")
         chunks += [Chunk(part.box, chunk.storage, chunk.offset, chunk.strides) for chunk in local.chunks if part.box.count]
-    return resident.parts(dtype, shards.shape, tuple(chunks), traits)
+    if chunks and all(gpus):
+        return LazyTensor("", dtype, shards.shape, tuple(chunks), memories.gpus, traits)
+    return memories.resident.parts(dtype, shards.shape, tuple(chunks), traits)
 
 
-def _composite(tensor: torch.Tensor, resident: Resident, traits: Traits) -> Composite:
+def _composite(tensor: torch.Tensor, memories: Memories, traits: Traits) -> Composite:
     def lazy(part: torch.Tensor) -> LazyTensor:
-        made = _tensor(part, resident)
+        made = _tensor(part, memories)
         if not isinstance(made, LazyTensor):
             raise Unsupported("a sparse tensor of tensors that are not plain")
         return made

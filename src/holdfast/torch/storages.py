@@ -1,13 +1,14 @@
 """The storages of a file that is being loaded: found by their keys, put on their devices, filled as late as possible.
 
-A storage that stays on the CPU is allocated when the pickle asks for it and filled by `fill`, which reads all that wait, in
-parallel and in the order of the file. Where the bytes are needed at once, they are read at once: a storage that goes to another
-device, and everything when code of the file's choice runs while it is unpickled (`weights_only=False`), which may look at any
-element.
+A storage that stays on the CPU or goes to a GPU is allocated when the pickle asks for it and filled by `fill`, which reads all that
+wait, in parallel and in the order of the file. Where the bytes are needed at once, they are read at once: a storage that goes to
+another kind of device, and everything when code of the file's choice runs while it is unpickled (`weights_only=False`), which
+may look at any element.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,16 +17,21 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
 from holdfast.core.memory import memory_at
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
+from holdfast.core.tensor import LazyTensor
 from holdfast.engine.bulk import Piece, read_pieces
-from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
+from holdfast.errors import FormatError, HoldfastWarning, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.geometry import brief
 from holdfast.formats.zip.records import Archive, Record
 from holdfast.torch.allowed import Mentions
+from holdfast.torch.cuda.load import reserve
+from holdfast.torch.fill import Fill, fill
+from holdfast.torch.regions import BYTES
 
 __all__ = [
     "BrokenArchive",
@@ -74,6 +80,10 @@ class Placement:
     """The device that a fake tensor with a storage of this tag claims to be on."""
     skip: bool = False
     """`skip_data`: storages are allocated and not filled."""
+    gpu: Callable[[str], torch.device | None] = lambda location: None
+    """The GPU that the storage of a tag is sure to go to, where it is one."""
+    one_place: bool = False
+    """Whether that is the same for all tags."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,11 +220,16 @@ class FileStorages:
         mapped: torch.UntypedStorage | None = None,
         verify: bool = True,
         threads: int = 1,
+        ahead: bool = False,
+        max_host_memory: int | None = None,
     ) -> None:
         self._source, self._key, self._find = source, key, find
         self._place = place
         self._everything = everything
-        """Where all storages lie, by key: given when all of them are to be read before the first one is handed out."""
+        """Where all storages lie, by key."""
+        self._ahead_of_code = ahead
+        """Whether all of them are to be read before the first one is handed out."""
+        self._max_host_memory = max_host_memory
         self._swap = swap
         self._untyped = untyped or {}
         """What `untyped_dtypes` found, where bytes are swapped."""
@@ -224,6 +239,9 @@ class FileStorages:
         self._made: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._views: dict[str, torch.UntypedStorage] = {}
         self._waiting: list[tuple[Piece, torch.UntypedStorage, StorageName]] = []
+        self._fills: list[Fill] = []
+        """What waits on GPUs."""
+        self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
 
     def persistent(self, pid: object) -> torch.storage.TypedStorage:
@@ -244,6 +262,7 @@ class FileStorages:
         waiting, self._waiting = self._waiting, []
         if waiting:
             self._read([piece for piece, _, _ in waiting])
+        self._fill_gpus()
         if self._swap:
             for _, storage, name in waiting:
                 self._swap_bytes(storage, name)
@@ -267,6 +286,9 @@ class FileStorages:
             )
         if place.fake or place.meta:
             return pretended(name, place, found.start)
+        gpu = None if self._swap or place.skip else place.gpu(name.location)
+        if gpu is not None:
+            return self._on_gpu(name.key, found, gpu)
         if self._mapped is not None and not place.skip:
             storage = self._mapped[found.start : found.start + found.nbytes]
             if self._swap:
@@ -277,7 +299,7 @@ class FileStorages:
         if place.skip:
             return place.restore(torch.UntypedStorage(name.nbytes), name.location)
         stays = place.stays(name.location)
-        if self._everything is not None and stays:
+        if self._ahead_of_code and stays:
             storage = self._read_ahead()[name.key]
             if self._swap:
                 self._swap_bytes(storage, name)
@@ -299,6 +321,35 @@ class FileStorages:
             self._ahead = {key: torch.UntypedStorage(found.nbytes) for key, found in places.items()}
             self._read([_piece(found, self._ahead[key]) for key, found in places.items()])
         return self._ahead
+
+    def _on_gpu(self, key: str, found: Found, device: torch.device) -> torch.UntypedStorage:
+        """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look before."""
+        if self._place.one_place and self._everything is not None and not self._reserved:
+            self._reserved = True
+            reserve((device, one.nbytes) for one in self._everything().values())
+        if not self._ahead_of_code:
+            return self._make_on_gpu(found, device)
+        if not self._place.one_place or self._everything is None:
+            storage = self._make_on_gpu(found, device)
+        else:
+            if self._ahead is None:
+                self._ahead = {other: self._make_on_gpu(one, device) for other, one in self._everything().items()}
+            storage = self._ahead[key]
+        self._fill_gpus()
+        return storage
+
+    def _make_on_gpu(self, found: Found, device: torch.device) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(found.nbytes, device=device)
+        crc = None if self._mapped is not None or not self._verify else found.crc32
+        stored = Storage(self._key, found.start, found.nbytes, crc32=crc, label=found.label)
+        lazy = LazyTensor.contiguous(found.label, BYTES, (found.nbytes,), stored, self._source)
+        self._fills.append(Fill(lazy, torch.empty(0, dtype=torch.uint8, device=device).set_(storage)))
+        return storage
+
+    def _fill_gpus(self) -> None:
+        fills, self._fills = self._fills, []
+        for note in fill(fills, max_host_memory=self._max_host_memory) if fills else ():
+            warnings.warn(note, HoldfastWarning, stacklevel=2)
 
 
 def pretended(name: StorageName, place: Placement, start: int | None) -> torch.UntypedStorage:

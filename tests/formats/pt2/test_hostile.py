@@ -7,6 +7,7 @@ import time
 import tracemalloc
 import zipfile
 from io import BytesIO
+from random import Random
 
 import pytest
 from tests.formats.pt2.craft_pt2 import DATA, archive, config, entry, honest, meta, program, records
@@ -408,3 +409,31 @@ def test_a_damaged_weight_is_found_when_it_is_read():
     raw[bytes(raw).index(DATA)] ^= 1
     with holdfast.open(bytes(raw)) as ckpt, pytest.raises(errors.Corrupted):
         ckpt.read("w")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_archive_is_packaged_and_extracted_or_refused(seed, tmp_path):
+    random = Random(seed)
+    whole = honest({INPUTS: torch_zip(stream(tensor(storage()))), "extra/note.txt": b"hello"})
+    done = 0
+    for _ in range(60):
+        raw = bytearray(whole)
+        for _ in range(random.choice((1, 1, 4))):
+            raw[random.randrange(len(raw))] = random.randrange(256)
+        try:
+            with holdfast.open(bytes(raw)) as ckpt:
+                holdfast.package(tmp_path / "p.pt2", {"a": ckpt, "b": ckpt}, durable=False)
+                holdfast.convert(ckpt, tmp_path / "s.pt", model="model", constants=True, overwrite=True, durable=False)
+            done += 1
+        except errors.HoldfastError:
+            pass
+    assert 0 < done < 60
+
+
+def test_a_compressed_program_is_not_copied(tmp_path):
+    with zipfile.ZipFile(tmp_path / "m.pt2", "w") as made:
+        for name, content in records().items():
+            made.writestr(f"m/{name}", content, zipfile.ZIP_DEFLATED if name.startswith("models/") else zipfile.ZIP_STORED)
+    with pytest.raises(errors.Unsupported, match=r"models/model\.json.* is compressed"):
+        holdfast.package(tmp_path / "p.pt2", {"a": tmp_path / "m.pt2"})
+    assert not (tmp_path / "p.pt2").exists()

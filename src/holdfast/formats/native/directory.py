@@ -18,10 +18,22 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
+from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Truncated, UnsafePath, located
+from holdfast.formats.native.chunks import check_sparse, sparse_storage
 from holdfast.formats.native.layout import carried
-from holdfast.formats.native.manifest import MANIFEST, DataFile, Parsed, StoredChunk, StoredTensor, parse_manifest
+from holdfast.formats.native.manifest import (
+    MANIFEST,
+    SPARSE_VERSION,
+    DataFile,
+    Parsed,
+    StoredChunk,
+    StoredPart,
+    StoredTensor,
+    parse_manifest,
+)
+from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.file import read_header
 from holdfast.formats.safetensors.header import PREFIX_NBYTES
@@ -47,16 +59,24 @@ class ManifestTensors(Mapping[str, LazyTensor]):
         self._source = source
         self._wholes: dict[tuple[int, ...], Box] = {}
         """The box of each shape: a model has thousands of tensors and a dozen shapes."""
+        self._unpacked = UnpackedStore(source.store)
+        self._unpacking = source.over(self._unpacked)
+        """What reads tensors of which a chunk is stored packed."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         stored = self._tensors[name]
         dtype = dtype_named(stored.dtype)
         chunks = tuple([self._chunk(name, dtype, stored, chunk) for chunk in stored.chunks])
-        return LazyTensor(name, dtype, stored.shape, chunks, self._source)
+        packed = any(chunk.sparse is not None for chunk in stored.chunks)
+        return LazyTensor(name, dtype, stored.shape, chunks, self._unpacking if packed else self._source)
 
     def _chunk(self, name: str, dtype: DType, stored: StoredTensor, chunk: StoredChunk) -> Chunk:
         start, stop = chunk.bytes
         storage = Storage(self._files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name)
+        if chunk.sparse is not None:
+            shape = box_of(stored, chunk).shape
+            storage = packed = sparse_storage(name, chunk, chunk.sparse, dtype, shape, self._files)
+            self._unpacked.add(packed)
         if chunk.start is not None:
             box = box_of(stored, chunk)
             return Chunk(box, storage, 0, c_strides(box.shape, dtype.bits))
@@ -168,6 +188,9 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
                 whole = (count + 7) // 8
             else:
                 whole = _box_nbytes(name, stored, number, bits)
+            if chunk.sparse is not None:
+                ranges += _check_packed(name, manifest, number, limits)
+                continue
             if not 0 <= file < len(ends) or not PREFIX_NBYTES <= start <= stop <= ends[file] or stop - start != whole:
                 _explain_chunk(name, number, chunk, ends, whole)
             if not CRC.match(chunk.crc32):
@@ -193,6 +216,37 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, bits: int) -> int:
     return (Box(start, stop).count * bits + 7) // 8
 
 
+def _check_packed(name: str, manifest: Parsed, number: int, limits: Limits) -> list[tuple[int, int, int]]:
+    """Check a chunk that is stored packed; the ranges of its parts."""
+    stored, ends = manifest.tensors[name], [file.nbytes for file in manifest.files]
+    chunk = stored.chunks[number]
+    sparse = chunk.sparse
+    if sparse is None or manifest.version < SPARSE_VERSION:
+        _refuse(name, f"a manifest of version {manifest.version} has no packed chunks", "chunks", number, "sparse")
+    parts = parts_of(chunk)
+    for part in parts:
+        _check_place(name, part, ends, number)
+    if not CRC.match(chunk.crc32):
+        _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
+    try:
+        check_sparse(chunk, sparse, dtype_named(stored.dtype), box_of(stored, chunk).shape, limits)
+    except HoldfastError as error:
+        error.message = f"at {pointer('tensors', name, 'chunks', number, 'sparse')}: {error.message}"
+        error.args, error.tensor = (error.message,), name
+        raise
+    return [(part.file, *part.bytes) for part in parts]
+
+
+def _check_place(name: str, part: StoredPart, ends: list[int], number: int) -> None:
+    start, stop = part.bytes
+    if not 0 <= part.file < len(ends):
+        _refuse(name, f"there are {len(ends):,} files, and no number {part.file}", "chunks", number)
+    if not PREFIX_NBYTES <= start <= stop <= ends[part.file]:
+        _lie(name, f"{start:,} to {stop:,} is not inside of a file of {ends[part.file]:,} bytes", "chunks", number)
+    if not CRC.match(part.crc32):
+        _refuse(name, f"{quoted(part.crc32)} is no CRC-32 in eight digits", "chunks", number, "sparse")
+
+
 def _check_apart(ranges: list[tuple[int, int, int]], manifest: Parsed) -> None:
     """Refuse byte ranges that overlap: what is shared is said by `aliases`, and everything else has bytes of its own."""
     places = np.array(ranges, np.int64).reshape(-1, 3)
@@ -204,8 +258,9 @@ def _check_apart(ranges: list[tuple[int, int, int]], manifest: Parsed) -> None:
         wanted = (int(files[over[0] + 1]), int(starts[over[0] + 1]))
         for name, stored in manifest.tensors.items():
             for number, chunk in enumerate(stored.chunks):
-                if (chunk.file, chunk.bytes[0]) == wanted and chunk.bytes[0] < chunk.bytes[1]:
-                    _lie(name, "these bytes belong to another tensor as well", "chunks", number, "bytes")
+                for part in parts_of(chunk):
+                    if (part.file, part.bytes[0]) == wanted and part.bytes[0] < part.bytes[1]:
+                        _lie(name, "these bytes belong to another tensor as well", "chunks", number, "bytes")
 
 
 def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
@@ -269,10 +324,31 @@ def check_files(source: Source) -> None:
     for name, stored in manifest.tensors.items():
         if len(stored.chunks) > 1:
             continue
-        (chunk,) = stored.chunks
-        header = headers[chunk.file]
-        entry = header.entries.get(name)
-        piece = carried(name, tensors[name])
-        begin, end = (place - header.data_start for place in chunk.bytes)
-        if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (piece.code, piece.shape, (begin, end)):
-            raise MetadataError("the manifest and the file's own header do not say the same", file=header.key, tensor=name)
+        for file, part in zip(parts_of(stored.chunks[0]), stored_parts(tensors[name]), strict=True):
+            header = headers[file.file]
+            entry = header.entries.get(part.name)
+            piece = carried(part.name, part)
+            begin, end = (place - header.data_start for place in file.bytes)
+            if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (piece.code, piece.shape, (begin, end)):
+                raise MetadataError("the manifest and the file's own header do not say the same", file=header.key, tensor=name)
+
+
+def parts_of(chunk: StoredChunk) -> list[StoredPart]:
+    """Where a chunk lies: in one place, or as values, marks and starts."""
+    sparse = chunk.sparse
+    if sparse is None:
+        return [StoredPart(chunk.file, chunk.bytes, chunk.crc32)]
+    parts = (StoredPart(chunk.file, chunk.bytes, sparse.values), sparse.where, sparse.starts)
+    return [part for part in parts if part is not None]
+
+
+def stored_parts(tensor: LazyTensor) -> list[LazyTensor]:
+    """A tensor of one chunk as it is in its file: itself, or its packed parts, each under the name that it has there."""
+    storage = tensor.chunks[0].storage
+    if not isinstance(storage, SparseStorage):
+        return [tensor]
+    dtypes = (tensor.dtype, dtype_named("uint8"), dtype_named("uint64"))
+    return [
+        LazyTensor.contiguous(part.label, dtype, (part.nbytes * 8 // dtype.bits,), part, tensor.source)
+        for part, dtype in zip(storage.parts, dtypes, strict=False)
+    ]

@@ -11,24 +11,25 @@ has the true one:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
+from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold
+from holdfast.formats.native.chunks import entries_of, stored_chunk, without_clashes
 from holdfast.formats.native.manifest import (
     FORMAT,
     MANIFEST,
-    VERSION,
     DataFile,
     Manifest,
-    StoredChunk,
     StoredTensor,
     encode_manifest,
+    manifest_version,
 )
 from holdfast.formats.recorded import PAIRS, sharing_fields
 from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, plan_file
@@ -37,7 +38,7 @@ from holdfast.formats.sharing import Sharing, find_sharing
 from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.saves import FilePlan, Late, SavePlan
 
-__all__ = ["SHARD_NBYTES", "carried", "lay_out_native", "what_is_kept"]
+__all__ = ["SHARD_NBYTES", "Pack", "carried", "lay_out_native", "what_is_kept"]
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
@@ -46,22 +47,34 @@ INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
 
 
-def lay_out_native(state: State, *, max_shard_size: int | None = None) -> SavePlan:
+Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
+"""Finds the tensors that are stored packed, with their parts."""
+
+
+def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pack | None = None) -> SavePlan:
     """The plan of a native directory, its data files with at most `max_shard_size` bytes of tensors.
+
+    Where tensors are stored packed there is no Hugging Face index: `transformers` could not read them.
 
     Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
     """
     sharing, fields, notes = what_is_kept(state)
-    pieces = [carried(name, tensor) for name, tensor in sharing.written.items()]
+    written = sharing.written
+    packed = without_clashes(pack(written), list(written)) if pack else {}
+    pieces = [
+        carried(entry, part)
+        for name, tensor in written.items()
+        for entry, part in entries_of(name, tensor, packed.get(name)).items()
+    ]
     shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
     files = [
         plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, {}) for i, shard in enumerate(shards)
     ]
-    manifest = _manifest(state, sharing.written, files, fields)
+    manifest = _manifest(state, written, packed, files, fields)
     most = Limits().index_nbytes
     if manifest.nbytes > most or any(file.header_nbytes > Limits().header_nbytes for file in files):
         raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would be longer than {most:,} bytes"])
-    index = (index_file(INDEX, files, {}), manifest)
+    index = (manifest,) if packed else (index_file(INDEX, files, {}), manifest)
     return SavePlan("native", tuple(file.plan for file in files), tuple(notes), directory=True, index=index)
 
 
@@ -102,21 +115,23 @@ def carried(name: str, tensor: LazyTensor) -> Piece:
 
 
 def _manifest(
-    state: State, written: Mapping[str, LazyTensor], files: list[FileLayout], fields: Mapping[str, object]
+    state: State,
+    written: Mapping[str, LazyTensor],
+    packed: Mapping[str, SparseParts],
+    files: list[FileLayout],
+    fields: Mapping[str, object],
 ) -> FilePlan:
     """The manifest as one late segment: its checksums come when all data has passed by, its length does not depend on them."""
-    places = {name: (number, place) for number, file in enumerate(files) for name, place in file.places.items()}
+    places = {entry: (number, place) for number, file in enumerate(files) for entry, place in file.places.items()}
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
     listed = tuple(DataFile(file.plan.key, file.plan.nbytes) for file in files)
 
     def make(crcs: Mapping[str, int]) -> bytes:
         tensors = {}
         for name, tensor in written.items():
-            number, (start, stop) = places[name]
-            # A tensor without bytes has no data segment, and the checksum of nothing, 0.
-            chunk = StoredChunk(number, (start, stop), f"{crcs[name] if start < stop else 0:08x}")
+            chunk = stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name))
             tensors[name] = StoredTensor(tensor.dtype.name, tensor.shape, (chunk,))
-        return encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(state.metadata), **rest))
+        return encode_manifest(Manifest(FORMAT, manifest_version(tensors), listed, tensors, dict(state.metadata), **rest))
 
-    blank = make(dict.fromkeys(written, 0))
+    blank = make(dict.fromkeys(places, 0))
     return FilePlan(MANIFEST, (Late(len(blank), make),))

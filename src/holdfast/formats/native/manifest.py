@@ -7,7 +7,8 @@
      "aliases": {…}, "views": […], "tree": …}
 
 A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor. The
-last three fields are those of `formats.recorded` and stand there where they say something.
+last three fields are those of `formats.recorded` and stand there where they say something. A chunk that is stored packed says how
+(`formats.native.chunks`); a manifest with such chunks has version 2, so that a reader that knows none refuses it.
 
 There are two parsers, as for a safetensors header. msgspec reads the text that Holdfast writes; the proof that it read nothing else
 is that it writes the same text again. Every other text goes through `strict_json`, which says what is wrong and where.
@@ -15,6 +16,7 @@ is that it writes the same text again. Every other text goes through `strict_jso
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -34,8 +36,11 @@ __all__ = [
     "Manifest",
     "Parsed",
     "StoredChunk",
+    "StoredPart",
+    "StoredSparse",
     "StoredTensor",
     "encode_manifest",
+    "manifest_version",
     "parse_exact",
     "parse_fast",
     "parse_manifest",
@@ -44,6 +49,29 @@ __all__ = [
 MANIFEST = "holdfast.json"
 FORMAT = "holdfast"
 VERSION = 1
+SPARSE_VERSION = 2
+"""Of a manifest in which a chunk is stored packed."""
+
+
+class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """One of the parts that a packed chunk has beside its values."""
+
+    file: int
+    bytes: tuple[int, int]
+    crc32: str
+
+
+class StoredSparse(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How a chunk is packed. Its `bytes` are those of the values then, and its `crc32` that of the dense elements."""
+
+    encoding: str
+    """`bitmap`, `nm` or `block`."""
+    sizes: tuple[int, ...]
+    """Nothing; n and m; height and width."""
+    values: str
+    """CRC-32 of the values."""
+    where: StoredPart
+    starts: StoredPart | None = None
 
 
 class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -58,6 +86,8 @@ class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=T
     start: tuple[int, ...] | None = None
     """The lowest corner of its box; None for the whole tensor."""
     stop: tuple[int, ...] | None = None
+    sparse: StoredSparse | None = None
+    """How it is packed; None where the elements lie as they are."""
 
 
 class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -93,6 +123,7 @@ Part = TypeVar("Part", DataFile, StoredTensor)
 
 RECORDED = ("aliases", "views", "tree")
 FIELDS = ("format", "version", "files", "tensors", "metadata")
+VERSIONS = (VERSION, SPARSE_VERSION)
 DECODER = msgspec.json.Decoder(Manifest)
 
 
@@ -104,6 +135,13 @@ class Parsed:
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
     recorded: Recorded
+    version: int = VERSION
+
+
+def manifest_version(tensors: Mapping[str, StoredTensor]) -> int:
+    """The version of a manifest with these tensors: the lowest whose readers understand it."""
+    packed = any(chunk.sparse is not None for stored in tensors.values() for chunk in stored.chunks)
+    return SPARSE_VERSION if packed else VERSION
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -118,7 +156,7 @@ def parse_manifest(raw: bytes, limits: Limits) -> Parsed:
     if fast is not None:
         fields = {name: getattr(fast, name) for name in RECORDED}
         given = {name: parse_own(bytes(text), deep) for name, text in fields.items() if text is not msgspec.UNSET}
-        return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given))
+        return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given), fast.version)
     return parse_exact(raw, deep)
 
 
@@ -129,7 +167,7 @@ def parse_fast(raw: bytes) -> Manifest | None:
         same = msgspec.json.encode(manifest) == raw.rstrip(b" ")
     except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
-    return manifest if same and manifest.format == FORMAT and manifest.version == VERSION else None
+    return manifest if same and manifest.format == FORMAT and manifest.version in VERSIONS else None
 
 
 def parse_exact(raw: bytes, limits: Limits) -> Parsed:
@@ -142,9 +180,9 @@ def parse_exact(raw: bytes, limits: Limits) -> Parsed:
     version = document.get("version")
     if type(version) is not int:
         raise HeaderError(f"at $.version: expected a number, found {kind(version)}")
-    if version != VERSION:
-        known = f"this Holdfast reads version {VERSION}; a newer one may read this"
-        raise Unsupported(f"a manifest of version {version}; {known}", expected=VERSION, found=version)
+    if version not in VERSIONS:
+        known = f"this Holdfast reads versions {VERSIONS[0]} to {VERSIONS[-1]}; a newer one may read this"
+        raise Unsupported(f"a manifest of version {version}; {known}", expected=VERSIONS, found=version)
     for name in FIELDS:
         if name not in document:
             raise HeaderError(f"at $: the field {name} is missing")
@@ -166,6 +204,7 @@ def parse_exact(raw: bytes, limits: Limits) -> Parsed:
         {name: _convert(tensor, StoredTensor, ("tensors", name)) for name, tensor in tensors.items()},
         metadata,
         parse_recorded({name: document[name] for name in RECORDED if name in document}),
+        version,
     )
 
 

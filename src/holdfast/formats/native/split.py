@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.core.box import Box
 from holdfast.core.protocols import State
+from holdfast.formats.native.chunks import stored_chunk
 from holdfast.formats.native.layout import carried, what_is_kept
 from holdfast.formats.native.manifest import (
     FORMAT,
@@ -72,13 +73,20 @@ def _manifest(
         for rank, (boxes, file) in enumerate(zip(parts, files, strict=True)):
             for name, box in boxes.items():
                 if name in written:
-                    start, stop = file.places[name]
-                    crc = crcs[f"{rank} {name}"] if start < stop else 0
-                    whole = box.shape == written[name][1]
-                    corners = (None, None) if whole else (box.start, box.stop)
-                    chunks[name].append(StoredChunk(rank, (start, stop), f"{crc:08x}", *corners))
+                    split = None if box.shape == written[name][1] else box
+                    chunks[name].append(_chunk(name, rank, file, crcs, split))
         tensors = {name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in written.items()}
         return encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(state.metadata), **rest))
 
     blank = make({f"{rank} {name}": 0 for rank, boxes in enumerate(parts) for name in boxes})
     return FilePlan(MANIFEST, (Late(len(blank), make),))
+
+
+def _chunk(name: str, rank: int, file: FileLayout, crcs: Mapping[str, int], box: Box | None) -> StoredChunk:
+    def place(entry: str) -> tuple[int, tuple[int, int]]:
+        return rank, file.places[entry]
+
+    def crc(entry: str) -> int:
+        return crcs[f"{rank} {entry}"]
+
+    return stored_chunk(name, place, crc, box=box)

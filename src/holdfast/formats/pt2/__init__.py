@@ -6,5 +6,8 @@
     payloads.py   `torch.save` files and pickles inside of records
     program.py    what a program takes, gives and does, in a few lines
     lay_out.py    the way back: packages of weights and programs, each storage once
+    copied.py     records that go into another archive as they are
     replace.py    other weights in an archive that is there
+
+Nothing here runs or imports what an archive asks for.
 """

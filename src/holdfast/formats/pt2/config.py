@@ -25,7 +25,21 @@ from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError, MetadataError, UnsafePath
 from holdfast.formats.safetensors.strict_json import kind, parse, pointer, quoted
 
-__all__ = ["LAYOUTS", "SCALARS", "STRIDED", "Entry", "TensorMeta", "about", "blamed", "parse_config", "tensor_meta"]
+__all__ = [
+    "LAYOUTS",
+    "OBJECT",
+    "OPAQUE",
+    "SCALARS",
+    "STRIDED",
+    "TENSOR",
+    "WEIGHT",
+    "Entry",
+    "TensorMeta",
+    "about",
+    "blamed",
+    "parse_config",
+    "tensor_meta",
+]
 
 SCALARS: Mapping[int, str] = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 9: "complex32",
@@ -38,6 +52,9 @@ LAYOUTS: Mapping[int, str] = {
     1: "sparse_coo", 2: "sparse_csr", 3: "sparse_csc", 4: "sparse_bsr", 5: "sparse_bsc", 6: "_mkldnn", 7: "strided",
 }  # fmt: skip
 STRIDED = 7
+
+WEIGHT, TENSOR, OBJECT, OPAQUE = "weight_", "tensor_", "custom_obj_", "opaque_obj_"
+"""How the names of records begin: weights; constants that are tensors, torchbind objects, objects of Python's."""
 
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z").match
 """Names of records that need no second look."""
@@ -120,7 +137,7 @@ def _usual(raw: bytes) -> dict[str, Entry] | None:
     except (ValueError, RecursionError):
         return None
     # Deleting spaces can only make two documents equal that differ in spaces; a name that has these in it goes the long way.
-    if msgspec.json.encode(document) != raw.replace(b'": ', b'":').replace(b', "', b',"').replace(b'}, {', b'},{'):
+    if msgspec.json.encode(document) != raw.replace(b'": ', b'":').replace(b', "', b',"').replace(b"}, {", b"},{"):
         return None
     entries = {}
     for name, payload in document.config.items():

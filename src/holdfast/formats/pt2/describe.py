@@ -35,7 +35,7 @@ from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
 from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
-from holdfast.formats.pt2.config import Entry, TensorMeta, about, blamed, parse_config
+from holdfast.formats.pt2.config import OBJECT, OPAQUE, TENSOR, Entry, TensorMeta, about, blamed, parse_config
 from holdfast.formats.pt2.payloads import Payloads
 from holdfast.formats.pt2.program import Program, check_weights, summarise
 from holdfast.formats.safetensors.strict_json import kind, parse, quoted
@@ -43,7 +43,7 @@ from holdfast.formats.torch.geometry import beyond, checked_shape, reach, stride
 from holdfast.formats.torch.zip import PickleReader, record_bytes
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 
-__all__ = ["Model", "Pt2Reader", "describe_pt2", "read_programs"]
+__all__ = ["Model", "Pt2Reader", "describe_pt2", "program_names", "read_programs"]
 
 VERSION_RECORD, VERSION = "archive_version", "0"
 MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
@@ -66,9 +66,8 @@ OLD = {
 DEFAULT_MODEL = "model"
 """What torch calls the one program of `torch.export.save`."""
 
-OBJECTS = ("custom_obj_", "opaque_obj_")
-"""Constants that are no tensors: a torchbind object, or one of Python's."""
-TENSOR_CONSTANT = "tensor_"
+OBJECTS = (OBJECT, OPAQUE)
+"""Constants that are no tensors."""
 
 TEXT_NBYTES, TEXTS = 4 << 10, 32
 """Extra files up to this size, and so many of them, are metadata; others are listed."""
@@ -125,6 +124,15 @@ def read_programs(source: Source) -> dict[str, Program]:
     reader = Pt2Reader(source, key, read_archive(source, key))
     found = {name: reader.program(name, MODELS + name + ".json") for name in reader.names()}
     return {name: program for name, program in found.items() if program is not None}
+
+
+def program_names(source: Source) -> list[str]:
+    """The models of an archive that have programs, whether these can be read or not. Reads the directory."""
+    (key,) = source.store.list()
+    archive = read_archive(source, key)
+    if archive.get(OLD_PROGRAM) is not None and not archive.prefix:
+        return [DEFAULT_MODEL]
+    return [name for name in Pt2Reader(source, key, archive).names() if archive.get(f"{MODELS}{name}.json") is not None]
 
 
 def _programs(models: Mapping[str, Model]) -> list[str]:
@@ -282,7 +290,7 @@ class Pt2Reader:
             raise MetadataError(f"there is no record {folder}{entry.record[:80]}", found=entry.record)
         if folder == CONSTANTS and entry.record.startswith(OBJECTS):
             return self.payloads.value(record)
-        if folder == CONSTANTS and not entry.record.startswith(TENSOR_CONSTANT):
+        if folder == CONSTANTS and not entry.record.startswith(TENSOR):
             raise HeaderError(f"a constant in the record {quoted(entry.record)}, which is neither a tensor's nor an object's")
         if entry.use_pickle:
             return _checked(self.payloads.value(record), entry)
@@ -415,5 +423,3 @@ def _checked(value: object, entry: Entry) -> object:
         if entry.is_param != value.traits.parameter:
             return replace(value, traits=replace(value.traits, parameter=entry.is_param))
     return value
-
-

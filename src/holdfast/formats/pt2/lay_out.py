@@ -28,7 +28,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold
-from holdfast.formats.pt2.config import SCALARS, STRIDED
+from holdfast.formats.pt2.config import SCALARS, STRIDED, TENSOR, WEIGHT
 from holdfast.formats.torch.layout import SERIALIZATION_ID, Identity
 from holdfast.formats.torch.records import StorageRecord, StorageRecords
 from holdfast.formats.torch.serialization_id import NBYTES
@@ -63,9 +63,9 @@ class Part:
 
     weights: Mapping[str, LazyTensor | Pickled]
     constants: Mapping[str, LazyTensor | Pickled] = field(default_factory=dict)
-    program: bytes | None = None
+    program: bytes | Data | None = None
     """The text of `models/<m>.json`."""
-    sample_inputs: bytes | None = None
+    sample_inputs: bytes | Data | None = None
     """A file of `torch.save`."""
 
 
@@ -103,15 +103,22 @@ def _leaves(tree: Mapping[object, object], prefix: str) -> Iterator[tuple[str, o
 
 
 def lay_out_pt2(
-    models: Mapping[str, Part], *, name: str = "archive", extra: Mapping[str, bytes] | None = None, trim: bool = True
+    models: Mapping[str, Part],
+    *,
+    name: str = "archive",
+    extra: Mapping[str, bytes | Data] | None = None,
+    trim: bool = True,
 ) -> SavePlan:
     """The plan of one file, format `pt2`. `name` is the folder in the archive (`archive_name` of the path).
 
     Raises `CannotHold` with every tensor that has no place in such a file, by model and name.
     """
     problems = [f"{model!r} is no name for a model" for model in models if not _plain(model)]
-    weights = place_weights({model: part.weights for model, part in models.items()}, "data/weights/weight_", trim=trim)
-    constants = place_weights({model: part.constants for model, part in models.items()}, "data/constants/tensor_", trim=trim)
+    first = {model.casefold(): model for model in reversed(list(models))}
+    twice = [(model, first[model.casefold()]) for model in models if first[model.casefold()] != model]
+    problems += [f"{model!r} and {other!r} are one name for readers of zip archives, which ignore case" for model, other in twice]
+    weights = place_weights({model: part.weights for model, part in models.items()}, f"data/weights/{WEIGHT}", trim=trim)
+    constants = place_weights({model: part.constants for model, part in models.items()}, f"data/constants/{TENSOR}", trim=trim)
     problems += [*weights.problems, *constants.problems]
     if problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", problems)
@@ -122,11 +129,16 @@ def lay_out_pt2(
         records += constants.records[model]
         records.append((f"data/constants/{model}_constants_config.json", constants.configs[model]))
         if part.program is not None:
-            records.append((f"models/{model}.json", part.program))
+            records.append(_named(f"models/{model}.json", part.program))
         if part.sample_inputs is not None:
-            records.append((f"data/sample_inputs/{model}.pt", part.sample_inputs))
-    records += [(f"extra/{key}", content) for key, content in (extra or {}).items()]
+            records.append(_named(f"data/sample_inputs/{model}.pt", part.sample_inputs))
+    records += [_named(f"extra/{key}", content) for key, content in (extra or {}).items()]
     return lay_out_records(name, records, (*weights.notes, *constants.notes))
+
+
+def _named(record: str, content: bytes | Data) -> tuple[str, Payload]:
+    """A record with its content, whose label is the record's own name."""
+    return record, content if isinstance(content, bytes) else Data(content.tensor, record)
 
 
 def lay_out_records(name: str, records: Sequence[tuple[str, Payload]], notes: Sequence[str] = ()) -> SavePlan:

@@ -299,7 +299,5 @@ def _differs(value: TensorValue, weight: object) -> bool:
     if not value.dtype or dtype is None or not isinstance(shape, Sequence):
         return False
     fixed = [isinstance(size, int) for size in value.sizes]
-    same = len(shape) == len(fixed) and all(
-        n == size for n, size, known in zip(shape, value.sizes, fixed, strict=True) if known
-    )
+    same = len(shape) == len(fixed) and all(n == size for n, size, known in zip(shape, value.sizes, fixed, strict=True) if known)
     return str(dtype) != value.dtype or not same

@@ -12,24 +12,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from holdfast.core.chunk import Storage
-from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.formats.pt2.config import parse_config
+from holdfast.formats.pt2.config import WEIGHT, parse_config
+from holdfast.formats.pt2.copied import copied, pickled_weights
 from holdfast.formats.pt2.describe import VERSION_RECORD, WEIGHTS, WEIGHTS_CONFIG, Model, Pt2Reader
 from holdfast.formats.pt2.lay_out import HEADER, Pickled, lay_out_records, place_weights
-from holdfast.formats.safetensors.strict_json import parse
 from holdfast.formats.torch.layout import SERIALIZATION_ID
 from holdfast.formats.torch.zip import record_bytes
-from holdfast.formats.zip.reader import Archive, Record, read_archive
+from holdfast.formats.zip.reader import Archive, read_archive
 from holdfast.formats.zip.writer import Payload
-from holdfast.plan.saves import Data, SavePlan
+from holdfast.plan.saves import SavePlan
 
 __all__ = ["lay_out_replaced"]
-
-BYTES = DTYPES.name("uint8")
 
 OWN = frozenset({name for name, _ in HEADER} | {SERIALIZATION_ID, VERSION_RECORD, "version"})
 """Records that every archive has of its own."""
@@ -87,23 +83,16 @@ def _weights(
     if config is None:
         return {}
     weights: dict[str, LazyTensor | Pickled] = {}
-    raw = record_bytes(source, key, config)
-    rows = _rows(parse(raw, source.limits))
-    for name, entry in parse_config(raw, source.limits, model=model, what="weight").items():
-        record, old = archive.get(WEIGHTS + entry.record), found.weights[name]
-        if entry.use_pickle and record is not None:
-            weights[name] = Pickled(_copied(source, key, record), "weight_", rows.get(name), entry.is_param)
+    pickled = pickled_weights(source, key, archive, model)
+    for name in parse_config(record_bytes(source, key, config), source.limits, model=model, what="weight"):
+        old = found.weights[name]
+        if name in pickled:
+            weights[name] = pickled[name]
         elif isinstance(old, LazyTensor):
             tensor = old if new is None else new.get(name, old)
             traits = replace(old.traits, conj=tensor.traits.conj, neg=tensor.traits.neg, meta=tensor.traits.meta)
             weights[name] = replace(tensor, traits=traits)
     return weights
-
-
-def _rows(document: object) -> dict[str, Mapping[str, object]]:
-    """What a config says of its tensors, as it says it."""
-    config = document.get("config") if isinstance(document, dict) else None
-    return {name: row["tensor_meta"] for name, row in config.items() if row.get("tensor_meta")} if isinstance(config, dict) else {}
 
 
 def _lay_out(
@@ -119,7 +108,7 @@ def _lay_out(
     configs = {f"{WEIGHTS}{model}{WEIGHTS_CONFIG}": model for model in weights}
     owners = _owners(source, key, archive, configs)
     kept = frozenset(short for short in archive.names if short not in owners and short not in configs)
-    placed = place_weights(weights, f"{WEIGHTS}weight_", trim=trim, taken=kept)
+    placed = place_weights(weights, f"{WEIGHTS}{WEIGHT}", trim=trim, taken=kept)
     if placed.problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", placed.problems)
     records: list[tuple[str, Payload]] = []
@@ -128,7 +117,7 @@ def _lay_out(
         model = configs.get(short) or owners.get(short)
         record = archive.get(short)
         if model is None and short not in OWN and record is not None:
-            records.append((short, _payload(source, key, record)))
+            records.append((short, copied(source, key, record) if record.nbytes else b""))
         elif model in waiting:
             del waiting[model]
             records += placed.records[model]
@@ -146,15 +135,3 @@ def _owners(source: Source, key: str, archive: Archive, configs: Mapping[str, st
             for entry in entries.values():
                 owners.setdefault(WEIGHTS + entry.record, model)
     return owners
-
-
-def _payload(source: Source, key: str, record: Record) -> Payload:
-    return _copied(source, key, record) if record.nbytes else b""
-
-
-def _copied(source: Source, key: str, record: Record) -> Data:
-    """The bytes of a record, as they are. torch stores every record plainly."""
-    if BYTES is None or not record.stored:
-        raise Unsupported(f"the record {record.name!r} is compressed, and cannot be copied as it is", file=key)
-    storage = Storage(key, record.start, record.nbytes, "little", record.crc32, label=record.name)
-    return Data(LazyTensor.contiguous(record.name, BYTES, (record.nbytes,), storage, source), record.name)

@@ -1,0 +1,184 @@
+"""Tensors that are packed when they are written: their marks, values and starts as lazy tensors.
+
+As in `computed.py`, these are ordinary tensors over storages that exist nowhere: reading a range of one reads the groups behind it
+and packs them, so that writing them takes no more memory than writing anything else. How many values each group has is known
+before, because a plan knows every length; a group that is not what it was when it was counted is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.core.chunk import Storage
+from holdfast.core.crc import combine, crc32
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.sparse.elements import Elements, element_type
+from holdfast.core.sparse.encoding import Encoding, group_count, spread, where_total
+from holdfast.core.sparse.storage import SparseParts
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.computed import read_flat
+from holdfast.engine.slabs import mapped_bytes
+from holdfast.engine.source import OpenSource
+from holdfast.errors import MetadataError, StoreError, Unsupported
+
+__all__ = ["Counted", "Packed", "read_elements", "tally_group"]
+
+RUN_NBYTES = 1 << 20
+"""Dense bytes that are read at once, where groups are smaller than that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What is known of a tensor that is to be packed."""
+
+    tensor: LazyTensor
+    encoding: Encoding
+    starts: np.ndarray
+    """Values before each group, and in all."""
+    crcs: np.ndarray
+    """CRC-32 of the dense bytes of each group."""
+
+    @property
+    def width(self) -> int:
+        return self.tensor.dtype.bits // 8
+
+    def crc32(self) -> int:
+        """Of all dense bytes."""
+        total = 0
+        for group, crc in enumerate(self.crcs.tolist()):
+            total = combine(total, crc, spread(self.encoding, group) * self.width)
+        return total
+
+
+def read_elements(tensor: LazyTensor, start: int, stop: int) -> Elements:
+    """The elements [start, stop) of a tensor in C order as patterns of bits; over its own memory where it is in this process."""
+    width = tensor.dtype.bits // 8
+    memory = mapped_bytes(tensor)
+    if memory is not None:
+        return np.frombuffer(memory[start * width : stop * width], element_type(width))
+    return read_flat(tensor, start, stop).view(element_type(width))
+
+
+def tally_group(tensor: LazyTensor, encoding: Encoding, group: int) -> tuple[int, int]:
+    """How many values a group has, and the CRC-32 of its dense bytes."""
+    start = group * encoding.group
+    dense = read_elements(tensor, start, start + spread(encoding, group))
+    return encoding.count_values(dense), crc32(dense.view(np.uint8).data)
+
+
+class Packed:
+    """A store of packed parts, and the source that reads them."""
+
+    name = "<packed>"
+
+    def __init__(self) -> None:
+        self._content: dict[str, Counted] = {}
+        self._source = OpenSource(self, threads=1)
+
+    def parts(self, counted: Counted) -> SparseParts:
+        """What is written in the place of a tensor."""
+        number = f"{len(self._content) // 3}"
+        encoding, count = counted.encoding, int(counted.starts[-1])
+        values = self._part(f"{number} values", counted, counted.tensor.dtype, count)
+        where = self._part(f"{number} where", counted, _plain("uint8"), where_total(encoding))
+        starts = self._part(f"{number} starts", counted, _plain("uint64"), len(counted.starts))
+        return SparseParts(encoding, counted.crc32(), values, where, starts if encoding.counted else None)
+
+    def _part(self, key: str, counted: Counted, dtype: DType, count: int) -> LazyTensor:
+        self._content[key] = counted
+        storage = Storage(key, 0, dtype.nbytes(count), label=counted.tensor.name)
+        return LazyTensor.contiguous(counted.tensor.name, dtype, (count,), storage, self._source)
+
+    def list(self) -> Sequence[str]:
+        return sorted(self._content)
+
+    def size(self, key: str) -> int:
+        counted = self._get(key)
+        match key.rpartition(" ")[2]:
+            case "values":
+                return int(counted.starts[-1]) * counted.width
+            case "where":
+                return where_total(counted.encoding)
+        return int(counted.starts.nbytes)
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        counted = self._get(key)
+        match key.rpartition(" ")[2]:
+            case "values":
+                self._read_values(counted, start, out)
+            case "where":
+                self._read_where(counted, start, out)
+            case _:
+                out[:] = counted.starts.view(np.uint8).data[start : start + out.nbytes]
+
+    def map(self, key: str) -> memoryview | None:
+        return None
+
+    def close(self) -> None:
+        self._content.clear()
+
+    def _read_values(self, counted: Counted, start: int, out: memoryview) -> None:
+        stop, width = start + out.nbytes, counted.width
+        bounds = counted.starts * np.uint64(width)
+        first = int(np.searchsorted(bounds, start, side="right")) - 1
+        last = int(np.searchsorted(bounds, stop, side="left"))
+        for group, dense in _groups(counted, first, last):
+            if crc32(dense.view(np.uint8).data) != int(counted.crcs[group]):
+                raise _changed(counted)
+            try:
+                _, values = counted.encoding.pack(dense)
+            except MetadataError:
+                raise _changed(counted) from None
+            _overlap(values.view(np.uint8), int(bounds[group]), start, out)
+
+    def _read_where(self, counted: Counted, start: int, out: memoryview) -> None:
+        each = counted.encoding.where_nbytes(counted.encoding.group)
+        first, last = start // each, -(-(start + out.nbytes) // each)
+        for group, dense in _groups(counted, first, last):
+            try:
+                marks = counted.encoding.mark(dense)
+            except MetadataError:
+                raise _changed(counted) from None
+            _overlap(marks, group * each, start, out)
+
+    def _get(self, key: str) -> Counted:
+        if key not in self._content:
+            raise StoreError(f"there is no packed part {key!r}")
+        return self._content[key]
+
+
+def _groups(counted: Counted, first: int, last: int) -> Iterator[tuple[int, Elements]]:
+    """The dense elements of groups [first, last), several read at once."""
+    encoding = counted.encoding
+    size = encoding.group
+    last = min(last, group_count(encoding))
+    run = max(RUN_NBYTES // (size * counted.width), 1)
+    for begin in range(first, last, run):
+        end = min(begin + run, last)
+        dense = read_elements(counted.tensor, begin * size, min(end * size, encoding.count))
+        for group in range(begin, end):
+            yield group, dense[(group - begin) * size : (group - begin + 1) * size]
+
+
+def _overlap(made: np.ndarray, at: int, start: int, out: memoryview) -> None:
+    """Copy what `made`, which begins at byte `at` of a part, has of the range that `out` is from `start` on."""
+    low, high = max(at, start), min(at + made.nbytes, start + out.nbytes)
+    if low < high:
+        out[low - start : high - start] = made[low - at : high - at].data
+
+
+def _changed(counted: Counted) -> StoreError:
+    return StoreError(
+        "the tensor changed while it was saved: it is not what it was when its zeros were counted; save when nobody writes to it",
+        tensor=counted.tensor.name,
+    )
+
+
+def _plain(name: str) -> DType:
+    dtype = DTYPES.name(name)
+    if dtype is None:
+        raise Unsupported(f"the table of dtypes has no {name}")
+    return dtype

@@ -1,0 +1,280 @@
+"""Which tensors are worth packing, and how: by counting, in parallel, in bounded memory.
+
+1. Every tensor is counted: how many elements have a bit, and how many of every m along the last axis at the most. A tensor with too
+   few zeros is done: nothing that follows could pay.
+2. The rest is looked at in blocks of some shapes, from bits: eight elements a byte, and larger blocks from smaller ones.
+3. Of all encodings the smallest is taken, if it saves enough. Its groups are counted and summed, for the plan and the checksum.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast.core.limits import Limits
+from holdfast.core.sparse.blocks import BAND, group_rows
+from holdfast.core.sparse.elements import are_set, count_set, set_bits
+from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, matrix_shape, where_total
+from holdfast.core.sparse.nm import LARGEST, most_set
+from holdfast.core.sparse.storage import SparseParts
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.digest import recorded_crc
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.packed import Counted, Packed, read_elements, tally_group
+from holdfast.errors import Corrupted, Unsupported, located
+
+__all__ = ["SMALLEST", "Wanted", "choose", "parse_wanted"]
+
+SMALLEST = 4096
+"""Dense bytes below which nothing is packed: the entries of the parts in the header would take what is saved."""
+
+WORTH = 0.95
+"""The part of the dense bytes that a packed tensor may take at the most."""
+
+PATTERNS = (2, 4, 8, 16)
+"""The `m` that are looked for."""
+
+SQUARES = (4, 8, 16, 32, 64)
+LINES = (8, 16, 32, 64)
+"""Sides of square blocks that are looked for, and lengths of blocks of one row or one column."""
+
+TILE = 1 << 18
+"""Elements that are counted at once: a multiple of every m, and little enough for a cache."""
+
+TASK_NBYTES = 8 << 20
+"""Work that one thread takes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which encodings may be used."""
+
+    kinds: frozenset[str]
+    pattern: tuple[int, int] | None = None
+    """N:M that is asked for, instead of those that are found."""
+    block: tuple[int, int] | None = None
+
+
+def parse_wanted(sparse: str) -> Wanted | None:
+    """What a caller asks for: `never`, `auto`, `bitmap`, `nm`, `block`, a pattern (`2:4`) or a block shape (`16x16`).
+
+    >>> parse_wanted("2:4").pattern, parse_wanted("never")
+    ((2, 4), None)
+    """
+    found = re.fullmatch(r"(\d{1,4})([:x])(\d{1,4})", sparse) if isinstance(sparse, str) else None
+    if found is not None:
+        pair = int(found[1]), int(found[3])
+        if found[2] == "x" and min(pair) > 0:
+            return Wanted(frozenset({"block"}), block=pair)
+        if found[2] == ":" and 1 <= pair[0] < pair[1] <= LARGEST:
+            return Wanted(frozenset({"nm"}), pattern=pair)
+    match sparse:
+        case "never":
+            return None
+        case "auto":
+            return Wanted(frozenset({"bitmap", "nm", "block"}))
+        case "bitmap" | "nm" | "block":
+            return Wanted(frozenset({sparse}))
+    known = "never, auto, bitmap, nm, block, a pattern of at most 16 such as 2:4, or a block shape such as 16x16"
+    raise Unsupported(f"sparse={sparse!r} is none of {known}", found=sparse)
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known of one tensor while it is counted."""
+
+    tensor: LazyTensor
+    filled: dict[int, int] = field(default_factory=dict)
+    """Number of a tile → elements of it that have a bit."""
+    most: dict[int, list[int]] = field(default_factory=dict)
+    """`m` → how many of a group have a bit at the most, a number a tile."""
+    blocks: dict[int, dict[tuple[int, int], int]] = field(default_factory=dict)
+    """Number of a tile of rows → by shape, blocks of it that have a bit."""
+
+
+def choose(
+    tensors: Mapping[str, LazyTensor], wanted: Wanted, *, smallest: int = SMALLEST, worth: float = WORTH, threads: int | None = None
+) -> dict[str, SparseParts]:
+    """The tensors that are better packed, each with its parts. Reads every tensor at least once.
+
+    Raises `Corrupted` where a tensor is packed that has not the checksum that its source records.
+    """
+    workers = threads or default_threads()
+    counted = {name: Found(t) for name, t in tensors.items() if _possible(t, smallest)}
+    _run([task for found in counted.values() for task in _count_tasks(found, wanted)], workers)
+    promising = {name: found for name, found in counted.items() if sum(found.filled.values()) < worth * found.tensor.size}
+    if "block" in wanted.kinds and wanted.block is None:
+        _run([task for found in promising.values() for task in _block_tasks(found)], workers)
+    packed = Packed()
+    chosen: dict[str, SparseParts] = {}
+    for name, found in promising.items():
+        tensor = found.tensor
+        pays = [each for each in _candidates(found, wanted) if _pays(each[0], tensor, worth)]
+        if wanted.block is not None:
+            pays = [(0, encoding) for encoding in _given_blocks(tensor, wanted.block)]
+        if pays:
+            _, encoding = min(pays, key=lambda each: each[0])
+            ready = _tallied(tensor, encoding, workers)
+            # Of a block shape that was asked for, the size is known only now.
+            if _pays(_nbytes(encoding, int(ready.starts[-1]), tensor), tensor, worth):
+                chosen[name] = packed.parts(ready)
+    return chosen
+
+
+def _pays(nbytes: int, tensor: LazyTensor, worth: float) -> bool:
+    """Whether a packed tensor is small enough, and not so small that a reader would have to believe too much."""
+    return nbytes < worth * tensor.nbytes <= worth * Limits().sparse_expansion * nbytes
+
+
+def _possible(tensor: LazyTensor, smallest: int) -> bool:
+    traits = tensor.traits
+    return not tensor.dtype.packed and not traits.meta and tensor.size > 0 and tensor.nbytes >= smallest
+
+
+def _run(work: Sequence[Task], workers: int) -> None:
+    """Run pieces of work; a few small ones at once, which takes less time than to start threads."""
+    if workers > 1 and sum(task.nbytes for task in work) > TASK_NBYTES // 8:
+        run_all(work, workers)
+        return
+    for task in work:
+        task()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Looks at some tiles of a tensor."""
+
+    tensor: LazyTensor
+    look: Callable[[int], None]
+    numbers: range
+    nbytes: int
+
+    def __call__(self) -> None:
+        with located(tensor=self.tensor.name):
+            for number in self.numbers:
+                self.look(number)
+
+
+def _tasks(count: int, nbytes: int, look: Callable[[int], None], tensor: LazyTensor) -> list[Task]:
+    """Calls of `look` with 0 to `count`, each of which reads `nbytes`, as pieces of work that are worth a hand-over."""
+    step = max(TASK_NBYTES // nbytes, 1)
+    ranges = [range(first, min(first + step, count)) for first in range(0, count, step)]
+    return [Task(tensor, look, numbers, min(len(numbers) * nbytes, tensor.nbytes)) for numbers in ranges]
+
+
+def _count_tasks(found: Found, wanted: Wanted) -> list[Task]:
+    tensor = found.tensor
+    patterns = [wanted.pattern[1]] if wanted.pattern else list(PATTERNS)
+    found.most = {m: [1] for m in patterns if "nm" in wanted.kinds and tensor.shape and tensor.shape[-1] % m == 0}
+    size = TILE // LARGEST * patterns[0] if wanted.pattern else TILE
+
+    def look(tile: int) -> None:
+        values = read_elements(tensor, tile * size, min((tile + 1) * size, tensor.size))
+        found.filled[tile] = count_set(values)
+        # A group that is full settles that there is no pattern; what other threads find out meanwhile is a bonus.
+        alive = [m for m, most in found.most.items() if max(most) < m]
+        if alive:
+            marked = are_set(values)
+            octets = np.packbits(marked, bitorder="little")
+            for m in alive:
+                found.most[m].append(most_set(marked, octets, m))
+
+    return _tasks(-(-tensor.size // size), size * tensor.dtype.bits // 8, look, tensor)
+
+
+def _block_tasks(found: Found) -> list[Task]:
+    tensor = found.tensor
+    rows, columns = matrix_shape(tensor.shape)
+    high = group_rows(columns)
+    if not high:
+        return []
+
+    def look(tile: int) -> None:
+        top, bottom = tile * high, min((tile + 1) * high, rows)
+        marked = are_set(read_elements(tensor, top * columns, bottom * columns)).reshape(-1, columns)
+        found.blocks[tile] = count_blocks(marked, (min(high, rows), columns))
+
+    return _tasks(-(-rows // high), high * columns * tensor.dtype.bits // 8, look, tensor)
+
+
+def count_blocks(marked: np.ndarray, most: tuple[int, int]) -> dict[tuple[int, int], int]:
+    """Blocks with anything in them, by their shape, of all shapes that are looked for and not larger than `most`.
+
+    The booleans become bits, a row of a block of eight a byte; taller and wider blocks are unions of those.
+    """
+    padded = np.zeros((-(-marked.shape[0] // 64) * 64, -(-marked.shape[1] // 64) * 64), np.bool_)
+    padded[: marked.shape[0], : marked.shape[1]] = marked
+    octets = np.packbits(padded, axis=1, bitorder="little")
+    counts: dict[tuple[int, int], int] = {}
+    by_height = {1: octets}
+    for height in (2, 4, 8, 16, 32, 64):
+        below = by_height[height // 2]
+        by_height[height] = below[::2] | below[1::2]
+    for length in LINES:
+        counts[1, length] = int(np.count_nonzero(octets.view(f"u{length // 8}")))
+        counts[length, 1] = set_bits(by_height[length])
+    for side in SQUARES:
+        joined = by_height[side]
+        if side == 4:
+            counts[4, 4] = int(np.count_nonzero(joined & 0x0F)) + int(np.count_nonzero(joined & 0xF0))
+        else:
+            counts[side, side] = int(np.count_nonzero(joined.view(f"u{side // 8}")))
+    return {shape: count for shape, count in counts.items() if shape[0] <= most[0] and shape[1] <= most[1]}
+
+
+def _candidates(found: Found, wanted: Wanted) -> Iterable[tuple[int, Encoding]]:
+    """Encodings with the bytes that they would take."""
+    tensor = found.tensor
+    filled = sum(found.filled.values())
+    if "bitmap" in wanted.kinds:
+        yield _sized(encoding_of("bitmap", (), tensor.shape), filled, tensor)
+    for m, most in found.most.items():
+        n = max(most)
+        if wanted.pattern:
+            n = wanted.pattern[0] if n <= wanted.pattern[0] else m
+        if n < m:
+            encoding = encoding_of("nm", (n, m), tensor.shape)
+            yield _sized(encoding, encoding.most(tensor.size), tensor)
+    for shape in next(iter(found.blocks.values())) if found.blocks else ():
+        count = sum(each[shape] for each in found.blocks.values())
+        encoding = encoding_of("block", shape, tensor.shape)
+        yield _sized(encoding, count * encoding.unit, tensor)
+
+
+def _given_blocks(tensor: LazyTensor, shape: tuple[int, int]) -> list[Encoding]:
+    """The encoding by blocks of a given shape, where they fit."""
+    rows, columns = matrix_shape(tensor.shape)
+    fits = shape[0] <= rows and shape[1] <= columns and shape[0] * columns <= BAND
+    return [encoding_of("block", shape, tensor.shape)] if fits else []
+
+
+def _sized(encoding: Encoding, values: int, tensor: LazyTensor) -> tuple[int, Encoding]:
+    return _nbytes(encoding, values, tensor), encoding
+
+
+def _nbytes(encoding: Encoding, values: int, tensor: LazyTensor) -> int:
+    starts = (group_count(encoding) + 1) * 8 if encoding.counted else 0
+    return tensor.dtype.nbytes(values) + where_total(encoding) + starts
+
+
+def _tallied(tensor: LazyTensor, encoding: Encoding, workers: int) -> Counted:
+    """Count and sum every group, and compare with what the source records."""
+    groups = group_count(encoding)
+    counts, crcs = np.zeros(groups + 1, np.uint64), np.zeros(groups, np.uint32)
+
+    def look(group: int) -> None:
+        counts[group + 1], crcs[group] = tally_group(tensor, encoding, group)
+
+    _run(_tasks(groups, encoding.group * tensor.dtype.bits // 8, look, tensor), workers)
+    made = Counted(tensor, encoding, np.cumsum(counts, dtype=np.uint64), crcs)
+    recorded, found = recorded_crc(tensor), made.crc32()
+    if recorded is not None and recorded != found:
+        chunk = tensor.chunks[0]
+        raise Corrupted(
+            "the source does not have the checksum that it records; nothing was written",
+            file=chunk.storage.key, tensor=tensor.name, offset=chunk.storage.start, expected=recorded, found=found,
+        )  # fmt: skip
+    return made

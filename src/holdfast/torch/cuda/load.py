@@ -1,0 +1,217 @@
+"""Fill tensors on GPUs: files are read by many threads into blocks of locked memory, which the GPU empties by itself.
+
+1. Fills become pieces, pieces become tasks of one block each, in the order of the files (runs.py).
+2. Readers fill blocks and sum them; this thread starts the copies on the side stream of the device (pipeline.py).
+3. Long runs are copied straight to their places. Short ones of a block cross the bus together and are spread by one kernel; so are
+   those that are cast, conjugated or strided, each by its own.
+4. When the last copy has arrived, checksums are compared.
+
+Fresh tensors are carved from one large allocation: memory for all of them is asked of torch's allocator at once and given back, and
+the allocator then cuts it up. The storages are as separate as always; only cudaMalloc is called once and not for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.core.protocols import Request, Source
+from holdfast.engine.checks import Checks
+from holdfast.engine.execute import default_threads, execute
+from holdfast.engine.source import OpenSource
+from holdfast.errors import HoldfastError
+from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
+from holdfast.torch.cuda.pipeline import Mark, pump
+from holdfast.torch.cuda.runs import Gathered, Piece, Taken, Task, pieces_of, tasks_of
+from holdfast.torch.cuda.streams import Lane, lanes
+from holdfast.torch.parts import Fill, copy_values
+from holdfast.torch.tensors import array_of, torch_dtype
+
+__all__ = ["DEFAULT_NBYTES", "Progress", "load_fills", "reserve"]
+
+DEFAULT_NBYTES = 1 << 30
+"""Host memory that a load may lock where nobody says."""
+
+LEAST_NBYTES = 2 << 20
+"""The least that can be allowed: two blocks of 1 MiB."""
+
+SPARE = 8
+"""Blocks beyond one a reader: those that are being emptied."""
+
+SHORT_NBYTES = 256 << 10
+"""Runs up to this length cross the bus together with their neighbours."""
+
+LARGE_NBYTES = 1 << 20
+"""Tensors up to this size have small segments of their own in torch's allocator (CUDACachingAllocator.cpp, kSmallSize)."""
+
+UNLOCKED = "page-locked memory was refused; ordinary memory was used, and copies were slower"
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How many blocks there are, and of what size."""
+
+    count: int
+    nbytes: int
+
+
+def blocks_within(most: int | None, threads: int) -> Size:
+    """As many blocks as `threads` readers need, within a budget of `most` bytes.
+
+    >>> blocks_within(None, 16), blocks_within(40 << 20, 16), blocks_within(2 << 20, 16)
+    (Size(count=24, nbytes=16777216), Size(count=2, nbytes=16777216), Size(count=2, nbytes=1048576))
+    """
+    budget = DEFAULT_NBYTES if most is None else most
+    if budget < LEAST_NBYTES:
+        raise ValueError(f"max_host_memory must be at least {LEAST_NBYTES:,} bytes, not {budget:,}")
+    nbytes = min(BLOCK_NBYTES, budget // 2 >> 20 << 20)
+    return Size(min(threads + SPARE, budget // nbytes), nbytes)
+
+
+def load_fills(
+    fills: Sequence[Fill], checks_of: Callable[[Source, list[Fill]], Checks], progress: Progress | None, most: int | None
+) -> list[str]:
+    """Fill targets that do not overlap, on any devices, with at most `most` bytes of locked memory. Gives back notes."""
+    if not fills:
+        return []
+    threads = max((one.lazy.source.threads for one in fills if isinstance(one.lazy.source, OpenSource)), default=default_threads())
+    size = blocks_within(most, threads)
+    groups: dict[tuple[int, torch.device], list[Fill]] = {}
+    for one in fills:
+        groups.setdefault((id(one.lazy.source), one.target.device), []).append(one)
+    by_source: dict[int, list[Fill]] = {}
+    for one in fills:
+        by_source.setdefault(id(one.lazy.source), []).append(one)
+    checks = {number: checks_of(members[0].lazy.source, members) for number, members in by_source.items()}
+    tasks: list[Task] = []
+    for (_, device), members in groups.items():
+        pieces = (piece for one in members for piece in pieces_of(one, size.nbytes))
+        tasks += tasks_of(members[0].lazy.source, device, pieces, size.nbytes)
+    found = lanes(device for _, device in groups)
+    blocks = POOL.lend(min(size.count, len(tasks)), size.nbytes)
+    try:
+        pump(
+            tasks,
+            blocks,
+            threads=min(threads, len(tasks), len(blocks)),
+            read=lambda task, block: _read(task, block, checks[id(task.source)]),
+            put=lambda task, block: _put(task, block, found[task.device], progress),
+        )
+    finally:
+        POOL.take_back(blocks)
+    for check in checks.values():
+        check.finish()
+    return [] if all(block.locked for block in blocks) else [UNLOCKED]
+
+
+def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
+    """Have torch's allocator take memory for tensors of these sizes in one piece a GPU, which it then cuts up for them."""
+    totals: dict[torch.device, int] = {}
+    for device, nbytes in wanted:
+        if device.type == "cuda" and nbytes > LARGE_NBYTES:
+            totals[device] = totals.get(device, 0) + -(-nbytes // LARGE_NBYTES) * LARGE_NBYTES
+    for device, nbytes in totals.items():
+        try:
+            torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            # There may still be room in pieces.
+            continue
+
+
+def _read(task: Task, block: HostBlock, checks: Checks) -> None:
+    """Fill a block. Runs on a reader."""
+    memory = block.array.data
+    store = task.source.store
+    for read in task.reads:
+        try:
+            store.read(read.key, read.start, memory[read.at : read.at + read.stop - read.start])
+        except HoldfastError as error:
+            if error.tensor is None:
+                error.tensor = read.pieces[0].piece.name
+            raise
+        task.read_nbytes += read.stop - read.start
+        for taken in read.pieces:
+            piece = taken.piece
+            if checks.wants(piece.storage):
+                checks.add(piece.storage, piece.start, memory[taken.at : taken.at + piece.nbytes])
+    if task.gathered:
+        requests = [Request(one.part.lazy, array_of(_value(one, at, block), one.part.lazy.dtype)) for one, at in task.gathered]
+        if isinstance(task.source, OpenSource):
+            # Not `source.read`: it would compare the checksum of what is whole in these requests, and a large storage never is.
+            plan = task.source.plan(requests)
+            execute(plan, store, 1, checks)
+            task.read_nbytes += plan.read_nbytes
+        else:
+            task.source.read(requests)
+
+
+def _value(one: Gathered, at: int, block: HostBlock) -> torch.Tensor:
+    """The elements of a gathered piece in a block."""
+    lazy = one.part.lazy
+    return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
+
+
+def _put(task: Task, block: HostBlock, lane: Lane, progress: Progress | None) -> Mark:
+    """Start all copies out of a block."""
+    with lane.on():
+        try:
+            for read in task.reads:
+                _put_pieces(read.pieces, block, task.device)
+            for one, at in task.gathered:
+                value = _value(one, at, block).to(task.device, non_blocking=True)
+                copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
+        except BaseException:
+            # What was started must not be left behind when the block goes to somebody else.
+            lane.mark().synchronize()
+            raise
+        mark = lane.mark()
+    if isinstance(task.source, OpenSource):
+        task.source.read_nbytes += task.read_nbytes
+    if progress is not None:
+        progress(task.nbytes)
+    return mark
+
+
+def _put_pieces(pieces: Sequence[Taken], block: HostBlock, device: torch.device) -> None:
+    others: list[Taken] = []
+    for taken in pieces:
+        piece = taken.piece
+        if piece.plain and piece.nbytes > SHORT_NBYTES:
+            _spread(others, block, device)
+            others = []
+            piece.target.copy_(block.tensor[taken.at : taken.at + piece.nbytes], non_blocking=True)
+        else:
+            others.append(taken)
+    _spread(others, block, device)
+
+
+def _spread(pieces: Sequence[Taken], block: HostBlock, device: torch.device) -> None:
+    """Bring neighbouring pieces to the device in one copy, and each to its place from there."""
+    if not pieces:
+        return
+    begin = pieces[0].at
+    end = max(taken.at + taken.piece.nbytes for taken in pieces)
+    arrived = block.tensor[begin:end].to(device, non_blocking=True)
+    targets: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for taken in pieces:
+        piece = taken.piece
+        value = arrived[taken.at - begin : taken.at - begin + piece.nbytes]
+        if piece.plain:
+            targets.append(piece.target)
+            values.append(value)
+        else:
+            copy_values(_typed(value, piece), piece.target, conj=piece.conj, neg=piece.neg)
+    if targets:
+        torch._foreach_copy_(targets, values)
+
+
+def _typed(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Bytes on the device as elements, in the shape of the target."""
+    if value.storage_offset() % piece.dtype.itemsize:
+        value = value.clone()
+    return value.view(piece.dtype).view(piece.target.shape)

@@ -1,0 +1,210 @@
+"""Tensors on GPUs as lazy tensors over the memory that they have there, for saving. Nothing is moved before it is written.
+
+A storage on a GPU is a storage like any other, known by its device and address; two tensors over one are aliases. What reads it
+asks for bytes in C order and gets them in a block of page-locked memory, which it gives back (`GpuSource.lend`): the writers of a
+save each hold one, so that copying, summing and writing overlap, and memory is bounded however large a tensor is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DType
+from holdfast.core.protocols import Request
+from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.engine.slabs import contiguous_bytes, slabs
+from holdfast.engine.source import OpenSource
+from holdfast.errors import Closed, StoreError, Truncated, Unsupported
+from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
+from holdfast.torch.cuda.pipeline import Mark
+from holdfast.torch.cuda.streams import Lane, Side, refuse_capture
+from holdfast.torch.regions import BYTES
+from holdfast.torch.tensors import carrier_dtype, torch_dtype
+
+__all__ = ["GpuSource"]
+
+MOST_BLOCKS = 16
+"""Blocks that are lent at once: one for each of the threads that write a file."""
+
+
+class GpuMemory:
+    """A store whose bytes are in the memory of GPUs. Each device is read on its side stream, behind what its storages wait for."""
+
+    name = "<GPU memory>"
+
+    def __init__(self, lane: Callable[[torch.device], Lane] = Side) -> None:
+        self._make_lane = lane
+        self._bytes: dict[str, torch.Tensor] = {}
+        self._lanes: dict[torch.device, Lane] = {}
+        self._closed = False
+
+    def add(self, storage: torch.UntypedStorage) -> Storage:
+        """The storage as one of ours; the same one for the same memory."""
+        nbytes = storage.nbytes()
+        device = storage.device
+        key = f"{device}/{storage.data_ptr() if nbytes else 0:x}+{nbytes:x}"
+        if key not in self._bytes:
+            if device not in self._lanes:
+                refuse_capture([device])
+                self._lanes[device] = self._make_lane(device)
+            self._bytes[key] = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        return Storage(key, 0, nbytes, location=str(device))
+
+    def flat(self, key: str) -> torch.Tensor:
+        """All bytes under a key, where they are."""
+        if self._closed:
+            raise Closed("the tensors were given back before they were read")
+        if key not in self._bytes:
+            raise StoreError(f"there is no {key!r} among the storages that are saved", file=key)
+        return self._bytes[key]
+
+    def lane(self, device: torch.device) -> Lane:
+        """The side stream of a device, waiting for what the caller's stream has been asked to do up to now."""
+        lane = self._lanes[device]
+        lane.follow()
+        return lane
+
+    def list(self) -> Sequence[str]:
+        return sorted(self._bytes)
+
+    def size(self, key: str) -> int:
+        return self.flat(key).numel()
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        flat = self.flat(key)
+        if start < 0 or start + out.nbytes > flat.numel():
+            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {flat.numel()}", file=key, offset=flat.numel())
+        into = np.frombuffer(out, np.uint8)
+        with self.lane(flat.device).on():
+            torch.from_numpy(into).copy_(flat[start : start + out.nbytes])
+
+    def map(self, key: str) -> memoryview | None:
+        return None
+
+    def close(self) -> None:
+        self._closed = True
+        self._bytes.clear()
+
+
+class GpuSource(OpenSource):
+    """Reads tensors out of GPUs."""
+
+    block_nbytes = BLOCK_NBYTES
+    """Bytes that whoever writes should ask for at a time."""
+
+    def __init__(self, memory: GpuMemory | None = None) -> None:
+        self.memory = memory or GpuMemory()
+        super().__init__(self.memory)
+        self._turns = threading.BoundedSemaphore(MOST_BLOCKS)
+
+    def tensor(self, tensor: torch.Tensor, dtype: DType, traits: Traits = PLAIN) -> LazyTensor:
+        """A tensor on a GPU, described."""
+        place = self.memory.add(tensor.untyped_storage())
+        shape = tuple(tensor.shape)
+        bits = tensor.element_size() * 8
+        offset, strides = int(tensor.storage_offset()) * bits, tuple(s * bits for s in tensor.stride())
+        if 0 in shape:
+            offset, strides = 0, (0,) * len(shape)
+        return LazyTensor("", dtype, shape, (Chunk(Box.whole(shape), place, offset, strides),), self, traits)
+
+    def bytes_of(self, storage: torch.UntypedStorage, name: str) -> LazyTensor:
+        """A whole storage as a row of bytes."""
+        return LazyTensor.contiguous(name, BYTES, (storage.nbytes(),), self.memory.add(storage), self)
+
+    @contextmanager
+    def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:
+        """The bytes of a tensor in C order, for as long as the block lasts."""
+        if tensor.nbytes > BLOCK_NBYTES:
+            out = np.empty(tensor.nbytes, np.uint8)
+            self._copy(tensor, torch.from_numpy(out)).synchronize()
+            yield out.data
+            return
+        with self._turns:
+            (block,) = POOL.lend(1)
+            try:
+                yield self._fetch(tensor, block)
+            finally:
+                POOL.take_back([block])
+
+    def read(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            out = request.out if request.out.flags.c_contiguous else np.empty(request.out.shape, request.out.dtype)
+            flat = out.reshape(-1).view(np.uint8)
+            for slab in slabs(request.tensor, BLOCK_NBYTES):
+                with self.lend(slab.tensor) as data:
+                    np.copyto(flat[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
+            if out is not request.out:
+                request.out[...] = out
+
+    def copy_later(self, wanted: Sequence[tuple[LazyTensor, torch.Tensor]]) -> list[Mark]:
+        """Start to copy tensors, in C order, to bytes in page-locked memory. The callers' streams wait for that.
+
+        Gives back marks of where the copies end.
+        """
+        by_device: dict[torch.device, list[tuple[LazyTensor, torch.Tensor]]] = {}
+        for tensor, out in wanted:
+            by_device.setdefault(self._device(tensor), []).append((tensor, out))
+        marks = []
+        for device, pairs in by_device.items():
+            lane = self.memory.lane(device)
+            with torch.no_grad(), lane.on():
+                for tensor, out in pairs:
+                    self._start(tensor, out)
+            marks.append(lane.hold_caller())
+        return marks
+
+    def _fetch(self, tensor: LazyTensor, block: HostBlock) -> memoryview:
+        self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
+        return block.array.data[: tensor.nbytes]
+
+    def _copy(self, tensor: LazyTensor, out: torch.Tensor) -> Mark:
+        lane = self.memory.lane(self._device(tensor))
+        with torch.no_grad(), lane.on():
+            self._start(tensor, out)
+            return lane.mark()
+
+    def _device(self, tensor: LazyTensor) -> torch.device:
+        return self.memory.flat(tensor.chunks[0].storage.key).device
+
+    def _start(self, tensor: LazyTensor, out: torch.Tensor) -> None:
+        place = contiguous_bytes(tensor)
+        if place is not None:
+            value = self.memory.flat(place[0])[place[1] : place[1] + tensor.nbytes]
+        else:
+            # What is made on the way belongs to the side stream, and is used again behind this copy.
+            value = self._value(tensor).contiguous().view(-1).view(torch.uint8)
+        out.copy_(value, non_blocking=True)
+
+    def _value(self, tensor: LazyTensor) -> torch.Tensor:
+        """The elements of a tensor on its device, conjugated and negated as they are meant to be."""
+        traits = tensor.traits
+        dtype = torch_dtype(tensor.dtype) if traits.conj or traits.neg else carrier_dtype(tensor.dtype.numpy.itemsize)
+        views = [self._view(chunk, dtype) for chunk in tensor.chunks]
+        if len(views) == 1 and tensor.chunks[0].shape == tensor.shape:
+            (value,) = views
+        else:
+            value = torch.empty(tensor.shape, dtype=dtype, device=views[0].device)
+            for chunk, view in zip(tensor.chunks, views, strict=True):
+                value[chunk.box.slices] = view
+        value = value.conj().resolve_conj() if traits.conj else value
+        return value.neg() if traits.neg else value
+
+    def _view(self, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        bits = dtype.itemsize * 8
+        offset = chunk.offset
+        backwards = [d for d, stride in enumerate(chunk.strides) if stride < 0]
+        for d in backwards:
+            offset += (chunk.shape[d] - 1) * chunk.strides[d]
+        if offset % bits or any(stride % bits for stride in chunk.strides):
+            raise Unsupported("elements on a GPU that do not begin at a multiple of their size")
+        flat = self.memory.flat(chunk.storage.key)
+        strides = [abs(stride) // bits for stride in chunk.strides]
+        made = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset // bits, chunk.shape, strides)
+        return made.flip(backwards) if backwards else made

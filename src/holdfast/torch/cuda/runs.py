@@ -1,0 +1,235 @@
+"""What goes through one block: byte ranges of files, and where the elements of each belong.
+
+    file     │ h │ a a a a a a │ b b │ c c c c c c c c c c c c │ gap │ d d │
+    block 0      │ a a a a a a │ b b │ c c c c │                        one read, three copies
+    block 1                                    │ c c c c c c c c │ gap │ d d │
+
+1. A tensor whose elements lie in one piece in the file and in the same order in its target is a *run*: a range of bytes. Where the
+   dtype is the same it may be cut anywhere, else between elements. Everything else is cut into boxes (parts.py).
+2. Pieces are sorted by their place in the file and laid into blocks one behind the other; small gaps are read as well, because a
+   read costs more than their bytes.
+3. Elements that do not lie in one piece in the file (columns, another byte order, packed types) are read by the engine, a block of
+   them at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.protocols import Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.slabs import contiguous_bytes
+from holdfast.torch.parts import Fill, Part, in_file_order, parts_of
+from holdfast.torch.tensors import torch_dtype
+
+__all__ = ["Gathered", "Piece", "Read", "Taken", "Task", "pieces_of", "tasks_of"]
+
+FREE_GAP = 4096
+"""A gap up to this many bytes never splits a read."""
+
+GAP_SHARE = 16
+"""Larger ones are read through up to this part of what the block has so far."""
+
+ALIGNMENT = 64
+"""Where reads begin in a block."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Elements that lie in one piece in a file, and the tensor that they go to: flat, or of any shape that fits into a block."""
+
+    storage: Storage
+    start: int
+    """First byte in the file."""
+    nbytes: int
+    dtype: torch.dtype
+    """As the file has them. Bytes where the target has the same dtype and nothing is done to them."""
+    target: torch.Tensor
+    name: str
+    conj: bool = False
+    neg: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """Whether bytes are copied to bytes."""
+        return self.dtype is torch.uint8 and self.target.dtype is torch.uint8 and self.target.ndim == 1
+
+    def cut(self, nbytes: int) -> tuple[Piece, Piece | None]:
+        """The first so many bytes, or as many as make whole elements, and the rest. Only flat targets are cut."""
+        width = self.dtype.itemsize
+        count = nbytes // width
+        if self.nbytes <= nbytes or count <= 0:
+            return self, None
+        at = count * width
+        head = Piece(self.storage, self.start, at, self.dtype, self.target[:count], self.name, self.conj, self.neg)
+        tail = Piece(
+            self.storage, self.start + at, self.nbytes - at, self.dtype, self.target[count:], self.name, self.conj, self.neg
+        )
+        return head, tail
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """Elements that the engine has to read, because they do not lie in one piece."""
+
+    part: Part
+    source: Source
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that they take in a block, where a packed element takes one."""
+        return self.part.lazy.size * self.part.lazy.dtype.numpy.itemsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """A piece, and where its bytes are in the block."""
+
+    piece: Piece
+    at: int
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One range of one file."""
+
+    key: str
+    start: int
+    stop: int
+    at: int
+    """Where it begins in the block."""
+    pieces: list[Taken] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """What one block is filled with at a time; all of it goes to one device."""
+
+    source: Source
+    device: torch.device
+    reads: list[Read] = field(default_factory=list)
+    gathered: list[tuple[Gathered, int]] = field(default_factory=list)
+    """With the place of each in the block."""
+    nbytes: int = 0
+    """Bytes of elements."""
+    read_nbytes: int = 0
+    """Bytes that were read for them."""
+
+
+def pieces_of(one: Fill, most: int) -> Iterator[Piece | Gathered]:
+    """A fill as pieces, of which those that are not flat fit into `most` bytes."""
+    lazy, target = one.lazy, one.target
+    if len(lazy.chunks) == 1 and not (lazy.traits.conj or lazy.traits.neg):
+        # Most tensors lie in the file as in memory: no need to look at them dimension by dimension.
+        chunk = lazy.chunks[0]
+        if _in_c_order(chunk, lazy) and target.is_contiguous() and not (target.is_conj() or target.is_neg()):
+            yield _flat(lazy, chunk, target)
+            return
+    for chunk in lazy.chunks:
+        moved, part = in_file_order(one, chunk)
+        dense = contiguous_bytes(moved) is not None and not moved.dtype.packed
+        if dense and part.is_contiguous() and not (part.is_conj() or part.is_neg()):
+            yield _flat(moved, moved.chunks[0], part, conj=lazy.traits.conj, neg=lazy.traits.neg)
+        else:
+            yield from _boxes(Fill(LazyTensor(lazy.name, lazy.dtype, lazy.shape, (chunk,), lazy.source, lazy.traits), target), most)
+
+
+def _in_c_order(chunk: Chunk, lazy: LazyTensor) -> bool:
+    dtype = lazy.dtype
+    if dtype.packed or chunk.offset % 8 or chunk.shape != lazy.shape or chunk.strides != c_strides(lazy.shape, dtype.bits):
+        return False
+    return chunk.storage.byteorder == "little" or dtype.swap_nbytes <= 1
+
+
+def _flat(lazy: LazyTensor, chunk: Chunk, target: torch.Tensor, *, conj: bool = False, neg: bool = False) -> Piece:
+    dtype = torch_dtype(lazy.dtype)
+    flat = target.detach().view(-1)
+    if flat.dtype == dtype and not (conj or neg):
+        dtype, flat = torch.uint8, flat.view(torch.uint8)
+    storage = chunk.storage
+    return Piece(storage, storage.start + chunk.offset // 8, lazy.nbytes, dtype, flat, lazy.name, conj, neg)
+
+
+def _boxes(one: Fill, most: int) -> Iterator[Piece | Gathered]:
+    for part in parts_of(one, most):
+        lazy = part.lazy
+        place = None if lazy.dtype.packed else contiguous_bytes(lazy)
+        if place is None:
+            yield Gathered(part, lazy.source)
+        else:
+            storage = lazy.chunks[0].storage
+            yield Piece(
+                storage, place[1], lazy.nbytes, torch_dtype(lazy.dtype), part.target.detach(), lazy.name, part.conj, part.neg
+            )
+
+
+def tasks_of(source: Source, device: torch.device, pieces: Iterable[Piece | Gathered], most: int) -> Iterator[Task]:
+    """Lay the pieces of one source and device into blocks of `most` bytes, in the order of the files."""
+    dense: list[Piece] = []
+    others: list[Gathered] = []
+    for piece in pieces:
+        if isinstance(piece, Piece):
+            dense.append(piece)
+        else:
+            others.append(piece)
+    dense.sort(key=lambda piece: (piece.storage.key, piece.start))
+    yield from _dense_tasks(source, device, dense, most)
+    yield from _gathered_tasks(source, device, others, most)
+
+
+def _dense_tasks(source: Source, device: torch.device, pieces: Sequence[Piece], most: int) -> Iterator[Task]:
+    task, end = Task(source, device), 0
+    for whole in pieces:
+        piece: Piece | None = whole
+        while piece is not None:
+            read = task.reads[-1] if task.reads else None
+            joined = read is not None and _joined(read, piece, task.nbytes)
+            begin = read.at + piece.start - read.start if joined and read is not None else _aligned(end)
+            room = most - begin
+            head, rest = piece.cut(room) if piece.target.ndim == 1 else (piece, None)
+            if head.nbytes > room:
+                # Not even one element, or a box that must be whole: it begins the next block.
+                yield task
+                task, end = Task(source, device), 0
+                continue
+            if joined and read is not None:
+                read.stop = max(read.stop, head.start + head.nbytes)
+            else:
+                read = Read(head.storage.key, head.start, head.start + head.nbytes, begin)
+                task.reads.append(read)
+            read.pieces.append(Taken(head, begin))
+            task.nbytes += head.nbytes
+            end = read.at + read.stop - read.start
+            piece = rest
+            if piece is not None:
+                yield task
+                task, end = Task(source, device), 0
+    if task.reads:
+        yield task
+
+
+def _joined(read: Read, piece: Piece, nbytes: int) -> bool:
+    """Whether a piece is read together with those before it."""
+    gap = piece.start - read.stop
+    return read.key == piece.storage.key and gap <= max(FREE_GAP, nbytes // GAP_SHARE)
+
+
+def _gathered_tasks(source: Source, device: torch.device, pieces: Sequence[Gathered], most: int) -> Iterator[Task]:
+    task, end = Task(source, device), 0
+    for piece in pieces:
+        if task.gathered and end + piece.nbytes > most:
+            yield task
+            task, end = Task(source, device), 0
+        task.gathered.append((piece, end))
+        task.nbytes += piece.part.lazy.nbytes
+        end = _aligned(end + piece.nbytes)
+    if task.gathered:
+        yield task
+
+
+def _aligned(at: int) -> int:
+    return -(-at // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,111 @@
+"""Copy what a save will write out of GPUs, so that training can go on while it is written.
+
+    caller's stream   │ … step │ wait for the copies │ step …          kernels that change tensors come behind the copies
+    side stream                │ copy, copy, copy    │
+    caller                     │ returns at once
+    background thread          │ waits for the copies, then writes
+
+Page-locked memory takes all of it where it may: `max_host_memory`, or half of what the machine has to give. What goes beyond
+is ordinary memory, filled through the blocks of the pool by several threads, and the caller waits for that part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from holdfast.core.protocols import Request
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.slabs import Slab, slabs
+from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
+from holdfast.torch.cuda.memory import GpuSource
+from holdfast.torch.cuda.pipeline import Mark
+
+__all__ = ["ROOM", "Copies", "Room", "free_host_memory"]
+
+
+class Room:
+    """Memory that is kept from save to save. One save has it at a time."""
+
+    def __init__(self) -> None:
+        self._block: HostBlock | None = None
+        self._asked = 0
+
+    def take(self, nbytes: int, *, gpu: bool, max_host_memory: int | None = None) -> HostBlock:
+        """At least this many bytes, locked as far as allowed where `gpu` needs it; what was there before is gone."""
+        most = available_nbytes() // 2 if max_host_memory is None else max_host_memory
+        wanted = min(nbytes, most) if gpu else 0
+        block = self._block
+        # Asked for, and not what came of it: a machine that refused once is not asked again at every save.
+        if block is None or block.nbytes < nbytes or self._asked < wanted or block.locked_nbytes > most:
+            self.free()  # given back before more is asked for
+            block = self._block = HostBlock(nbytes, lock_nbytes=wanted)
+            self._asked = wanted
+        return block
+
+    def free(self) -> None:
+        """Give the memory back; a save that is still under way keeps it until its end."""
+        self._block, self._asked = None, 0
+
+
+ROOM = Room()
+"""That of this process."""
+
+
+def free_host_memory() -> None:
+    """Give back the page-locked memory that loads and saves have kept for the next one."""
+    POOL.free()
+    ROOM.free()
+
+
+class Copies:
+    """Copies out of GPUs that are under way."""
+
+    def __init__(self, room: HostBlock) -> None:
+        self._room = room
+        self._marks: list[Mark] = []
+        self._kept: list[object] = []
+        """Sources, whose tensors must not go before they are copied."""
+        self.unlocked_nbytes = 0
+        """Bytes that went to ordinary memory."""
+
+    def begin(self, source: GpuSource, requests: Sequence[Request]) -> None:
+        """Start to copy tensors to their places in the room. The caller's streams wait for what was started."""
+        self._kept.append(source)
+        work: list[Callable[[], None]] = []
+        direct: list[tuple[LazyTensor, torch.Tensor]] = []
+        for request in requests:
+            flat = request.out.reshape(-1).view(np.uint8)
+            end = flat.ctypes.data + flat.nbytes - self._room.address
+            if end <= self._room.locked_nbytes:
+                direct.append((request.tensor, torch.from_numpy(flat)))
+            else:
+                self.unlocked_nbytes += flat.nbytes
+                work += [_slab_task(source, slab, flat) for slab in slabs(request.tensor, BLOCK_NBYTES)]
+        self._marks += source.copy_later(direct)
+        if work:
+            run_all(work, default_threads())
+
+    def wait(self) -> None:
+        """Come back when all bytes are there."""
+        marks, self._marks = self._marks, []
+        for mark in marks:
+            mark.synchronize()
+        self._kept.clear()
+
+    def notes(self) -> tuple[str, ...]:
+        """What a person should know."""
+        if not self.unlocked_nbytes:
+            return ()
+        return (f"{self.unlocked_nbytes:,} bytes went through ordinary memory: page-locked memory was not allowed, or refused",)
+
+
+def _slab_task(source: GpuSource, slab: Slab, out: np.ndarray) -> Callable[[], None]:
+    def run() -> None:
+        with source.lend(slab.tensor) as data:
+            np.copyto(out[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
+
+    return run

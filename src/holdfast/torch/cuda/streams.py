@@ -1,0 +1,109 @@
+"""The side stream of a device: copies run there while the caller's own stream goes on with what it has.
+
+Three rules keep it right. The side stream begins by waiting for the stream that is current where the caller is: memory that it
+writes to may still be in use by kernels there, and memory that it reads may not be written yet. Whoever hands results to the caller
+either has waited for the side stream or makes the current stream wait for it. And nothing runs while the current stream is captured
+into a graph, because a replay would copy from blocks that hold something else by then.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import cast
+
+import torch
+
+from holdfast.errors import Refused
+from holdfast.torch.cuda.pipeline import Mark
+
+__all__ = ["Here", "Lane", "Side", "lanes", "refuse_capture"]
+
+
+class Lane:
+    """Where copies to and from a device run."""
+
+    def follow(self) -> None:
+        """Wait for what the caller's stream has been asked to do up to now."""
+        raise NotImplementedError
+
+    def hold_caller(self) -> Mark:
+        """Have the caller's stream wait for what this lane has been asked to do up to now, and mark that point."""
+        raise NotImplementedError
+
+    def on(self) -> AbstractContextManager[object]:
+        """Inside of it, work is asked of this lane."""
+        raise NotImplementedError
+
+    def mark(self) -> Mark:
+        """The point that the lane has been asked to get to."""
+        raise NotImplementedError
+
+
+class Side(Lane):
+    """The side stream of one GPU, which waits for the stream that is current now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = _stream(device)
+        self.current = torch.cuda.current_stream(device)
+        self.follow()
+
+    def follow(self) -> None:
+        self.stream.wait_stream(self.current)
+
+    def hold_caller(self) -> Mark:
+        event = self.stream.record_event()
+        self.current.wait_event(event)
+        return cast(Mark, event)
+
+    def on(self) -> AbstractContextManager[object]:
+        return cast(AbstractContextManager[object], torch.cuda.stream(self.stream))
+
+    def mark(self) -> Mark:
+        return cast(Mark, self.stream.record_event())
+
+
+class Here(Lane):
+    """No stream at all: copies are done when they return."""
+
+    def follow(self) -> None:
+        """There is nothing to wait for."""
+
+    def hold_caller(self) -> Mark:
+        return _Done()
+
+    def on(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def mark(self) -> Mark:
+        return _Done()
+
+
+class _Done:
+    def synchronize(self) -> None:
+        """It is done."""
+
+
+def lanes(devices: Iterable[torch.device]) -> dict[torch.device, Lane]:
+    """A lane for each of these devices."""
+    found = dict.fromkeys(devices)
+    refuse_capture(found)
+    return {device: Side(device) if device.type == "cuda" else Here() for device in found}
+
+
+def refuse_capture(devices: Iterable[torch.device]) -> None:
+    """Raise `Refused` while a CUDA graph is captured."""
+    if any(device.type == "cuda" for device in devices) and torch.cuda.is_current_stream_capturing():
+        raise Refused("a CUDA graph is being captured: a load or save cannot be a part of one; do it before or after the capture")
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+_lock = threading.Lock()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    with _lock:
+        if device not in _streams:
+            _streams[device] = torch.cuda.Stream(device)
+        return _streams[device]
