@@ -505,3 +505,12 @@ def test_an_expanded_view_is_sliced_or_allowed():
         assert ckpt["wide"][:5].numpy().tolist() == [1] * 5
     with holdfast.open(buffer.getvalue(), limits=holdfast.Limits(expansion=1 << 40)) as ckpt:
         assert ckpt["wide"].numpy().shape == (10_000_000,)
+
+
+def test_a_data_file_of_a_distributed_checkpoint(tmp_path):
+    from holdfast.torch import save_sharded
+
+    save_sharded(tmp_path / "step", {"a": torch.ones(3), "b": torch.ones(4)}, format="dcp", durable=False)
+    with pytest.raises(holdfast.errors.UnknownFormat, match="open the folder that it is in"):
+        holdfast.open(tmp_path / "step" / "__0_0.distcp")
+    assert list(holdfast.open(tmp_path / "step")) == ["a", "b"]

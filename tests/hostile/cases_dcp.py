@@ -314,8 +314,9 @@ CASES: list[Case] = [
     refused("dcp-item-in-two-folders", with_item(build([*PLAIN, Item("other/data.pkl", stream(SYSTEM))]))),
     refused("dcp-item-holds-a-second-zip", with_item(W + W)),
     refused(
-        "dcp-two-tensors-one-item",
-        of(metadata({"a": ONE["w"], "b": ONE["w"]}, [(index(n, [0, 0]), PLACE[1]) for n in "ab"])), MetadataError,
+        "dcp-items-overlap",
+        of(metadata(dict.fromkeys("ab", ONE["w"]), [(index(n, [0, 0]), info(FILE, i, len(W) - i)) for i, n in enumerate("ab")])),
+        MetadataError,
     ),
     refused(
         "dcp-sizes-that-multiply",

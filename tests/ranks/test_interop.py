@@ -31,7 +31,7 @@ from holdfast.torch.sharded import save_sharded
 from holdfast.torch.sharded_load import load_full, load_sharded
 from tests.ranks.jobs import load, load_stock
 from tests.ranks.pool import WORLDS, Pool, World, good
-from tests.ranks.states import bits
+from tests.ranks.states import bits, sharded
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -146,6 +146,29 @@ def test_tied_weights_are_stored_once(pool: Pool, tmp_path: Path):
     assert whole["model"]["head.weight"].data_ptr() == whole["model"]["embed.weight"].data_ptr()
     with holdfast.open(path) as ckpt:
         assert ckpt["model.head.weight"].numpy().tobytes() == ckpt["model.embed.weight"].numpy().tobytes()
+
+
+def save_tied(world: World, path: str) -> None:
+    weight = sharded(torch.arange(60.0).reshape(10, 6), world.mesh(), (Shard(0),))
+    save_sharded(path, {"embed": weight, "head": weight, "b": torch.ones(3)}, group=world.group, format="dcp", durable=False)
+
+
+def load_tied(world: World, path: str) -> None:
+    state = {name: torch.zeros(10, 6) for name in ("embed", "head")} | {"b": torch.zeros(3)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=path, process_group=world.group)
+    assert all(torch.equal(state[name], torch.arange(60.0).reshape(10, 6)) for name in ("embed", "head"))
+
+
+def test_tied_weights_are_one_item_in_dcp(pool: Pool, tmp_path: Path):
+    path = tmp_path / "step"
+    good(pool.run(3, save_tied, str(path)))
+    good(pool.run(2, load_tied, str(path)))
+    with holdfast.open(path) as ckpt:
+        assert [alias.names for alias in ckpt.aliases] == [("embed", "head")] * 3, "three parts"
+        assert ckpt["head"].numpy().reshape(-1).tolist() == list(range(60))
+    assert holdfast.verify(path).ok
 
 
 def stock_load_trained(world: World, path: str) -> dict[str, object]:

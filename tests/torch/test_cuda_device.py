@@ -101,7 +101,7 @@ def test_views_and_ties_share_a_storage_on_the_gpu(tmp_path):
     shared = {found[name].untyped_storage().data_ptr() for name in ("base", "tied", "row", "turned")}
     assert len(shared) == 1
     assert same(found["turned"], base.T)
-    assert same(found["conj"], base.to(torch.complex64))
+    assert same(found["conj"], base.to(torch.complex64).conj())
 
 
 @pytest.mark.parametrize("budget", [None, 2 << 20], ids=["default", "2MiB"])
@@ -215,7 +215,8 @@ def test_a_save_comes_behind_what_the_current_stream_still_does(tmp_path):
 @pytest.mark.parametrize("kind", ["torch", "legacy", "api.pt", "a.safetensors", "native"])
 def test_save_from_a_gpu(tmp_path, kind):
     base = values(1000, 64).cuda()
-    made = {name: tensor.cuda() for name, tensor in state().items()}
+    # torch's own reader of the legacy container does not know the storages that it writes for unsigned integers.
+    made = {name: tensor.cuda() for name, tensor in state().items() if tensor.dtype is not torch.uint16}
     made |= {"base": base, "tied": base, "part": base[10:20, 3:7], "turned": base.T, "cpu": values(77)}
     path = tmp_path / kind
     if kind in ("torch", "legacy"):

@@ -16,7 +16,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Source, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import StoreError, located
+from holdfast.errors import StoreError, UnknownFormat, ZipError, located
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
@@ -46,6 +46,12 @@ def open(
         with located(file=store.name), resting_collector():
             source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify)
             return Checkpoint(source, detect(source).describe(source))
+    except ZipError as error:
+        store.close()
+        if store.name.endswith(".distcp"):
+            # Several archives, one behind the other, of which the index beside them knows the places.
+            raise UnknownFormat("one of the data files of a distributed checkpoint; open the folder that it is in") from error
+        raise
     except BaseException:
         store.close()
         raise

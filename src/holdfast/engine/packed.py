@@ -16,15 +16,15 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import combine, crc32
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.sparse.elements import Elements, element_type
-from holdfast.core.sparse.encoding import Encoding, group_count, spread, where_total
+from holdfast.core.sparse.encoding import Encoding, spread, where_total
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
-from holdfast.engine.slabs import mapped_bytes
+from holdfast.engine.slabs import contiguous_bytes, mapped_bytes
 from holdfast.engine.source import OpenSource
-from holdfast.errors import MetadataError, StoreError, Unsupported
+from holdfast.errors import StoreError, Unsupported
 
-__all__ = ["Counted", "Packed", "read_elements", "tally_group"]
+__all__ = ["Counted", "Packed", "groups_of", "read_elements", "run_length"]
 
 RUN_NBYTES = 1 << 20
 """Dense bytes that are read at once, where groups are smaller than that."""
@@ -59,14 +59,28 @@ def read_elements(tensor: LazyTensor, start: int, stop: int) -> Elements:
     memory = mapped_bytes(tensor)
     if memory is not None:
         return np.frombuffer(memory[start * width : stop * width], element_type(width))
-    return read_flat(tensor, start, stop).view(element_type(width))
+    place = contiguous_bytes(tensor)
+    if place is None:
+        return read_flat(tensor, start, stop).view(element_type(width))
+    out = np.empty(stop - start, element_type(width))
+    tensor.source.store.read(place[0], place[1] + start * width, out.view(np.uint8).data)
+    return out
 
 
-def tally_group(tensor: LazyTensor, encoding: Encoding, group: int) -> tuple[int, int]:
-    """How many values a group has, and the CRC-32 of its dense bytes."""
-    start = group * encoding.group
-    dense = read_elements(tensor, start, start + spread(encoding, group))
-    return encoding.count_values(dense), crc32(dense.view(np.uint8).data)
+def groups_of(tensor: LazyTensor, encoding: Encoding, first: int, last: int) -> Iterator[tuple[int, Elements]]:
+    """The dense elements of groups [first, last), several read at once."""
+    size = encoding.group
+    run = run_length(tensor, encoding)
+    for begin in range(first, last, run):
+        end = min(begin + run, last)
+        dense = read_elements(tensor, begin * size, min(end * size, encoding.count))
+        for group in range(begin, end):
+            yield group, dense[(group - begin) * size : (group - begin + 1) * size]
+
+
+def run_length(tensor: LazyTensor, encoding: Encoding) -> int:
+    """Groups that are read at once."""
+    return max(RUN_NBYTES // tensor.dtype.nbytes(encoding.group), 1)
 
 
 class Packed:
@@ -125,42 +139,20 @@ class Packed:
         bounds = counted.starts * np.uint64(width)
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, stop, side="left"))
-        for group, dense in _groups(counted, first, last):
-            if crc32(dense.view(np.uint8).data) != int(counted.crcs[group]):
-                raise _changed(counted)
-            try:
-                _, values = counted.encoding.pack(dense)
-            except MetadataError:
-                raise _changed(counted) from None
+        for group, dense in _unchanged(counted, first, last):
+            _, values = counted.encoding.pack(dense)
             _overlap(values.view(np.uint8), int(bounds[group]), start, out)
 
     def _read_where(self, counted: Counted, start: int, out: memoryview) -> None:
         each = counted.encoding.where_nbytes(counted.encoding.group)
         first, last = start // each, -(-(start + out.nbytes) // each)
-        for group, dense in _groups(counted, first, last):
-            try:
-                marks = counted.encoding.mark(dense)
-            except MetadataError:
-                raise _changed(counted) from None
-            _overlap(marks, group * each, start, out)
+        for group, dense in _unchanged(counted, first, last):
+            _overlap(counted.encoding.mark(dense), group * each, start, out)
 
     def _get(self, key: str) -> Counted:
         if key not in self._content:
             raise StoreError(f"there is no packed part {key!r}")
         return self._content[key]
-
-
-def _groups(counted: Counted, first: int, last: int) -> Iterator[tuple[int, Elements]]:
-    """The dense elements of groups [first, last), several read at once."""
-    encoding = counted.encoding
-    size = encoding.group
-    last = min(last, group_count(encoding))
-    run = max(RUN_NBYTES // (size * counted.width), 1)
-    for begin in range(first, last, run):
-        end = min(begin + run, last)
-        dense = read_elements(counted.tensor, begin * size, min(end * size, encoding.count))
-        for group in range(begin, end):
-            yield group, dense[(group - begin) * size : (group - begin + 1) * size]
 
 
 def _overlap(made: np.ndarray, at: int, start: int, out: memoryview) -> None:
@@ -170,11 +162,16 @@ def _overlap(made: np.ndarray, at: int, start: int, out: memoryview) -> None:
         out[low - start : high - start] = made[low - at : high - at].data
 
 
-def _changed(counted: Counted) -> StoreError:
-    return StoreError(
-        "the tensor changed while it was saved: it is not what it was when its zeros were counted; save when nobody writes to it",
-        tensor=counted.tensor.name,
-    )
+def _unchanged(counted: Counted, first: int, last: int) -> Iterator[tuple[int, Elements]]:
+    """The dense elements of groups [first, last), which are those that were counted."""
+    for group, dense in groups_of(counted.tensor, counted.encoding, first, last):
+        if crc32(dense.view(np.uint8).data) != int(counted.crcs[group]):
+            raise StoreError(
+                "the tensor changed while it was saved: it is not what it was when its zeros were counted; save when nobody writes "
+                "to it",
+                tensor=counted.tensor.name,
+            )
+        yield group, dense
 
 
 def _plain(name: str) -> DType:

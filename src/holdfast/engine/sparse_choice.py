@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
 from holdfast.core.sparse.blocks import BAND, group_rows
 from holdfast.core.sparse.elements import are_set, count_set, set_bits
@@ -23,7 +24,7 @@ from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.packed import Counted, Packed, read_elements, tally_group
+from holdfast.engine.packed import Counted, Packed, groups_of, read_elements, run_length
 from holdfast.errors import Corrupted, Unsupported, located
 
 __all__ = ["SMALLEST", "Wanted", "choose", "parse_wanted"]
@@ -182,7 +183,7 @@ def _count_tasks(found: Found, wanted: Wanted) -> list[Task]:
             for m in alive:
                 found.most[m].append(most_set(marked, octets, m))
 
-    return _tasks(-(-tensor.size // size), size * tensor.dtype.bits // 8, look, tensor)
+    return _tasks(-(-tensor.size // size), tensor.dtype.nbytes(size), look, tensor)
 
 
 def _block_tasks(found: Found) -> list[Task]:
@@ -197,7 +198,7 @@ def _block_tasks(found: Found) -> list[Task]:
         marked = are_set(read_elements(tensor, top * columns, bottom * columns)).reshape(-1, columns)
         found.blocks[tile] = count_blocks(marked, (min(high, rows), columns))
 
-    return _tasks(-(-rows // high), high * columns * tensor.dtype.bits // 8, look, tensor)
+    return _tasks(-(-rows // high), tensor.dtype.nbytes(high * columns), look, tensor)
 
 
 def count_blocks(marked: np.ndarray, most: tuple[int, int]) -> dict[tuple[int, int], int]:
@@ -265,10 +266,13 @@ def _tallied(tensor: LazyTensor, encoding: Encoding, workers: int) -> Counted:
     groups = group_count(encoding)
     counts, crcs = np.zeros(groups + 1, np.uint64), np.zeros(groups, np.uint32)
 
-    def look(group: int) -> None:
-        counts[group + 1], crcs[group] = tally_group(tensor, encoding, group)
+    run = run_length(tensor, encoding)
 
-    _run(_tasks(groups, encoding.group * tensor.dtype.bits // 8, look, tensor), workers)
+    def look(number: int) -> None:
+        for group, dense in groups_of(tensor, encoding, number * run, min((number + 1) * run, groups)):
+            counts[group + 1], crcs[group] = encoding.count_values(dense), crc32(dense.view(np.uint8).data)
+
+    _run(_tasks(-(-groups // run), tensor.dtype.nbytes(run * encoding.group), look, tensor), workers)
     made = Counted(tensor, encoding, np.cumsum(counts, dtype=np.uint64), crcs)
     recorded, found = recorded_crc(tensor), made.crc32()
     if recorded is not None and recorded != found:

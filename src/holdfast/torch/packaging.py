@@ -27,6 +27,7 @@ from torch.export import ExportedProgram
 
 from holdfast.api.save import Saved, write_plan
 from holdfast.api.state import describe_state
+from holdfast.core.collector import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
@@ -68,7 +69,9 @@ def package_program(
     wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
     if wrong or not programs:
         raise CannotHold("a package holds exported programs by their names", wrong or ["there is no program"])
-    parts = _parts(programs, sample_inputs, dict(opset_version) if opset_version else None)
+    # torch makes a hundred thousand objects of a program, and a collection among all of its own takes longer than that.
+    with resting_collector():
+        parts = _parts(programs, sample_inputs, dict(opset_version) if opset_version else None)
     extra = {name: text.encode() if isinstance(text, str) else bytes(text) for name, text in (extra_files or {}).items()}
     plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)
     return write_plan(plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress)

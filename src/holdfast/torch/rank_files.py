@@ -237,6 +237,14 @@ def _dcp_metadata(contents: Contents, receipts: Sequence[Receipt]) -> bytes:
             start, sizes = torch.Size(box.start), torch.Size([b - a for a, b in zip(box.start, box.stop, strict=True)])
             storage[m.MetadataIndex(box.name, start, len(known.chunks))] = info
             known.chunks.append(m.ChunkStorageMetadata(start, sizes))
+    for alias, base in contents.aliases.items():
+        # Tied tensors: the same items under another name. torch's reader loads each name by itself, and need not know.
+        known = state[base]
+        assert isinstance(known, m.TensorStorageMetadata)
+        properties = m.TensorProperties(dtype=known.properties.dtype, requires_grad=alias in contents.grads)
+        state[alias] = m.TensorStorageMetadata(properties, known.size, list(known.chunks))
+        for number, chunk in enumerate(known.chunks):
+            storage[m.MetadataIndex(alias, chunk.offsets, number)] = storage[m.MetadataIndex(base, chunk.offsets, number)]
     ordered = {name: state[name] for name in contents.paths if name in state}
     planner = dict(contents.paths)
     return pickle.dumps(m.Metadata(ordered, planner, storage, m.StorageMeta(), version="1.0.0"))

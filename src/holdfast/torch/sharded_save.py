@@ -219,7 +219,7 @@ class ShardedSave:
             (name, tensor.dtype.name, tensor.shape, [chunk.box for chunk in tensor.chunks] or [_nothing(tensor)])
             for name, tensor in state.tensors.items()
         ]
-        aliases = _aliases(state.tensors) if self.format == "native" else []
+        aliases = _aliases(state.tensors) if self.format != "safetensors" else []
         head = msgspec.msgpack.encode(Description(tree, dict(state.metadata), paths, list(flat.values), grads))
         return len(head).to_bytes(8, "little") + head + encode(RankState.of(rows, values=digests, aliases=aliases))
 
@@ -310,8 +310,9 @@ def _nothing(tensor: LazyTensor) -> Box:
 
 
 def _cut(tensor: LazyTensor, name: str, box: Box) -> Written:
-    slices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-    return Written(name, box, tensor[slices] if slices else tensor, tensor.shape)
+    if box.shape == tensor.shape:
+        return Written(name, box, tensor, tensor.shape)
+    return Written(name, box, tensor[box.slices], tensor.shape)
 
 
 def _boxes(plan: RankPlan, states: Sequence[RankState]) -> list[list[Place]]:

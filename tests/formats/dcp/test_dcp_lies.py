@@ -100,13 +100,39 @@ def test_places(name):
     assert caught.value.file is not None
 
 
-def test_two_tensors_in_one_item():
+def test_items_that_overlap():
     both = {name: tensor([2, 2], [chunk([0, 0], [2, 2])]) for name in ("a", "b")}
-    for start in (0, 8):
-        items = [(index("a", [0, 0]), info(FILE, 0, len(W))), (index("b", [0, 0]), info(FILE, start, len(W) - start))]
-        with pytest.raises(errors.MetadataError, match="belong to 'a'") as caught:
-            opened({".metadata": metadata(both, items), FILE: W})
-        assert (caught.value.file, caught.value.tensor, caught.value.offset) == (FILE, "b", start)
+    items = [(index("a", [0, 0]), info(FILE, 0, len(W))), (index("b", [0, 0]), info(FILE, 8, len(W) - 8))]
+    with pytest.raises(errors.MetadataError, match="belong to 'a'") as caught:
+        opened({".metadata": metadata(both, items), FILE: W})
+    assert (caught.value.file, caught.value.tensor, caught.value.offset) == (FILE, "b", 8)
+
+
+def test_tied_tensors_have_one_item():
+    """Our own writer makes such; what it costs is what it costs to alias a storage in any other format."""
+    both = {name: tensor([2, 2], [chunk([0, 0], [2, 2])]) for name in ("a", "b")}
+    items = [(index(name, [0, 0]), info(FILE, 0, len(W))) for name in both]
+    found = opened({".metadata": metadata(both, items), FILE: W})
+    assert [found[name].numpy().tolist() for name in both] == [[[1, 2], [3, 4]]] * 2
+    assert [alias.names for alias in found.aliases] == [("a", "b")]
+
+
+def test_one_item_for_two_shapes():
+    both = {"a": tensor([2, 2], [chunk([0, 0], [2, 2])]), "b": tensor([4], [chunk([0], [4])])}
+    items = [(index("a", [0, 0]), info(FILE, 0, len(W))), (index("b", [0]), info(FILE, 0, len(W)))]
+    found = opened({".metadata": metadata(both, items), FILE: W})
+    assert found["a"].numpy().tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(errors.MetadataError, match="the item holds"):
+        found["b"].numpy()
+
+
+@pytest.mark.parametrize("other", ["a tensor", "a value"])
+def test_values_share_no_item(other: str):
+    """A value is interpreted for each name, so many names of one item would cost more than the file."""
+    entries = {"a": tensor([2, 2], [chunk([0, 0], [2, 2])]) if other == "a tensor" else value(), "b": value()}
+    first = index("a", [0, 0]) if other == "a tensor" else index("a")
+    with pytest.raises(errors.MetadataError, match="belong to 'a'"):
+        opened({".metadata": metadata(entries, [(first, info(FILE, 0, len(W))), (index("b"), info(FILE, 0, len(W)))]), FILE: W})
 
 
 ITEMS = {

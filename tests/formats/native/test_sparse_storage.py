@@ -175,6 +175,34 @@ def test_a_file_per_part_and_version_2(tmp_path):
     assert holdfast.verify(tmp_path / "c").ok
 
 
+@pytest.mark.parametrize("cut", [0, 1])
+def test_chunks_of_a_split_tensor_are_packed_each_for_itself(small_groups, cut):
+    """One packed as a bitmap, one as blocks and one as it is; made by hand of three tensors."""
+    rng = np.random.default_rng(5)
+    array = rng.integers(0, 3, (30, 28), np.int16)
+    memory, files, chunks = Memory(), {}, []
+    for number, (low, high, sparse) in enumerate([(0, 9, "bitmap"), (9, 20, "2x3"), (20, array.shape[cut], "never")]):
+        box = (slice(low, high), slice(None))[:: 1 - 2 * cut]
+        tree = {"w": memory.array(np.ascontiguousarray(array[box]))}
+        made = save(tree, sparse) if sparse != "never" else execute(lay_out_native(state_of(tree)))
+        chunk = json.loads(made[MANIFEST])["tensors"]["w"]["chunks"][0]
+        for part in (chunk, *(chunk["sparse"][part] for part in ("where", "starts") if "sparse" in chunk)):
+            part["file"] = number
+        start, stop = ([0, 0], list(array.shape))
+        start[cut], stop[cut] = low, high
+        chunks.append(chunk | {"start": start, "stop": stop})
+        files[f"{number}.safetensors"] = next(content for key, content in made.items() if key.startswith("data-"))
+    manifest = {
+        "format": "holdfast", "version": 2, "files": [{"name": key, "nbytes": len(content)} for key, content in files.items()],
+        "tensors": {"w": {"dtype": "int16", "shape": [30, 28], "chunks": chunks}}, "metadata": {},
+    }  # fmt: skip
+    tensor = reopen(files | {MANIFEST: json.dumps(manifest).encode()})["w"]
+    assert packing_of(tensor).text == "bitmap/2x3"
+    assert tensor.numpy().tobytes() == array.tobytes()
+    assert tensor[3:25:2, 5:26].numpy().tobytes() == array[3:25:2, 5:26].tobytes()
+    assert tensor.digest() == memory.array(array).digest()
+
+
 def test_a_name_that_is_taken_stays_dense():
     memory = Memory()
     tree = {"w": memory.array(np.zeros(4000)), "w.sparse.where": memory.array(np.zeros(4000))}

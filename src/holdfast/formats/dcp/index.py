@@ -6,7 +6,7 @@
 3. Everything is checked against everything: sizes that can be, boxes inside of their tensor that cover it exactly once, items
    long enough for their elements, apart from each other, in files that are there under names that stay inside.
 
-Data files are not touched, but for their lengths, while they are few enough to be kept open.
+Data files are not touched, but for their lengths.
 """
 
 from __future__ import annotations
@@ -45,9 +45,6 @@ __all__ = ["METADATA", "Index", "Piece", "SavedTensor", "check_inside", "is_inde
 METADATA = ".metadata"
 
 RANK_FILE = re.compile(r"__([0-9]{1,9})\.metadata")
-
-MEASURED = 256
-"""Data files whose lengths are compared when a directory is opened. Each stays open, and a process has 1,024 files by default."""
 
 SHOWN = 5
 """Names that a message lists."""
@@ -107,7 +104,7 @@ def read_index(source: Source) -> Index:
         _fill(index, metadata, source.limits)
         items = list(_items(index))
         _check_files(items, source)
-        _check_apart(items)
+        _check_apart(items, index)
     index.files = tuple(dict.fromkeys(item.file for _, item in items))
     return index
 
@@ -343,9 +340,8 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
             f"the metadata names data files that are not there: {shown}{more}; a distributed checkpoint is opened by its folder",
             found=tuple(missing[:64]),
         )
-    if len(files) <= MEASURED:
-        for file, (name, item) in files.items():
-            check_inside(item, source.store.size(file), name)
+    for file, (name, item) in files.items():
+        check_inside(item, source.store.size(file), name)
 
 
 def check_inside(item: Item, size: int, name: str) -> None:
@@ -357,18 +353,18 @@ def check_inside(item: Item, size: int, name: str) -> None:
         )  # fmt: skip
 
 
-def _check_apart(items: Sequence[tuple[str, Item]]) -> None:
-    """Refuse items that overlap: torch writes every tensor by itself, and what is claimed is never more than the files hold."""
+def _check_apart(items: Sequence[tuple[str, Item]], index: Index) -> None:
+    """Refuse items that overlap: what is claimed is never more than the files hold. Tied tensors may have one and the same item."""
     numbers: dict[str, int] = {}
     rows = [(numbers.setdefault(item.file, len(numbers)), item.offset, item.stop) for _, item in items]
     places = np.array(rows, np.int64).reshape(-1, 3)
     order = np.lexsort((places[:, 2], places[:, 1], places[:, 0]))
     file, start, stop = places[order].T
-    over = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1]))
-    if len(over):
-        name, item = items[int(order[over[0] + 1])]
-        other, _ = items[int(order[over[0]])]
-        raise MetadataError(
-            f"these bytes belong to {other[:80]!r} as well", file=item.file, tensor=name, offset=item.offset, found=item.length
-        )
-
+    # Sorted by start, then by stop: the first pair that is not the same item twice is found beside each other.
+    for at in np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[:-1])).tolist():
+        (other, first), (name, item) = items[int(order[at])], items[int(order[at + 1])]
+        same = (first.offset, first.stop) == (item.offset, item.stop) and first.transforms == item.transforms
+        if not (same and all(isinstance(index.entries[n], SavedTensor) for n in (name, other))):
+            raise MetadataError(
+                f"these bytes belong to {other[:80]!r} as well", file=item.file, tensor=name, offset=item.offset, found=item.length
+            )

@@ -127,8 +127,8 @@ class ItemStorage(Storage):
         if not isinstance(other, ItemStorage) or (self.key, self.nbytes) != (other.key, other.nbytes):
             return False
         if self.items is other.items:
-            # No two tensors of one directory share an item.
-            return self.item is other.item
+            # Items of one directory do not overlap: those that begin together are one, which tied tensors share.
+            return (self.item.offset, self.dtype, self.sizes) == (other.item.offset, other.dtype, other.sizes)
         return (self.start, self.byteorder, self.crc32) == (other.start, other.byteorder, other.crc32)
 
     def __hash__(self) -> int:

@@ -24,7 +24,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
-from holdfast.torch.cuda.runs import Gathered, Piece, Taken, Task, pieces_of, tasks_of
+from holdfast.torch.cuda.runs import Gathered, Piece, Taken, Task, tasks_of
 from holdfast.torch.cuda.streams import Lane, lanes
 from holdfast.torch.parts import Fill, copy_values
 from holdfast.torch.tensors import array_of, torch_dtype
@@ -81,23 +81,27 @@ def load_fills(
     threads = max((one.lazy.source.threads for one in fills if isinstance(one.lazy.source, OpenSource)), default=default_threads())
     size = blocks_within(most, threads)
     groups: dict[tuple[int, torch.device], list[Fill]] = {}
-    for one in fills:
-        groups.setdefault((id(one.lazy.source), one.target.device), []).append(one)
     by_source: dict[int, list[Fill]] = {}
     for one in fills:
-        by_source.setdefault(id(one.lazy.source), []).append(one)
+        # Without its class, which other threads would ask: they do not know that nobody wants to hear it.
+        plain = Fill(one.lazy, one.target.detach())
+        groups.setdefault((id(one.lazy.source), one.target.device), []).append(plain)
+        by_source.setdefault(id(one.lazy.source), []).append(plain)
     checks = {number: checks_of(members[0].lazy.source, members) for number, members in by_source.items()}
-    tasks: list[Task] = []
-    for (_, device), members in groups.items():
-        pieces = (piece for one in members for piece in pieces_of(one, size.nbytes))
-        tasks += tasks_of(members[0].lazy.source, device, pieces, size.nbytes)
     found = lanes(device for _, device in groups)
-    blocks = POOL.lend(min(size.count, len(tasks)), size.nbytes)
+    tasks = (
+        task
+        for (_, device), members in groups.items()
+        for task in tasks_of(members[0].lazy.source, device, members, size.nbytes)
+    )
+    # About as many as there will be tasks, where these are few.
+    count = min(size.count, len(groups) + 2 * sum(one.lazy.nbytes for one in fills) // size.nbytes)
+    blocks = POOL.lend(count, size.nbytes)
     try:
         pump(
             tasks,
             blocks,
-            threads=min(threads, len(tasks), len(blocks)),
+            threads=min(threads, count),
             read=lambda task, block: _read(task, block, checks[id(task.source)]),
             put=lambda task, block: _put(task, block, found[task.device], progress),
         )

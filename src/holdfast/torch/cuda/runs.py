@@ -6,8 +6,8 @@
 
 1. A tensor whose elements lie in one piece in the file and in the same order in its target is a *run*: a range of bytes. Where the
    dtype is the same it may be cut anywhere, else between elements. Everything else is cut into boxes (parts.py).
-2. Pieces are sorted by their place in the file and laid into blocks one behind the other; small gaps are read as well, because a
-   read costs more than their bytes.
+2. Tensors are sorted by their place in the file, and their pieces laid into blocks one behind the other; small gaps are read as
+   well, because a read costs more than their bytes.
 3. Elements that do not lie in one piece in the file (columns, another byte order, packed types) are read by the engine, a block of
    them at a time.
 """
@@ -35,7 +35,7 @@ GAP_SHARE = 16
 """Larger ones are read through up to this part of what the block has so far."""
 
 ALIGNMENT = 64
-"""Where reads begin in a block."""
+"""Where reads and gathered elements begin in a block, so that any dtype can look at the latter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,28 +167,34 @@ def _boxes(one: Fill, most: int) -> Iterator[Piece | Gathered]:
             )
 
 
-def tasks_of(source: Source, device: torch.device, pieces: Iterable[Piece | Gathered], most: int) -> Iterator[Task]:
-    """Lay the pieces of one source and device into blocks of `most` bytes, in the order of the files."""
-    dense: list[Piece] = []
-    others: list[Gathered] = []
-    for piece in pieces:
-        if isinstance(piece, Piece):
-            dense.append(piece)
-        else:
-            others.append(piece)
-    dense.sort(key=lambda piece: (piece.storage.key, piece.start))
-    yield from _dense_tasks(source, device, dense, most)
-    yield from _gathered_tasks(source, device, others, most)
+def tasks_of(source: Source, device: torch.device, fills: Sequence[Fill], most: int) -> Iterator[Task]:
+    """Lay fills of one source and device into blocks of `most` bytes, in the order of the files; as they are asked for."""
+    gathered: list[Gathered] = []
+    pieces = (piece for one in sorted(fills, key=_place) for piece in pieces_of(one, most))
+    yield from _dense_tasks(source, device, pieces, most, gathered)
+    yield from _gathered_tasks(source, device, gathered, most)
 
 
-def _dense_tasks(source: Source, device: torch.device, pieces: Sequence[Piece], most: int) -> Iterator[Task]:
+def _place(one: Fill) -> tuple[str, int]:
+    storage = one.lazy.chunks[0].storage
+    return storage.key, storage.start
+
+
+def _dense_tasks(
+    source: Source, device: torch.device, pieces: Iterable[Piece | Gathered], most: int, gathered: list[Gathered]
+) -> Iterator[Task]:
+    """Those that lie in one piece; the others are put into `gathered`."""
     task, end = Task(source, device), 0
     for whole in pieces:
+        if isinstance(whole, Gathered):
+            gathered.append(whole)
+            continue
         piece: Piece | None = whole
         while piece is not None:
             read = task.reads[-1] if task.reads else None
-            joined = read is not None and _joined(read, piece, task.nbytes)
-            begin = read.at + piece.start - read.start if joined and read is not None else _aligned(end)
+            if read is not None and not _joined(read, piece, task.nbytes):
+                read = None
+            begin = _aligned(end) if read is None else read.at + piece.start - read.start
             room = most - begin
             head, rest = piece.cut(room) if piece.target.ndim == 1 else (piece, None)
             if head.nbytes > room:
@@ -196,11 +202,11 @@ def _dense_tasks(source: Source, device: torch.device, pieces: Sequence[Piece], 
                 yield task
                 task, end = Task(source, device), 0
                 continue
-            if joined and read is not None:
-                read.stop = max(read.stop, head.start + head.nbytes)
-            else:
+            if read is None:
                 read = Read(head.storage.key, head.start, head.start + head.nbytes, begin)
                 task.reads.append(read)
+            else:
+                read.stop = max(read.stop, head.start + head.nbytes)
             read.pieces.append(Taken(head, begin))
             task.nbytes += head.nbytes
             end = read.at + read.stop - read.start
@@ -215,7 +221,7 @@ def _dense_tasks(source: Source, device: torch.device, pieces: Sequence[Piece], 
 def _joined(read: Read, piece: Piece, nbytes: int) -> bool:
     """Whether a piece is read together with those before it."""
     gap = piece.start - read.stop
-    return read.key == piece.storage.key and gap <= max(FREE_GAP, nbytes // GAP_SHARE)
+    return read.key == piece.storage.key and piece.start >= read.start and gap <= max(FREE_GAP, nbytes // GAP_SHARE)
 
 
 def _gathered_tasks(source: Source, device: torch.device, pieces: Sequence[Gathered], most: int) -> Iterator[Task]:

@@ -26,6 +26,7 @@ from holdfast.torch.sparsity.masks import (
 from holdfast.torch.sparsity.names import fqn_to_module, get_arg_info_from_tensor_fqn, module_to_fqn
 from holdfast.torch.sparsity.nearly_diagonal import NearlyDiagonalSparsifier
 from holdfast.torch.sparsity.schedule import BaseScheduler, CubicSL, LambdaSL, LinearSL
+from holdfast.torch.sparsity.semi_structured import from_semi_structured, is_two_of_four, to_semi_structured
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier
 from holdfast.torch.sparsity.structured import BaseStructuredSparsifier, SaliencyPruner
 from holdfast.torch.sparsity.swap import (
@@ -53,11 +54,13 @@ __all__ = [
     "WeightNormSparsifier",
     "block_mask",
     "fqn_to_module",
+    "from_semi_structured",
     "get_arg_info_from_tensor_fqn",
     "get_dynamic_sparse_quantized_mapping",
     "get_static_sparse_quantized_mapping",
     "global_masks",
     "global_threshold",
+    "is_two_of_four",
     "magnitude_mask",
     "module_contains_param",
     "module_to_fqn",
@@ -65,5 +68,6 @@ __all__ = [
     "pack_mask",
     "random_mask",
     "swap_module",
+    "to_semi_structured",
     "unpack_mask",
 ]

@@ -1,0 +1,162 @@
+"""The pipeline between readers and copies: order, errors, blocks that come back. No GPU is needed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from holdfast.torch.cuda.host import BLOCK_NBYTES, HostBlock, Pool
+from holdfast.torch.cuda.pipeline import pump
+
+
+class Copies:
+    """A device that copies as slowly as it is told, and watches that no block is touched meanwhile."""
+
+    def __init__(self, delay: float = 0.0) -> None:
+        self.delay = delay
+        self.busy: set[int] = set()
+        self.most = 0
+        self.done: list[int] = []
+        self.threads: set[int] = set()
+
+    def read(self, task: int, block: list[int]) -> None:
+        assert id(block) not in self.busy, "a block is read into while it is copied from"
+        block[:] = [task]
+
+    def put(self, task: int, block: list[int]) -> Copies.Under:
+        assert block == [task]
+        self.threads.add(threading.get_ident())
+        self.busy.add(id(block))
+        self.most = max(self.most, len(self.busy))
+        return Copies.Under(self, task, block)
+
+    class Under:
+        def __init__(self, copies: Copies, task: int, block: list[int]) -> None:
+            self.copies, self.task, self.block = copies, task, block
+
+        def synchronize(self) -> None:
+            time.sleep(self.copies.delay)
+            assert self.block == [self.task], "a block changed before its copy was done"
+            self.copies.busy.discard(id(self.block))
+            self.copies.done.append(self.task)
+
+
+@pytest.mark.parametrize(("tasks", "blocks", "threads"), [(0, 2, 2), (1, 1, 1), (100, 2, 8), (100, 8, 2), (500, 24, 16)])
+def test_every_task_passes_once(tasks, blocks, threads):
+    copies = Copies()
+    pump(range(tasks), [[] for _ in range(blocks)], threads=threads, read=copies.read, put=copies.put)
+    assert sorted(copies.done) == list(range(tasks))
+    assert copies.most <= blocks
+    assert not copies.busy
+    assert copies.threads <= {threading.get_ident()}
+
+
+def test_tasks_are_made_as_they_are_needed():
+    made = []
+
+    def tasks():
+        for i in range(50):
+            made.append(i)
+            yield i
+
+    seen = []
+    copies = Copies()
+
+    def put(task, block):
+        seen.append(len(made))
+        return copies.put(task, block)
+
+    pump(tasks(), [[] for _ in range(2)], threads=1, read=copies.read, put=put)
+    assert seen[0] < 50
+    assert len(copies.done) == 50
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["tasks", "read", "put"])
+@pytest.mark.parametrize("delay", [0.0, 0.002])
+def test_the_first_failure_is_raised_when_all_has_come_to_rest(where, delay):
+    copies = Copies(delay)
+    begun = []
+
+    def tasks():
+        for i in range(200):
+            if where == "tasks" and i == 20:
+                raise Broken("tasks")
+            yield i
+
+    def read(task, block):
+        begun.append(task)
+        if where == "read" and task == 20:
+            raise Broken("read")
+        copies.read(task, block)
+
+    def put(task, block):
+        if where == "put" and task >= 20:
+            raise Broken("put")
+        return copies.put(task, block)
+
+    threads = threading.active_count()
+    with pytest.raises(Broken, match=where):
+        pump(tasks(), [[] for _ in range(4)], threads=3, read=read, put=put)
+    assert threading.active_count() == threads
+    assert not copies.busy, "a copy was left behind"
+    assert len(begun) < 100, "the others went on"
+
+
+def test_a_mark_that_fails_is_raised():
+    class Never:
+        def synchronize(self):
+            raise Broken("mark")
+
+    with pytest.raises(Broken, match="mark"):
+        pump(range(10), [[] for _ in range(2)], threads=2, read=lambda task, block: None, put=lambda task, block: Never())
+
+
+def test_a_pool_lends_what_it_has_and_keeps_what_it_may():
+    made = []
+
+    def make(nbytes):
+        made.append(HostBlock(nbytes, lock_nbytes=0))
+        return made[-1]
+
+    pool = Pool(kept_nbytes=3 * BLOCK_NBYTES, make=make)
+    first = pool.lend(5)
+    assert len(first) == len(made) == 5
+    pool.take_back(first)
+    assert pool.kept_nbytes == 3 * BLOCK_NBYTES
+    again = pool.lend(3)
+    assert len(made) == 5
+    assert {id(block) for block in again} <= {id(block) for block in first}
+    odd = pool.lend(1, 1 << 20)
+    assert odd[0].nbytes == 1 << 20
+    pool.take_back([*odd, *again])
+    assert pool.kept_nbytes == 3 * BLOCK_NBYTES
+    pool.free()
+    assert pool.kept_nbytes == 0
+
+
+def test_a_pool_takes_back_what_it_lent_when_more_cannot_be_had():
+    def make(nbytes):
+        if len(made) == 2:
+            raise MemoryError
+        made.append(HostBlock(nbytes, lock_nbytes=0))
+        return made[-1]
+
+    made = []
+    pool = Pool(make=make)
+    with pytest.raises(MemoryError):
+        pool.lend(4)
+    assert pool.kept_nbytes == 2 * BLOCK_NBYTES
+
+
+def test_a_block_is_memory_for_arrays_and_tensors():
+    block = HostBlock(10_000, lock_nbytes=0)
+    assert not block.locked
+    assert block.address % 4096 == 0
+    block.array[:10_000] = 7
+    assert int(block.tensor[:10_000].sum()) == 70_000
