@@ -8,6 +8,7 @@ of the slowest rank's times. Resharding loads the same checkpoint along dimensio
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shutil
 import statistics
@@ -30,6 +31,7 @@ def medians(rounds: int, *steps: Step) -> list[float]:
     for _ in range(rounds):
         for (before, work), taken in zip(steps, times, strict=True):
             before()
+            gc.collect()  # nobody pays for what the one before left behind
             dist.barrier()
             start = time.perf_counter()
             work()

@@ -25,6 +25,17 @@ DTYPES = [
     torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.int8, torch.bool,
     torch.float8_e4m3fn, torch.float8_e5m2, torch.uint16,
 ]  # fmt: skip
+OLD = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -215,11 +226,12 @@ def test_a_save_comes_behind_what_the_current_stream_still_does(tmp_path):
 @pytest.mark.parametrize("kind", ["torch", "legacy", "api.pt", "a.safetensors", "native"])
 def test_save_from_a_gpu(tmp_path, kind):
     base = values(1000, 64).cuda()
-    # torch's own reader of the legacy container does not know the storages that it writes for unsigned integers.
-    made = {name: tensor.cuda() for name, tensor in state().items() if tensor.dtype is not torch.uint16}
+    made = {name: tensor.cuda() for name, tensor in state().items()}
     made |= {"base": base, "tied": base, "part": base[10:20, 3:7], "turned": base.T, "cpu": values(77)}
     path = tmp_path / kind
     if kind in ("torch", "legacy"):
+        # torch 2.11 cannot read the legacy storages that it writes for unsigned integers and the small floats.
+        made = {name: tensor for name, tensor in made.items() if kind == "torch" or tensor.dtype in OLD}
         save(made, path, _use_new_zipfile_serialization=kind == "torch")
         found = torch.load(path)
     else:

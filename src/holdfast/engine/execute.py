@@ -37,6 +37,9 @@ GATHER_FETCHES = 16
 GATHER_NBYTES = 16 << 10
 """A read above which copying dominates, so that one call for many saves nothing."""
 
+SUMMED_NBYTES = 1 << 20
+"""What is read before it is summed."""
+
 INLINE_NBYTES = 1 << 20
 """A plan that reads less than this is done at once: starting threads would take longer."""
 
@@ -162,15 +165,13 @@ def _fetch(batch: Batch, fetch: Fetch, store: Store, checks: Checks, scratch: me
         number, tooth = fetch.teeth[0]
         strip = batch.strips[number]
         if strip.direct:
-            out = _flat(strip, tooth)
-            _read(store, fetch, out, strip)
-            checks.add(strip.chunk.storage, fetch.start, out)
+            _read_summed(store, fetch, _flat(strip, tooth), strip, checks)
             return scratch
     need = fetch.stop - fetch.start
     if scratch.nbytes < need:
         scratch = np.empty(need, np.uint8).data
     fetched = scratch[:need]
-    _read(store, fetch, fetched, batch.strips[fetch.teeth[0][0]])
+    _read(store, fetch.key, fetch.start, fetched, batch.strips[fetch.teeth[0][0]])
     first, last = fetch.teeth[0], fetch.teeth[-1]
     strip = batch.strips[first[0]]
     if len(fetch.teeth) > 1 and len(strip.comb.outer) == 1 and _neighbours(fetch.teeth):
@@ -193,6 +194,16 @@ def _fetch(batch: Batch, fetch: Fetch, store: Store, checks: Checks, scratch: me
     return scratch
 
 
+def _read_summed(store: Store, fetch: Fetch, out: memoryview, strip: Strip, checks: Checks) -> None:
+    """Read a range straight into place; where it is summed, in pieces that are still in the cache when they are."""
+    storage = strip.chunk.storage
+    step = SUMMED_NBYTES if checks.wants(storage) else out.nbytes
+    for at in range(0, out.nbytes, step):
+        piece = out[at : at + step]
+        _read(store, fetch.key, fetch.start + at, piece, strip)
+        checks.add(storage, fetch.start + at, piece)
+
+
 def _neighbours(teeth: tuple[tuple[int, int], ...]) -> bool:
     """Whether these are consecutive teeth of one strip."""
     owner, number = teeth[0]
@@ -207,9 +218,9 @@ def _slab(strip: Strip, axis: int, rows: slice) -> Chunk:
     return strip.chunk.narrow(Box(tuple(start), tuple(stop)))
 
 
-def _read(store: Store, fetch: Fetch, out: memoryview, strip: Strip) -> None:
+def _read(store: Store, key: str, start: int, out: memoryview, strip: Strip) -> None:
     try:
-        store.read(fetch.key, fetch.start, out)
+        store.read(key, start, out)
     except HoldfastError as error:
         if error.tensor is None:
             error.tensor = strip.tensor

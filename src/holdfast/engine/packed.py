@@ -7,6 +7,8 @@ before, because a plan knows every length; a group that is not what it was when 
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -91,15 +93,18 @@ class Packed:
     def __init__(self) -> None:
         self._content: dict[str, Counted] = {}
         self._source = OpenSource(self, threads=1)
+        # Packing computes and hardly waits: more threads than cores would only hand the interpreter's lock around.
+        self._turns = threading.BoundedSemaphore(os.cpu_count() or 1)
 
     def parts(self, counted: Counted) -> SparseParts:
         """What is written in the place of a tensor."""
-        number = f"{len(self._content) // 3}"
-        encoding, count = counted.encoding, int(counted.starts[-1])
+        encoding, count, crc = counted.encoding, int(counted.starts[-1]), counted.crc32()
+        # With the checksum, so that a conversion that is resumed does not take a part of other elements for its own.
+        number = f"{len(self._content) // 3} {crc:08x}"
         values = self._part(f"{number} values", counted, counted.tensor.dtype, count)
         where = self._part(f"{number} where", counted, _plain("uint8"), where_total(encoding))
         starts = self._part(f"{number} starts", counted, _plain("uint64"), len(counted.starts))
-        return SparseParts(encoding, counted.crc32(), values, where, starts if encoding.counted else None)
+        return SparseParts(encoding, crc, values, where, starts if encoding.counted else None)
 
     def _part(self, key: str, counted: Counted, dtype: DType, count: int) -> LazyTensor:
         self._content[key] = counted
@@ -122,9 +127,11 @@ class Packed:
         counted = self._get(key)
         match key.rpartition(" ")[2]:
             case "values":
-                self._read_values(counted, start, out)
+                with self._turns:
+                    self._read_values(counted, start, out)
             case "where":
-                self._read_where(counted, start, out)
+                with self._turns:
+                    self._read_where(counted, start, out)
             case _:
                 out[:] = counted.starts.view(np.uint8).data[start : start + out.nbytes]
 
@@ -140,8 +147,7 @@ class Packed:
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, stop, side="left"))
         for group, dense in _unchanged(counted, first, last):
-            _, values = counted.encoding.pack(dense)
-            _overlap(values.view(np.uint8), int(bounds[group]), start, out)
+            _overlap(counted.encoding.take(dense).view(np.uint8), int(bounds[group]), start, out)
 
     def _read_where(self, counted: Counted, start: int, out: memoryview) -> None:
         each = counted.encoding.where_nbytes(counted.encoding.group)

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,11 @@ from holdfast.core.limits import Limits
 from holdfast.core.sparse.blocks import BAND, group_rows
 from holdfast.core.sparse.elements import are_set, count_set, set_bits
 from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, matrix_shape, where_total
-from holdfast.core.sparse.nm import LARGEST, most_set
+from holdfast.core.sparse.nm import LARGEST, most_set, position_bits
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.digest import recorded_crc
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.execute import run_all
 from holdfast.engine.packed import Counted, Packed, groups_of, read_elements, run_length
 from holdfast.errors import Corrupted, Unsupported, located
 
@@ -44,6 +45,9 @@ LINES = (8, 16, 32, 64)
 
 TILE = 1 << 18
 """Elements that are counted at once: a multiple of every m, and little enough for a cache."""
+
+SAMPLED = 8
+"""Tiles of a tensor in which blocks are looked for first."""
 
 TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time."""
@@ -103,12 +107,14 @@ def choose(
 
     Raises `Corrupted` where a tensor is packed that has not the checksum that its source records.
     """
-    workers = threads or default_threads()
+    workers = threads or os.cpu_count() or 1
     counted = {name: Found(t) for name, t in tensors.items() if _possible(t, smallest)}
     _run([task for found in counted.values() for task in _count_tasks(found, wanted)], workers)
     promising = {name: found for name, found in counted.items() if sum(found.filled.values()) < worth * found.tensor.size}
     if "block" in wanted.kinds and wanted.block is None:
-        _run([task for found in promising.values() for task in _block_tasks(found)], workers)
+        _run([task for found in promising.values() for task in _block_tasks(found, SAMPLED)], workers)
+        blocky = [found for found in promising.values() if _has_blocks(found, worth)]
+        _run([task for found in blocky for task in _block_tasks(found, None)], workers)
     packed = Packed()
     chosen: dict[str, SparseParts] = {}
     for name, found in promising.items():
@@ -171,12 +177,14 @@ def _count_tasks(found: Found, wanted: Wanted) -> list[Task]:
     patterns = [wanted.pattern[1]] if wanted.pattern else list(PATTERNS)
     found.most = {m: [1] for m in patterns if "nm" in wanted.kinds and tensor.shape and tensor.shape[-1] % m == 0}
     size = TILE // LARGEST * patterns[0] if wanted.pattern else TILE
+    # Positions that take more than a bit an element are not smaller than a bitmap.
+    useful = {m: m // position_bits(m) if "bitmap" in wanted.kinds else m - 1 for m in found.most}
 
     def look(tile: int) -> None:
         values = read_elements(tensor, tile * size, min((tile + 1) * size, tensor.size))
         found.filled[tile] = count_set(values)
-        # A group that is full settles that there is no pattern; what other threads find out meanwhile is a bonus.
-        alive = [m for m, most in found.most.items() if max(most) < m]
+        # What other threads have found out by now is a bonus.
+        alive = [m for m, most in found.most.items() if max(most) <= useful[m]]
         if alive:
             marked = are_set(values)
             octets = np.packbits(marked, bitorder="little")
@@ -186,19 +194,35 @@ def _count_tasks(found: Found, wanted: Wanted) -> list[Task]:
     return _tasks(-(-tensor.size // size), tensor.dtype.nbytes(size), look, tensor)
 
 
-def _block_tasks(found: Found) -> list[Task]:
+def _block_tasks(found: Found, most: int | None) -> list[Task]:
+    """Look at the tiles of a tensor that were not looked at; at no more than `most`, from all over it."""
     tensor = found.tensor
     rows, columns = matrix_shape(tensor.shape)
     high = group_rows(columns)
-    if not high:
-        return []
+    tiles = -(-rows // high) if high else 0
+    wanted = [tile for tile in range(0, tiles, max(tiles // (most or tiles), 1) if tiles else 1) if tile not in found.blocks]
 
-    def look(tile: int) -> None:
+    def look(number: int) -> None:
+        tile = wanted[number]
         top, bottom = tile * high, min((tile + 1) * high, rows)
         marked = are_set(read_elements(tensor, top * columns, bottom * columns)).reshape(-1, columns)
         found.blocks[tile] = count_blocks(marked, (min(high, rows), columns))
 
-    return _tasks(-(-rows // high), tensor.dtype.nbytes(high * columns), look, tensor)
+    return _tasks(len(wanted), max(tensor.dtype.nbytes(high * columns), 1), look, tensor)
+
+
+def _has_blocks(found: Found, worth: float) -> bool:
+    """Whether blocks of any shape would pay in the tiles that were looked at. If not, no more are."""
+    rows, columns = matrix_shape(found.tensor.shape)
+    elements = sum(min(group_rows(columns), rows - tile * group_rows(columns)) * columns for tile in found.blocks)
+    counts: dict[tuple[int, int], int] = {}
+    for tile in found.blocks.values():
+        for shape, count in tile.items():
+            counts[shape] = counts.get(shape, 0) + count
+    if any(height * width * count < worth * elements for (height, width), count in counts.items()):
+        return True
+    found.blocks.clear()
+    return False
 
 
 def count_blocks(marked: np.ndarray, most: tuple[int, int]) -> dict[tuple[int, int], int]:

@@ -25,8 +25,8 @@ from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Seg
 
 __all__ = ["Progress", "Receipt", "Sink", "write_file"]
 
-BLOCK = 4 << 20
-"""Bytes that one thread reads, sums and writes at a time."""
+BLOCK = 1 << 20
+"""Bytes that one thread reads, sums and writes at a time: what was summed is still in the cache when it is written."""
 
 GATHER = 256 << 10
 """Neighbouring segments are gathered into one write as long as they are smaller than this together."""

@@ -13,7 +13,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.torch.tensors import carrier_dtype
 
-__all__ = ["Fill", "Part", "boxes", "copy_values", "parts_of"]
+__all__ = ["Fill", "Part", "boxes", "copy_values", "flat", "in_file_order", "parts_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +69,11 @@ def boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
             yield (outer, *(slice(0, n) for n in shape[1:]))
         else:
             yield from ((outer, *inner) for inner in boxes(shape[1:], most))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a contiguous tensor in a row; a single one may have any stride, and no longer has."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def copy_values(value: torch.Tensor, target: torch.Tensor, *, conj: bool, neg: bool) -> None:

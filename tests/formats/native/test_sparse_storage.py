@@ -324,6 +324,8 @@ def test_reading_after_close(packed_directory):
     for index in ((3, slice(3, 5)), ()):
         with pytest.raises(Closed):
             tensor[index].numpy()
+    with pytest.raises(Closed):
+        tensor.source.store.size(tensor.chunks[0].storage.key)
 
 
 # Manifests that lie. `w` is 40 × 40 int16 as a bitmap, in groups of 16 elements; `p` the same as 2:4; `b` as blocks of 4 × 4.

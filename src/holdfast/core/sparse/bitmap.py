@@ -46,12 +46,11 @@ class Bitmap:
     def most(self, count: int) -> int:
         return count
 
-    def pack(self, dense: Elements) -> tuple[Octets, Elements]:
-        kept = are_set(dense)
-        return np.packbits(kept, bitorder="little"), dense.compress(kept)
-
     def mark(self, dense: Elements) -> Octets:
         return np.packbits(are_set(dense), bitorder="little")
+
+    def take(self, dense: Elements) -> Elements:
+        return dense.compress(are_set(dense))
 
     def count_values(self, dense: Elements) -> int:
         return count_set(dense)

@@ -75,13 +75,12 @@ class Blocks:
     def most(self, count: int) -> int:
         return self._bits(count) * self.unit
 
-    def pack(self, dense: Elements) -> tuple[Octets, Elements]:
-        blocks = self._blocks(self._padded(dense))
-        marked = self._marked(blocks)
-        return np.packbits(marked, bitorder="little"), blocks[marked].reshape(-1)
-
     def mark(self, dense: Elements) -> Octets:
         return np.packbits(self._marked(self._blocks(self._padded(dense))), bitorder="little")
+
+    def take(self, dense: Elements) -> Elements:
+        blocks = self._blocks(self._padded(dense))
+        return np.asarray(blocks[self._marked(blocks)]).reshape(-1)
 
     def count_values(self, dense: Elements) -> int:
         return int(np.count_nonzero(self._marked(self._blocks(self._padded(dense))))) * self.unit

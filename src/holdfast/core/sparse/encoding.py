@@ -57,14 +57,14 @@ class Encoding(Protocol):
     def most(self, count: int) -> int:
         """Values that a group of `count` elements has at the most."""
 
-    def pack(self, dense: Elements) -> tuple[Octets, Elements]:
-        """The marks and the values of one group."""
-
     def mark(self, dense: Elements) -> Octets:
-        """The marks of one group alone."""
+        """The marks of one group."""
+
+    def take(self, dense: Elements) -> Elements:
+        """The values of one group. Raises `MetadataError` where its elements cannot be stored in this way."""
 
     def count_values(self, dense: Elements) -> int:
-        """How many values `pack` would give."""
+        """How many values `take` gives."""
 
     def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
         """Fill `out` with the elements of one group. Raises `MetadataError` for marks that are none, or not for these values."""

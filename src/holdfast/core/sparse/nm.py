@@ -18,7 +18,7 @@ import numpy as np
 from holdfast.core.sparse.elements import Elements, Octets, are_set, fill, marks_of, translate
 from holdfast.errors import MetadataError
 
-__all__ = ["LARGEST", "Pattern", "most_set"]
+__all__ = ["LARGEST", "Pattern", "most_set", "position_bits"]
 
 LARGEST = 16
 """The largest `m`: a position takes half a byte at the most."""
@@ -54,7 +54,7 @@ class Pattern:
     @property
     def width(self) -> int:
         """Bits of one position."""
-        return 1 if self.m == 2 else 2 if self.m <= 4 else 4
+        return position_bits(self.m)
 
     def where_nbytes(self, count: int) -> int:
         return (count // self.m * self.n * self.width + 7) // 8
@@ -62,24 +62,23 @@ class Pattern:
     def most(self, count: int) -> int:
         return count // self.m * self.n
 
-    def pack(self, dense: Elements) -> tuple[Octets, Elements]:
+    def mark(self, dense: Elements) -> Octets:
         if not self._by_octets or len(dense) % 8:
-            kept = np.flatnonzero(self._kept(dense))
-            return self._positions(kept), dense.take(kept)
-        marked, tables = are_set(dense), _tables(self.n, self.m)
+            return self._positions(np.flatnonzero(self._kept(dense)))
+        return translate(np.packbits(are_set(dense), bitorder="little"), _tables(self.n, self.m).positions)
+
+    def take(self, dense: Elements) -> Elements:
+        if not self._by_octets or len(dense) % 8:
+            return dense.compress(self._kept(dense))
+        marked = are_set(dense)
         octets = np.packbits(marked, bitorder="little")
-        stored = translate(octets, tables.stored)
+        stored = translate(octets, _tables(self.n, self.m).stored)
         if not np.array_equal(stored, octets):
             marked = np.unpackbits(stored, bitorder="little").view(np.bool_)
         values = dense.compress(marked)
         if len(values) != self.most(len(dense)):
             raise self._excess()
-        return translate(octets, tables.positions), values
-
-    def mark(self, dense: Elements) -> Octets:
-        if not self._by_octets or len(dense) % 8:
-            return self._positions(np.flatnonzero(self._kept(dense)))
-        return translate(np.packbits(are_set(dense), bitorder="little"), _tables(self.n, self.m).positions)
+        return values
 
     def count_values(self, dense: Elements) -> int:
         return self.most(len(dense))
@@ -136,6 +135,11 @@ class Pattern:
 
     def _disorder(self) -> MetadataError:
         return MetadataError(f"positions in a group of {self.m} that are outside of it, twice the same, or not in order")
+
+
+def position_bits(m: int) -> int:
+    """Bits of a position among `m`."""
+    return 1 if m == 2 else 2 if m <= 4 else 4
 
 
 def group_counts(marked: np.ndarray, m: int) -> np.ndarray:

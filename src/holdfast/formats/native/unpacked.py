@@ -59,7 +59,8 @@ class UnpackedStore:
 
     def size(self, key: str) -> int:
         storage = self._chunks.get(key)
-        return self.below.size(key) if storage is None else storage.nbytes
+        below = self.below.size(key if storage is None else storage.where.key)  # raises where the directory was closed
+        return below if storage is None else storage.nbytes
 
     def map(self, key: str) -> memoryview | None:
         return None if key in self._chunks else self.below.map(key)
@@ -94,7 +95,7 @@ class UnpackedStore:
 
     def _group(self, storage: SparseStorage, group: int) -> np.ndarray:
         """The dense bytes of one group; kept."""
-        self.below.size(storage.where.key)  # raises where the directory was closed
+        self.size(storage.key)  # raises where the directory was closed
         at = (storage.key, group)
         with self._lock:
             found = self._kept.get(at)

@@ -34,6 +34,9 @@ __all__ = ["DEFAULT_NBYTES", "Progress", "load_fills", "reserve"]
 DEFAULT_NBYTES = 1 << 30
 """Host memory that a load may lock where nobody says."""
 
+FEW = 8
+"""Blocks that are rather smaller than fewer."""
+
 LEAST_NBYTES = 2 << 20
 """The least that can be allowed: two blocks of 1 MiB."""
 
@@ -63,12 +66,12 @@ def blocks_within(most: int | None, threads: int) -> Size:
     """As many blocks as `threads` readers need, within a budget of `most` bytes.
 
     >>> blocks_within(None, 16), blocks_within(40 << 20, 16), blocks_within(2 << 20, 16)
-    (Size(count=24, nbytes=16777216), Size(count=2, nbytes=16777216), Size(count=2, nbytes=1048576))
+    (Size(count=24, nbytes=16777216), Size(count=8, nbytes=5242880), Size(count=2, nbytes=1048576))
     """
     budget = DEFAULT_NBYTES if most is None else most
     if budget < LEAST_NBYTES:
         raise ValueError(f"max_host_memory must be at least {LEAST_NBYTES:,} bytes, not {budget:,}")
-    nbytes = min(BLOCK_NBYTES, budget // 2 >> 20 << 20)
+    nbytes = min(BLOCK_NBYTES, max(budget // FEW >> 20, 1) << 20)
     return Size(min(threads + SPARE, budget // nbytes), nbytes)
 
 
@@ -83,20 +86,17 @@ def load_fills(
     groups: dict[tuple[int, torch.device], list[Fill]] = {}
     by_source: dict[int, list[Fill]] = {}
     for one in fills:
-        # Without its class, which other threads would ask: they do not know that nobody wants to hear it.
-        plain = Fill(one.lazy, one.target.detach())
-        groups.setdefault((id(one.lazy.source), one.target.device), []).append(plain)
-        by_source.setdefault(id(one.lazy.source), []).append(plain)
+        groups.setdefault((id(one.lazy.source), one.target.device), []).append(one)
+        by_source.setdefault(id(one.lazy.source), []).append(one)
     checks = {number: checks_of(members[0].lazy.source, members) for number, members in by_source.items()}
     found = lanes(device for _, device in groups)
-    tasks = (
-        task
-        for (_, device), members in groups.items()
-        for task in tasks_of(members[0].lazy.source, device, members, size.nbytes)
-    )
-    # About as many as there will be tasks, where these are few.
-    count = min(size.count, len(groups) + 2 * sum(one.lazy.nbytes for one in fills) // size.nbytes)
+    # All of them before the first is read: made by the readers, each call into torch would wait for the interpreter lock.
+    tasks = [
+        task for (_, device), members in groups.items() for task in tasks_of(members[0].lazy.source, device, members, size.nbytes)
+    ]
+    count = min(size.count, len(tasks))
     blocks = POOL.lend(count, size.nbytes)
+    locked = all(block.locked for block in blocks)
     try:
         pump(
             tasks,
@@ -109,7 +109,7 @@ def load_fills(
         POOL.take_back(blocks)
     for check in checks.values():
         check.finish()
-    return [] if all(block.locked for block in blocks) else [UNLOCKED]
+    return [] if locked else [UNLOCKED]
 
 
 def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:

@@ -25,6 +25,7 @@ from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark
 from holdfast.torch.cuda.streams import Lane, Side, refuse_capture
+from holdfast.torch.parts import flat
 from holdfast.torch.regions import BYTES
 from holdfast.torch.tensors import carrier_dtype, torch_dtype
 
@@ -78,12 +79,12 @@ class GpuMemory:
         return self.flat(key).numel()
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        flat = self.flat(key)
-        if start < 0 or start + out.nbytes > flat.numel():
-            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {flat.numel()}", file=key, offset=flat.numel())
+        row = self.flat(key)
+        if start < 0 or start + out.nbytes > row.numel():
+            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {row.numel()}", file=key, offset=row.numel())
         into = np.frombuffer(out, np.uint8)
-        with self.lane(flat.device).on():
-            torch.from_numpy(into).copy_(flat[start : start + out.nbytes])
+        with self.lane(row.device).on():
+            torch.from_numpy(into).copy_(row[start : start + out.nbytes])
 
     def map(self, key: str) -> memoryview | None:
         return None
@@ -136,10 +137,10 @@ class GpuSource(OpenSource):
     def read(self, requests: Sequence[Request]) -> None:
         for request in requests:
             out = request.out if request.out.flags.c_contiguous else np.empty(request.out.shape, request.out.dtype)
-            flat = out.reshape(-1).view(np.uint8)
+            row = out.reshape(-1).view(np.uint8)
             for slab in slabs(request.tensor, BLOCK_NBYTES):
                 with self.lend(slab.tensor) as data:
-                    np.copyto(flat[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
+                    np.copyto(row[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
             if out is not request.out:
                 request.out[...] = out
 
@@ -179,7 +180,7 @@ class GpuSource(OpenSource):
             value = self.memory.flat(place[0])[place[1] : place[1] + tensor.nbytes]
         else:
             # What is made on the way belongs to the side stream, and is used again behind this copy.
-            value = self._value(tensor).contiguous().view(-1).view(torch.uint8)
+            value = flat(self._value(tensor).contiguous()).view(torch.uint8)
         out.copy_(value, non_blocking=True)
 
     def _value(self, tensor: LazyTensor) -> torch.Tensor:
@@ -204,7 +205,9 @@ class GpuSource(OpenSource):
             offset += (chunk.shape[d] - 1) * chunk.strides[d]
         if offset % bits or any(stride % bits for stride in chunk.strides):
             raise Unsupported("elements on a GPU that do not begin at a multiple of their size")
-        flat = self.memory.flat(chunk.storage.key)
+        memory = self.memory.flat(chunk.storage.key)
         strides = [abs(stride) // bits for stride in chunk.strides]
-        made = torch.empty(0, dtype=dtype, device=flat.device).set_(flat.untyped_storage(), offset // bits, chunk.shape, strides)
+        made = torch.empty(0, dtype=dtype, device=memory.device).set_(
+            memory.untyped_storage(), offset // bits, chunk.shape, strides
+        )
         return made.flip(backwards) if backwards else made

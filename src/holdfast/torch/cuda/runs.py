@@ -23,7 +23,7 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.slabs import contiguous_bytes
-from holdfast.torch.parts import Fill, Part, in_file_order, parts_of
+from holdfast.torch.parts import Fill, Part, flat, in_file_order, parts_of
 from holdfast.torch.tensors import torch_dtype
 
 __all__ = ["Gathered", "Piece", "Read", "Taken", "Task", "pieces_of", "tasks_of"]
@@ -147,11 +147,11 @@ def _in_c_order(chunk: Chunk, lazy: LazyTensor) -> bool:
 
 def _flat(lazy: LazyTensor, chunk: Chunk, target: torch.Tensor, *, conj: bool = False, neg: bool = False) -> Piece:
     dtype = torch_dtype(lazy.dtype)
-    flat = target.detach().view(-1)
-    if flat.dtype == dtype and not (conj or neg):
-        dtype, flat = torch.uint8, flat.view(torch.uint8)
+    row = flat(target.detach())
+    if row.dtype == dtype and not (conj or neg):
+        dtype, row = torch.uint8, row.view(torch.uint8)
     storage = chunk.storage
-    return Piece(storage, storage.start + chunk.offset // 8, lazy.nbytes, dtype, flat, lazy.name, conj, neg)
+    return Piece(storage, storage.start + chunk.offset // 8, lazy.nbytes, dtype, row, lazy.name, conj, neg)
 
 
 def _boxes(one: Fill, most: int) -> Iterator[Piece | Gathered]:
