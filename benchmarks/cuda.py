@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 import holdfast
 import holdfast.torch as ht
 from holdfast.torch.cuda.host import POOL
+from holdfast.torch.cuda.stage import ROOM
 
 State = dict[str, torch.Tensor]
 Side = Callable[[], object]
@@ -256,6 +257,10 @@ class Bench:
             future.result()
         for row in rows.values():
             print(f"  stage  {row.side:44} {row.median * 1e3:9.1f} ms {row.speed:7.2f} GB/s", flush=True)
+        locked_nbytes = ROOM.take(0, gpu=False).locked_nbytes
+        self.notes.append(
+            f"page-locked: {locked_nbytes >> 20} MiB for staging {self.nbytes >> 20} MiB, {POOL.kept_nbytes >> 20} MiB of blocks"
+        )
         same(ht.open(self.path("staged")).read(device="cuda"), self.state)
         self.compare(list(rows.values()))
         for name in ("staged", "staged.peer"):
@@ -265,9 +270,9 @@ class Bench:
         """A training loop that saves every 20 steps, beside one that never does."""
         from benchmarks.cuda_loop import run_loop
 
-        steps = 20 * max(2, self.rounds)
+        steps = 40
         found: dict[str, list[float]] = {}
-        for _ in range(3 if self.rounds > 1 else 1):
+        for _ in range(self.rounds):
             for how in ("never", "holdfast", "dcp.async_save"):
                 found.setdefault(how, []).append(run_loop(how, self.path("loop"), steps))
         rows = [Row("loop", how, seconds, 0) for how, seconds in found.items()]

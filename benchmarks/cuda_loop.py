@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import holdfast.torch as ht
 
-WIDTH, HEADS, LAYERS, WORDS, LENGTH, BATCH = 1024, 16, 12, 16_384, 1024, 32
+WIDTH, HEADS, LAYERS, WORDS, LENGTH, BATCH = 1024, 16, 12, 16_384, 1024, 64
 EVERY = 20
 """Steps between two saves."""
 

@@ -2,7 +2,7 @@
 
 One run, the same ranks (gloo, loopback), the same state, the same fsync policy: ours with `durable=False` beside DCP's writer with
 `sync_files=False`. The state is a list of square float32 DTensors, sharded along dimension 0, and some replicated tensors. Medians
-of the slowest rank's times. Resharding loads the same checkpoint along dimension 1 on another number of ranks.
+of the slowest rank's times, in turns. Resharding loads the same checkpoint along dimension 1, on as many ranks and on one less.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
     import holdfast.torch
 
     mesh = init_device_mesh("cpu", (size,))
+    fewer = DeviceMesh("cpu", list(range(size - 1)))
+    member = rank < size - 1
     count = max(mib // 16, 1)
 
-    def made(axis: int) -> dict[str, torch.Tensor]:
+    def made(axis: int, mesh: DeviceMesh = mesh) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         state: dict[str, torch.Tensor] = {}
         for i in range(count):
@@ -83,11 +85,11 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
         where = here / f"{form}-ours"
         return clear(where.name), lambda: holdfast.torch.save_sharded(where, rows, format=form, durable=False)
 
-    def load(form: str, into: dict[str, torch.Tensor]) -> Step:
-        return nothing, lambda: holdfast.torch.load_sharded(here / f"{form}-ours", into)
+    def load(form: str, into: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> Step:
+        return nothing, lambda: holdfast.torch.load_sharded(here / f"{form}-ours", into, group=group)
 
-    def stock_load(into: dict[str, torch.Tensor]) -> Step:
-        return nothing, lambda: dcp.load(into, checkpoint_id=str(here / "dcp"))
+    def stock_load(into: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> Step:
+        return nothing, lambda: dcp.load(into, checkpoint_id=str(here / "dcp"), process_group=group)
 
     def nothing() -> None:
         pass
@@ -98,6 +100,13 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
     target, turned = blank(rows), blank(columns)
     for what, into in {"load": target, "load, other axis": turned}.items():
         peer, native, ours = medians(rounds, stock_load(into), load("native", into), load("dcp", into))
+        results |= {f"{what} (native)": (peer, native), f"{what} (dcp)": (peer, ours)}
+    if size > 2:
+        few = blank(made(1, fewer))
+        part = fewer.get_group() if member else None
+        steps = [stock_load(few, part), load("native", few, part), load("dcp", few, part)]
+        peer, native, ours = medians(rounds, *(step if member else (nothing, nothing) for step in steps))
+        what = f"{size} to {size - 1}, other axis"
         results |= {f"{what} (native)": (peer, native), f"{what} (dcp)": (peer, ours)}
     loaded = holdfast.torch.load_sharded(here / "native-ours", turned)
     over = loaded.read_nbytes / loaded.needed_nbytes
@@ -127,7 +136,7 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
     if rank == 0:
         print(f"{size} ranks, {mib} MiB; read {over:.3f} × what was needed")
         for name, (theirs, ours) in results.items():
-            print(f"{name:28} DCP {theirs:7.3f} s   ours {ours:7.3f} s   {theirs / ours:6.2f} ×")
+            print(f"{name:32} DCP {theirs:7.3f} s   ours {ours:7.3f} s   {theirs / ours:6.2f} ×")
     dist.destroy_process_group()
 
 

@@ -59,6 +59,10 @@ class SavedShards:
     """What a person should know."""
 
 
+THREADS_BEHIND = 4
+"""Threads that write while the caller goes on: as fast as many for one file, and its own thread needs the interpreter as well."""
+
+
 class Description(msgspec.Struct):
     """What a rank says beside its boxes."""
 
@@ -227,6 +231,8 @@ class ShardedSave:
         receipts = []
         system = OsFiles()
         threads = self.threads or self._ranks.threads()
+        if self._copies is not None and self.threads is None:
+            threads = min(threads, THREADS_BEHIND)
         folder = -1 if self._ranks.first else system.open_directory(self._folder)
         try:
             for file in files:

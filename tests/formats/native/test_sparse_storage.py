@@ -10,6 +10,7 @@ from functools import cache, partial
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.formats.slow_save import Memory, execute, raw_bytes, reopen, state_of
@@ -21,6 +22,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.sparse import bitmap, blocks, nm
+from holdfast.core.sparse.encoding import encoding_of
 from holdfast.core.sparse.storage import SparseStorage, packing_of
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sparse_choice import choose, count_blocks, parse_wanted
@@ -143,6 +145,42 @@ def test_blocks_are_counted_as_slowly(rows, columns, seed):
     for (height, width), count in count_blocks(marked, (rows, columns)).items():
         tops, lefts = range(0, rows, height), range(0, columns, width)
         assert count == sum(bool(marked[t : t + height, x : x + width].any()) for t in tops for x in lefts), (height, width)
+
+
+def test_groups_have_the_sizes_of_the_document():
+    """docs/formats/native.md, where they are part of the format."""
+    assert encoding_of("bitmap", (), (9, 9)).group == 65_536
+    assert encoding_of("nm", (2, 5), (9, 10)).group == 16_384 * 5
+    for columns in (1, 3, 64, 1000, 2048, 4096, 16_384, 16_385, 40_000, 1 << 20):
+        most = max(2**17 // columns, min(64, 2**20 // columns))
+        power = max(2**k for k in range(21) if 2**k <= most)
+        for height in (1, 3, 16, 64, 200):
+            if height * columns <= 2**20:
+                made = encoding_of("block", (height, 1), (500, columns))
+                assert made.group == max(power // height, 1) * height * columns
+
+
+def test_the_bytes_are_those_of_the_document():
+    array = np.zeros((2, 70_000), np.uint8)
+    array[0, 3], array[0, 65_536], array[1, 69_999] = 7, 8, 9
+    parts = {}
+    for sparse in ("bitmap", "1:4", "2x4"):
+        files = save({"w": Memory().array(array)}, sparse)
+        data = next(content for key, content in files.items() if key.startswith("data-"))
+        parts[sparse] = safetensors.numpy.load(data)
+        assert [name for name in parts[sparse] if not name.startswith("w.sparse.")] == []
+    bits = {name.removeprefix("w.sparse."): part for name, part in parts["bitmap"].items()}
+    assert bits["values"].tolist() == [7, 8, 9]
+    assert bits["starts"].tolist() == [0, 1, 2, 3]
+    assert {i: int(octet) for i, octet in enumerate(bits["where"]) if octet} == {0: 8, 8192: 1, 17_499: 128}
+    pattern = {name.removeprefix("w.sparse."): part for name, part in parts["1:4"].items()}
+    assert sorted(pattern) == ["values", "where"]
+    assert {i: int(value) for i, value in enumerate(pattern["values"]) if value} == {0: 7, 16_384: 8, 34_999: 9}
+    assert {i: int(octet) for i, octet in enumerate(pattern["where"]) if octet} == {0: 3, 8749: 3 << 6}
+    block = {name.removeprefix("w.sparse."): part for name, part in parts["2x4"].items()}
+    assert block["values"].tolist() == [0, 0, 0, 7, 0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 9]
+    assert block["starts"].tolist() == [0, 24]
+    assert {i: int(octet) for i, octet in enumerate(block["where"]) if octet} == {0: 1, 2048: 1, 2187: 8}
 
 
 def test_a_slice_reads_its_groups_only(tmp_path):
