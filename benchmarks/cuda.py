@@ -1,6 +1,6 @@
 """`python -m benchmarks.cuda`: files to a GPU and back, beside torch, safetensors and DCP, on a machine that has one.
 
-    python -m benchmarks.cuda                       everything, about ten minutes
+    python -m benchmarks.cuda                       everything, about fifteen minutes
     python -m benchmarks.cuda --part load --gb 8    one part of: load, cold, save, stage, loop
     python -m benchmarks.cuda --quick               small and once: does everything run?
 
@@ -242,6 +242,7 @@ class Bench:
             name: Row("stage", name, [], self.nbytes) for name in ("raw copy", "holdfast", "holdfast returns", "dcp.async_save")
         }
         for _ in range(self.rounds):
+            os.sync()  # what the round before has written must not be on its way to the disk
             rows["raw copy"].seconds.append(timed(raw)[0])
             torch.cuda.synchronize()
             begin = time.perf_counter()
@@ -275,6 +276,7 @@ class Bench:
         for _ in range(self.rounds):
             for how in ("never", "holdfast", "dcp.async_save"):
                 found.setdefault(how, []).append(run_loop(how, self.path("loop"), steps))
+                print(f"  loop   {how:44} {found[how][-1] / steps * 1e3:9.2f} ms a step", flush=True)
         rows = [Row("loop", how, seconds, 0) for how, seconds in found.items()]
         base = rows[0].median
         for row in rows:

@@ -99,8 +99,10 @@ def _beside(outcome: Outcome) -> str:
     elif "megabytes_per_second" in measured:
         said.append(f"{measured['megabytes_per_second']:,} MB/s")
     elif "stored_permille" in measured:
-        rates = (measured["pack_megabytes_per_second"], measured["unpack_megabytes_per_second"])
-        said.append(f"{measured['stored_permille'] / 10:.1f}% stored, {rates[0]:,} MB/s packed, {rates[1]:,} MB/s unpacked")
+        said.append(f"{measured['stored_permille'] / 10:.1f}% stored")
+        for way in ("pack", "unpack"):
+            rate, processor = (measured[f"{way}_megabytes_per_{unit}"] for unit in ("second", "processor_second"))
+            said.append(f"{rate:,} MB/s {way}ed ({processor:,} a processor)")
     elif "wanted_nbytes" in measured:
         said.append(f"{measured['reads']:,} reads, {measured['read_nbytes']:,} B for {measured['wanted_nbytes']:,} wanted")
     for label, times in list(outcome.times.items())[2:]:

@@ -166,6 +166,17 @@ def unpacked_or_none(encoding, code):
     return out.tolist()
 
 
+@pytest.mark.parametrize(("name", "sizes"), [("nm", (1, 3)), ("bitmap", ()), ("block", (1, 1))])
+def test_marks_behind_the_last_element_are_refused(name, sizes):
+    made = encoding_of(name, sizes, (3,))
+    dense = np.array([0, 5, 0], "<u2")
+    where, values, out = made.mark(dense).copy(), made.take(dense), np.empty(3, "<u2")
+    made.unpack(where, values, out)
+    where[-1] |= 0x80
+    with pytest.raises(MetadataError, match="behind the last"):
+        made.unpack(where, values, out)
+
+
 @pytest.mark.parametrize("encoding", [(2, 4), (1, 3), (2, 8), (5, 16)], ids=lambda sizes: "{}:{}".format(*sizes))
 def test_more_than_n_of_m_are_refused(encoding):
     made = encoding_of("nm", encoding, (3, 3 * encoding[1]))

@@ -6,7 +6,7 @@ from torch import nn
 
 import holdfast
 from holdfast.core.sparse.storage import packing_of
-from holdfast.torch import load_into, load_sharded
+from holdfast.torch import load_into, load_sharded, save_sharded
 from holdfast.torch import open as open_torch
 
 
@@ -77,3 +77,17 @@ def test_sparse_layouts_go_both_ways(tmp_path, kind, target):
         assert torch.equal(found.to_dense(), dense)
     path = tmp_path / target if target.endswith(".pt") else other
     assert torch.equal(torch.load(path, weights_only=True)["w"].to_dense(), dense)
+
+
+@pytest.mark.parametrize("block", [True, False], ids=["now", "in the background"])
+def test_save_sharded_packs_too(saved, tmp_path, block):
+    state, path = saved
+    done = save_sharded(tmp_path / "sharded", state, sparse="auto", block=block)
+    if not block:
+        done.wait()
+    with holdfast.open(tmp_path / "sharded") as ckpt:
+        assert sum(packing_of(tensor) is not None for tensor in ckpt.values()) == 3
+        assert all(same_bits(ckpt[name].torch(), tensor) for name, tensor in state.items())
+    assert holdfast.diff(path, tmp_path / "sharded").equal
+    assert holdfast.verify(tmp_path / "sharded").ok
+    assert not (tmp_path / "sharded" / "model.safetensors.index.json").exists()

@@ -12,16 +12,18 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from holdfast.core.box import Box
 from holdfast.core.limits import Limits
+from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.lay_out import lay_out_items
-from holdfast.formats.native.layout import carried
+from holdfast.formats.native.chunks import entries_of, in_file, part_names, without_clashes
+from holdfast.formats.native.layout import Pack, carried
 from holdfast.formats.native.manifest import (
     FORMAT,
     MANIFEST,
@@ -29,8 +31,10 @@ from holdfast.formats.native.manifest import (
     DataFile,
     Manifest,
     StoredChunk,
+    StoredSparse,
     StoredTensor,
     encode_manifest,
+    manifest_version,
 )
 from holdfast.formats.native.split import sharding_texts
 from holdfast.formats.safetensors.pieces import name_problem, plan_file
@@ -65,6 +69,10 @@ class StoredBox:
     last: int
     label: str
     """The key of its checksum in the receipt of the file; empty where it has no bytes."""
+    parts: SparseParts | None = None
+    """What is written instead, where it is stored packed; the place is that of the values then."""
+    sparse: StoredSparse | None = None
+    """The same as the manifest has it, once it is written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,8 @@ class RankFile:
 
     plan: FilePlan
     boxes: tuple[StoredBox, ...]
+    places: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """First and last byte of every entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +109,19 @@ def is_part(name: str) -> bool:
 
 
 def rank_files(
-    format: str, rank: int, size: int, written: Sequence[Written], values: Mapping[str, bytes], metadata: Mapping[str, str]
+    format: str,
+    rank: int,
+    size: int,
+    written: Sequence[Written],
+    values: Mapping[str, bytes],
+    metadata: Mapping[str, str],
+    *,
+    pack: Pack | None = None,
 ) -> list[RankFile]:
-    """Lay out the files of one rank. `values` are the archives of non-tensors that a DCP rank writes, by their flat names."""
+    """Lay out the files of one rank. `values` are the archives of non-tensors that a DCP rank writes, by their flat names.
+
+    With `pack`, boxes of a native checkpoint are stored packed where that is smaller.
+    """
     if format == "dcp":
         return _dcp_files(rank, written, values)
     rounds: list[list[Written]] = []
@@ -119,11 +139,13 @@ def rank_files(
             key = f"data-{rank + 1:05}-of-{size:05}{again}.safetensors"
         else:
             key = f"shard-{rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
-        files.append(_safetensors_file(key, ones, metadata, strict=format == "safetensors"))
+        files.append(_safetensors_file(key, ones, metadata, strict=format == "safetensors", pack=pack))
     return files
 
 
-def _safetensors_file(key: str, ones: Sequence[Written], metadata: Mapping[str, str], *, strict: bool) -> RankFile:
+def _safetensors_file(
+    key: str, ones: Sequence[Written], metadata: Mapping[str, str], *, strict: bool, pack: Pack | None
+) -> RankFile:
     problems = [f"{one.name}: {problem}" for one in ones if (problem := name_problem(one.name))]
     if strict:
         problems += [f"{o.name}: safetensors has no dtype for {o.tensor.dtype}" for o in ones if not o.tensor.dtype.safetensors]
@@ -132,12 +154,16 @@ def _safetensors_file(key: str, ones: Sequence[Written], metadata: Mapping[str, 
     texts = dict(metadata)
     if strict or any(one.box.shape != one.shape for one in ones):
         texts |= sharding_texts({one.name: one.box for one in ones})
-    layout = plan_file(key, [carried(one.name, one.tensor) for one in ones], texts, {})
-    boxes = tuple(
-        StoredBox(one.name, one.box.start, one.box.stop, *layout.places[one.name], one.name if one.tensor.nbytes else "")
-        for one in ones
-    )
-    return RankFile(layout.plan, boxes)
+    packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
+    entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
+    layout = plan_file(key, [carried(entry, part) for entry, part in entries.items()], texts, {})
+    boxes = []
+    for one in ones:
+        parts = packed.get(one.name)
+        label = one.name if parts is None else part_names(one.name)[0]
+        place = layout.places[label]
+        boxes.append(StoredBox(one.name, one.box.start, one.box.stop, *place, label if place[0] < place[1] else "", parts))
+    return RankFile(layout.plan, tuple(boxes), layout.places)
 
 
 def _dcp_files(rank: int, written: Sequence[Written], values: Mapping[str, bytes]) -> list[RankFile]:
@@ -184,8 +210,9 @@ def _manifest(contents: Contents, receipts: Sequence[Receipt]) -> list[FilePlan]
             complete = complete and not any(box.start)
             if complete:
                 whole[box.name] = receipt.key
-            corners = (None, None) if complete else (box.start, box.stop)
-            chunks[box.name].append(StoredChunk(number, (box.first, box.last), f"{crc:08x}", *corners))
+            start, stop = (None, None) if complete else (box.start, box.stop)
+            sparse = in_file(box.sparse, number)
+            chunks[box.name].append(StoredChunk(number, (box.first, box.last), f"{crc:08x}", start, stop, sparse))
     fields: dict[str, object] = {}
     if contents.aliases:
         fields["aliases"] = dict(contents.aliases)
@@ -198,11 +225,12 @@ def _manifest(contents: Contents, receipts: Sequence[Receipt]) -> list[FilePlan]
         if name not in contents.aliases
     }
     listed = tuple(DataFile(receipt.key, receipt.nbytes) for receipt in receipts)
-    raw = encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(contents.metadata), **rest))
+    version = manifest_version(tensors)
+    raw = encode_manifest(Manifest(FORMAT, version, listed, tensors, dict(contents.metadata), **rest))
     if len(raw) > Limits().index_nbytes:
         raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would have {len(raw):,} bytes"])
     plans = [FilePlan(MANIFEST, (Literal(raw),))]
-    if len(whole) == len(tensors):
+    if len(whole) == len(tensors) and version == VERSION:
         total = sum(box.last - box.first for receipt in receipts for box, _ in receipt.boxes)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(whole.items()))}
         plans.insert(0, FilePlan("model.safetensors.index.json", (Literal(json.dumps(index, indent=2).encode()),)))

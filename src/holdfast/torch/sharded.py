@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from holdfast.engine.sparse_choice import parse_wanted
 from holdfast.torch.background import SaveHandle, begin, busy, give_back, versions
 from holdfast.torch.group import DEADLINE, ranks_of
 from holdfast.torch.rank_files import FORMATS
@@ -34,6 +35,7 @@ def save_sharded(
     block: bool = True,
     max_host_memory: int | None = None,
     when_busy: Literal["wait", "refuse"] = "wait",
+    sparse: str = "never",
 ) -> SavedShards | SaveHandle:
     """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
 
@@ -47,10 +49,13 @@ def save_sharded(
     checkpoint is there. A second save waits for the first, or is refused on all ranks (`when_busy`). Tensors on a GPU are copied
     into page-locked memory, which is kept for the next save: up to `max_host_memory` bytes of it, or half of what the machine has
     to give. This returns when the copies are under way: what the current stream is asked to do from then on comes behind them.
+    `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
     """
     where = os.fspath(path)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    if parse_wanted(sparse) is not None and format != "native":
+        raise ValueError(f"only a native checkpoint stores tensors packed, and this is {format}; leave sparse= away")
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline)
     saving = ShardedSave(
@@ -62,6 +67,7 @@ def save_sharded(
         threads=threads,
         progress=progress,
         max_host_memory=max_host_memory,
+        sparse=sparse,
     )
     before: list[tuple[torch.Tensor, int]] = []
     turn = handed = False

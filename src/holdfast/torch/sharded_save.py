@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -24,8 +25,11 @@ from holdfast.core.box import Box
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit import DirectoryTransaction, NewFile
+from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import CannotHold, NotCommitted
+from holdfast.formats.native.chunks import stored_chunk
+from holdfast.formats.native.manifest import StoredSparse
 from holdfast.formats.safetensors.save import is_flat
 from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.described import Catalogue, RankState
@@ -59,8 +63,9 @@ class SavedShards:
     """What a person should know."""
 
 
-THREADS_BEHIND = 4
-"""Threads that write while the caller goes on: as fast as many for one file, and its own thread needs the interpreter as well."""
+THREADS_BEHIND, BLOCK_BEHIND = 4, 16 << 20
+"""Threads that write while the caller goes on, and what each writes at a time. For one file four are as fast as sixteen; and every
+block takes the interpreter lock a few times, which the caller's own thread needs to feed its GPU."""
 
 
 class Description(msgspec.Struct):
@@ -92,6 +97,7 @@ class Stored(msgspec.Struct):
     first: int
     last: int
     crc: int
+    sparse: StoredSparse | None = None
 
 
 class Delivered(msgspec.Struct):
@@ -116,8 +122,10 @@ class ShardedSave:
         threads: int | None = None,
         progress: Progress | None = None,
         max_host_memory: int | None = None,
+        sparse: str = "never",
     ) -> None:
         self.path, self.format = path, format
+        self._sparse = sparse
         self.max_host_memory = max_host_memory
         self._copies: Copies | None = None
         """Those out of GPUs that are under way."""
@@ -185,7 +193,9 @@ class ShardedSave:
                 raise self._failed
             if self._copies is not None:
                 self._copies.wait()
-            files = rank_files(self.format, self._ranks.rank, self._ranks.size, self.written, self.values, self.metadata)
+            ranks, wanted = self._ranks, parse_wanted(self._sparse)
+            pack = None if wanted is None else partial(choose, wanted=wanted, threads=self.threads or ranks.threads())
+            files = rank_files(self.format, ranks.rank, ranks.size, self.written, self.values, self.metadata, pack=pack)
             receipts = self._deliver(files)
             local = msgspec.msgpack.encode(receipts)
         except Exception as error:
@@ -230,9 +240,9 @@ class ShardedSave:
     def _deliver(self, files: Sequence[RankFile]) -> list[Delivered]:
         receipts = []
         system = OsFiles()
-        threads = self.threads or self._ranks.threads()
-        if self._copies is not None and self.threads is None:
-            threads = min(threads, THREADS_BEHIND)
+        threads, block = self.threads or self._ranks.threads(), None
+        if self._copies is not None:
+            threads, block = self.threads or min(threads, THREADS_BEHIND), BLOCK_BEHIND
         folder = -1 if self._ranks.first else system.open_directory(self._folder)
         try:
             for file in files:
@@ -241,13 +251,13 @@ class ShardedSave:
                 else:
                     sink = NewFile(system, system.create(file.plan.key, at=folder), path=f"{self.path}/{file.plan.key}")
                 try:
-                    crcs = write_file(file.plan, sink, threads=threads, progress=self.progress).crcs
+                    crcs = write_file(file.plan, sink, threads=threads, progress=self.progress, block=block).crcs
                     if self._transaction is None:
                         sink.finish(durable=self.durable)
                 except BaseException:
                     sink.give_up()
                     raise
-                boxes = [Stored(b.name, b.start, b.stop, b.first, b.last, crcs[b.label] if b.label else 0) for b in file.boxes]
+                boxes = [_stored(box, file, crcs) for box in file.boxes]
                 receipts.append(Delivered(file.plan.key, file.plan.nbytes, boxes))
         finally:
             if folder >= 0:
@@ -301,13 +311,21 @@ class ShardedSave:
             for file in delivered:
                 if rank:
                     folder.join(file.key, file.nbytes)
-                boxes = tuple((StoredBox(b.name, b.start, b.stop, b.first, b.last, ""), b.crc) for b in file.boxes)
+                boxes = tuple((StoredBox(b.name, b.start, b.stop, b.first, b.last, "", sparse=b.sparse), b.crc) for b in file.boxes)
                 receipts.append(Receipt(file.key, file.nbytes, boxes))
         folder.seal_data()
         for index in index_files(self.format, contents, receipts):
             write_file(index, folder.create(index.key))
         folder.commit()
         return [b""] * len(messages)
+
+
+def _stored(box: StoredBox, file: RankFile, crcs: Mapping[str, int]) -> Stored:
+    """A box that was written; one that is packed with the checksum of its dense elements."""
+    if box.parts is None:
+        return Stored(box.name, box.start, box.stop, box.first, box.last, crcs[box.label] if box.label else 0)
+    chunk = stored_chunk(box.name, lambda entry: (0, file.places[entry]), crcs.__getitem__, parts=box.parts)
+    return Stored(box.name, box.start, box.stop, box.first, box.last, box.parts.crc32, chunk.sparse)
 
 
 def _nothing(tensor: LazyTensor) -> Box:

@@ -541,6 +541,40 @@ def test_parts_that_do_not_fit_together_are_refused(monkeypatch, case):
         assert (caught.value.file, caught.value.tensor) == (key, name)
 
 
+def test_starts_do_not_lead_to_the_bytes_of_others(monkeypatch):
+    """Two starts that fit each other, behind the last value: what lies there in the file is another part."""
+    files, manifest, _ = hostile_directory(monkeypatch)
+    chunk = chunk_of(manifest, "w")
+    total = (chunk["bytes"][1] - chunk["bytes"][0]) // 2
+    start, key = chunk["sparse"]["starts"]["bytes"][0], "w.safetensors"
+    first, second = np.frombuffer(files[key][start + 8 : start + 24], "<u8").tolist()
+    files[key] = put(files[key], start + 8, np.array([total, total + second - first], "<u8").tobytes())
+    tensor = reopen(files | {MANIFEST: with_crcs(files, manifest)})["w"]
+    with pytest.raises(MetadataError, match="cannot be true"):
+        tensor[0, 16:32].numpy()
+
+
+def test_few_groups_are_kept(monkeypatch):
+    files, manifest, array = hostile_directory(monkeypatch)
+    tensor = reopen(files | {MANIFEST: json.dumps(manifest).encode()})["w"]
+    assert [int(tensor[i, i].numpy()) for i in range(40)] == array.diagonal().tolist()
+    kept = tensor.source.store._kept
+    assert 0 < sum(group.nbytes for group in kept.values()) <= unpacked.KEPT_NBYTES
+
+
+def test_a_damaged_source_is_not_packed(tmp_path):
+    array = np.zeros(4096, np.float32)
+    array[::3] = 1.5
+    holdfast.save(tmp_path / "a.safetensors", {"w": array})
+    content = bytearray((tmp_path / "a.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(Corrupted) as caught:
+        holdfast.convert(tmp_path / "a.safetensors", tmp_path / "b", sparse="auto")
+    assert caught.value.tensor == "w"
+    assert not (tmp_path / "b").exists()
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(

@@ -68,10 +68,9 @@ def test_is_two_of_four():
 
 
 @needs_cuda
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_both_ways_on_a_device(tmp_path, dtype):
-    dense = two_of_four(128, 256, torch.float32)
-    dense = (dense * 20).to(dtype) if dtype is torch.int8 else dense.to(dtype)
+    dense = two_of_four(128, 256, dtype)
     holdfast.save(tmp_path / "c", {"w": dense}, sparse="auto")
     with holdfast.open(tmp_path / "c") as ckpt:
         assert packing_of(ckpt["w"]).text == "2:4"

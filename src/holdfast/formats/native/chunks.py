@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
+
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
@@ -21,7 +23,17 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError
 from holdfast.formats.native.manifest import StoredChunk, StoredPart, StoredSparse
 
-__all__ = ["Place", "Sum", "check_sparse", "entries_of", "part_names", "sparse_storage", "stored_chunk", "without_clashes"]
+__all__ = [
+    "Place",
+    "Sum",
+    "check_sparse",
+    "entries_of",
+    "in_file",
+    "part_names",
+    "sparse_storage",
+    "stored_chunk",
+    "without_clashes",
+]
 
 Place = Callable[[str], tuple[int, tuple[int, int]]]
 """From the name of an entry to the number of its file, its first byte there and the byte after its last."""
@@ -60,6 +72,14 @@ def stored_chunk(name: str, place: Place, crc: Sum, *, box: Box | None = None, p
     begins = None if parts.starts is None else StoredPart(*_known(starts, place, crc))
     sparse = StoredSparse(parts.encoding.name, parts.encoding.sizes, digits, marks, begins)
     return StoredChunk(file, span, f"{parts.crc32:08x}", start, stop, sparse)
+
+
+def in_file(sparse: StoredSparse | None, number: int) -> StoredSparse | None:
+    """How a chunk is packed, once the number of its file is known."""
+    if sparse is None:
+        return None
+    starts = None if sparse.starts is None else msgspec.structs.replace(sparse.starts, file=number)
+    return msgspec.structs.replace(sparse, where=msgspec.structs.replace(sparse.where, file=number), starts=starts)
 
 
 def _known(entry: str, place: Place, crc: Sum) -> tuple[int, tuple[int, int], str]:
