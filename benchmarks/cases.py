@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks import files
 from benchmarks.board import Bound, Case, Count, Race, Start
+from benchmarks.pruning import PRUNING
 from benchmarks.saving import SAVING
 from benchmarks.sparse import SPARSE
 from benchmarks.torch_io import TORCH_IO
@@ -329,4 +330,5 @@ CASES: tuple[Case, ...] = (
     *SAVING,
     *TORCH_IO,
     *SPARSE,
+    *PRUNING,
 )

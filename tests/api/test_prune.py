@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import holdfast
 from holdfast.api import prune as module
 from holdfast.api.prune_rules import parse_rule, tensor_seed
-from holdfast.engine import prune_masks
+from holdfast.engine import prune_keys, prune_loss, prune_masks, prune_select
 from holdfast.errors import CannotHold
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -84,8 +85,11 @@ def oracle_block(array: np.ndarray, height: int, width: int, level: float) -> np
 def small_pieces(request, monkeypatch):
     """Also with pieces and limits so small that every way through the code is taken."""
     if request.param == "pieces":
-        monkeypatch.setattr(prune_masks, "PIECE", 96)
-        monkeypatch.setattr(prune_masks, "FEW", 20)
+        monkeypatch.setattr(prune_keys, "PIECE", 96)
+        monkeypatch.setattr(prune_select, "FEW", 20)
+        monkeypatch.setattr(prune_select, "PARTS", 3)
+        monkeypatch.setattr(prune_masks, "HELD", 50)
+        monkeypatch.setattr(prune_loss, "STEP", 32)
         monkeypatch.setattr(module, "PIECE", 96)
 
 
@@ -174,6 +178,32 @@ def test_the_same_as_the_masks_of_torch(tmp_path, dtype):
     assert torch.__version__
 
 
+@pytest.mark.parametrize("kind", ["magnitude", "global", "2:4", "block"])
+def test_the_same_as_a_sparsifier_in_memory(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    from holdfast.torch.sparsity import MagnitudeSparsifier, WeightNormSparsifier
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(640, 900, bias=False), torch.nn.Linear(900, 50), torch.nn.Linear(52, 36)]
+    model = torch.nn.Sequential(*layers).bfloat16()
+    assert layers[0].weight.numel() > 2 * prune_keys.PIECE
+    torch.save(model.state_dict(), tmp_path / "a.pt")
+    sparsifier, rule = {
+        "magnitude": (MagnitudeSparsifier(0.6), "0.6"),
+        "global": (MagnitudeSparsifier(0.6, scope="global"), "global 0.6"),
+        "2:4": (WeightNormSparsifier(1.0, (1, 4), zeros_per_block=2), "2:4"),
+        "block": (WeightNormSparsifier(0.8, (4, 8)), "block 4x8 0.8"),
+    }[kind]
+    sparsifier.prepare(model, [{"tensor_fqn": f"{i}.weight"} for i in range(3)])
+    sparsifier.step()
+    sparsifier.squash_mask()
+    done = holdfast.prune(tmp_path / "a.pt", tmp_path / "b.pt", [f"*.weight: {rule}"])
+    found = torch.load(tmp_path / "b.pt")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found[name].view(torch.int16), tensor.view(torch.int16)), name
+    assert [row.zeros for row in done.tensors] == [int((found[row.name] == 0).sum()) for row in done.tensors]
+
+
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ""])
 def test_any_format_and_the_rest_as_it_was(tmp_path, suffix):
     state = {"model": {"w": values((8, 8), np.float32), "head": values((8, 8), np.float32, 1), "n": np.int64(3)}, "step": 7}
@@ -226,8 +256,9 @@ def test_masks_beside_and_only(tmp_path):
             np.testing.assert_array_equal(bits(load(tmp_path / "b.pt")["w"]), applied(state["w"], kept))
 
 
-def test_the_report(tmp_path):
-    array = np.array([[3.0, 0.0, 4.0, 1.0, 2.0, np.nan]], np.float32)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_report(tmp_path, dtype):
+    array = np.array([[3.0, 0.0, 4.0, 1.0, 2.0, np.nan]], dtype)
     holdfast.save(tmp_path / "a.safetensors", {"w": array, "b": array[0].copy()})
     done = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ["w: 0.5"], dry_run=True)
     assert not (tmp_path / "b.safetensors").exists()
@@ -236,6 +267,9 @@ def test_the_report(tmp_path):
     assert (row.rule, row.pruned, row.zeros, row.nonfinite, row.sparsity) == ("w: 0.5", 3, 3, 1, 0.5)
     assert row.norm_lost == pytest.approx((5 / 30) ** 0.5)
     assert (done.kept, done.sparsity, done.norm_lost) == (1, 0.5, row.norm_lost)
+    written = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ["w: 0.5"])
+    assert written.tensors == done.tensors
+    assert (done.format, done.write_nbytes) == ("safetensors", (tmp_path / "b.safetensors").stat().st_size)
 
 
 def test_every_problem_is_listed_and_nothing_is_written(tmp_path):
@@ -244,6 +278,7 @@ def test_every_problem_is_listed_and_nothing_is_written(tmp_path):
     holdfast.save(tmp_path / "a.safetensors", state)
     rules = ["wx: 0.5", "w: 2:4", "i: 0.5", "s: 0.5", "w: 0.1", "*: 50", "f8: 1:2", "g: global 0.1", "h: global 0.2", "nonsense"]
     rules += ["a: 5:4"]
+    before = (tmp_path / "a.safetensors").read_bytes()
     with pytest.raises(CannotHold) as caught:
         holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules)
     problems = "\n".join(caught.value.problems)
@@ -261,6 +296,7 @@ def test_every_problem_is_listed_and_nothing_is_written(tmp_path):
     ]:
         assert words in problems
     assert os.listdir(tmp_path) == ["a.safetensors"]
+    assert (tmp_path / "a.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -292,6 +328,12 @@ def test_parts_of_quantised_and_sparse_tensors_are_refused(tmp_path):
     torch.save({"s": torch.eye(4).to_sparse(), "w": torch.ones(4, 4)}, tmp_path / "a.pt")
     with pytest.raises(CannotHold, match="part of a sparse coo tensor"):
         holdfast.prune(tmp_path / "a.pt", tmp_path / "b.pt", ["*: 0.5"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save({"q": torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8)}, tmp_path / "q.pt")
+    with pytest.raises(CannotHold, match="part of a quantised tensor"):
+        holdfast.prune(tmp_path / "q.pt", tmp_path / "b.pt", ["*: 0.5"])
+    assert not (tmp_path / "b.pt").exists()
 
 
 def test_a_rule_as_a_value():

@@ -44,8 +44,18 @@ def test_json_dry_run_and_a_file_of_rules(run, source, tmp_path):
     assert (found["done"], found["kept"], len(found["tensors"])) == (False, 2, 2)
     assert sum(row["pruned"] for row in found["tensors"]) == round(0.8 * 4096)
     assert 0 < found["norm_lost"] < 1
+    assert (found["format"], found["seconds"], found["notes"]) == ("torch-zip", None, [])
+    assert found["write_nbytes"] > 4163 * 4
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "rules.txt"]
-    code, out, _ = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "-q")
+    code, out, err = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--dry-run")
+    assert (code, err) == (0, "")
+    assert f"would write {tmp_path / 'b.pt'}  torch-zip" in out
+    assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "rules.txt"]
+    code, out, _ = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--json")
+    written = json.loads(out)
+    assert (written["done"], written["tensors"]) == (True, found["tensors"])
+    assert written["write_nbytes"] == (tmp_path / "b.pt").stat().st_size == found["write_nbytes"]
+    code, out, _ = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "-q", "--overwrite")
     assert (code, out) == (0, "")
     assert (tmp_path / "b.pt").exists()
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import holdfast
 from holdfast.core.limits import Limits
 from holdfast.errors import RanksFailed
 from holdfast.formats.dcp import values as dcp_values
@@ -111,6 +112,24 @@ def test_gradients_are_remembered(tmp_path: Path):
         save_sharded(tmp_path / format, {"w": torch.ones(2, requires_grad=True), "v": torch.ones(2)}, format=format)
         with holdfast.open(tmp_path / format) as ckpt:
             assert (ckpt["w"].traits.requires_grad, ckpt["v"].traits.requires_grad) == (True, False)
+
+
+@pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
+def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str):
+    monkeypatch.setattr("holdfast.torch.sharded_save.FILE_NBYTES", 4000)
+    state = {f"w{i}": torch.full((100 * (i + 1),), float(i)) for i in range(9)} | {"empty": torch.zeros(0)}
+    saved = save_sharded(tmp_path / "step", state, format=format, threads=16)
+    assert len(saved.files) == 4
+    sizes = [(tmp_path / "step" / name).stat().st_size for name in saved.files]
+    assert max(sizes) < 0.5 * sum(sizes)
+    blank = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
+    load_sharded(tmp_path / "step", blank)
+    assert all(torch.equal(blank[name], tensor) for name, tensor in state.items())
+    assert holdfast.verify(tmp_path / "step").ok
+    if format == "dcp":
+        again = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
+        dcp.load(again, checkpoint_id=tmp_path / "step", no_dist=True)
+        assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
 
 
 # One tree from those of all ranks.

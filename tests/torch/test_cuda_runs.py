@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -181,6 +183,20 @@ def test_a_budget_is_kept_or_refused():
         assert size.count * size.nbytes <= most
     with pytest.raises(ValueError, match="max_host_memory"):
         blocks_within(1 << 20, 16)
+
+
+def test_several_loads_at_once(tmp_path):
+    made = {f"t{i}": torch.full((300_000,), float(i)) for i in range(8)}
+    holdfast.save(tmp_path / "a.safetensors", made)
+    with holdfast.open(tmp_path / "a.safetensors") as checkpoint, ThreadPoolExecutor(4) as pool:
+
+        def one() -> list[torch.Tensor]:
+            fills = [Fill(tensor, torch.zeros(300_000)) for tensor in checkpoint.values()]
+            load_fills(fills, checks_of, None, 4 << 20)
+            return [fill.target for fill in fills]
+
+        for found in [pool.submit(one) for _ in range(8)]:
+            assert all(torch.equal(tensor, made[name]) for name, tensor in zip(checkpoint, found.result(), strict=True))
 
 
 def test_without_a_gpu_the_memory_is_ordinary_and_a_note_says_so(tmp_path):

@@ -2,9 +2,9 @@
 
 1. Rules are laid over the names. What does not fit is collected, and all of it refused, before anything is read or written.
 2. Passes over the tensors find what goes: a threshold for each tensor, one for all global rules together, a bit for each block
-   (`engine/prune_masks.py`). N:M needs none.
-3. One pass measures what is lost.
-4. The checkpoint is written as in `save`, each block pruned while it is read.
+   (`engine/prune_select.py`). N:M needs none.
+3. The checkpoint is written as in `save`, each block pruned while it is read, and what is lost is measured on the way. A dry run
+   measures it in a pass of its own.
 
 Memory is a few blocks a thread, and a bit for each block of block rules. Of equal magnitudes the one with the lowest index goes
 first, and over several tensors those of the tensor whose name sorts first. NaN counts as the largest of all: it goes last, and is
@@ -14,46 +14,33 @@ counted in the report. What goes becomes +0.0; what stays keeps its bits, -0.0 a
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import json
 import math
 import os
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from holdfast.api.open import Openable
 from holdfast.api.open import open as open_checkpoint
-from holdfast.api.prune_rules import Block, Global, Groups, Keep, Magnitude, Random, Rule, parse_rule, tensor_seed
+from holdfast.api.prune_jobs import Job, assign, conflicts, identity
+from holdfast.api.prune_rules import Block, Global, Groups, Magnitude, Random, Rule, parse_rule, tensor_seed
 from holdfast.api.save import Saved, unchanged, write_plan
 from holdfast.api.state import describe_state, map_tensors
 from holdfast.api.targets import Options, format_for, plan_save
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.masked import Loss, Masked, measure_tasks
-from holdfast.engine.prune_masks import (
-    PIECE,
-    GroupMask,
-    Magnitudes,
-    Mask,
-    RandomOrder,
-    block_mask,
-    common_order,
-    threshold_masks,
-)
+from holdfast.engine.masked import Masked
+from holdfast.engine.prune_keys import PIECE, Magnitudes, RandomOrder, common_order
+from holdfast.engine.prune_loss import Loss, loss_of_counts, weighing
+from holdfast.engine.prune_masks import GroupMask, Mask, block_mask, threshold_masks
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold, HoldfastError
+from holdfast.errors import CannotHold
 
 __all__ = ["MASKS", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
-
-FLOATS = ("float16", "bfloat16", "float32", "float64")
-"""What can be pruned. Narrower floats are quantised weights: their zeros mean something else beside their scales."""
 
 MASKS = "holdfast.masks"
 """The metadata of a file of masks: JSON, from the name of each tensor to its shape and rule."""
@@ -102,6 +89,10 @@ class Pruned:
     """Tensors that no rule changed."""
     norm_lost: float
     """Over all pruned tensors together."""
+    format: str
+    """Of the target."""
+    write_nbytes: int
+    """What is written there, masks beside it not counted."""
     saved: Saved | None = None
     masks: str | None = None
     """Where the masks were written."""
@@ -143,7 +134,7 @@ def prune(
         planned = plan_prune(source, target, rules, format=format, masks=masks)
         planned.measure(threads=threads, progress=progress)
         if dry_run:
-            return planned.report()
+            return planned.report(threads=threads, progress=progress)
         return planned.run(overwrite=overwrite, durable=durable, threads=threads, progress=progress)
     finally:
         if source is not src:
@@ -167,39 +158,31 @@ def plan_prune(
         problems.append(f"masks are written 'beside' or 'only' they are; found {masks!r}")
     if os.path.exists(target) and os.path.exists(source.path) and os.path.samefile(target, source.path):
         problems.append(f"the target {target!r} is the source; write beside it")
-    problems += _conflicts(parsed)
+    problems += conflicts(parsed)
     state = describe_state(source)
-    jobs = _assign(state, parsed, problems)
+    jobs = assign(state, parsed, problems)
     if problems:
         raise CannotHold("these rules do not fit the checkpoint", problems, file=source.path)
     # The format is asked now: a target that cannot hold the state is refused before anything is read.
-    chosen = "safetensors" if masks == "only" else format_for(target, format, Options(keep_tree=True))
-    if masks != "only":
-        plan_save(target, state, chosen, Options(keep_tree=True))
-    return Pruning(source.path, target, state, jobs, chosen, masks)
-
-
-@dataclass(slots=True)
-class Job:
-    """One tensor to be pruned."""
-
-    tensor: LazyTensor
-    names: list[str]
-    rule: Rule
-    mask: Mask | None = None
-    loss: Loss = field(default_factory=Loss)
+    if masks == "only":
+        return Pruning(source.path, target, state, jobs, "safetensors", masks, sum(-(-job.tensor.size // 8) for job in jobs))
+    chosen = format_for(target, format, Options(keep_tree=True))
+    nbytes = plan_save(target, state, chosen, Options(keep_tree=True)).nbytes
+    return Pruning(source.path, target, state, jobs, chosen, masks, nbytes)
 
 
 class Pruning:
-    """A pruning that is laid out: `measure` finds the masks, `report` says what they do, `run` writes."""
+    """A pruning that is laid out: `measure` finds the masks; `report` says what they do, or `run` writes and says it."""
 
-    def __init__(self, source: str, target: str, state: State, jobs: list[Job], format: str, masks: str | None) -> None:
+    def __init__(
+        self, source: str, target: str, state: State, jobs: list[Job], format: str, masks: str | None, nbytes: int
+    ) -> None:
         self._source, self._target, self._state, self._jobs, self._format, self._masks = source, target, state, jobs, format, masks
-        self.nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
-        """What is written, about."""
+        self.nbytes = nbytes
+        """What is written, masks beside it not counted."""
 
     def measure(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
-        """Find what goes, and what is lost with it. Reads every tensor that a rule applies to, some of them several times."""
+        """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
         workers = threads or default_threads()
         tell = progress or _nothing
         small = [job for job in self._jobs if job.tensor.size <= PIECE]
@@ -216,39 +199,29 @@ class Pruning:
             masks = threshold_masks(keys, level, threads=workers, progress=lambda n: tell(n * width))
             for job, mask in zip(together, masks, strict=True):
                 job.mask = mask
-        self._weigh(workers, tell)
 
     def _weigh(self, workers: int, tell: Progress) -> None:
-        lock = threading.Lock()
-        found: list[dict[int, Loss]] = [{} for _ in self._jobs]
+        """Measure what is lost of all tensors that were not read as a whole while they were written."""
+        left = [job for job in self._jobs if job.tally.whole() is None]
+        run_all([task for job in left for task in weighing(job.tensor, _mask(job), job.tally, tell)], workers)
 
-        def done(at: int, job: Job) -> Callable[[int, int, Loss], None]:
-            def add(number: int, count: int, loss: Loss) -> None:
-                with lock:
-                    found[at][number] = loss
-                tell(job.tensor.dtype.nbytes(count))
-
-            return add
-
-        run_all([t for at, job in enumerate(self._jobs) for t in measure_tasks(job.tensor, _mask(job), done(at, job))], workers)
-        for job, parts in zip(self._jobs, found, strict=True):
-            # In order, so that sums do not depend on which thread was quicker.
-            job.loss = sum((parts[number] for number in sorted(parts)), Loss())
-
-    def report(self) -> Pruned:
-        """What goes; after `measure`."""
+    def report(self, *, threads: int | None = None, progress: Progress | None = None) -> Pruned:
+        """What goes, and what is lost with it; after `measure`. Reads what `run` did not."""
+        self._weigh(threads or default_threads(), progress or _nothing)
+        losses = [job.loss for job in self._jobs]
         rows = [
             PrunedTensor(
                 job.names[0], f"{job.rule.pattern}: {job.rule.text or job.rule.method}", job.tensor.dtype.name, job.tensor.shape,
-                job.loss.pruned, job.loss.zeros, job.loss.nonfinite, job.loss.norm_lost, tuple(job.names[1:]),
+                loss.pruned, loss.zeros, loss.nonfinite, loss.norm_lost, tuple(job.names[1:]),
             )
-            for job in self._jobs
+            for job, loss in zip(self._jobs, losses, strict=True)
         ]  # fmt: skip
         place = {name: at for at, name in enumerate(self._state.tensors)}
         rows.sort(key=lambda row: place[row.name])
         names = sum(len(job.names) for job in self._jobs)
-        total = sum((job.loss for job in self._jobs), Loss())
-        return Pruned(self._source, self._target, tuple(rows), len(self._state.tensors) - names, total.norm_lost)
+        total = sum(losses, Loss())
+        kept = len(self._state.tensors) - names
+        return Pruned(self._source, self._target, tuple(rows), kept, total.norm_lost, self._format, self.nbytes)
 
     def run(
         self, *, overwrite: bool | None = None, durable: bool = True, threads: int | None = None, progress: Progress | None = None
@@ -268,7 +241,8 @@ class Pruning:
                 write_masks()
 
         if self._masks == "only":
-            return replace(self.report(), saved=write_masks(), masks=beside)
+            saved = write_masks()
+            return replace(self.report(threads=threads), saved=saved, masks=beside)
         if self._masks == "beside" and overwrite is False and os.path.lexists(beside):
             raise CannotHold("the masks have no place", [f"{beside!r} exists"], file=self._target)
         options = Options(keep_tree=True)
@@ -276,16 +250,16 @@ class Pruning:
             plan_save(self._target, self._pruned(masked), self._format, options), self._target, overwrite=overwrite,
             durable=durable, threads=threads, progress=progress, before_commit=before_commit,
         )  # fmt: skip
-        return replace(self.report(), saved=saved, masks=beside if self._masks else None)
+        return replace(self.report(threads=threads), saved=saved, masks=beside if self._masks else None)
 
     def _pruned(self, masked: Masked) -> State:
         made: dict[object, LazyTensor] = {}
         for job in self._jobs:
-            made[_identity(job.tensor)] = masked.tensor(job.tensor, _mask(job))
+            made[identity(job.tensor)] = masked.tensor(job.tensor, _mask(job), job.told)
         same: dict[int, LazyTensor] = {}
 
         def change(tensor: LazyTensor) -> LazyTensor:
-            new = made.get(_identity(tensor))
+            new = made.get(identity(tensor))
             if new is None:
                 return tensor
             if id(tensor) not in same:
@@ -302,7 +276,8 @@ class Pruning:
         tensors: dict[str, LazyTensor] = {}
         for job in self._jobs:
             for name in job.names:
-                tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job))
+                tally = job.told if self._masks == "only" else None
+                tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally)
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
         return State(dict(tensors), tensors, {name: (name,) for name in tensors}, {MASKS: json.dumps(notes)})
 
@@ -337,7 +312,11 @@ def _finding(job: Job, threads: int, tell: Progress) -> Callable[[], None]:
     def run() -> None:
         match job.rule.method:
             case Magnitude(level):
-                job.mask = threshold_masks([Magnitudes(tensor, tensor.dtype.name)], level, threads=threads, progress=read)[0]
+                (mask,) = threshold_masks([Magnitudes(tensor, tensor.dtype.name)], level, threads=threads, progress=read)
+                if mask.counts is not None:
+                    job.tally.add(0, tensor.size, loss_of_counts(mask.counts, tensor.dtype.name))
+                # Two counts of each key, half a megabyte: for all tensors they would be more than all else.
+                job.mask = replace(mask, counts=None)
             case Groups(n, m):
                 job.mask = GroupMask(n, m, tensor.dtype.name)
             case Block(height, width, level):
@@ -346,132 +325,3 @@ def _finding(job: Job, threads: int, tell: Progress) -> Callable[[], None]:
                 job.mask = threshold_masks([RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))], level, threads=threads)[0]
 
     return run
-
-
-# Which rule applies to which tensor.
-
-
-def _conflicts(rules: Sequence[Rule]) -> list[str]:
-    """What contradicts itself, whatever the checkpoint."""
-    seen: dict[str, str] = {}
-    problems = []
-    for rule in rules:
-        if rule.pattern in seen:
-            problems.append(f"rule {rule.pattern!r} is there twice: {seen[rule.pattern]!r} and {rule.text!r}")
-        seen.setdefault(rule.pattern, rule.text)
-    levels = dict.fromkeys(rule.method.level for rule in rules if isinstance(rule.method, Global))
-    if len(levels) > 1:
-        problems.append(f"global rules share one threshold and so one level; found {', '.join(f'{x:g}' for x in levels)}")
-    return problems
-
-
-def _assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job]:
-    """The tensors that rules apply to, in the order of names."""
-    whole = _parts(state.tree)
-    matched = [0] * len(rules)
-    decided = [0] * len(rules)
-    jobs: dict[object, Job] = {}
-    left: dict[object, str] = {}
-    for name in sorted(state.tensors):
-        tensor = state.tensors[name]
-        numbers = [i for i, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern)]
-        for i in numbers:
-            matched[i] += 1
-        rule = rules[numbers[0]] if numbers else None
-        if rule is not None:
-            decided[numbers[0]] += 1
-        identity = _identity(tensor)
-        if rule is None or isinstance(rule.method, Keep):
-            left.setdefault(identity, name)
-            continue
-        problem = _unfit(tensor, rule, whole.get(identity))
-        if problem:
-            problems.append(f"{name}: {problem} (rule '{rule.pattern}: {rule.text}')")
-            continue
-        job = jobs.setdefault(identity, Job(tensor, [], rule))
-        if job.rule.method != rule.method:
-            problems.append(f"{job.names[0]} and {name} are one tensor, and rules {job.rule.text!r} and {rule.text!r} apply to it")
-        job.names.append(name)
-    problems += [
-        f"{job.names[0]} and {left[identity]} are one tensor, and nothing prunes it under the second name; prune both or keep both"
-        for identity, job in jobs.items()
-        if identity in left
-    ]
-    for i, rule in enumerate(rules):
-        if not matched[i]:
-            near = difflib.get_close_matches(rule.pattern, list(state.tensors)[:10_000], n=2, cutoff=0.4)
-            problems.append(f"rule {rule.pattern!r} matches no tensor" + (f"; near: {', '.join(near)}" if near else ""))
-        elif not decided[i] and not isinstance(rule.method, Keep) and [r.pattern for r in rules].count(rule.pattern) < 2:
-            problems.append(f"rule {rule.pattern!r} decides nothing: rules before it match all of its names")
-    problems += _overlaps(state, jobs)
-    return list(jobs.values())
-
-
-def _parts(tree: object) -> dict[object, str]:
-    """The tensors that are parts of others, with the kind of the whole."""
-    found: dict[object, str] = {}
-
-    def note(whole: Composite) -> bool:
-        found.update((_identity(part), whole.kind) for part in whole.parts.values())
-        return True
-
-    map_tensors(tree, lambda tensor: tensor, skip=note)
-    return found
-
-
-def _unfit(tensor: LazyTensor, rule: Rule, part_of: str | None) -> str:
-    """Why a tensor cannot be pruned by a rule."""
-    shape = list(tensor.shape)
-    if part_of is not None:
-        what = "quantised" if part_of == "quantized" else part_of.replace("_", " ")
-        return f"a part of a {what} tensor; put a rule that keeps it first"
-    if tensor.dtype.name not in FLOATS:
-        return f"{tensor.dtype.name} is not one of {', '.join(FLOATS)}; put a rule that keeps it first"
-    if tensor.traits.meta:
-        return "it has no data (meta device)"
-    if tensor.ndim == 0:
-        return "a single number, with no dimension; put a rule that keeps it first"
-    if isinstance(rule.method, Groups) and shape[-1] % rule.method.m:
-        n, m = rule.method.n, rule.method.m
-        return f"{n}:{m} needs a last axis of a multiple of {m} elements; {shape} has {shape[-1]}"
-    try:
-        tensor.check_expansion()
-    except HoldfastError as error:
-        return error.message
-    return ""
-
-
-def _identity(tensor: LazyTensor) -> object:
-    """What two names of one and the same tensor have in common."""
-    view = tensor.traits.alias
-    place: object = tensor.chunks if view is None else (view.group, view.offset, view.strides)
-    return id(tensor.source), tensor.dtype, tensor.shape, place
-
-
-def _overlaps(state: State, jobs: Mapping[object, Job]) -> Iterable[str]:
-    """Pruned tensors that share elements with other tensors, which would be pruned with them or lose the tie."""
-    spans: dict[object, dict[tuple[int, int, object], str]] = {}
-    for name, tensor in state.tensors.items():
-        view = tensor.traits.alias
-        width = tensor.dtype.bits
-        if not tensor.size or tensor.traits.meta:
-            continue
-        if view is not None:
-            places = [((id(tensor.source), view.group), view.offset, view.strides, tensor.shape)]
-        else:
-            places = [((id(tensor.source), c.storage), c.offset, c.strides, c.shape) for c in tensor.chunks]  # type: ignore[misc]
-        for place, offset, strides, shape in places:
-            reach = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
-            start = offset + sum(x for x in reach if x < 0)
-            stop = offset + sum(x for x in reach if x > 0) + width
-            spans.setdefault(place, {}).setdefault((start, stop, _identity(tensor)), name)
-    for held in spans.values():
-        reached: dict[bool, tuple[int, object, str]] = {}
-        """The furthest stop so far, among pruned ones and among others."""
-        for (start, stop, own), name in sorted(held.items(), key=lambda item: item[0][:2]):
-            pruned = own in jobs
-            for kind, (end, other, before) in reached.items():
-                if start < end and other != own and (pruned or kind):
-                    yield f"{before} and {name} share elements of one storage; only whole tensors can be tied and pruned"
-            if pruned not in reached or stop > reached[pruned][0]:
-                reached[pruned] = (stop, own, name)

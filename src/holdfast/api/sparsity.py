@@ -21,7 +21,7 @@ from holdfast.api.stats import countable
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.prune_masks import matrix_shape
+from holdfast.engine.prune_keys import matrix_shape
 from holdfast.engine.sweep import Progress
 from holdfast.errors import located
 

@@ -73,7 +73,8 @@ def run(options: argparse.Namespace) -> int:
         with bar("Measuring", quiet=quiet) as progress:
             planned.measure(threads=options.threads, progress=progress)
         if options.dry_run:
-            done = planned.report()
+            with bar("Weighing", quiet=quiet) as progress:
+                done = planned.report(threads=options.threads, progress=progress)
         else:
             with bar("Writing", planned.nbytes, quiet=quiet) as progress:
                 done = planned.run(
@@ -117,12 +118,17 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
         (f"  {_percent(done.sparsity).strip()} zero, {_percent(done.norm_lost).strip()} of the norm lost", ""),
         (f"  ({plural(done.kept, 'other')} unchanged)", "dim"),
     ]
-    if done.saved is not None:
+    if done.saved is None:
+        size = f"  {done.format}  {nbytes(done.write_nbytes)}"
+        yield [("would write ", "dim"), (escape(clip(done.target, 400)), "title"), (size, "dim")]
+    else:
         saved = done.saved
         size = f"  {nbytes(saved.nbytes)} in {plural(saved.files, 'file')}  {seconds:.1f} s"
         yield [("wrote ", "clean"), (escape(clip(saved.path, 400)), "title"), (f"  {saved.format}{size}", "dim")]
         if done.masks is not None and done.masks != saved.path:
             yield [("wrote ", "clean"), (escape(clip(done.masks, 400)), "title"), ("  masks", "dim")]
+        for note in saved.notes:
+            yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
 
 
 def _percent(part: float) -> str:
@@ -136,7 +142,9 @@ def prune_document(done: Pruned, seconds: float) -> dict[str, object]:
         "source": done.source,
         "target": done.target,
         "done": done.saved is not None,
-        "format": done.saved.format if done.saved is not None else None,
+        "format": done.format,
+        "write_nbytes": done.saved.nbytes if done.saved is not None else done.write_nbytes,
+        "notes": list(done.saved.notes) if done.saved is not None else [],
         "masks": done.masks,
         "sparsity": done.sparsity,
         "norm_lost": _number(done.norm_lost),
@@ -156,7 +164,7 @@ def prune_document(done: Pruned, seconds: float) -> dict[str, object]:
             }
             for row in done.tensors
         ],
-        "seconds": round(seconds, 6),
+        "seconds": round(seconds, 6) if done.saved is not None else None,
     }
 
 

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -23,7 +24,7 @@ from holdfast.engine.place import place
 from holdfast.errors import HoldfastError
 from holdfast.plan.reads import Batch, Fetch, FileReads, ReadPlan, Strip, tooth_chunk, tooth_index
 
-__all__ = ["default_threads", "execute", "run_all"]
+__all__ = ["cached_nbytes", "default_threads", "execute", "run_all"]
 
 TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor."""
@@ -37,8 +38,11 @@ GATHER_FETCHES = 16
 GATHER_NBYTES = 16 << 10
 """A read above which copying dominates, so that one call for many saves nothing."""
 
-SUMMED_NBYTES = 1 << 20
-"""What is read before it is summed."""
+CACHED_NBYTES = 1 << 20
+"""What is still in the cache of a core when it has been read or summed: the next one to look at it need not wait for memory."""
+
+FEW_THREADS = 4
+"""Above this, pieces are larger: every call takes the interpreter lock again, for which 16 threads wait some 0.2 ms."""
 
 INLINE_NBYTES = 1 << 20
 """A plan that reads less than this is done at once: starting threads would take longer."""
@@ -51,7 +55,23 @@ def default_threads(processes: int = 1) -> int:
 
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
     """Carry out every fetch. Raises the first error after all threads have stopped."""
-    run_all(_tasks(plan, store, checks), threads if plan.read_nbytes >= INLINE_NBYTES else 1)
+    threads = threads if plan.read_nbytes >= INLINE_NBYTES else 1
+    run_all(_tasks(plan, Reader(store, checks, cached_nbytes(threads, TASK_NBYTES))), threads)
+
+
+def cached_nbytes(threads: int, most: int) -> int:
+    """Bytes to be read, summed or written at a time: a cache full, or `most` where so many threads want the interpreter lock."""
+    return CACHED_NBYTES if threads <= FEW_THREADS else most
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What carries out the fetches of a plan."""
+
+    store: Store
+    checks: Checks
+    step: int
+    """Bytes that are read before they are summed."""
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
@@ -85,7 +105,7 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
         raise failures[0]
 
 
-def _tasks(plan: ReadPlan, store: Store, checks: Checks) -> Iterator[Callable[[], None]]:
+def _tasks(plan: ReadPlan, reader: Reader) -> Iterator[Callable[[], None]]:
     for batch in plan.batches:
         for file in batch.files:
             reach = np.cumsum(file.stops - file.starts)
@@ -93,21 +113,21 @@ def _tasks(plan: ReadPlan, store: Store, checks: Checks) -> Iterator[Callable[[]
             while first < len(reach):
                 last = int(np.searchsorted(reach, before + TASK_NBYTES, side="right"))
                 last = min(max(last, first + 1), first + TASK_FETCHES)
-                yield _task(batch, file, range(first, last), store, checks)
+                yield _task(batch, file, range(first, last), reader)
                 first, before = last, int(reach[last - 1])
 
 
-def _task(batch: Batch, file: FileReads, numbers: range, store: Store, checks: Checks) -> Callable[[], None]:
+def _task(batch: Batch, file: FileReads, numbers: range, reader: Reader) -> Callable[[], None]:
     def run() -> None:
         scratch = memoryview(b"")
         at = numbers.start
         for first, last in _rows(batch, file, numbers):
             for i in range(at, first):
-                scratch = _fetch(batch, file.fetch(i), store, checks, scratch)
-            _read_row(batch, file, range(first, last), store, checks)
+                scratch = _fetch(batch, file.fetch(i), reader, scratch)
+            _read_row(batch, file, range(first, last), reader)
             at = last
         for i in range(at, numbers.stop):
-            scratch = _fetch(batch, file.fetch(i), store, checks, scratch)
+            scratch = _fetch(batch, file.fetch(i), reader, scratch)
 
     return run
 
@@ -127,7 +147,7 @@ def _rows(batch: Batch, file: FileReads, numbers: range) -> Iterator[tuple[int, 
                 yield numbers.start + first, numbers.start + last
 
 
-def _read_row(batch: Batch, file: FileReads, numbers: range, store: Store, checks: Checks) -> None:
+def _read_row(batch: Batch, file: FileReads, numbers: range, reader: Reader) -> None:
     """Read many teeth of one strip, each straight to its place. The places are computed together."""
     heads = file.heads[numbers.start : numbers.stop]
     strip = batch.strips[int(file.owners[heads[0]])]
@@ -140,7 +160,7 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, store: Store, check
     starts = file.starts[numbers.start : numbers.stop]
     lengths = file.stops[numbers.start : numbers.stop] - starts
     origin = target.__array_interface__["data"][0]
-    read, key, storage = store.read, file.key, strip.chunk.storage
+    store, checks, key, storage = reader.store, reader.checks, file.key, strip.chunk.storage
     tracked = checks.wants(storage)
     done = 0
     if isinstance(store, Gathering) and not tracked and len(starts) >= GATHER_FETCHES and int(lengths.max()) <= GATHER_NBYTES:
@@ -150,7 +170,7 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, store: Store, check
     try:
         for start, place, nbytes in rest:
             out = memory[place : place + nbytes]
-            read(key, start, out)
+            store.read(key, start, out)
             if tracked:
                 checks.add(storage, start, out)
     except HoldfastError as error:
@@ -159,19 +179,19 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, store: Store, check
         raise
 
 
-def _fetch(batch: Batch, fetch: Fetch, store: Store, checks: Checks, scratch: memoryview) -> memoryview:
+def _fetch(batch: Batch, fetch: Fetch, reader: Reader, scratch: memoryview) -> memoryview:
     """Read one range and put its teeth where they belong. Gives back the scratch memory, which may have grown."""
     if len(fetch.teeth) == 1:
         number, tooth = fetch.teeth[0]
         strip = batch.strips[number]
         if strip.direct:
-            _read_summed(store, fetch, _flat(strip, tooth), strip, checks)
+            _read_summed(fetch, _flat(strip, tooth), strip, reader)
             return scratch
     need = fetch.stop - fetch.start
     if scratch.nbytes < need:
         scratch = np.empty(need, np.uint8).data
     fetched = scratch[:need]
-    _read(store, fetch.key, fetch.start, fetched, batch.strips[fetch.teeth[0][0]])
+    _read(reader.store, fetch.key, fetch.start, fetched, batch.strips[fetch.teeth[0][0]])
     first, last = fetch.teeth[0], fetch.teeth[-1]
     strip = batch.strips[first[0]]
     if len(fetch.teeth) > 1 and len(strip.comb.outer) == 1 and _neighbours(fetch.teeth):
@@ -190,18 +210,18 @@ def _fetch(batch: Batch, fetch: Fetch, store: Store, checks: Checks, scratch: me
             place(strip.chunk, strip.dtype, fetched, fetch.start, strip.target)
             begin = strip.chunk.storage.start + strip.comb.base // 8
             end = begin + (strip.comb.extent + 7) // 8
-            checks.add(strip.chunk.storage, begin, fetched[begin - fetch.start : end - fetch.start])
+            reader.checks.add(strip.chunk.storage, begin, fetched[begin - fetch.start : end - fetch.start])
     return scratch
 
 
-def _read_summed(store: Store, fetch: Fetch, out: memoryview, strip: Strip, checks: Checks) -> None:
-    """Read a range straight into place; where it is summed, in pieces that are still in the cache when they are."""
+def _read_summed(fetch: Fetch, out: memoryview, strip: Strip, reader: Reader) -> None:
+    """Read a range straight into place; where it is summed, piece by piece."""
     storage = strip.chunk.storage
-    step = SUMMED_NBYTES if checks.wants(storage) else out.nbytes
+    step = reader.step if reader.checks.wants(storage) else out.nbytes
     for at in range(0, out.nbytes, step):
         piece = out[at : at + step]
-        _read(store, fetch.key, fetch.start + at, piece, strip)
-        checks.add(storage, fetch.start + at, piece)
+        _read(reader.store, fetch.key, fetch.start + at, piece, strip)
+        reader.checks.add(storage, fetch.start + at, piece)
 
 
 def _neighbours(teeth: tuple[tuple[int, int], ...]) -> bool:

@@ -18,15 +18,15 @@ from typing import Protocol
 import numpy as np
 
 from holdfast.core.crc import combine, crc32
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.execute import cached_nbytes, default_threads, run_all
 from holdfast.engine.slabs import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
 from holdfast.errors import located
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
 
 __all__ = ["Progress", "Receipt", "Sink", "write_file"]
 
-BLOCK = 1 << 20
-"""Bytes that one thread reads, sums and writes at a time: what was summed is still in the cache when it is written."""
+BLOCK = 4 << 20
+"""Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
 
 GATHER = 256 << 10
 """Neighbouring segments are gathered into one write as long as they are smaller than this together."""
@@ -88,7 +88,8 @@ def write_file(
     offsets = plan.offsets()
     sums = Sums()
     sink.allocate(plan.nbytes)
-    run_all(_tasks(plan, offsets, sink, sums, progress, block or BLOCK), threads or default_threads())
+    threads = threads or default_threads()
+    run_all(_tasks(plan, offsets, sink, sums, progress, block or cached_nbytes(threads, BLOCK)), threads)
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:

@@ -32,6 +32,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.resident import Resident
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastWarning, NotCommitted
+from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
 from holdfast.torch.rank_files import Written
@@ -147,19 +148,17 @@ def stage(
     gpu = any(isinstance(one.tensor.source, GpuSource) for one in written)
     room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
     copies = Copies(room)
-    staged: list[Written] = []
+    outs: list[np.ndarray | None] = []
     by_source: dict[int, tuple[LazyTensor, list[Request]]] = {}
     for one, place in zip(written, places, strict=True):
         tensor = one.tensor
         if tensor.dtype.packed or not tensor.nbytes:
             # Packed elements are never in the caller's memory: numpy and torch have none, so they come from an open checkpoint.
-            staged.append(one)
+            outs.append(None)
             continue
         out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
         by_source.setdefault(id(tensor.source), (tensor, []))[1].append(Request(tensor, out))
-        memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
-        copy = resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0)
-        staged.append(replace(one, tensor=copy.renamed(tensor.name)))
+        outs.append(out)
     try:
         # GPUs first: they copy by themselves while the rest is copied here.
         for tensor, requests in sorted(by_source.values(), key=lambda found: not isinstance(found[0].source, GpuSource)):
@@ -169,6 +168,7 @@ def stage(
                 if isinstance(tensor.source, OpenSource) and tensor.source.resident:
                     tensor.source.threads = threads  # made for this save, by a rank that shares the machine with others
                 tensor.source.read(requests)
+        staged = [one if out is None else _moved(one, out, resident, room) for one, out in zip(written, outs, strict=True)]
         torn = sum(tensor._version != version for tensor, version in before)
         if torn:
             raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
@@ -176,6 +176,13 @@ def stage(
         copies.wait()
         raise
     return Staged(staged, total, copies)
+
+
+def _moved(one: Written, out: np.ndarray, resident: Resident, room: HostBlock) -> Written:
+    """The same box, with its elements where they were copied to."""
+    memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
+    copy = resident.strided(memory, one.tensor.dtype, one.tensor.shape, out.strides, 0)
+    return replace(one, tensor=copy.renamed(one.tensor.name))
 
 
 def begin(saving: ShardedSave) -> SaveHandle:

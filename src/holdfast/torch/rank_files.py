@@ -4,7 +4,8 @@
     safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file
     dcp           __0_0.distcp …                          .metadata
 
-A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file.
+A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
+write and many threads spreads it over several files, written at once: the kernel has one thread at a time write to a file.
 """
 
 from __future__ import annotations
@@ -116,14 +117,43 @@ def rank_files(
     values: Mapping[str, bytes],
     metadata: Mapping[str, str],
     *,
+    files: int = 1,
     pack: Pack | None = None,
 ) -> list[RankFile]:
     """Lay out the files of one rank. `values` are the archives of non-tensors that a DCP rank writes, by their flat names.
 
-    With `pack`, boxes of a native checkpoint are stored packed where that is smaller.
+    The boxes are spread over about as many `files` as are asked for. With `pack`, boxes of a native checkpoint are stored packed
+    where that is smaller.
     """
+    shares = _spread(written, files)
     if format == "dcp":
-        return _dcp_files(rank, written, values)
+        return [_dcp_file(rank, i, share, {} if i else values) for i, share in enumerate(shares) if share or (values and not i)]
+    rounds = [ones for share in shares for ones in _once_each(share)]
+    laid_out = []
+    for turn, ones in enumerate(rounds):
+        if format == "native":
+            again = f"-{turn + 1:05}" if turn else ""
+            key = f"data-{rank + 1:05}-of-{size:05}{again}.safetensors"
+        else:
+            key = f"shard-{rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
+        laid_out.append(_safetensors_file(key, ones, metadata, strict=format == "safetensors", pack=pack))
+    return laid_out
+
+
+def _spread(written: Sequence[Written], files: int) -> list[list[Written]]:
+    """Boxes in so many shares of about as many bytes, in their order. There is always a first share."""
+    total = sum(one.tensor.nbytes for one in written)
+    shares: list[list[Written]] = [[] for _ in range(files)]
+    before = 0
+    for one in written:
+        middle = before + one.tensor.nbytes // 2
+        shares[min(middle * files // max(total, 1), files - 1)].append(one)
+        before += one.tensor.nbytes
+    return [share for i, share in enumerate(shares) if share or not i]
+
+
+def _once_each(written: Sequence[Written]) -> list[list[Written]]:
+    """Boxes in groups in which every tensor has one at the most."""
     rounds: list[list[Written]] = []
     seen: dict[str, int] = {}
     for one in written:
@@ -132,15 +162,7 @@ def rank_files(
         if turn == len(rounds):
             rounds.append([])
         rounds[turn].append(one)
-    files = []
-    for turn, ones in enumerate(rounds):
-        if format == "native":
-            again = f"-{turn + 1:05}" if turn else ""
-            key = f"data-{rank + 1:05}-of-{size:05}{again}.safetensors"
-        else:
-            key = f"shard-{rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
-        files.append(_safetensors_file(key, ones, metadata, strict=format == "safetensors", pack=pack))
-    return files
+    return rounds
 
 
 def _safetensors_file(
@@ -166,19 +188,17 @@ def _safetensors_file(
     return RankFile(layout.plan, tuple(boxes), layout.places)
 
 
-def _dcp_files(rank: int, written: Sequence[Written], values: Mapping[str, bytes]) -> list[RankFile]:
-    if not written and not values:
-        return []
+def _dcp_file(rank: int, number: int, written: Sequence[Written], values: Mapping[str, bytes]) -> RankFile:
     archives = [(f"value {name}", (Literal(archive),)) for name, archive in values.items()]
     labelled = [(f"{number} {one.name}", one) for number, one in enumerate(written)]
-    plan, items = lay_out_items(f"__{rank}_0.distcp", archives, [(label, one.tensor) for label, one in labelled])
+    plan, items = lay_out_items(f"__{rank}_{number}.distcp", archives, [(label, one.tensor) for label, one in labelled])
     places = {item.label: (item.offset, item.offset + item.nbytes) for item in items}
     boxes = [StoredBox(name, (), (), *places[f"value {name}"], "") for name in values]
     boxes += [
         StoredBox(one.name, one.box.start, one.box.stop, *places[label], label if one.tensor.nbytes else "")
         for label, one in labelled
     ]
-    return [RankFile(plan, tuple(boxes))]
+    return RankFile(plan, tuple(boxes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from holdfast.core.box import Box
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit import DirectoryTransaction, NewFile
+from holdfast.engine.execute import run_all
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import CannotHold, NotCommitted
@@ -66,6 +67,10 @@ class SavedShards:
 THREADS_BEHIND, BLOCK_BEHIND = 4, 16 << 20
 """Threads that write while the caller goes on, and what each writes at a time. For one file four are as fast as sixteen; and every
 block takes the interpreter lock a few times, which the caller's own thread needs to feed its GPU."""
+
+THREADS_A_FILE, FILE_NBYTES = 4, 256 << 20
+"""Threads for which a rank writes one more file at once, and what a file should have at least. The kernel lets one thread at a time
+write to a file: beside it others can sum, and no more."""
 
 
 class Description(msgspec.Struct):
@@ -194,9 +199,15 @@ class ShardedSave:
             if self._copies is not None:
                 self._copies.wait()
             ranks, wanted = self._ranks, parse_wanted(self._sparse)
-            pack = None if wanted is None else partial(choose, wanted=wanted, threads=self.threads or ranks.threads())
-            files = rank_files(self.format, ranks.rank, ranks.size, self.written, self.values, self.metadata, pack=pack)
-            receipts = self._deliver(files)
+            threads = self.threads or ranks.threads()
+            if self._copies is not None:
+                threads = self.threads or min(threads, THREADS_BEHIND)
+            pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
+            count = _file_count(self.written, threads)
+            files = rank_files(
+                self.format, ranks.rank, ranks.size, self.written, self.values, self.metadata, files=count, pack=pack
+            )
+            receipts = self._deliver(files, threads)
             local = msgspec.msgpack.encode(receipts)
         except Exception as error:
             local = error
@@ -237,32 +248,42 @@ class ShardedSave:
         head = msgspec.msgpack.encode(Description(tree, dict(state.metadata), paths, list(flat.values), grads))
         return len(head).to_bytes(8, "little") + head + encode(RankState.of(rows, values=digests, aliases=aliases))
 
-    def _deliver(self, files: Sequence[RankFile]) -> list[Delivered]:
-        receipts = []
+    def _deliver(self, files: Sequence[RankFile], threads: int) -> list[Delivered]:
+        """Write this rank's files, all at once."""
+        if not files:
+            return []
         system = OsFiles()
-        threads, block = self.threads or self._ranks.threads(), None
-        if self._copies is not None:
-            threads, block = self.threads or min(threads, THREADS_BEHIND), BLOCK_BEHIND
         folder = -1 if self._ranks.first else system.open_directory(self._folder)
-        try:
-            for file in files:
-                if self._transaction is not None:
-                    sink = self._transaction.create(file.plan.key)
-                else:
-                    sink = NewFile(system, system.create(file.plan.key, at=folder), path=f"{self.path}/{file.plan.key}")
-                try:
-                    crcs = write_file(file.plan, sink, threads=threads, progress=self.progress, block=block).crcs
-                    if self._transaction is None:
-                        sink.finish(durable=self.durable)
-                except BaseException:
-                    sink.give_up()
-                    raise
+        delivered: dict[str, Delivered] = {}
+        each = max(threads // len(files), 1)
+
+        def task(file: RankFile, sink: NewFile) -> Callable[[], None]:
+            def run() -> None:
+                block = BLOCK_BEHIND if self._copies is not None else None
+                crcs = write_file(file.plan, sink, threads=each, progress=self.progress, block=block).crcs
+                sink.finish(durable=self.durable)
                 boxes = [_stored(box, file, crcs) for box in file.boxes]
-                receipts.append(Delivered(file.plan.key, file.plan.nbytes, boxes))
+                delivered[file.plan.key] = Delivered(file.plan.key, file.plan.nbytes, boxes)
+
+            return run
+
+        sinks: list[NewFile] = []
+        try:
+            sinks.extend(self._create(file.plan.key, system, folder) for file in files)
+            run_all([task(file, sink) for file, sink in zip(files, sinks, strict=True)], threads)
+        except BaseException:
+            for sink in sinks:
+                sink.give_up()
+            raise
         finally:
             if folder >= 0:
                 system.close(folder)
-        return receipts
+        return [delivered[file.plan.key] for file in files]
+
+    def _create(self, key: str, system: OsFiles, folder: int) -> NewFile:
+        if self._transaction is not None:
+            return self._transaction.create(key)
+        return NewFile(system, system.create(key, at=folder), path=f"{self.path}/{key}")
 
     # On the first rank.
 
@@ -318,6 +339,12 @@ class ShardedSave:
             write_file(index, folder.create(index.key))
         folder.commit()
         return [b""] * len(messages)
+
+
+def _file_count(written: Sequence[Written], threads: int) -> int:
+    """Files that a rank writes at once: one for every few threads, each with enough in it."""
+    nbytes = sum(one.tensor.nbytes for one in written)
+    return max(1, min(threads // THREADS_A_FILE, nbytes // FILE_NBYTES))
 
 
 def _stored(box: StoredBox, file: RankFile, crcs: Mapping[str, int]) -> Stored:

@@ -71,7 +71,7 @@ def test_is_two_of_four():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_both_ways_on_a_device(tmp_path, dtype):
     dense = two_of_four(128, 256, dtype)
-    holdfast.save(tmp_path / "c", {"w": dense}, sparse="auto")
+    holdfast.save(tmp_path / "c", {"w": dense}, sparse="2:4")
     with holdfast.open(tmp_path / "c") as ckpt:
         assert packing_of(ckpt["w"]).text == "2:4"
         packed = to_semi_structured(ckpt["w"])

@@ -13,6 +13,7 @@ the allocator then cuts it up. The storages are as separate as always; only cuda
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -119,11 +120,11 @@ def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
         if device.type == "cuda" and nbytes > LARGE_NBYTES:
             totals[device] = totals.get(device, 0) + -(-nbytes // LARGE_NBYTES) * LARGE_NBYTES
     for device, nbytes in totals.items():
-        try:
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
-        except torch.OutOfMemoryError:
-            # There may still be room in pieces.
-            continue
+        # Not where the allocator has as much at hand, and not where the GPU may have it in pieces only.
+        at_hand = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if at_hand < nbytes <= torch.cuda.mem_get_info(device)[0]:
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def _read(task: Task, block: HostBlock, checks: Checks) -> None:

@@ -10,11 +10,13 @@ before each pass, as long as one of their weights has a mask.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = ["FakeSparsity", "FakeStructuredSparsity", "fake_of", "original_of", "put_mask", "take_mask_off"]
+__all__ = ["FakeSparsity", "FakeStructuredSparsity", "fake_of", "is_cut", "original_of", "put_mask", "take_mask_off", "whole_of"]
 
 
 class FakeSparsity(nn.Module):
@@ -110,6 +112,22 @@ def _list_weights(module: nn.Module, inputs: object) -> None:
     """Give a recurrent module its weights as they are now."""
     assert isinstance(module, nn.RNNBase)
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+
+
+def whole_of(module: nn.Module, tensor_name: str) -> torch.Tensor:
+    """A tensor without its masks, gathered if it is cut over ranks; all of them have to ask for it together."""
+    found = original_of(module, tensor_name)
+    if not is_cut(found):
+        return found
+    whole = found.full_tensor()  # type: ignore[attr-defined]  # a DTensor
+    assert isinstance(whole, torch.Tensor)
+    return whole
+
+
+def is_cut(tensor: torch.Tensor) -> bool:
+    """Whether each rank has a part of a tensor, as with FSDP2. Does not import DTensor, which takes a second."""
+    found = sys.modules.get("torch.distributed.tensor")
+    return found is not None and isinstance(tensor, found.DTensor)
 
 
 def original_of(module: nn.Module, tensor_name: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from holdfast.torch.sparsity.fake import fake_of, original_of
+from holdfast.torch.sparsity.fake import fake_of, whole_of
 from holdfast.torch.sparsity.masks import checked_level, drawn_seed, global_masks, random_mask
 from holdfast.torch.sparsity.names import Weight
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier
@@ -88,7 +88,7 @@ class MagnitudeSparsifier(_Elements):
     @staticmethod
     def _prune(places: list[tuple[nn.Module, str]], level: float) -> None:
         masks = [_mask(*place) for place in places]
-        kept = global_masks([original_of(*place) for place in places], level, pruned=[mask == 0 for mask in masks])
+        kept = global_masks([whole_of(*place) for place in places], level, pruned=[mask == 0 for mask in masks])
         for mask, keep in zip(masks, kept, strict=True):
             mask.copy_(keep)
 
@@ -112,7 +112,7 @@ class RandomSparsifier(_Elements):
         mask = _mask(module, tensor_name)
         digest = hashlib.sha256(f"{seed}:{tensor_fqn}".encode()).digest()
         own = int.from_bytes(digest[:8], "little")
-        mask.copy_(random_mask(original_of(module, tensor_name), sparsity_level, own, pruned=mask == 0))
+        mask.copy_(random_mask(whole_of(module, tensor_name), sparsity_level, own, pruned=mask == 0))
 
 
 def _mask(module: nn.Module, tensor_name: str) -> torch.Tensor:

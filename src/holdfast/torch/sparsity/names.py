@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from holdfast.errors import NoSuchTensor
-from holdfast.torch.sparsity.fake import fake_of, original_of
+from holdfast.torch.sparsity.fake import fake_of, is_cut, original_of
 
 __all__ = ["ArgInfo", "Weight", "Weights", "fqn_to_module", "get_arg_info_from_tensor_fqn", "module_to_fqn", "near"]
 
@@ -139,7 +139,8 @@ class Weights:
             raise TypeError(f"{weight.fqn!r} is {tensor.layout}: masks are for dense tensors")
         if type(tensor) is not torch.Tensor and not issubclass(type(tensor), nn.Parameter):
             # torchao's quantised weights say that they are bfloat16; a DTensor has a part of the elements on each rank.
-            raise TypeError(f"{weight.fqn!r} is a {type(tensor).__name__}: masks are for plain tensors")
+            hint = "; prepare before fully_shard" if is_cut(tensor) else ""
+            raise TypeError(f"{weight.fqn!r} is a {type(tensor).__name__}: masks are for plain tensors{hint}")
         if tensor.is_meta:
             raise ValueError(f"{weight.fqn!r} is on the meta device: give the model its weights before it is prepared")
         others = {fqn for key in _identities(tensor) for place, fqn in self._sharing[key] if place != weight.place}

@@ -27,7 +27,7 @@ from torch.nn.utils import parametrize
 
 from holdfast.errors import DoesNotFit, NoSuchTensor, Refused
 from holdfast.torch.sparsity.bits import is_binary
-from holdfast.torch.sparsity.fake import FakeSparsity, fake_of, put_mask, take_mask_off
+from holdfast.torch.sparsity.fake import FakeSparsity, fake_of, is_cut, original_of, put_mask, take_mask_off
 from holdfast.torch.sparsity.names import Weight, Weights, near
 from holdfast.torch.sparsity.state import (
     Group,
@@ -173,6 +173,7 @@ class BaseSparsifier(abc.ABC):
         if self._phase != "prepared":
             done = "its masks were squashed before" if self._phase == "squashed" else "it is not prepared"
             raise ValueError(f"there are no masks to squash: {done}")
+        self._check_whole("squash_mask")
         self._remember()
         kept = [self._kept(group, params_to_keep or (), params_to_keep_per_layer or {}) for group in self.groups]
         unknown = set(params_to_keep_per_layer or ()) - {group["module_fqn"] for group in self.groups}
@@ -219,6 +220,15 @@ class BaseSparsifier(abc.ABC):
         for group in self.groups:
             if fake_of(group["module"], group["tensor_name"]) is None:
                 raise Refused(f"the mask of {group['tensor_fqn']!r} is gone: its parametrization was removed by someone else")
+
+    def _check_whole(self, what: str) -> None:
+        """FSDP2 keeps its own list of parameters: a mask is put on or taken off before, or in a model that is not cut."""
+        for group in self.groups:
+            if is_cut(original_of(group["module"], group["tensor_name"])):
+                raise Refused(
+                    f"{what}() of a model that is cut over ranks ({group['tensor_fqn']!r} is a DTensor): do it before "
+                    "fully_shard, or save sharded and load into a whole model"
+                )
 
     def _place(
         self,
@@ -311,6 +321,8 @@ class BaseSparsifier(abc.ABC):
         if model is None:
             self.state, self.groups, self._phase = state, groups, "waiting"
             return
+        if prepared:
+            self._check_whole("load_state_dict")
         groups = self._fitting(model, state, groups, strict=strict)
         own = {(id(group["module"]), group["tensor_name"]) for group in self.groups} if prepared else ()
         masks = {fqn: known.get("mask") for fqn, known in state.items()}

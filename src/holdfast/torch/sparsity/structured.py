@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from holdfast.errors import Unsupported
-from holdfast.torch.sparsity.fake import FakeStructuredSparsity, fake_of, original_of, put_mask, take_mask_off
+from holdfast.torch.sparsity.fake import FakeStructuredSparsity, fake_of, put_mask, take_mask_off, whole_of
 from holdfast.torch.sparsity.masks import checked_level
 from holdfast.torch.sparsity.names import Weight
 from holdfast.torch.sparsity.order import Keys, keep_above, score_keys, select
@@ -100,7 +100,7 @@ class SaliencyPruner(BaseStructuredSparsifier):
     ) -> None:
         fake = fake_of(module, tensor_name)
         assert isinstance(fake, FakeStructuredSparsity)
-        rows = original_of(module, tensor_name).movedim(fake.dim, 0).reshape(len(fake.mask), -1)
+        rows = whole_of(module, tensor_name).movedim(fake.dim, 0).reshape(len(fake.mask), -1)
         sums = rows.to(torch.float64).abs().sum(1)
         keys = [Keys(score_keys(sums), ~fake.mask)]
         fake.mask.copy_(keep_above(keys, select(keys, int(checked_level(sparsity_level) * len(sums))))[0])

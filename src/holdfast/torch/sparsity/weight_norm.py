@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from holdfast.torch.sparsity.fake import fake_of, original_of
+from holdfast.torch.sparsity.fake import fake_of, whole_of
 from holdfast.torch.sparsity.masks import Norm, block_mask, checked_level
 from holdfast.torch.sparsity.names import Weight
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier
@@ -70,7 +70,7 @@ class WeightNormSparsifier(BaseSparsifier):
     ) -> None:
         fake = fake_of(module, tensor_name)
         assert fake is not None
-        weight = original_of(module, tensor_name)
+        weight = whole_of(module, tensor_name)
         kept = block_mask(
             weight, sparse_block_shape, sparsity_level, zeros_per_block, self.norm, pruned=(fake.mask == 0).view(weight.shape)
         )
