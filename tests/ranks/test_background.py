@@ -257,3 +257,41 @@ def test_a_failure_that_nobody_saw_is_told_at_the_end(endings):
     assert (code, words) == (0, "seen\n")
     for name in ("fail_unseen", "fail_seen"):
         assert not (folder / name / "step").exists()
+
+
+def wait_for_nobody(world: World, path: str) -> float:
+    """One rank comes late. How long the others' call takes: those whose state is cut do not wait, those with replicas do."""
+    rows = sharded(torch.ones(60, 50), world.mesh(), (Shard(0),))
+    if world.rank == 1:
+        time.sleep(1.5)
+    began = time.monotonic()
+    handle = save_sharded(path, {"rows": rows, "tied": rows, "step": 3}, group=world.group, block=False, durable=False)
+    taken = time.monotonic() - began
+    handle.wait(30)
+    return taken
+
+
+def test_the_caller_waits_for_no_other_rank(pool: Pool, tmp_path: Path):
+    taken = good(pool.run(3, wait_for_nobody, str(tmp_path / "step")))
+    assert max(taken) < 1.0
+    with holdfast.open(tmp_path / "step") as ckpt:
+        assert ckpt["tied"].numpy().min() == 1
+        assert [alias.names for alias in ckpt.aliases] == [("rows", "tied")] * 3
+        assert ckpt.tree["step"] == 3
+
+
+def share_first(world: World, path: str) -> int:
+    """Replicas: each rank copies its share alone."""
+    from holdfast.torch import pieces
+
+    state = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
+    with instead(pieces, "COMMON_NBYTES", 0):
+        handle = save_sharded(path, state, group=world.group, block=False, durable=False)
+    handle.wait(30)
+    return handle.staged_nbytes
+
+
+def test_replicas_are_shared_out_before_they_are_copied(pool: Pool, tmp_path: Path):
+    assert good(pool.run(2, share_first, str(tmp_path / "step"))) == [8000 + 32, 8000 + 32]
+    with holdfast.open(tmp_path / "step") as ckpt:
+        assert [float(ckpt[f"w{i}"].numpy().max()) for i in range(4)] == [0, 1, 2, 3]

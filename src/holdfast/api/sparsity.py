@@ -110,9 +110,7 @@ def _tiles(tensor: LazyTensor) -> Iterator[Tile]:
             yield top, min(top + high, rows), left, min(left + (TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE), columns)
 
 
-def _task(
-    tensor: LazyTensor, about: Found, tile: Tile, lock: threading.Lock, progress: Progress | None
-) -> Callable[[], None]:
+def _task(tensor: LazyTensor, about: Found, tile: Tile, lock: threading.Lock, progress: Progress | None) -> Callable[[], None]:
     def run() -> None:
         top, bottom, left, right = tile
         columns = matrix_shape(tensor.shape)[1]

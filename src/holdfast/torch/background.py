@@ -1,10 +1,11 @@
 """Saving while training goes on: `save_sharded(…, block=False)`.
 
-    caller            │ describe, plan, copy what this rank writes │ trains on …
-    background thread │                                            │ write, fsync, publish together │
-    handle                                                  staged ┘                        durable ┘
+    caller            │ describe, copy what this rank has │ trains on …
+    background thread │                                   │ plan together, write, fsync, publish together │
+    handle                                         staged ┘                                       durable ┘
 
-1. What this rank will write is copied into buffers that are kept from save to save; after that the caller may change its tensors.
+1. What this rank has is copied into buffers that are kept from save to save; after that the caller may change its tensors. It waits
+   for no other rank. Only where much is replicated, and would be copied by all, the plan comes first, and each copies its share.
    GPUs copy by themselves, and the caller's streams wait for that, not the caller (cuda/stage.py).
    Autograd's version counters are compared before and after: a tensor that was changed meanwhile would be torn, and is an error.
 2. The thread talks to the other ranks through the store, never through a collective, so it cannot meet the training's.
@@ -18,9 +19,9 @@ import atexit
 import signal
 import threading
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import Literal
 
@@ -35,7 +36,6 @@ from holdfast.errors import HoldfastWarning, NotCommitted
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
-from holdfast.torch.rank_files import Written
 from holdfast.torch.sharded_save import SavedShards, ShardedSave
 from holdfast.torch.shards import is_sharded, shards_of
 
@@ -122,36 +122,35 @@ def _tensors(value: object) -> Iterable[object]:
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What will be written, in memory of our own."""
+    """Tensors in memory of our own."""
 
-    written: list[Written]
+    tensors: list[LazyTensor]
     nbytes: int
     copies: Copies
     """Those out of GPUs, which are waited for before anything is written."""
 
 
 def stage(
-    written: list[Written],
+    tensors: Sequence[LazyTensor],
     before: list[tuple[torch.Tensor, int]],
     path: str,
     *,
     threads: int,
     max_host_memory: int | None = None,
 ) -> Staged:
-    """Copy what will be written into our own memory, in parallel; nothing may change meanwhile."""
+    """Copy tensors into our own memory, in parallel; nothing may change meanwhile. Those without bytes stay what they are."""
     resident = Resident()
     places, total = [], 0
-    for one in written:
+    for tensor in tensors:
         total += -total % ALIGNMENT
         places.append(total)
-        total += one.tensor.nbytes
-    gpu = any(isinstance(one.tensor.source, GpuSource) for one in written)
+        total += tensor.nbytes
+    gpu = any(isinstance(tensor.source, GpuSource) for tensor in tensors)
     room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
     copies = Copies(room)
     outs: list[np.ndarray | None] = []
     by_source: dict[int, tuple[LazyTensor, list[Request]]] = {}
-    for one, place in zip(written, places, strict=True):
-        tensor = one.tensor
+    for tensor, place in zip(tensors, places, strict=True):
         if tensor.dtype.packed or not tensor.nbytes:
             # Packed elements are never in the caller's memory: numpy and torch have none, so they come from an open checkpoint.
             outs.append(None)
@@ -168,7 +167,7 @@ def stage(
                 if isinstance(tensor.source, OpenSource) and tensor.source.resident:
                     tensor.source.threads = threads  # made for this save, by a rank that shares the machine with others
                 tensor.source.read(requests)
-        staged = [one if out is None else _moved(one, out, resident, room) for one, out in zip(written, outs, strict=True)]
+        staged = [t if out is None else _moved(t, out, resident, room) for t, out in zip(tensors, outs, strict=True)]
         torn = sum(tensor._version != version for tensor, version in before)
         if torn:
             raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
@@ -178,15 +177,14 @@ def stage(
     return Staged(staged, total, copies)
 
 
-def _moved(one: Written, out: np.ndarray, resident: Resident, room: HostBlock) -> Written:
-    """The same box, with its elements where they were copied to."""
+def _moved(tensor: LazyTensor, out: np.ndarray, resident: Resident, room: HostBlock) -> LazyTensor:
+    """The same tensor, with its elements where they were copied to."""
     memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
-    copy = resident.strided(memory, one.tensor.dtype, one.tensor.shape, out.strides, 0)
-    return replace(one, tensor=copy.renamed(one.tensor.name))
+    return resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0).renamed(tensor.name)
 
 
 def begin(saving: ShardedSave) -> SaveHandle:
-    """Write and publish on a thread of its own. The turn was taken before, and ends when the thread does."""
+    """Plan, write and publish on a thread of its own. The turn was taken before, and ends when the thread does."""
     handle = SaveHandle(saving.path)
     _running.add(handle)
     _catch_sigterm()
@@ -195,6 +193,7 @@ def begin(saving: ShardedSave) -> SaveHandle:
         saved: SavedShards | None = None
         failed: BaseException | None = None
         try:
+            saving.plan()
             saved = saving.write()
         except BaseException as error:
             failed = error

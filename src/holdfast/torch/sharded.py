@@ -68,6 +68,7 @@ def save_sharded(
         progress=progress,
         max_host_memory=max_host_memory,
         sparse=sparse,
+        values=values,
     )
     before: list[tuple[torch.Tensor, int]] = []
     turn = handed = False
@@ -82,10 +83,14 @@ def save_sharded(
         return found
 
     try:
-        saving.plan(content, metadata=metadata, values=values)
+        saving.describe(content, metadata=metadata)
+        if block or not saving.stages_first:
+            saving.plan()
         if block:
             return saving.write()
         nbytes = saving.stage(before)
+        if saving.failed:
+            saving.plan()  # raises here what the others hear of when they wait
         handle = begin(saving)
         handle.staged_nbytes = nbytes
         handed = True  # the thread ends it from here on

@@ -1,10 +1,10 @@
 """A sharded save: every rank writes a part, and all of it becomes a checkpoint in one step, or none of it does.
 
-    every rank   describe: names, dtypes, shapes, boxes. No data moves               ──► gather
+    every rank   describe: names, dtypes, shapes, boxes. No data moves
+                 (with block=False: copy what it has into buffers; the caller goes on)   ──► gather
     rank 0       plan: replicas dropped and spread, boxes checked to tile, files named;
                  open a hidden folder beside the target                              ──► each rank its part
-    every rank   (with block=False: copy what it will write into buffers; the caller goes on)
-                 write its files there, checksums on the way, fsync                  ──► receipts
+    every rank   write its files there, checksums on the way, fsync                  ──► receipts
     rank 0       compare receipts with the plan, write the index, rename             ──► done, or what went wrong
 
 An error on any rank at any step reaches every rank as the same `RanksFailed`. Before the rename nothing at the target has changed.
@@ -41,6 +41,7 @@ from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.flat_state import FlatState, flatten
 from holdfast.torch.group import Ranks
 from holdfast.torch.merged_trees import flat_tree, merge_trees
+from holdfast.torch.pieces import little_in_common, made_of, pieces_of
 from holdfast.torch.rank_files import Contents, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
 
 __all__ = ["SavedShards", "ShardedSave"]
@@ -114,7 +115,7 @@ class Delivered(msgspec.Struct):
 
 
 class ShardedSave:
-    """One save at work. `plan` and `write` are its two halves; what lies between them may be the caller's to do."""
+    """One save at work: `describe`, `plan`, `write`; and `stage`, before it is planned or after."""
 
     def __init__(
         self,
@@ -128,9 +129,17 @@ class ShardedSave:
         progress: Progress | None = None,
         max_host_memory: int | None = None,
         sparse: str = "never",
+        values: Literal["agree", "first"] = "agree",
     ) -> None:
         self.path, self.format = path, format
-        self._sparse = sparse
+        self._sparse, self._values = sparse, values
+        self._state: State | None = None
+        self._flat = FlatState()
+        self._local: bytes | BaseException = b""
+        """What this rank has to say when it is planned."""
+        self._planned = False
+        self._archives: dict[str, bytes] = {}
+        """DCP: those of all values, where the caller has gone on and may have changed them."""
         self.max_host_memory = max_host_memory
         self._copies: Copies | None = None
         """Those out of GPUs that are under way."""
@@ -149,45 +158,71 @@ class ShardedSave:
         self.values: dict[str, bytes] = {}
         """DCP: the archives that it writes besides."""
 
-    def plan(self, state: Callable[[], object], *, metadata: Mapping[str, str] | None, values: Literal["agree", "first"]) -> None:
-        """Describe what `state` gives, plan together, and know what this rank writes."""
-        described: State | None = None
-        flat = FlatState()
+    def describe(self, state: Callable[[], object], *, metadata: Mapping[str, str] | None) -> None:
+        """Describe what `state` gives. A failure is told to the others when they plan."""
         try:
             raw = state()
-            described = describe_state(raw, metadata=metadata)
-            flat = flatten(described, raw) if self.format != "native" else flat
-            local: bytes | BaseException = self._message(described, flat)
+            self._state = describe_state(raw, metadata=metadata)
+            if self.format != "native":
+                self._flat = flatten(self._state, raw)
+            self._local = self._message(self._state, self._flat)
         except Exception as error:
-            local = error
-        answer = self._ranks.agree(local, lambda messages: self._decide(messages, values))
-        assert described is not None
+            self._local = error
+
+    @property
+    def stages_first(self) -> bool:
+        """Whether to copy before it is planned: where ranks have little in common, of which each would copy all."""
+        return self._ranks.size == 1 or self._state is None or little_in_common(self._state.tensors)
+
+    def plan(self) -> None:
+        """Plan together, and know what this rank writes; once."""
+        if self._planned:
+            return
+        self._planned = True
+        answer = self._ranks.agree(self._local, lambda messages: self._decide(messages, self._values))
+        state = self._state
+        assert state is not None
         try:
             task = msgspec.msgpack.decode(answer, type=Task)
             self._folder = task.folder
-            self.metadata = described.metadata
-            self.written = [_cut(described.tensors[name], name, Box(start, stop)) for name, start, stop in task.boxes]
-            self.values = {name: flat.values[name].archive() for name in task.values}
+            self.metadata = state.metadata
+            self.written = [_cut(state.tensors[name], name, Box(start, stop)) for name, start, stop in task.boxes]
+            self.values = {name: self._archives.get(name) or self._flat.values[name].archive() for name in task.values}
         except Exception as error:
             self._failed = error
 
     def stage(self, before: list[tuple[torch.Tensor, int]]) -> int:
-        """Copy what this rank writes, so that the caller may change it. `before` has the versions of its tensors. Bytes copied.
+        """Copy what this rank writes, or may come to write, so that the caller may change it. Bytes copied.
 
-        A failure here is told to the others when they come with their receipts.
+        `before` has the versions of its tensors. A failure is told to the others: when they plan, or when they come with their
+        receipts.
         """
         from holdfast.torch.background import stage
 
-        if self._failed is not None:
+        if self.failed or self._state is None:
             return 0
+        pieces = {} if self._planned else pieces_of(self._state.tensors)
+        tensors = [one.tensor for one in self.written] if self._planned else list(pieces.values())
         try:
             threads = self.threads or self._ranks.threads()
-            staged = stage(self.written, before, self.path, threads=threads, max_host_memory=self.max_host_memory)
+            staged = stage(tensors, before, self.path, threads=threads, max_host_memory=self.max_host_memory)
+            if self._planned:
+                self.written = [replace(one, tensor=t) for one, t in zip(self.written, staged.tensors, strict=True)]
+            else:
+                made = made_of(self._state.tensors, dict(zip(pieces, staged.tensors, strict=True)))
+                self._state = replace(self._state, tensors=made)
+                self._archives = {name: value.archive() for name, value in self._flat.values.items()}
         except Exception as error:
             self._failed = error
+            self._local = self._local if self._planned else error
             return 0
-        self.written, self._copies = staged.written, staged.copies
+        self._copies = staged.copies
         return staged.nbytes
+
+    @property
+    def failed(self) -> bool:
+        """Whether something went wrong here that the others have yet to hear of."""
+        return self._failed is not None or isinstance(self._local, BaseException)
 
     def write(self) -> SavedShards:
         """Write this rank's part and, together, publish."""
