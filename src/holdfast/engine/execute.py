@@ -56,7 +56,8 @@ def default_threads(processes: int = 1) -> int:
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
     """Carry out every fetch. Raises the first error after all threads have stopped."""
     threads = threads if plan.read_nbytes >= INLINE_NBYTES else 1
-    run_all(_tasks(plan, Reader(store, checks, cached_nbytes(threads, TASK_NBYTES))), threads)
+    gathering = store if isinstance(store, Gathering) else None
+    run_all(_tasks(plan, Reader(store, checks, cached_nbytes(threads, TASK_NBYTES), gathering)), threads)
 
 
 def cached_nbytes(threads: int, most: int) -> int:
@@ -72,6 +73,8 @@ class Reader:
     checks: Checks
     step: int
     """Bytes that are read before they are summed."""
+    gathering: Gathering | None
+    """The store, where it can read many short ranges at once."""
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
@@ -163,8 +166,10 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, reader: Reader) -> 
     store, checks, key, storage = reader.store, reader.checks, file.key, strip.chunk.storage
     tracked = checks.wants(storage)
     done = 0
-    if isinstance(store, Gathering) and not tracked and len(starts) >= GATHER_FETCHES and int(lengths.max()) <= GATHER_NBYTES:
-        done = store.gather(key, starts, lengths, places + origin)
+    if reader.gathering and not tracked and len(starts) >= GATHER_FETCHES and int(lengths.max()) <= GATHER_NBYTES:
+        done = reader.gathering.gather(key, starts, lengths, places + origin)
+    if done == len(starts):
+        return
     memory = memory_at(origin + low, int((places + lengths).max()) - low)
     rest = zip(starts[done:].tolist(), (places[done:] - low).tolist(), lengths[done:].tolist(), strict=True)
     try:
