@@ -14,7 +14,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from holdfast.core.sparse.elements import Elements, Octets, are_set, count_set, fill, marks_of
+from holdfast.core.sparse.elements import Elements, Octets, are_set, count_set, fill, marks_of, taken
 
 __all__ = ["Bitmap"]
 
@@ -50,7 +50,7 @@ class Bitmap:
         return np.packbits(are_set(dense), bitorder="little")
 
     def take(self, dense: Elements) -> Elements:
-        return dense.compress(are_set(dense))
+        return taken(dense, are_set(dense))
 
     def count_values(self, dense: Elements) -> int:
         return count_set(dense)

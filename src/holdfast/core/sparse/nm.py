@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from holdfast.core.sparse.elements import Elements, Octets, are_set, fill, marks_of, translate
+from holdfast.core.sparse.elements import Elements, Octets, are_set, fill, marks_of, taken, translate
 from holdfast.errors import MetadataError
 
 __all__ = ["LARGEST", "Pattern", "most_set", "position_bits"]
@@ -69,13 +69,13 @@ class Pattern:
 
     def take(self, dense: Elements) -> Elements:
         if not self._by_octets or len(dense) % 8:
-            return dense.compress(self._kept(dense))
+            return taken(dense, self._kept(dense))
         marked = are_set(dense)
         octets = np.packbits(marked, bitorder="little")
         stored = translate(octets, _tables(self.n, self.m).stored)
         if not np.array_equal(stored, octets):
             marked = np.unpackbits(stored, bitorder="little").view(np.bool_)
-        values = dense.compress(marked)
+        values = taken(dense, marked)
         if len(values) != self.most(len(dense)):
             raise self._excess()
         return values
