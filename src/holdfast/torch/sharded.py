@@ -46,8 +46,8 @@ def save_sharded(
     or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
 
     With `block=False` it returns when what this rank has has been copied, without waiting for the others unless much of it is
-    replicated: a `SaveHandle`, whose `wait()` comes back when the checkpoint is there, or raises. A second save waits for the first,
-    or is refused on all ranks (`when_busy`). Tensors on a GPU are copied into page-locked memory, which is kept for the next save:
+    replicated: a `SaveHandle`, whose `wait()` comes back when the checkpoint is there, or raises. A second save waits for the one
+    before, or is refused on all ranks (`when_busy`). Tensors on a GPU are copied into page-locked memory, kept for the next save:
     up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
     the current stream is asked to do from then on comes behind them.
     `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
