@@ -87,3 +87,21 @@ def test_what_cannot_be_packed_is_refused(bad):
     tensor = {"dense": torch.ones(64, 64), "shape": torch.zeros(3, 4), "dtype": torch.zeros(64, 64, dtype=torch.int64)}[bad]
     with pytest.raises(Unsupported):
         to_semi_structured(tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_both_ways_with_the_form_that_torch_packs_without_a_kernel(monkeypatch, tmp_path, dtype):
+    """CUTLASS's form is made by plain operators, so everything but torch's question for a CUDA device runs anywhere."""
+    from torch.sparse import semi_structured
+
+    monkeypatch.setattr(semi_structured.SparseSemiStructuredTensor, "_FORCE_CUTLASS", True)
+    for kind in (semi_structured.SparseSemiStructuredTensor, semi_structured.SparseSemiStructuredTensorCUTLASS):
+        monkeypatch.setattr(kind, "_validate_device_dim_dtype_shape", classmethod(lambda cls, tensor: None))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    dense = two_of_four(128, 256, dtype)
+    holdfast.save(tmp_path / "c", {"w": dense}, sparse="2:4")
+    with holdfast.open(tmp_path / "c") as ckpt:
+        packed = to_semi_structured(ckpt["w"], device="cpu")
+    assert isinstance(packed, semi_structured.SparseSemiStructuredTensorCUTLASS)
+    assert packed.values().numel() == dense.numel() // 2
+    assert torch.equal(from_semi_structured(packed), dense)
