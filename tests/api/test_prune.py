@@ -15,6 +15,7 @@ import pytest
 import holdfast
 from holdfast.api import prune as module
 from holdfast.api.prune_rules import parse_rule, tensor_seed
+from holdfast.core.sparse.storage import packing_of
 from holdfast.engine import prune_keys, prune_loss, prune_masks, prune_select
 from holdfast.errors import CannotHold
 
@@ -364,3 +365,19 @@ def test_memory_is_bounded(tmp_path, rule):
     done = subprocess.run([sys.executable, "-c", MEMORY, *arguments, rule], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < nbytes / 3
+
+
+def test_zeros_are_packed_at_once(tmp_path):
+    weight = np.random.default_rng(5).standard_normal((64, 256)).astype(np.float32)
+    holdfast.save(tmp_path / "a.safetensors", {"w": weight, "b": weight[0].copy()})
+    dense = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "dense", ["w: 2:4"])
+    packed = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "packed", ["w: 2:4"], sparse="auto")
+    assert packed.tensors == dense.tensors
+    assert packed.norm_lost == dense.norm_lost
+    with holdfast.open(tmp_path / "packed") as found:
+        assert packing_of(found["w"]).text == "2:4"
+        assert packing_of(found["b"]) is None
+        assert found.digest() == holdfast.open(tmp_path / "dense").digest()
+    with pytest.raises(holdfast.errors.Unsupported, match="only a native directory"):
+        holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ["w: 2:4"], sparse="auto")
+    assert not (tmp_path / "b.safetensors").exists()

@@ -37,8 +37,9 @@ from holdfast.engine.masked import Masked
 from holdfast.engine.prune_keys import PIECE, Magnitudes, RandomOrder, common_order
 from holdfast.engine.prune_loss import Loss, loss_of_counts, weighing
 from holdfast.engine.prune_masks import GroupMask, Mask, block_mask, threshold_masks
+from holdfast.engine.sparse_choice import parse_wanted
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold
+from holdfast.errors import CannotHold, Unsupported
 
 __all__ = ["MASKS", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
 
@@ -115,6 +116,7 @@ def prune(
     *,
     format: str | None = None,
     masks: str | None = None,
+    sparse: str = "never",
     overwrite: bool | None = None,
     durable: bool = True,
     dry_run: bool = False,
@@ -124,14 +126,15 @@ def prune(
     """Write a checkpoint with weights set to zero by rules (`api/prune_rules.py`), the first that matches a name deciding.
 
     `masks="beside"` writes the masks too, to a safetensors file beside the target, `NAME.mask` a tensor, of packed bits;
-    `masks="only"` writes that file to `dst` and no weights. With `dry_run` everything is found out and nothing is written.
+    `masks="only"` writes that file to `dst` and no weights. A native directory may hold the zeros packed (`sparse`, as for `save`).
+    With `dry_run` everything is found out and nothing is written.
 
     Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
     """
     target = os.fspath(dst)
     source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1)
     try:
-        planned = plan_prune(source, target, rules, format=format, masks=masks)
+        planned = plan_prune(source, target, rules, format=format, masks=masks, sparse=sparse)
         planned.measure(threads=threads, progress=progress)
         if dry_run:
             return planned.report(threads=threads, progress=progress)
@@ -142,7 +145,13 @@ def prune(
 
 
 def plan_prune(
-    source: Checkpoint, target: str, rules: Sequence[str | Rule], *, format: str | None = None, masks: str | None = None
+    source: Checkpoint,
+    target: str,
+    rules: Sequence[str | Rule],
+    *,
+    format: str | None = None,
+    masks: str | None = None,
+    sparse: str = "never",
 ) -> Pruning:
     """Lay the rules over an open checkpoint. Nothing is read."""
     problems: list[str] = []
@@ -167,19 +176,30 @@ def plan_prune(
     if masks == "only":
         return Pruning(source.path, target, state, jobs, "safetensors", masks, sum(-(-job.tensor.size // 8) for job in jobs))
     chosen = format_for(target, format, Options(keep_tree=True))
+    if chosen != "native" and parse_wanted(sparse) is not None:
+        raise Unsupported(f"only a native directory stores tensors packed, and this is {chosen}; leave sparse= away", file=target)
     nbytes = plan_save(target, state, chosen, Options(keep_tree=True)).nbytes
-    return Pruning(source.path, target, state, jobs, chosen, masks, nbytes)
+    return Pruning(source.path, target, state, jobs, chosen, masks, nbytes, sparse)
 
 
 class Pruning:
     """A pruning that is laid out: `measure` finds the masks; `report` says what they do, or `run` writes and says it."""
 
     def __init__(
-        self, source: str, target: str, state: State, jobs: list[Job], format: str, masks: str | None, nbytes: int
+        self,
+        source: str,
+        target: str,
+        state: State,
+        jobs: list[Job],
+        format: str,
+        masks: str | None,
+        nbytes: int,
+        sparse: str = "never",
     ) -> None:
         self._source, self._target, self._state, self._jobs, self._format, self._masks = source, target, state, jobs, format, masks
+        self._sparse = sparse
         self.nbytes = nbytes
-        """What is written, masks beside it not counted."""
+        """What is written, masks beside it not counted; where zeros are packed, no more than that."""
 
     def measure(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
         """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
@@ -245,7 +265,7 @@ class Pruning:
             return replace(self.report(threads=threads), saved=saved, masks=beside)
         if self._masks == "beside" and overwrite is False and os.path.lexists(beside):
             raise CannotHold("the masks have no place", [f"{beside!r} exists"], file=self._target)
-        options = Options(keep_tree=True)
+        options = Options(keep_tree=True, sparse=self._sparse)
         saved = write_plan(
             plan_save(self._target, self._pruned(masked), self._format, options), self._target, overwrite=overwrite,
             durable=durable, threads=threads, progress=progress, before_commit=before_commit,
@@ -255,7 +275,9 @@ class Pruning:
     def _pruned(self, masked: Masked) -> State:
         made: dict[object, LazyTensor] = {}
         for job in self._jobs:
-            made[identity(job.tensor)] = masked.tensor(job.tensor, _mask(job), job.told)
+            # What is packed is read several times, and told to nobody: it is weighed by itself.
+            told = job.told if self._sparse == "never" else None
+            made[identity(job.tensor)] = masked.tensor(job.tensor, _mask(job), told)
         same: dict[int, LazyTensor] = {}
 
         def change(tensor: LazyTensor) -> LazyTensor:

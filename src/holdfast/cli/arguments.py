@@ -223,7 +223,6 @@ def _verb(
 
 
 PATH_HELP = "a checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or a directory"
-SPARSE_HELP = "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)"
 JSON_HELP = "print one JSON document (its schema is in docs/cli.md)"
 QUIET_HELP = "no progress bar"
 
@@ -284,7 +283,7 @@ def _add_convert(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
-    verb.add_argument("--sparse", metavar="HOW", default="never", help=SPARSE_HELP)
+    verb.add_argument("--sparse", metavar="HOW", default="never", help=prune.SPARSE_HELP)
     verb.set_defaults(run=_run_convert)
 
 

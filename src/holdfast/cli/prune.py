@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
+SPARSE_HELP = "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)"
+
 DESCRIPTION = """\
 Set weights to zero by rules and write the result, in any format, streamed. The first rule that matches a name decides; what no
 rule matches stays as it is. All that is wrong with the rules is said before anything is written."""
@@ -31,6 +33,7 @@ rules:
 examples:
   holdfast prune model.safetensors -o out.safetensors --rule '*.mlp.*.weight: 2:4' --rule 'lm_head.*: keep'
   holdfast prune model.pt -o sparse --rule '*.weight: global 0.8' --dry-run
+  holdfast prune model.pt -o sparse --rule '*.weight: 2:4' --sparse auto
   holdfast prune model.pt -o out.pt --rule '*.weight: 0.5' --masks beside
   holdfast show --sparsity out.pt
 """
@@ -47,6 +50,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--rules", metavar="FILE", type=Path, help="a file of rules, one a line; # begins a comment")
     verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
     verb.add_argument("--masks", choices=("beside", "only"), help="write the masks too, beside OUT; or only them, to OUT")
+    verb.add_argument("--sparse", metavar="HOW", default="never", help=SPARSE_HELP)
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--no-durable", action="store_true", help="do not wait for the disk (no fsync)")
     verb.add_argument("--threads", metavar="N", type=int, help="how many threads")
@@ -69,7 +73,9 @@ def run(options: argparse.Namespace) -> int:
     quiet = options.quiet or options.json
     begin = time.perf_counter()
     with open_checkpoint(options.src, threads=1) as source:
-        planned = plan_prune(source, options.output, rules, format=options.format, masks=options.masks)
+        planned = plan_prune(
+            source, options.output, rules, format=options.format, masks=options.masks, sparse=options.sparse
+        )
         with bar("Measuring", quiet=quiet) as progress:
             planned.measure(threads=options.threads, progress=progress)
         if options.dry_run:
