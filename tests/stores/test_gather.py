@@ -31,7 +31,7 @@ def file(tmp_path_factory):
 @given(st.lists(st.tuples(st.integers(0, NBYTES - 1), st.integers(0, 5000)), min_size=1, max_size=40))
 def test_every_range_is_what_the_file_has(file, ranges):
     path, content = file
-    starts = np.array([start for start, _ in ranges], np.int64)
+    starts = np.sort(np.array([start for start, _ in ranges], np.int64))
     nbytes = np.minimum(np.array([n for _, n in ranges], np.int64), NBYTES - starts)
     places = np.concatenate(([0], np.cumsum(nbytes)))
     out = np.zeros(int(places[-1]) + 1, np.uint8)
@@ -43,6 +43,29 @@ def test_every_range_is_what_the_file_has(file, ranges):
     assert done == len(ranges)
     expected = [content[start : start + n] for start, n in zip(starts, nbytes, strict=True)]
     assert np.array_equal(out[:-1], np.concatenate(expected))
+
+
+def test_ranges_of_more_than_one_window(file, monkeypatch):
+    path, content = file
+    monkeypatch.setattr(gathering, "WINDOW_NBYTES", 5000)
+    starts = np.array([0, 10, 4990, 5001, 9000, 12_000], np.int64)
+    out = np.zeros((6, 100), np.uint8)
+    with closing(LocalStore(path)) as store:
+        assert store.gather("file", starts, np.full(6, 100), out.ctypes.data + 100 * np.arange(6, dtype=np.int64)) == 6
+    assert all(np.array_equal(out[i], content[start : start + 100]) for i, start in enumerate(starts))
+
+
+def test_pieces_far_apart_are_not_mapped(tmp_path, monkeypatch):
+    """What lies between would count as memory, and be read around each piece where the file is not in the cache."""
+    asked = []
+    monkeypatch.setattr(LocalStore, "gather", lambda self, key, starts, nbytes, places: asked.append(len(starts)) or 0)
+    wide = np.arange(64 * 20_000, dtype=np.float32).reshape(64, 20_000)
+    save(tmp_path / "w.safetensors", {"w": wide})
+    with open_checkpoint(tmp_path / "w.safetensors") as checkpoint:
+        assert np.array_equal(checkpoint["w"][:, 5:9].numpy(), wide[:, 5:9])
+        assert asked == []
+        assert np.array_equal(checkpoint["w"][:, 5:4005].numpy(), wide[:, 5:4005])
+        assert asked == [64]
 
 
 def test_more_ranges_than_one_call_takes(file):

@@ -22,7 +22,7 @@ from holdfast.core.protocols import Gathering, Store
 from holdfast.engine.checks import Checks
 from holdfast.engine.place import place
 from holdfast.errors import HoldfastError
-from holdfast.plan.reads import Batch, Fetch, FileReads, ReadPlan, Strip, tooth_chunk, tooth_index
+from holdfast.plan.reads import Batch, Fetch, FileReads, Ints, ReadPlan, Strip, tooth_chunk, tooth_index
 
 __all__ = ["cached_nbytes", "default_threads", "execute", "run_all"]
 
@@ -37,6 +37,9 @@ GATHER_FETCHES = 16
 
 GATHER_NBYTES = 16 << 10
 """A read above which copying dominates, so that one call for many saves nothing."""
+
+GATHER_SPREAD = 16
+"""The part of a stretch of file that must be wanted; where less is, the system would read around each piece what nobody needs."""
 
 CACHED_NBYTES = 1 << 20
 """What is still in the cache of a core when it has been read or summed: the next one to look at it need not wait for memory."""
@@ -166,7 +169,7 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, reader: Reader) -> 
     store, checks, key, storage = reader.store, reader.checks, file.key, strip.chunk.storage
     tracked = checks.wants(storage)
     done = 0
-    if reader.gathering and not tracked and len(starts) >= GATHER_FETCHES and int(lengths.max()) <= GATHER_NBYTES:
+    if reader.gathering and not tracked and _gathered(starts, lengths):
         done = reader.gathering.gather(key, starts, lengths, places + origin)
     if done == len(starts):
         return
@@ -182,6 +185,13 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, reader: Reader) -> 
         if error.tensor is None:
             error.tensor = strip.tensor
         raise
+
+
+def _gathered(starts: Ints, lengths: Ints) -> bool:
+    """Whether to ask for many reads at once: short ones, near each other, since what lies between them is mapped with them."""
+    if len(starts) < GATHER_FETCHES or int(lengths.max()) > GATHER_NBYTES:
+        return False
+    return int(lengths.sum()) * GATHER_SPREAD >= int(starts[-1]) - int(starts[0])
 
 
 def _fetch(batch: Batch, fetch: Fetch, reader: Reader, scratch: memoryview) -> memoryview:

@@ -25,7 +25,7 @@ from holdfast.core.protocols import Request
 from holdfast.plan.coalesce import Policy, coalesce
 from holdfast.plan.runs import Comb, comb
 
-__all__ = ["Batch", "Fetch", "FileReads", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
+__all__ = ["Batch", "Fetch", "FileReads", "Ints", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
 
 Ints = npt.NDArray[np.int64]
 

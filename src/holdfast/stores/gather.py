@@ -22,6 +22,9 @@ __all__ = ["Ints", "gather"]
 
 Ints = npt.NDArray[np.int64]
 
+WINDOW_NBYTES = 8 << 20
+"""File that is mapped at a time: what is mapped counts as memory of the process, although nobody else has to do without it."""
+
 VECTORS = 1024
 """The most ranges that Linux takes in one call (IOV_MAX)."""
 
@@ -44,14 +47,23 @@ def _process_vm_readv() -> ProcessRead | None:
 
 
 def gather(descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
-    """Copy ranges of a file (first byte, length, the longest no longer than the file) to addresses in memory.
+    """Copy ranges of a file (first byte, length), sorted and inside of it, to addresses in memory.
 
     How many were copied: the first so many of them. It is up to the caller to read the others.
     """
     call = _process_vm_readv()
-    if call is None or not len(starts):
-        return 0
-    low = int(starts.min()) & -mmap.ALLOCATIONGRANULARITY
+    first = 0
+    while call is not None and first < len(starts):
+        last = max(int(np.searchsorted(starts, starts[first] + WINDOW_NBYTES)), first + 1)
+        first += _copy(call, descriptor, starts[first:last], nbytes[first:last], places[first:last])
+        if first < last:
+            break
+    return first
+
+
+def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
+    """The ranges of one window."""
+    low = int(starts[0]) & -mmap.ALLOCATIONGRANULARITY
     try:
         area = mmap.mmap(descriptor, int((starts + nbytes).max()) - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
     except (OSError, ValueError):
