@@ -132,6 +132,17 @@ def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: p
         assert all(torch.equal(again[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.parametrize("path", ["runs/7/step", "runs/7/step/"])
+def test_the_folders_that_lead_to_it_are_made(tmp_path: Path, path: str):
+    """As torch's own distributed checkpoint does it."""
+    save_sharded(f"{tmp_path}/{path}", {"w": torch.ones(3)})
+    with holdfast.open(tmp_path / "runs" / "7" / "step") as ckpt:
+        assert ckpt["w"].numpy().tolist() == [1, 1, 1]
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(RanksFailed, match="NotCommitted"):
+        save_sharded(tmp_path / "file" / "inside" / "step", {"w": torch.ones(3)})
+
+
 # One tree from those of all ranks.
 
 

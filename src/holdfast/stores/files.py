@@ -19,12 +19,25 @@ import os
 import re
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from holdfast.errors import Truncated
 
-__all__ = ["AnyPath", "Buffer", "Files", "Found", "OsFiles", "copy_all", "is_temporary", "path_text", "split_path", "write_all"]
+__all__ = [
+    "AnyPath",
+    "Buffer",
+    "Files",
+    "Found",
+    "OsFiles",
+    "copy_all",
+    "is_temporary",
+    "make_parents",
+    "path_text",
+    "split_path",
+    "write_all",
+]
 
 AnyPath = str | os.PathLike[str]
 Buffer = bytes | bytearray | memoryview
@@ -310,6 +323,24 @@ def _renameat2(source: str, target: str, *, at: int, flags: int) -> bool:
         return False
     call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
     return _called(call(at, os.fsencode(source), at, os.fsencode(target), flags), source, target)
+
+
+def make_parents(path: str, *, durable: bool) -> None:
+    """Make the folders that lead to a path, where they are missing; with `durable`, so that they survive a power cut."""
+    missing = []
+    parent = os.path.dirname(os.path.realpath(path))
+    while not os.path.lexists(parent):
+        missing.append(parent)
+        parent = os.path.dirname(parent)
+    for folder in reversed(missing):
+        with suppress(FileExistsError):  # somebody else makes it as well
+            os.mkdir(folder)
+        if durable:
+            above = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(above)
+            finally:
+                os.close(above)
 
 
 def _fallocate(descriptor: int, nbytes: int) -> bool:

@@ -27,6 +27,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit import DirectoryTransaction, NewFile
 from holdfast.engine.execute import run_all
 from holdfast.engine.sparse_choice import choose, parse_wanted
+from holdfast.engine.target import refusing
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import CannotHold, NotCommitted
 from holdfast.formats.native.chunks import stored_chunk
@@ -36,7 +37,7 @@ from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.described import Catalogue, RankState
 from holdfast.plan.ranks import RankPlan, plan_ranks
 from holdfast.plan.wire import decode_all, encode
-from holdfast.stores.files import OsFiles
+from holdfast.stores.files import OsFiles, make_parents
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.flat_state import FlatState, flatten
 from holdfast.torch.group import Ranks
@@ -345,6 +346,8 @@ class ShardedSave:
         metadata = {key: text for head in reversed(heads) for key, text in head.metadata.items()}
         grads = frozenset(name for head in heads for name in head.grads)
         self._contents = Contents(tensors, dict(plan.aliases), tree, metadata, names, paths, grads)
+        with refusing("making the folders that lead to it", self.path):
+            make_parents(self.path, durable=self.durable)
         transaction = DirectoryTransaction(self.path, durable=self.durable, overwrite=self.overwrite, replaceable=is_part)
         transaction.__enter__()
         self._transaction = transaction
