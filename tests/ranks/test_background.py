@@ -295,3 +295,10 @@ def test_replicas_are_shared_out_before_they_are_copied(pool: Pool, tmp_path: Pa
     assert good(pool.run(2, share_first, str(tmp_path / "step"))) == [8000 + 32, 8000 + 32]
     with holdfast.open(tmp_path / "step") as ckpt:
         assert [float(ckpt[f"w{i}"].numpy().max()) for i in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_value_that_cannot_be_pickled_is_said_at_once(tmp_path: Path):
+    with pytest.raises(holdfast.errors.RanksFailed, match=r"pickle|lambda"):
+        save_sharded(tmp_path / "step", {"w": torch.ones(3), "f": lambda: 0}, format="dcp", block=False)
+    assert list(tmp_path.iterdir()) == []
+    save_sharded(tmp_path / "step", {"w": torch.ones(3)}, format="dcp", block=False, when_busy="refuse").wait(30)

@@ -26,7 +26,7 @@ from holdfast.api.prune_jobs import Job, assign, conflicts, identity
 from holdfast.api.prune_rules import Block, Global, Groups, Magnitude, Random, Rule, parse_rule, tensor_seed
 from holdfast.api.save import Saved, unchanged, write_plan
 from holdfast.api.state import describe_state, map_tensors
-from holdfast.api.targets import Options, format_for, plan_save
+from holdfast.api.targets import Options, check_sparse, format_for, plan_save
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
@@ -37,9 +37,8 @@ from holdfast.engine.masked import Masked
 from holdfast.engine.prune_keys import PIECE, Magnitudes, RandomOrder, common_order
 from holdfast.engine.prune_loss import Loss, loss_of_counts, weighing
 from holdfast.engine.prune_masks import GroupMask, Mask, block_mask, threshold_masks
-from holdfast.engine.sparse_choice import parse_wanted
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold, Unsupported
+from holdfast.errors import CannotHold
 
 __all__ = ["MASKS", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
 
@@ -176,8 +175,7 @@ def plan_prune(
     if masks == "only":
         return Pruning(source.path, target, state, jobs, "safetensors", masks, sum(-(-job.tensor.size // 8) for job in jobs))
     chosen = format_for(target, format, Options(keep_tree=True))
-    if chosen != "native" and parse_wanted(sparse) is not None:
-        raise Unsupported(f"only a native directory stores tensors packed, and this is {chosen}; leave sparse= away", file=target)
+    check_sparse(target, chosen, sparse)
     nbytes = plan_save(target, state, chosen, Options(keep_tree=True)).nbytes
     return Pruning(source.path, target, state, jobs, chosen, masks, nbytes, sparse)
 

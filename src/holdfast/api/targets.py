@@ -15,7 +15,7 @@ from holdfast.formats.safetensors.save import lay_out_safetensors
 from holdfast.formats.torch.layout import archive_name, lay_out_torch_zip
 from holdfast.plan.saves import SavePlan
 
-__all__ = ["NAMES", "Options", "byte_count", "format_for", "is_replaceable", "plan_save"]
+__all__ = ["NAMES", "Options", "byte_count", "check_sparse", "format_for", "is_replaceable", "plan_save"]
 
 NAMES = {
     "torch": "torch-zip", "torch-zip": "torch-zip", "pt": "torch-zip", "safetensors": "safetensors",
@@ -84,10 +84,15 @@ def format_for(path: str, format: str | None, options: Options) -> str:
     return found
 
 
+def check_sparse(path: str, format: str, sparse: str) -> None:
+    """Raise `Unsupported` where tensors shall be stored packed in a format that stores none so, or in a way that there is not."""
+    if parse_wanted(sparse) is not None and format != "native":
+        raise Unsupported(f"only a native directory stores tensors packed, and this is {format}; leave sparse= away", file=path)
+
+
 def plan_save(path: str, state: State, format: str, options: Options) -> SavePlan:
     """Lay out a state. Raises `CannotHold` with every problem when the format cannot hold it."""
-    if format != "native" and parse_wanted(options.sparse) is not None:
-        raise Unsupported(f"only a native directory stores tensors packed, and this is {format}; leave sparse= away", file=path)
+    check_sparse(path, format, options.sparse)
     match format:
         case "torch-zip":
             # The one format with storages: what shared one before it was copied shares it again.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.cli import compact, package, prune, reshard, stats, tie
+from holdfast.cli.planned import add_sparse
 
 if TYPE_CHECKING:
     from holdfast.api.transform import Edits
@@ -283,7 +284,7 @@ def _add_convert(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
-    verb.add_argument("--sparse", metavar="HOW", default="never", help=prune.SPARSE_HELP)
+    add_sparse(verb)
     verb.set_defaults(run=_run_convert)
 
 

@@ -1,4 +1,4 @@
-"""What `package`, `tie` and `compact` have in common: the options of writing, and carrying out what is planned.
+"""What verbs that write share: their options, and, for `package`, `tie` and `compact`, carrying out what is planned.
 
 A dry run says what would be written and stops there. `--json` prints one document of the same fields for all three, beside those of
 the verb; see docs/cli.md.
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from holdfast.api.planned import PlannedSave, Writing
     from holdfast.api.save import Saved
 
-__all__ = ["SCHEMA", "add_writing", "carry_out", "say", "writing"]
+__all__ = ["SCHEMA", "add_sparse", "add_writing", "carry_out", "say", "writing"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
@@ -29,6 +29,12 @@ def add_writing(verb: argparse.ArgumentParser, overwrite: str) -> None:
     verb.add_argument("-n", "--dry-run", action="store_true", help="say what would be written, and write nothing")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/cli.md)")
+
+
+def add_sparse(verb: argparse.ArgumentParser) -> None:
+    """How a native directory stores zeros."""
+    told = "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)"
+    verb.add_argument("--sparse", metavar="HOW", default="never", help=told)
 
 
 def writing(options: argparse.Namespace) -> Writing:

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli.planned import add_sparse
+
 if TYPE_CHECKING:
     from holdfast.api.prune import Pruned
     from holdfast.cli.lines import Line
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
-SPARSE_HELP = "native: store zeros packed where it pays: auto, bitmap, nm, block, 2:4, 16x16 (never)"
 
 DESCRIPTION = """\
 Set weights to zero by rules and write the result, in any format, streamed. The first rule that matches a name decides; what no
@@ -50,7 +50,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--rules", metavar="FILE", type=Path, help="a file of rules, one a line; # begins a comment")
     verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
     verb.add_argument("--masks", choices=("beside", "only"), help="write the masks too, beside OUT; or only them, to OUT")
-    verb.add_argument("--sparse", metavar="HOW", default="never", help=SPARSE_HELP)
+    add_sparse(verb)
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--no-durable", action="store_true", help="do not wait for the disk (no fsync)")
     verb.add_argument("--threads", metavar="N", type=int, help="how many threads")

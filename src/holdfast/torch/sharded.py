@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.engine.sparse_choice import parse_wanted
+from holdfast.api.targets import check_sparse
 from holdfast.torch.background import SaveHandle, begin, busy, give_back, versions
 from holdfast.torch.group import DEADLINE, ranks_of
 from holdfast.torch.rank_files import FORMATS
@@ -55,8 +55,7 @@ def save_sharded(
     where = os.fspath(path)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
-    if parse_wanted(sparse) is not None and format != "native":
-        raise ValueError(f"only a native checkpoint stores tensors packed, and this is {format}; leave sparse= away")
+    check_sparse(where, format, sparse)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline)
     saving = ShardedSave(

@@ -205,6 +205,9 @@ class ShardedSave:
         pieces = {} if self._planned else pieces_of(self._state.tensors)
         tensors = [one.tensor for one in self.written] if self._planned else list(pieces.values())
         try:
+            if not self._planned:
+                # Before any copy is under way: a value may refuse to be pickled.
+                self._archives = {name: value.archive() for name, value in self._flat.values.items()}
             threads = self.threads or self._ranks.threads()
             staged = stage(tensors, before, self.path, threads=threads, max_host_memory=self.max_host_memory)
             if self._planned:
@@ -212,7 +215,6 @@ class ShardedSave:
             else:
                 made = made_of(self._state.tensors, dict(zip(pieces, staged.tensors, strict=True)))
                 self._state = replace(self._state, tensors=made)
-                self._archives = {name: value.archive() for name, value in self._flat.values.items()}
         except Exception as error:
             self._failed = error
             self._local = self._local if self._planned else error
