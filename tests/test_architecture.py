@@ -252,3 +252,15 @@ def test_layers_are_compared(module: str, imported: str, wrong: bool):
 )
 def test_speech_is_heard(source: str, loud: bool):
     assert any(speaks(node) for node in ast.walk(ast.parse(source))) is loud
+
+
+def test_one_function_says_what_a_path_is():
+    """`local_path` turns what users give into paths. The drop-in alone takes them as torch does: as the system has them."""
+    taken = {"fspath", "fsdecode", "expanduser"}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in taken
+    }
+    assert found == {"cli/main.py", "stores/paths.py", "torch/opening.py", "torch/save.py"}

@@ -17,6 +17,8 @@
     ├── BadIndex (IndexError)               an index that numpy would refuse too, or one that we cannot do lazily
     ├── SaveError (OSError)                 a save did not do what it should
     │   ├── NotCommitted                    nothing changed at the target; what was there is intact
+    │   │   └── BadPath (StoreError)        what was given as a path is none (a URL, ''): nothing was read or written
+    │   │       └── NotAPath (TypeError)    nor is it text
     │   ├── DurabilityUncertain             the new content is in place, but may not survive a power cut
     │   ├── RanksFailed                     a save or load of several ranks failed, for the same reasons on all of them
     │   └── RankLost                        a rank gave no sign of life: it was killed, or its machine is gone
@@ -40,6 +42,7 @@ from contextlib import contextmanager
 
 __all__ = [
     "BadIndex",
+    "BadPath",
     "BadPlacement",
     "BadTarget",
     "CannotHold",
@@ -54,6 +57,7 @@ __all__ = [
     "LimitExceeded",
     "MetadataError",
     "NoSuchTensor",
+    "NotAPath",
     "NotCommitted",
     "NotSaved",
     "PickleError",
@@ -172,6 +176,14 @@ class SaveError(HoldfastError, OSError):
 
 class NotCommitted(SaveError):
     """The save failed before its one visible step: what was at the target is untouched, and nothing else was left."""
+
+
+class BadPath(StoreError, NotCommitted):
+    """What was given as the path of a checkpoint is none on this machine. Nothing was read, and nothing was written."""
+
+
+class NotAPath(BadPath, TypeError):
+    """What was given as a path is not even text."""
 
 
 class DurabilityUncertain(SaveError):

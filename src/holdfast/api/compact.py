@@ -24,6 +24,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
+from holdfast.stores.paths import local_path
 
 __all__ = ["Compacted", "PlannedCompact", "compact", "planned_compact"]
 
@@ -90,10 +91,10 @@ def planned_compact(
     limits: Limits | None = None,
 ) -> Iterator[PlannedCompact]:
     """A checkpoint laid out without what no tensor reaches, as long as the block lasts."""
-    source = os.fspath(path)
+    source = local_path(path)
     with open_checkpoint(source, threads=writing.threads, limits=limits) as opened:
         described = describe_state(opened, limits=limits)
-        target = source if output is None else os.fspath(output)
+        target = source if output is None else local_path(output)
         planned = plan_rewrite(opened, _islands(described), target, read=described, format=format, writing=writing)
         yield PlannedCompact(planned.plan, target, planned.writing, planned.before_commit, _nbytes(source))
 

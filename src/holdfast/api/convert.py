@@ -31,6 +31,7 @@ from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, StoreError,
 from holdfast.plan.reads import plan_reads
 from holdfast.plan.saves import SavePlan
 from holdfast.stores.local import free_nbytes
+from holdfast.stores.paths import local_path
 
 __all__ = ["Conversion", "PlannedConversion", "convert", "plan_conversion"]
 
@@ -121,7 +122,7 @@ def convert(
     opened = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1, limits=limits)
     try:
         planned = plan_conversion(
-            opened, os.fspath(dst), format=format, selection=Selection(model, constants, sample_inputs), edits=edits,
+            opened, local_path(dst), format=format, selection=Selection(model, constants, sample_inputs), edits=edits,
             options=options, max_memory=max_memory, overwrite=overwrite, durable=durable, verify=verify, threads=threads,
             limits=limits,
         )  # fmt: skip

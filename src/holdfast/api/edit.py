@@ -17,6 +17,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
+from holdfast.stores.paths import local_path
 
 __all__ = ["edit", "metadata_changes", "plan_edit"]
 
@@ -53,7 +54,7 @@ def edit(
     edits = Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only)
     with open_checkpoint(src, threads=1, limits=limits) as opened:
         planned = plan_edit(
-            opened, None if dst is None else os.fspath(dst), edits=edits,
+            opened, None if dst is None else local_path(dst), edits=edits,
             metadata=metadata_changes(set_metadata or {}, unset_metadata),
             max_shard_size=None if max_shard_size is None else byte_count(max_shard_size), max_memory=max_memory,
             overwrite=overwrite, durable=durable, verify=verify, threads=threads, limits=limits,

@@ -20,6 +20,7 @@ from holdfast.errors import StoreError, UnknownFormat, ZipError, located
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
+from holdfast.stores.paths import local_path
 
 __all__ = ["open", "read"]
 
@@ -62,6 +63,7 @@ def store_of(path: Openable, limits: Limits) -> Store:
     if isinstance(path, bytes | bytearray | memoryview):
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
+        path = local_path(path)
         try:
             return LocalStore(path, max_files=limits.files)
         except StoreError as error:

@@ -39,6 +39,7 @@ from holdfast.formats.pt2.lay_out import Part, lay_out_pt2, models_of
 from holdfast.formats.torch.layout import archive_name
 from holdfast.plan.saves import Data, SavePlan
 from holdfast.stores.local import LocalStore
+from holdfast.stores.paths import local_path
 
 __all__ = ["Deduplicate", "package", "planned_package", "share_files"]
 
@@ -86,7 +87,7 @@ def planned_package(
         raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
     if deduplicate not in ("storage", "content"):
         raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
-    target = os.fspath(path)
+    target = local_path(path)
     with ExitStack() as stack:
         members = _describe(models, stack, writing.threads)
         state, notes = _deduplicated(members.state, deduplicate, progress)
@@ -133,7 +134,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | Non
     memory: dict[str, object] = {}
     for model, value in models.items():
         if isinstance(value, str | os.PathLike):
-            place = os.path.realpath(value)
+            place = os.path.realpath(local_path(value))
             if place not in opened:
                 opened[place] = stack.enter_context(open_checkpoint(value, threads=threads))
             value = opened[place]

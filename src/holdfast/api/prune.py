@@ -39,6 +39,7 @@ from holdfast.engine.prune_loss import Loss, loss_of_counts, weighing
 from holdfast.engine.prune_masks import GroupMask, Mask, block_mask, threshold_masks
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
+from holdfast.stores.paths import local_path
 
 __all__ = ["MASKS", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
 
@@ -130,7 +131,7 @@ def prune(
 
     Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
     """
-    target = os.fspath(dst)
+    target = local_path(dst)
     source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1)
     try:
         planned = plan_prune(source, target, rules, format=format, masks=masks, sparse=sparse)

@@ -29,6 +29,7 @@ from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.torch.layout import archive_name
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.local import LocalStore
+from holdfast.stores.paths import local_path
 
 __all__ = ["planned_replacement", "replace_weights"]
 
@@ -68,8 +69,8 @@ def planned_replacement(
     limits: Limits | None = None,
 ) -> Iterator[PlannedSave]:
     """The archive with other weights laid out, as long as the block lasts."""
-    path = os.fspath(pt2)
-    target = path if output is None else os.fspath(output)
+    path = local_path(pt2)
+    target = path if output is None else local_path(output)
     with ExitStack() as stack:
         store = LocalStore(path)
         stack.callback(store.close)

@@ -28,6 +28,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import BadPlacement
 from holdfast.formats.native.split import lay_out_split
 from holdfast.plan.saves import SavePlan
+from holdfast.stores.paths import local_path
 
 __all__ = ["Rule", "parse_mesh", "parse_rule", "plan_reshard", "reshard"]
 
@@ -144,7 +145,7 @@ def reshard(
     grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
     parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]
     source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=threads)
-    target = os.fspath(dst)
+    target = local_path(dst)
     try:
         plan = plan_reshard(source, grid, parsed)
         state = describe_state(source)

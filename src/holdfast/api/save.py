@@ -24,6 +24,7 @@ from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.stores.files import Files
 from holdfast.stores.local import LocalStore
+from holdfast.stores.paths import local_path
 
 __all__ = ["Saved", "save", "unchanged", "write_plan"]
 
@@ -67,7 +68,7 @@ def save(
     Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
     """
-    target = os.fspath(path)
+    target = local_path(path)
     options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
 
     def run() -> Saved:

@@ -26,11 +26,12 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Foreign
 from holdfast.engine.source import OpenSource
-from holdfast.errors import FormatError, HoldfastError, LimitExceeded, Truncated, UnknownFormat
+from holdfast.errors import BadPath, FormatError, HoldfastError, LimitExceeded, Truncated, UnknownFormat
 from holdfast.formats.dcp.directory import DATA_SUFFIX, DcpDirectory
 from holdfast.formats.dcp.examine import examine
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.pickle import PlainTable, interpret, interpret_whole
+from holdfast.stores.paths import found_path, local_path
 
 __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
 
@@ -123,10 +124,15 @@ def scan(*paths: str | os.PathLike[str], limits: Limits | None = None) -> ScanRe
     files: list[FileReport] = []
     skipped = 0
     for path in paths:
-        if not os.path.isdir(path):
-            files.append(_scan_file(Path(path), limits or Limits()))
+        try:
+            place = local_path(path)
+        except BadPath as error:
+            files.append(FileReport(str(path), "", error=_described(error)))
             continue
-        for found in _search(Path(path)):
+        if not os.path.isdir(place):
+            files.append(_scan_file(Path(place), limits or Limits()))
+            continue
+        for found in _search(Path(place)):
             report = found if isinstance(found, FileReport) else _scan_found(found, limits or Limits())
             if report is None:
                 skipped += 1
@@ -198,7 +204,7 @@ def _described(error: Exception) -> str:
 
 
 def _scan_checkpoint(path: Path | bytes, limits: Limits, depth: int = 0) -> FileReport:
-    with open_checkpoint(path, limits=limits) as checkpoint:
+    with open_checkpoint(found_path(str(path)) if isinstance(path, Path) else path, limits=limits) as checkpoint:
         foreign = checkpoint.foreign
         if checkpoint.format == DcpDirectory.name:
             foreign += examine(checkpoint.tree, checkpoint.values())
@@ -246,7 +252,7 @@ def _other_zip(path: Path) -> bool:
 
 def _read(path: Path, limits: Limits, most: int | None = None) -> bytes:
     """The whole file, if the limit allows that, or its first bytes."""
-    store = store_of(path, limits)
+    store = store_of(found_path(str(path)), limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()

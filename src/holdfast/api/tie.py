@@ -31,6 +31,7 @@ from holdfast.core.protocols import Source, State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.formats.safetensors.strict_json import quoted
+from holdfast.stores.paths import local_path
 
 __all__ = ["Tied", "TiedState", "planned_tie", "tie", "tie_state"]
 
@@ -110,7 +111,7 @@ def planned_tie(
     progress: Progress | None = None,
 ) -> Iterator[tuple[Tied, PlannedSave | None]]:
     """What holds the same, which is compared here; with `output`, the checkpoint in which it is tied, laid out."""
-    source = os.fspath(path)
+    source = local_path(path)
     with open_checkpoint(source, threads=writing.threads, limits=limits) as opened:
         described = _weights(opened, describe_state(opened, limits=limits))
         if output is None:
@@ -118,7 +119,7 @@ def planned_tie(
             yield _report(source, graph, graph.notes), None
             return
         tied = tie_state(described, progress=progress)
-        planned = plan_rewrite(opened, tied.state, os.fspath(output), read=described, format=format, writing=writing)
+        planned = plan_rewrite(opened, tied.state, local_path(output), read=described, format=format, writing=writing)
         yield _report(source, tied.graph, tied.notes), planned
 
 

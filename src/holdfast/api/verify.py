@@ -25,13 +25,14 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sweep import Progress, Span, Sweep
-from holdfast.errors import Corrupted, FormatError, HoldfastError, UnknownFormat, located
+from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, UnknownFormat, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.directory import check_files
 from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.inflate import inflated_crc
 from holdfast.formats.zip.reader import read_archive
+from holdfast.stores.paths import local_path
 
 __all__ = ["Damage", "Problem", "VerifyReport", "verify"]
 
@@ -102,11 +103,19 @@ def verify(
     `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
     check = Verification(limits or Limits(), threads or default_threads(), progress)
-    if isinstance(path, str | os.PathLike) and os.path.isdir(path):
-        check.directory(os.fspath(path))
+    if not isinstance(path, str | os.PathLike):
+        check.one(path)
+        return check.report(f"<{type(path).__name__}>")
+    try:
+        path = local_path(path)
+    except BadPath as error:
+        check.refuse(str(path), error)
+        return check.report(str(path))
+    if os.path.isdir(path):
+        check.directory(path)
     else:
         check.one(path)
-    return check.report(os.fspath(path) if isinstance(path, str | os.PathLike) else f"<{type(path).__name__}>")
+    return check.report(path)
 
 
 @dataclass(slots=True)
@@ -161,7 +170,7 @@ class Verification:
             except HoldfastError as error:
                 failed = error
         except HoldfastError as error:
-            self._refuse(path, error)
+            self.refuse(path, error)
             return
         finally:
             if store is not None:
@@ -177,11 +186,11 @@ class Verification:
                 self._skipped.append(file)
         named = any(problem.file != path for problem in self._problems)
         if failed is not None and not named and not (isinstance(failed, UnknownFormat) and len(self._formats) > found_before):
-            self._refuse(path, failed)
+            self.refuse(path, failed)
 
     def one(self, path: Openable, *, optional: bool = False) -> None:
         """One file. With `optional`, one that is no checkpoint at all is passed over."""
-        label = os.fspath(path) if isinstance(path, str | os.PathLike) else f"<{type(path).__name__}>"
+        label = path if isinstance(path, str) else f"<{type(path).__name__}>"
         try:
             store = store_of(path, self._limits)
             try:
@@ -190,13 +199,13 @@ class Verification:
                 store.close()
         except UnknownFormat as error:
             if not optional:
-                self._refuse(label, error)
+                self.refuse(label, error)
             else:
                 self._skipped.append(label)
         except HoldfastError as error:
-            self._refuse(label, error)
+            self.refuse(label, error)
 
-    def _refuse(self, file: str, error: HoldfastError) -> None:
+    def refuse(self, file: str, error: HoldfastError) -> None:
         if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
             self._damaged.append(Damage(error.file or file, (), "", error.offset or 0, 0, error.expected, error.found))
         else:
@@ -214,7 +223,7 @@ class Verification:
                 if not zipped:
                     raise
                 read_archive(source, source.store.list()[0])  # raises where the archive itself is at fault
-                self._refuse(path, error)
+                self.refuse(path, error)
                 kind = "torch-zip"
             except Corrupted:
                 if not zipped:
@@ -224,7 +233,7 @@ class Verification:
                 try:
                     check_files(source)
                 except HoldfastError as error:
-                    self._refuse(_label(path, error.file) if error.file else path, error)
+                    self.refuse(_label(path, error.file) if error.file else path, error)
         ranges = self._tensor_ranges(tensors, path)
         keys = sorted({at.span.key for at in ranges.values() if at.store is source.store}) or list(source.store.list())[:1]
         if kind == "dcp":

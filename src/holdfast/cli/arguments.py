@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from holdfast.cli import compact, package, prune, reshard, stats, tie
+from holdfast.cli import compact, package, places, prune, reshard, stats, tie
 from holdfast.cli.planned import add_sparse
 
 if TYPE_CHECKING:
@@ -229,7 +228,7 @@ QUIET_HELP = "no progress bar"
 
 
 def _add_show(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="PATH", type=Path, help=PATH_HELP)
+    verb.add_argument("path", metavar="PATH", type=places.path, help=PATH_HELP)
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
     verb.add_argument("-d", "--depth", metavar="N", type=_positive, help="levels of the tree to show")
     verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
@@ -240,16 +239,16 @@ def _add_show(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_read(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="PATH", type=Path, help=PATH_HELP)
+    verb.add_argument("path", metavar="PATH", type=places.path, help=PATH_HELP)
     verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors, or globs")
     verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
-    verb.add_argument("-o", "--output", metavar="FILE", type=Path, help="write .npy or .npz instead of printing")
+    verb.add_argument("-o", "--output", metavar="FILE", type=places.path, help="write .npy or .npz instead of printing")
     verb.add_argument("--raw", action="store_true", help="with -o: keep the bits of types that numpy lacks, as unsigned integers")
     verb.set_defaults(run=_run_read)
 
 
 def _add_scan(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="files, and directories to search")
+    verb.add_argument("paths", metavar="PATH", type=places.path, nargs="+", help="files, and directories to search")
     verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
     verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
     verb.add_argument("--json", action="store_true", help=JSON_HELP)
@@ -257,7 +256,7 @@ def _add_scan(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("paths", metavar="PATH", type=Path, nargs="+", help="checkpoints, files or directories")
+    verb.add_argument("paths", metavar="PATH", type=places.path, nargs="+", help="checkpoints, files or directories")
     verb.add_argument("-a", "--all", action="store_true", help="every damage")
     verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=JSON_HELP)
@@ -265,8 +264,8 @@ def _add_verify(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_diff(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("a", metavar="A", type=Path, help=PATH_HELP)
-    verb.add_argument("b", metavar="B", type=Path, help="another one")
+    verb.add_argument("a", metavar="A", type=places.path, help=PATH_HELP)
+    verb.add_argument("b", metavar="B", type=places.path, help="another one")
     verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
     verb.add_argument("-a", "--all", action="store_true", help="every difference")
     verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
@@ -275,8 +274,8 @@ def _add_diff(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_convert(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("src", metavar="SRC", type=Path, help=PATH_HELP)
-    verb.add_argument("dst", metavar="DST", help="where to write; the suffix says the format")
+    verb.add_argument("src", metavar="SRC", type=places.path, help=PATH_HELP)
+    verb.add_argument("dst", metavar="DST", type=places.target, help="where to write; the suffix says the format")
     verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
     _add_edits(verb)
     verb.add_argument("--model", metavar="NAME", help="of a package: the state dict of this model")
@@ -289,8 +288,8 @@ def _add_convert(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_edit(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="PATH", type=Path, help=PATH_HELP)
-    verb.add_argument("-o", "--output", metavar="OUT", help="write here and leave PATH as it is")
+    verb.add_argument("path", metavar="PATH", type=places.path, help=PATH_HELP)
+    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, help="write here and leave PATH as it is")
     _add_edits(verb)
     verb.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], type=_pair, help="set metadata")
     verb.add_argument("--unset", metavar="KEY", action="append", default=[], help="take metadata out")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
+from holdfast.cli import places
 from holdfast.cli.planned import add_writing, carry_out, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
@@ -23,8 +23,8 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("path", metavar="PATH", type=Path, help="a checkpoint")
-    verb.add_argument("-o", "--output", metavar="OUT", help="write here and leave PATH as it is")
+    verb.add_argument("path", metavar="PATH", type=places.path, help="a checkpoint")
+    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, help="write here and leave PATH as it is")
     add_writing(verb, "with -o: replace what is there")
     verb.set_defaults(run=run)
 

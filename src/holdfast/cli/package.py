@@ -6,6 +6,7 @@ import argparse
 import os
 from contextlib import ExitStack
 
+from holdfast.cli import places
 from holdfast.cli.planned import add_writing, carry_out, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
@@ -26,8 +27,10 @@ examples:
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
     verb.add_argument("models", metavar="NAME=PATH", nargs="+", help="a name and a checkpoint of any format")
-    verb.add_argument("-o", "--output", metavar="OUT", help="where to write; without it, --replace replaces the archive")
-    verb.add_argument("--replace", metavar="PT2", help="put the weights into this archive; NAME= is its model, if it has several")
+    where = "where to write; without it, --replace replaces the archive"
+    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, help=where)
+    archive = "put the weights into this archive; NAME= is its model, if it has several"
+    verb.add_argument("--replace", metavar="PT2", type=places.target, help=archive)
     verb.add_argument("--format", choices=("pt2", "native"), help="the format, whatever the suffix")
     verb.add_argument("--content", action="store_true", help="store equal tensors once, wherever they are; reads what looks equal")
     add_writing(verb, "replace what is there")

@@ -6,9 +6,9 @@ import argparse
 import math
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli import places
 from holdfast.cli.planned import add_sparse
 
 if TYPE_CHECKING:
@@ -44,10 +44,11 @@ ROWS = 200
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("src", metavar="SRC", type=Path, help="a checkpoint of any format")
-    verb.add_argument("-o", "--output", metavar="OUT", required=True, help="where to write; the suffix says the format")
+    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
+    where = "where to write; the suffix says the format"
+    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, required=True, help=where)
     verb.add_argument("--rule", metavar="RULE", action="append", default=[], help="'*.weight: 2:4'; the first that matches decides")
-    verb.add_argument("--rules", metavar="FILE", type=Path, help="a file of rules, one a line; # begins a comment")
+    verb.add_argument("--rules", metavar="FILE", type=places.path, help="a file of rules, one a line; # begins a comment")
     verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
     verb.add_argument("--masks", choices=("beside", "only"), help="write the masks too, beside OUT; or only them, to OUT")
     add_sparse(verb)

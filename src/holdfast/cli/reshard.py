@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
+
+from holdfast.cli import places
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -24,11 +25,11 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("src", metavar="SRC", type=Path, help="a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", help="the directory to write")
+    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
+    verb.add_argument("dst", metavar="DST", type=places.target, help="the directory to write")
     verb.add_argument("--mesh", metavar="NAME=N,…", required=True, help="the ranks: 'dp=2,tp=4'")
     verb.add_argument("--rule", metavar="RULE", action="append", default=[], help="how names are cut: '*.weight: tp=0'")
-    verb.add_argument("--plan", metavar="FILE", type=Path, help="a file of rules, one a line; # begins a comment")
+    verb.add_argument("--plan", metavar="FILE", type=places.path, help="a file of rules, one a line; # begins a comment")
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--no-durable", action="store_true", help="do not wait until the disk has it")
     verb.add_argument("--dry-run", action="store_true", help="say what would be written")

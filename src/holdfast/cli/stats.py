@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from holdfast.cli import places
 
 if TYPE_CHECKING:
     from holdfast.api.stats import TensorStats
@@ -38,7 +39,7 @@ ROWS = 200
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("path", metavar="PATH", type=Path, help="a checkpoint of any format")
+    verb.add_argument("path", metavar="PATH", type=places.path, help="a checkpoint of any format")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
     verb.add_argument("--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none")
     verb.add_argument("--threads", metavar="N", type=int, help="how many threads")

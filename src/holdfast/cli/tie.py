@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast.cli import places
 from holdfast.cli.planned import SCHEMA, add_writing, carry_out, say, writing
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("path", metavar="PATH", type=Path, help="a checkpoint of any format")
-    verb.add_argument("-o", "--output", metavar="OUT", help="write a checkpoint with ties here")
+    verb.add_argument("path", metavar="PATH", type=places.path, help="a checkpoint of any format")
+    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, help="write a checkpoint with ties here")
     verb.add_argument("--in-place", action="store_true", help="write it in place of PATH, atomically")
     add_writing(verb, "with -o: replace what is there")
     verb.set_defaults(run=run)

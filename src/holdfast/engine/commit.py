@@ -46,7 +46,8 @@ from holdfast.engine.temporaries import (
     temporary_name,
 )
 from holdfast.errors import HoldfastError, SaveError
-from holdfast.stores.files import AnyPath, Buffer, Files, OsFiles, is_temporary, path_text
+from holdfast.stores.files import Buffer, Files, OsFiles, is_temporary
+from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
 
@@ -62,7 +63,7 @@ class FileTransaction:
     """
 
     def __init__(self, path: AnyPath, *, durable: bool = True, overwrite: bool = True, files: Files | None = None) -> None:
-        self.path = path_text(path)
+        self.path = local_path(path)
         self.durable = durable
         self.overwrite = overwrite
         self._files: Files = files or OsFiles()
@@ -208,7 +209,7 @@ class DirectoryTransaction:
         replaceable: Callable[[str], bool] | None = None,
         files: Files | None = None,
     ) -> None:
-        self.path = path_text(path)
+        self.path = local_path(path)
         self.durable = durable
         self.overwrite = overwrite
         self._replaceable = replaceable or (lambda name: False)

@@ -19,7 +19,8 @@ import re
 import secrets
 from contextlib import suppress
 
-from holdfast.stores.files import AnyPath, Files, OsFiles, path_text, split_path
+from holdfast.stores.files import Files, OsFiles, split_path
+from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["Kept", "claim", "clean", "recover", "repair", "temporary_name"]
 
@@ -212,7 +213,7 @@ def recover(path: AnyPath, *, files: Files | None = None) -> str | None:
     """
     files = files or OsFiles()
     with suppress(OSError, ValueError):
-        parent, name = split_path(files.resolve(path_text(path)))
+        parent, name = split_path(files.resolve(local_path(path)))
         at = files.open_directory(parent)
         try:
             if name and files.stat(name, at=at) is None:

@@ -26,7 +26,6 @@ from typing import Literal, Protocol
 from holdfast.errors import Truncated
 
 __all__ = [
-    "AnyPath",
     "Buffer",
     "Files",
     "Found",
@@ -34,12 +33,10 @@ __all__ = [
     "copy_all",
     "is_temporary",
     "make_parents",
-    "path_text",
     "split_path",
     "write_all",
 ]
 
-AnyPath = str | os.PathLike[str]
 Buffer = bytes | bytearray | memoryview
 Kind = Literal["file", "directory", "link", "other"]
 Names = list[str]
@@ -271,18 +268,6 @@ def is_temporary(name: str) -> bool:
     return TEMPORARY.fullmatch(name) is not None
 
 
-def path_text(path: AnyPath) -> str:
-    """A path as text, which it must be able to be.
-
-    >>> path_text("checkpoints/model.pt")
-    'checkpoints/model.pt'
-    """
-    text = os.fspath(path)
-    if not isinstance(text, str):
-        raise TypeError(f"a path must be text, not {type(text).__name__}")
-    return text
-
-
 def split_path(path: str) -> tuple[str, str]:
     """The folder and the name in it.
 
@@ -327,6 +312,8 @@ def _renameat2(source: str, target: str, *, at: int, flags: int) -> bool:
 
 def make_parents(path: str, *, durable: bool) -> None:
     """Make the folders that lead to a path, where they are missing; with `durable`, so that they survive a power cut."""
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        os.lstat(path)  # a path that is too long says so before a part of it is made
     missing = []
     parent = os.path.dirname(os.path.realpath(path))
     while not os.path.lexists(parent):

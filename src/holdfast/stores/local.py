@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from holdfast.errors import Closed, HoldfastError, LimitExceeded, StoreError, Truncated, UnsafePath
 from holdfast.stores.files import is_temporary
 from holdfast.stores.gather import Ints, gather
+from holdfast.stores.paths import local_path
 
 __all__ = ["DescriptorStore", "LocalStore", "check_key", "free_nbytes", "read_at"]
 
@@ -79,15 +80,11 @@ class LocalStore:
     """A file, or a directory and what is in it."""
 
     def __init__(self, path: str | os.PathLike[str], *, max_files: int = 100_000) -> None:
-        self.name = os.fspath(path)
+        self.name = local_path(path)
         self._lock = threading.Lock()
         self._handles: dict[str, Handle] = {}
         self._closed = False
         self._max_files = max_files
-        if not isinstance(self.name, str):
-            raise StoreError(f"a path must be text, not {type(self.name).__name__}")
-        if "\0" in self.name:
-            raise StoreError("a path cannot hold a NUL character")
         try:
             mode = os.stat(self.name).st_mode
         except (OSError, UnicodeEncodeError) as error:

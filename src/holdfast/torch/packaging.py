@@ -35,6 +35,7 @@ from holdfast.formats.pt2.config import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.lay_out import Part, Pickled, lay_out_pt2
 from holdfast.formats.pt2.program import summarise
 from holdfast.formats.torch.layout import archive_name
+from holdfast.stores.paths import local_path
 
 __all__ = ["package_program"]
 
@@ -64,7 +65,7 @@ def package_program(
     a program was exported with stay out of the file. Raises `CannotHold` with every weight that cannot be written or that a program
     lacks, by model and name; nothing is written then.
     """
-    target = os.fspath(path)
+    target = local_path(path)
     programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
     wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
     if wrong or not programs:

@@ -23,6 +23,7 @@ from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.layout import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
 from holdfast.plan.saves import Data, FilePlan, Hole, Memory, SavePlan, Segment
+from holdfast.stores.paths import found_path
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.legacy_save import lay_out_legacy
 from holdfast.torch.memory import storage_bytes, storage_memory
@@ -81,7 +82,7 @@ def save(
             write_stream(plan.files[0], special)
     else:
         try:
-            write_plan(plan, path, durable=durable)
+            write_plan(plan, found_path(path), durable=durable)
         except NotCommitted as error:
             raise NotSaved(*error.args, file=error.file, found=error.found) from error
 
@@ -108,7 +109,9 @@ def plan_object(
 
 def _archive_name(path: str) -> str:
     """The folder in the archive: the file's name without its last suffix; `archive` for names beyond ASCII."""
-    folder, _, base = path.rpartition("/")
+    # To torch 2.13 a backslash ends a folder on every system, so that `C:\\x.pt` has one that is missing.
+    last = max(path.rfind("/"), path.rfind("\\"))
+    folder, base = path[: max(last, 0)], path[last + 1 :]
     if folder and not os.path.isdir(folder):
         raise Refused(f"Parent directory {folder} does not exist.", file=path)
     stem = base.rpartition(".")[0] if "." in base else base

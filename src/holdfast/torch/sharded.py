@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from holdfast.api.targets import check_sparse
+from holdfast.stores.paths import local_path
 from holdfast.torch.background import SaveHandle, begin, busy, give_back, versions
 from holdfast.torch.group import DEADLINE, ranks_of
 from holdfast.torch.rank_files import FORMATS
@@ -52,7 +53,7 @@ def save_sharded(
     the current stream is asked to do from then on comes behind them.
     `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
     """
-    where = os.fspath(path)
+    where = local_path(path)
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
     check_sparse(where, format, sparse)

@@ -30,6 +30,7 @@ from holdfast.core.tree import dotted
 from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.formats.dcp.lazy import Unread
+from holdfast.stores.paths import local_path
 from holdfast.torch.fill import Fill, fill
 from holdfast.torch.group import DEADLINE, ranks_of
 from holdfast.torch.replicas import Replicated, Share, hand_on, offers, spread
@@ -109,7 +110,7 @@ def load_sharded(
     own collectives (`"broadcast"`); by default the latter where they are on several machines or the tensors on GPUs. Tensors on a
     GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
     """
-    where = os.fspath(path)
+    where = local_path(path)
     if replicated not in get_args(Replicated):
         raise ValueError(f"replicated must be one of {', '.join(get_args(Replicated))}, not {replicated!r}")
     ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)

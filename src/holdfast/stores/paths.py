@@ -1,0 +1,106 @@
+"""`local_path`: from what a user gives as the place of a checkpoint to a path on this machine, or a sentence that says why not.
+
+Every verb asks here first, whether it reads or writes, from Python and on the command line; so do the transactions and the stores
+below them. It is the one place that knows what a path is:
+
+    s3://bucket/x   gs://…   hf://…   file:///x     no path: something that is not on this machine, or not said as a path
+    s3:/bucket/x                                    the same after `pathlib.Path`, which takes one of the two slashes away
+    C:\\x   C:/x   \\\\server\\x                       no path either, on a machine that has no drives
+    ~/x   ~user/x                                   in that user's home, as a shell has it
+    ''                                              nothing; the current directory is '.'
+
+Without these rules each of them would be a strange new folder below the current directory. What really has such a name is given by
+its absolute path; `found_path` says so for names that were found on the disk. Object stores will be told apart here, too.
+
+`holdfast.torch.save` and `load` are torch's functions, to which a path is what the system makes of it: they do not ask.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+
+from holdfast.errors import BadPath, NotAPath
+
+__all__ = ["AnyPath", "found_path", "local_path"]
+
+AnyPath = str | os.PathLike[str]
+
+SCHEME = re.compile(r"[^/\\]*:(?=[/\\]|$)")
+"""A first part that ends with a colon: of a URL, also of one behind another (`simplecache::s3://`), or a drive."""
+
+DRIVE = re.compile(r"\s*[A-Za-z]:")
+SHOWN = 200
+"""Characters of a path that a message repeats."""
+
+
+def local_path(path: AnyPath) -> str:
+    """A path on this machine, as text, with a leading `~` expanded. What gave one path gives the same when it is asked again.
+
+    >>> local_path("checkpoints/model.pt")
+    'checkpoints/model.pt'
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise _refused(f"a path is text or a pathlib.Path, not {_kind(path)}", path, kind=NotAPath)
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise _refused(f"a path must be text, not {_kind(text)}; os.fsdecode makes text of it", text, kind=NotAPath)
+    if not text:
+        raise _refused("the path is empty; the current directory is '.'", text)
+    if "\0" in text:
+        raise _refused("a path cannot hold a NUL character", text)
+    if not _says_more(text):
+        # `Path` makes `~x` of `./~x`, and would give it a meaning that it did not have.
+        return os.path.join(os.getcwd(), text) if text.startswith("./") and _says_more(_undotted(text)) else text
+    if not text.startswith("~"):
+        raise _elsewhere(text)
+    try:
+        home = os.path.expanduser(text)
+    except ValueError:
+        home = text
+    if _says_more(home):
+        user = re.split(r"[/\\]", text)[0]
+        raise _refused(f"there is no home of {user[:SHOWN]!r}; a file of that name is given by its absolute path", text)
+    return home
+
+
+def found_path(path: str) -> str:
+    """A path that was found on the disk, so that `local_path` gives just that: absolute where it could be taken for something else.
+
+    >>> found_path("folder/~model.pt")
+    'folder/~model.pt'
+    """
+    return os.path.join(os.getcwd(), path) if _says_more(_undotted(path)) else path
+
+
+def _says_more(text: str) -> bool:
+    """Whether a path is not, or not yet, one for the system."""
+    return text.startswith(("~", "\\\\")) or SCHEME.match(text) is not None
+
+
+def _undotted(text: str) -> str:
+    while text.startswith("./"):
+        text = text[2:].lstrip("/")
+    return text
+
+
+def _elsewhere(text: str) -> BadPath:
+    named = "a file of that name is given by its absolute path"
+    if DRIVE.match(text) or text.startswith("\\\\"):
+        return _refused(f"{text[:SHOWN]!r} is a path of Windows, and this machine has no drives; {named}", text)
+    scheme = SCHEME.match(text)
+    if scheme is not None and scheme[0].strip().lower() == "file:":
+        return _refused(f"{text[:SHOWN]!r} is a URL; give the path alone, without file://", text)
+    message = "object stores are not supported yet; copy the checkpoint to or from a local path with the store's own tool"
+    return _refused(f"{text[:SHOWN]!r} is a URL and no path on this machine: {message} ({named})", text)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _refused(message: str, found: object, *, kind: type[BadPath] = BadPath) -> BadPath:
+    refused = kind(message, found=found)
+    refused.errno = errno.EINVAL
+    return refused

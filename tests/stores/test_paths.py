@@ -1,0 +1,247 @@
+"""What counts as a path, alike for every verb that takes one, and that nothing is made on the way to a refusal."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PureWindowsPath
+
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.api.prune import prune
+from holdfast.api.reshard import reshard
+from holdfast.api.stats import stats
+from holdfast.cli.main import main
+from holdfast.errors import BadPath, HoldfastError, NotAPath, NotCommitted, Refused, StoreError
+from holdfast.stores.paths import found_path, local_path
+from holdfast.torch import load, load_into, load_sharded, save, save_sharded
+from holdfast.torch import open as open_torch
+
+URLS = ["s3://bucket/x", "gs://b/x.pt", "hf://org/model", "file:///tmp/x", "simplecache::s3://b/x", "S3://B/x", "a+b.c-1://x"]
+BAD = [*URLS, Path("s3://bucket/x"), "s3:/bucket", " s3://bucket/x", "C:\\x", "c:/x", "C:", "\\\\server\\x", "~no-such-user/x"]
+BAD += ["", "a\0b"]
+WRONG = [b"x", 5, None]
+
+
+class Bytes:
+    """A path as bytes, in an object."""
+
+    def __fspath__(self) -> bytes:
+        return b"x"
+
+
+STATE = {"w": np.ones(2, np.float32)}
+
+READERS = {
+    "open": holdfast.open,
+    "torch.open": open_torch,
+    "load_into": lambda path: load_into({"w": torch.zeros(2)}, path),
+    "load_sharded": lambda path: load_sharded(path, {"w": torch.zeros(2)}),
+    "diff": lambda path: holdfast.diff("here.pt", path),
+    "stats": lambda path: list(stats(path)),
+    "convert from": lambda path: holdfast.convert(path, "made.pt"),
+    "edit": lambda path: holdfast.edit(path, drop=["w"]),
+    "prune from": lambda path: prune(path, "made.pt", ["*: 2:4"]),
+    "reshard from": lambda path: reshard(path, "made", mesh={"tp": 2}),
+    "tie": holdfast.tie,
+    "compact": lambda path: holdfast.compact(path, output="made.pt"),
+    "replace_weights": lambda path: holdfast.replace_weights(path, STATE),
+    "package of": lambda path: holdfast.package("made.pt2", {"m": path}),
+}
+WRITERS = {
+    "save": lambda path: holdfast.save(path, STATE, format="native"),
+    "save torch": lambda path: holdfast.save(path, STATE, format="torch"),
+    "save_sharded": lambda path: save_sharded(path, {"w": torch.ones(2)}),
+    "save_sharded behind": lambda path: save_sharded(path, {"w": torch.ones(2)}, block=False),
+    "convert": lambda path: holdfast.convert("here.pt", path, format="native"),
+    "convert with resume": lambda path: holdfast.convert("here.pt", path, format="native", resume=True),
+    "convert, only explained": lambda path: holdfast.convert("here.pt", path, format="native", explain=True),
+    "edit to": lambda path: holdfast.edit("here.pt", path, rename=[("w", "v")]),
+    "prune": lambda path: prune("here.pt", path, ["*: 0.5"], format="native"),
+    "reshard": lambda path: reshard("here.pt", path, mesh={"tp": 2}),
+    "tie to": lambda path: holdfast.tie("here.pt", output=path, format="native"),
+    "compact to": lambda path: holdfast.compact("here.pt", output=path, format="native"),
+    "package": lambda path: holdfast.package(path, {"m": STATE}),
+}
+VERBS = READERS | WRITERS
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current directory with one checkpoint, and an empty home."""
+    folder, home = tmp_path / "here", tmp_path / "home"
+    folder.mkdir()
+    home.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(home))
+    holdfast.save("here.pt", STATE)
+    return folder
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_no_path_is_refused_by_every_verb(verb: str, here: Path):
+    """An error of ours, for readers and for writers, and no folder called `s3:`."""
+    for path in BAD:
+        with pytest.raises(BadPath) as caught:
+            VERBS[verb](path)
+        assert isinstance(caught.value, StoreError)
+        assert isinstance(caught.value, NotCommitted)
+        assert os.listdir(here) == ["here.pt"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_what_is_no_text_is_a_type_error_of_ours(verb: str, here: Path):
+    with pytest.raises(NotAPath, match="text") as caught:
+        VERBS[verb](Bytes())
+    assert isinstance(caught.value, TypeError)
+    if verb in WRITERS and not verb.endswith(" to"):
+        for path in WRONG:
+            with pytest.raises(NotAPath):
+                VERBS[verb](path)
+    assert os.listdir(here) == ["here.pt"]
+
+
+@pytest.mark.parametrize("path", BAD)
+def test_reports_say_it_and_do_not_raise(path: str | Path):
+    found = holdfast.verify(path)
+    assert not found.ok
+    assert [problem.kind for problem in found.problems] == ["BadPath"]
+    assert holdfast.scan(path).verdict() == "error"
+
+
+@pytest.mark.parametrize("path", URLS)
+def test_the_sentence_about_a_url(path: str):
+    with pytest.raises(BadPath) as caught:
+        local_path(path)
+    expected = "without file://" if path.startswith("file:") else "object stores are not supported yet"
+    assert expected in str(caught.value)
+
+
+COMMANDS = {
+    "show": ["show", "{}"],
+    "read": ["read", "{}", "w"],
+    "read to": ["read", "here.pt", "w", "-o", "{}"],
+    "scan": ["scan", "{}"],
+    "verify": ["verify", "{}"],
+    "diff": ["diff", "here.pt", "{}"],
+    "convert": ["convert", "here.pt", "{}", "--format", "native"],
+    "convert from": ["convert", "{}", "x.pt"],
+    "edit": ["edit", "here.pt", "--rename", "w=v", "-o", "{}"],
+    "reshard": ["reshard", "here.pt", "{}", "--mesh", "tp=2"],
+    "prune": ["prune", "here.pt", "-o", "{}", "--rule", "*: 2:4"],
+    "stats": ["stats", "{}"],
+    "package": ["package", "m=here.pt", "-o", "{}"],
+    "package of": ["package", "m={}", "-o", "made.pt2"],
+    "tie": ["tie", "here.pt", "-o", "{}"],
+    "compact": ["compact", "here.pt", "-o", "{}"],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_line_refuses_the_same(command: str, here: Path, capsys: pytest.CaptureFixture[str]):
+    for path in ("s3://bucket/x", "C:\\x", "~no-such-user/x", ""):
+        code = main([part.format(path) for part in COMMANDS[command]])
+        told = capsys.readouterr()
+        assert code == 2, path
+        assert "internal error" not in told.err
+        assert told.err.startswith("holdfast: ") or "not verified" in told.out or "error" in told.out
+        assert os.listdir(here) == ["here.pt"]
+
+
+@pytest.mark.parametrize("verb", WRITERS)
+def test_home_is_home_for_every_writer(verb: str, here: Path):
+    for path in ("~/x", Path("~/y")):
+        if verb != "convert, only explained":
+            WRITERS[verb](path) if "behind" not in verb else WRITERS[verb](path).wait()
+            assert Path(path).expanduser().exists()
+            assert not holdfast.verify(path).problems
+    assert os.listdir(here) == ["here.pt"]
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_home_is_home_for_every_reader(verb: str, here: Path):
+    """`~/x` is looked for at home: what is not there is missing there, and not in a folder called `~`."""
+    with pytest.raises(HoldfastError) as caught:
+        READERS[verb]("~/missing.pt")
+    assert not isinstance(caught.value, BadPath)
+    assert os.path.expanduser("~/missing.pt") in str(caught.value)
+
+
+def test_home_on_the_command_line(here: Path):
+    assert main(["convert", "here.pt", "~/there.pt", "--quiet"]) == 0
+    assert main(["show", "~/there.pt"]) == main(["verify", "~/there.pt", "--quiet"]) == main(["scan", "~/there.pt"]) == 0
+    assert main(["read", "~/there.pt", "w", "-o", "~/w.npy"]) == 0
+    assert sorted(os.listdir(os.path.expanduser("~"))) == ["there.pt", "w.npy"]
+    assert os.listdir(here) == ["here.pt"]
+
+
+ODD = ["~odd.pt", "s3:", "C:\\x.pt", "a:b.pt", "x ~.pt"]
+
+
+def test_names_that_look_like_something_else_are_reached_by_their_absolute_path(here: Path):
+    for name in ODD:
+        for path in (here / name, f"./{name}", f"././{name}"):
+            holdfast.save(path, STATE, format="torch")
+            assert holdfast.verify(path).ok
+            assert holdfast.scan(path).verdict() == "clean"
+            with holdfast.open(path) as checkpoint:
+                assert list(checkpoint) == ["w"]
+    assert main(["show", "./~odd.pt"]) == 0
+    assert sorted(os.listdir(here)) == sorted([*ODD, "here.pt"])
+
+
+def test_what_is_found_in_a_folder_is_what_it_is(here: Path):
+    """A scan of `.` comes upon `~odd.pt`, which is nobody's home."""
+    for name in ODD:
+        holdfast.save(here / name, STATE, format="torch")
+    found = holdfast.scan(".")
+    assert [file.error for file in found.files] == [None] * len(found.files)
+    assert len(found.files) == len(ODD) + 1 or found.skipped
+    assert holdfast.verify(".").ok
+
+
+def test_the_same_again(here: Path):
+    """What comes out may be asked about again, also after `Path`."""
+    for path in ("x", "./x", "./~x", "~/x", "/x", "a/~b", "./s3:/x", "..", ".", "a/b:/c"):
+        once = local_path(path)
+        assert local_path(once) == local_path(Path(once)) == once or Path(local_path(Path(once))) == Path(once)
+    assert found_path("~x") == f"{here}/~x"
+    assert found_path("x") == "x"
+    with pytest.raises(BadPath, match="Windows"):
+        local_path(PureWindowsPath("C:/x"))
+
+
+def test_names_that_are_too_long(here: Path):
+    for verb in set(VERBS) - {"convert, only explained"}:
+        for path in ("x" * 256, "d/" * 3000 + "x"):
+            with pytest.raises(HoldfastError):
+                VERBS[verb](path).wait()  # those that raise only when they are waited for
+    assert os.listdir(here) == ["here.pt"]
+
+
+def test_the_drop_in_takes_paths_as_torch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """To torch a path is what the system makes of it: no home, no URLs, and no folder is made."""
+    for number, path in enumerate(("s3://bucket/x.pt", "~/x.pt", "~x.pt", "C:\\x.pt", "hf://x", "\\x.pt", "a:b.pt")):
+        outcomes = []
+        for who, call in (("ours", save), ("torch's", torch.save)):
+            place = tmp_path / f"{who}-{number}"
+            place.mkdir()
+            monkeypatch.chdir(place)
+            try:
+                call({"w": torch.ones(2)}, path)
+                told = ""
+            except RuntimeError as error:
+                told = str(error).split(" (")[0]
+            outcomes.append((told, {found.name: found.read_bytes() for found in place.iterdir()}))
+        assert outcomes[0] == outcomes[1], path
+
+
+def test_the_drop_in_refuses_without_a_folder(here: Path):
+    for path in ("s3://bucket/x.pt", "~/x.pt"):
+        with pytest.raises(Refused):
+            save({"w": torch.ones(2)}, path)
+        with pytest.raises(FileNotFoundError):
+            load(path)
+    assert os.listdir(here) == ["here.pt"]
