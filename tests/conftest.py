@@ -7,11 +7,17 @@ fixed quarter (and every bomb), and `make test-all`, which passes `--exhaustive`
 from __future__ import annotations
 
 import json
+import signal
 import zlib
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# A shell that starts a command in the background has it ignore Ctrl-C, and every process below inherits that. Tests send the signal
+# to their children and look what these do about it: here it is what it is in the foreground.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).resolve().parent / "golden"
 

@@ -8,6 +8,7 @@ import pty
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -171,3 +172,12 @@ def test_starts_fast_and_without_torch(golden_dir):
         assert done.returncode == 0
     # 0.25 s on an idle machine. What this is to catch is an import of torch, or of another 0.3 s of libraries.
     assert best < 0.6
+
+
+def test_children_of_tests_can_be_interrupted():
+    """Also where the tests run behind `&`: a shell has what it starts so ignore SIGINT, and children inherit that."""
+    child = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    code = f"import subprocess, sys, tests.conftest; subprocess.run([sys.executable, '-c', {child!r}])"
+    command = ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\n"
