@@ -300,6 +300,10 @@ class Model:
             self.nodes[self.open_descriptors[descriptor]].mode = mode
             self._called(f"chmod {mode:o}")
 
+    def chown(self, descriptor: int, user: int, group: int) -> None:
+        with self._turn:
+            self._called(f"chown {user} {group}")
+
     def rename(self, source: str, target: str, *, at: int) -> None:
         with self._turn:
             directory, node = self._at(at), self._entry(source, at)
@@ -386,6 +390,9 @@ class Model:
         if isinstance(what, File):
             return Found("file", (1, node), what.mode, len(what.data))
         return Found("directory", (1, node), what.mode, 0)
+
+    def is_shared(self, descriptor: int) -> bool:
+        return False
 
     def longest_name(self, descriptor: int) -> int:
         return 255

@@ -95,10 +95,12 @@ def examine(
     following: bool = True,
     exchange: bool = True,
     noreplace: bool = True,
+    then: str = TARGET,
 ) -> Report:
     """Run `save` once and examine every state that a power cut (or, without, the death of the process) may leave on the way.
 
-    `first` saves the old version, where `save` is too broken to. `following` also runs the next save from each state.
+    `first` saves the old version, where `save` is too broken to. `following` also runs the next save from each state, to
+    the same name unless `then` is another.
     """
     model = start(first or save, old=old, exchange=exchange, noreplace=noreplace)
     reader, report = Reader(read), Report()
@@ -131,16 +133,21 @@ def examine(
         report.wrong(f"after return: {len(model.open_descriptors)} descriptors are open")
     if following:
         for tree in {freeze(tree): tree for tree in seen.values()}.values():
-            follow(first or save, reader, tree, report, exchange=exchange, noreplace=noreplace)
+            follow(first or save, reader, tree, report, exchange=exchange, noreplace=noreplace, name=then)
     report.calls, report.states = model.calls, len(seen)
     return report
 
 
-def follow(save: Save, reader: Reader, tree: Tree, report: Report, *, exchange: bool = True, noreplace: bool = True) -> None:
-    """Save the next version onto what a crash left: it works, and cleans."""
+def follow(
+    save: Save, reader: Reader, tree: Tree, report: Report, *, exchange: bool = True, noreplace: bool = True, name: str = TARGET
+) -> None:
+    """Save the next version onto what a crash left, or beside it: it works, and cleans, and nothing else changes."""
     model = Model(exchange=exchange, noreplace=noreplace, tree=tree)
-    save(f"{ROOT}/{TARGET}", NEXT, files=model)
-    if reader.version(model.live()) != NEXT or temporaries(model.live()):
+    save(f"{ROOT}/{name}", NEXT, files=model)
+    found = model.live()
+    left = [one for one in temporaries(found) if name == TARGET or one.endswith(".tmp")]
+    same = name == TARGET or reader.version(found) == reader.version(tree)
+    if reader.version({TARGET: found[name]}) != NEXT or left or not same:
         report.wrong(f"a following save on {sorted(tree)} left {sorted(model.live())}")
 
 
@@ -148,22 +155,49 @@ class Death(BaseException):
     """kill -9 in the model: it cannot be caught by what tidies up, because every later call raises it as well."""
 
 
-def examine_after_death(save: Save, read: Callable[[Path], int], *, exchange: bool = True, second: Save | None = None) -> Report:
-    """Kill a replacing save after each of its calls, save again on the same machine, and cut the power at every moment of that.
+class Mortal:
+    """The model as a process sees it that dies when so many calls were made: whatever it asks for afterwards is not done."""
+
+    def __init__(self, model: Model, moment: int) -> None:
+        self._model = model
+        self._moment = moment
+        self._dead = False
+
+    def __getattr__(self, name: str) -> Callable[..., object]:
+        real = getattr(self._model, name)
+
+        def call(*args: object, **options: object) -> object:
+            if self._dead:
+                raise Death
+            result = real(*args, **options)
+            if len(self._model.calls) >= self._moment:
+                self._dead = True
+                raise Death
+            return result
+
+        return call
+
+
+def examine_after_death(
+    save: Save,
+    read: Callable[[Path], int],
+    *,
+    exchange: bool = True,
+    second: Save | None = None,
+    old: bool = True,
+    name: str = TARGET,
+) -> Report:
+    """Kill a save after each of its calls, save again on the same machine, and cut the power at every moment of that.
 
     What the dead process did is visible and not durable, which is the worst case for a cleaner: what looks replaced may come back.
+    With another `name` the second save is to that: it cleans, and the target stays what the dead process left, or was about to.
     """
+    before, elsewhere = OLD if old else None, name != TARGET
     report, reader = Report(), Reader(read)
     for moment in range(1, 1_000):
-        model = start(save, old=True, exchange=exchange)
-
-        def die(call: str, model: Model = model, moment: int = moment) -> None:
-            if len(model.calls) >= moment:
-                raise Death
-
-        model.watch = die
+        model = start(save, old=old, exchange=exchange)
         try:
-            save(f"{ROOT}/{TARGET}", NEW, files=model)
+            save(f"{ROOT}/{TARGET}", NEW, files=Mortal(model, moment))
         except Death:
             pass
         else:
@@ -171,7 +205,7 @@ def examine_after_death(save: Save, read: Callable[[Path], int], *, exchange: bo
         model.revive()
         seen: set[object] = set()
 
-        def look(call: str, allowed: tuple[int, ...], model: Model = model, seen: set[object] = seen, moment: int = moment) -> None:
+        def look(call: str, allowed: tuple[int | None, ...], model: Model = model, seen: set[object] = seen, moment: int = moment) -> None:
             for tree in model.crashes(TARGET):
                 key = freeze(tree)
                 if (key, allowed) in seen:
@@ -181,12 +215,15 @@ def examine_after_death(save: Save, read: Callable[[Path], int], *, exchange: bo
                 if (version := reader.version(tree)) not in allowed:
                     report.wrong(f"killed after call {moment}, power cut after {call}: found {version}, allowed {allowed}")
 
-        model.watch = lambda call, look=look: look(call, (OLD, NEW, NEXT))
-        (second or save)(f"{ROOT}/{TARGET}", NEXT, files=model)
+        model.watch = lambda call, look=look: look(call, (before, NEW) if elsewhere else (before, NEW, NEXT))
+        (second or save)(f"{ROOT}/{name}", NEXT, files=model)
         model.watch = None
-        look("return", (NEXT,))
+        look("return", (before, NEW) if elsewhere else (NEXT,))
         report.calls = model.calls
-        if left := temporaries(model.live()):
+        if reader.version({TARGET: model.live()[name]}) != NEXT:
+            report.wrong(f"killed after call {moment}: the next save did not save")
+        # What another target set aside may be the only copy of it.
+        if left := [one for one in temporaries(model.live()) if not elsewhere or one.endswith(".tmp")]:
             report.wrong(f"killed after call {moment}: {left} is left after the next save")
         if report.violations:
             return report

@@ -8,14 +8,15 @@ import errno
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from holdfast.engine.commit import DirectoryTransaction, FileTransaction, recover
 from holdfast.engine.temporaries import temporary_name
-from holdfast.errors import NotCommitted, SaveError, StoreError, Truncated
-from holdfast.stores.files import OsFiles, is_temporary
+from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
+from holdfast.stores.files import Found, OsFiles, is_temporary
 
 DEAD = ".model.0123456789abcdef.tmp"
 ASIDE = ".model.0123456789abcdef.old"
@@ -329,12 +330,154 @@ def test_what_a_live_process_holds_is_left_alone(tmp_path: Path):
 
 
 def test_only_our_own_names_are_cleaned(tmp_path: Path):
-    others = [".model.tmp", ".model.0123456789abcdeg.tmp", ".model.0123456789ABCDEF.tmp", ".models.0123456789abcdef.tmp"]
-    others += [".model.0123456789abcdef.tmp.bak", "model.0123456789abcdef.tmp", ".model.pt.0123456789abcdef.tmp"]
+    others = [".model.tmp", ".model.0123456789abcdeg.tmp", ".model.0123456789ABCDEF.tmp", ".0123456789abcdef.tmp"]
+    others += [".model.0123456789abcdef.tmp.bak", "model.0123456789abcdef.tmp", ".model.pt.0123456789abcdef.old"]
     for name in others:
         (tmp_path / name).write_bytes(b"precious")
     put(tmp_path / "model")
     assert names(tmp_path) == sorted([*others, "model"])
+
+
+def leave(path: Path, *, directory: bool) -> Path:
+    """What a killed save left."""
+    if directory:
+        path.mkdir()
+        (path / "a").write_bytes(b"half")
+    else:
+        path.write_bytes(b"half")
+    return path
+
+
+def test_what_another_step_left_is_cleaned(tmp_path: Path):
+    leave(tmp_path / ".step-1000.0123456789abcdef.tmp", directory=True)
+    leave(tmp_path / ".step-1000.pt.0123456789abcdef.tmp", directory=False)
+    leave(tmp_path / ".step-1000.1123456789abcdef.old", directory=True)
+    put(tmp_path / "step-2000.pt")
+    # A save of one file leaves folders alone.
+    left = [".step-1000.0123456789abcdef.tmp", ".step-1000.1123456789abcdef.old"]
+    assert names(tmp_path) == [*left, "step-2000.pt"]
+    put_directory(tmp_path / "step-2000", a=b"1")
+    # What was set aside may be the only copy of another step.
+    assert names(tmp_path) == [*left[1:], "step-2000", "step-2000.pt"]
+    assert recover(tmp_path / "step-1000") == str(tmp_path / left[1])
+
+
+def test_another_step_that_is_being_saved_is_left_alone(tmp_path: Path):
+    put_directory(tmp_path / "old", a=b"old")
+    with DirectoryTransaction(tmp_path / "step-1", overwrite=True) as one, FileTransaction(tmp_path / "step-1.pt") as two:
+        one.create("a").write(0, b"slow")
+        two.write(0, b"slow")
+        held = names(tmp_path)
+        put_directory(tmp_path / "step-2", a=b"quick")
+        put(tmp_path / "step-2.pt", b"quick")
+        assert names(tmp_path) == sorted([*held, "step-2", "step-2.pt"])
+        one.commit()
+        two.commit()
+    assert names(tmp_path) == ["old", "step-1", "step-1.pt", "step-2", "step-2.pt"]
+
+    class Meanwhile(OsFiles):
+        """Saves another step in the middle of the exchange."""
+
+        def exchange(self, first: str, second: str, *, at: int) -> bool:
+            done = super().exchange(first, second, at=at)
+            put_directory(tmp_path / "step-3", a=b"quick")
+            assert content(tmp_path / first) == {"a": b"old"}
+            return done
+
+    put_directory(tmp_path / "old", files=Meanwhile(), a=b"new")
+    assert content(tmp_path / "old") == {"a": b"new"}
+
+
+@pytest.mark.parametrize("directory", [False, True])
+def test_where_locks_may_not_tell_another_step_is_left_for_a_day(tmp_path: Path, directory: bool):
+    """A rank on another machine may be writing it. One that nobody has touched for a day is nobody's."""
+
+    class Shared(OsFiles):
+        def is_shared(self, descriptor: int) -> bool:
+            return True
+
+    fresh = leave(tmp_path / ".step-1.0123456789abcdef.tmp", directory=directory)
+    stale = leave(tmp_path / ".step-1.1123456789abcdef.tmp", directory=directory)
+    leave(tmp_path / ".step-2.1123456789abcdef.tmp", directory=directory)
+    os.utime(stale, (0, stale.stat().st_mtime - 90_000))
+    save = put_directory if directory else put
+    save(tmp_path / "step-2", files=Shared())
+    assert names(tmp_path) == [fresh.name, "step-2"]
+
+
+def test_saves_of_many_names_at_once_do_not_disturb_each_other(tmp_path: Path):
+    """Each cleans while the others are between making their temporary and locking it."""
+
+    def save(number: int) -> None:
+        try:
+            for _ in range(20):
+                put_directory(tmp_path / f"step-{number}", a=b"x")
+                put(tmp_path / f"file-{number}")
+        except BaseException as error:
+            failed.append(error)
+
+    failed: list[BaseException] = []
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert names(tmp_path) == sorted([*(f"step-{n}" for n in range(8)), *(f"file-{n}" for n in range(8))])
+
+
+def test_a_directory_that_a_cleaner_takes_before_it_is_opened(tmp_path: Path):
+    class Raced(OsFiles):
+        tries = 0
+
+        def open_directory(self, path: str, *, at: int | None = None) -> int:
+            if is_temporary(path):
+                self.tries += 1
+                if self.tries == 1:
+                    os.rmdir(path, dir_fd=at)
+            return super().open_directory(path, at=at)
+
+    files = Raced()
+    put_directory(tmp_path / "model", files=files, a=b"1")
+    assert files.tries == 2
+    assert names(tmp_path) == ["model"]
+
+
+def test_the_folder_is_listed_once(tmp_path: Path):
+    """Listing one with a hundred thousand files takes as long as a small save."""
+
+    class Counting(OsFiles):
+        listed = 0
+
+        def list(self, descriptor: int) -> list[str]:
+            self.listed += os.fstat(descriptor).st_ino == tmp_path.stat().st_ino
+            return super().list(descriptor)
+
+    put(tmp_path / "model.pt")
+    for save in (put, lambda path, files: put_directory(path, files=files, a=b"1")):
+        files = Counting()
+        save(tmp_path / ("model.pt" if save is put else "folder"), files=files)
+        save(tmp_path / ("model.pt" if save is put else "folder"), files=files)
+        assert files.listed <= 3  # a name that does not exist yet is looked for among what was set aside
+
+
+def test_what_a_failed_fsync_leaves_is_set_aside(tmp_path: Path):
+    """The old folder stays: a save of another step, whose own fsync may lie about the first one's, does not remove it."""
+
+    class Failing(OsFiles):
+        def sync(self, descriptor: int) -> None:
+            if os.fstat(descriptor).st_ino == tmp_path.stat().st_ino:
+                raise OSError(errno.EIO, "Input/output error")
+
+    put_directory(tmp_path / "model", a=b"old")
+    with pytest.raises(DurabilityUncertain) as caught:
+        put_directory(tmp_path / "model", files=Failing(), a=b"new")
+    (kept,) = (name for name in names(tmp_path) if is_temporary(name))
+    assert f"kept as {kept}" in str(caught.value)
+    put_directory(tmp_path / "other", a=b"1")
+    assert content(tmp_path / kept) == {"a": b"old"}
+    put_directory(tmp_path / "model", a=b"newer")
+    assert names(tmp_path) == ["model", "other"]
 
 
 def test_cleaning_follows_no_link(tmp_path: Path):
@@ -415,6 +558,84 @@ def test_a_directory_is_replaced_as_a_whole(tmp_path: Path):
         assert content(tmp_path / "model") == {"a": b"3"}
         assert stat.S_IMODE((tmp_path / "model").stat().st_mode) == 0o750
         assert names(tmp_path) == ["model"]
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {inner.name: stat.S_IMODE(inner.stat().st_mode) for inner in (folder, *folder.iterdir())}
+
+
+@pytest.mark.parametrize("files", [OsFiles(), Plain()], ids=["exchange", "two-renames"])
+def test_who_may_read_a_replaced_directory(tmp_path: Path, files: OsFiles):
+    """The folder keeps its bits, setgid and sticky too; a file keeps those of its name, and a new name gets what all had."""
+    model = tmp_path / "model"
+    for folder_mode in (0o2770, 0o3750, 0o700, 0o2755):
+        put_directory(model, a=b"1", b=b"2")
+        (model / "a").chmod(0o600)
+        (model / "b").chmod(0o640)
+        model.chmod(folder_mode)
+        with DirectoryTransaction(model, overwrite=True, replaceable=str, files=files) as t:
+            (hidden,) = (tmp_path / name for name in names(tmp_path) if is_temporary(name))
+            for key in ("a", "c"):
+                t.create(key).write(0, b"new")
+                assert modes(hidden)[key] == 0o600
+            t.create("b")
+            (hidden / "of another rank").write_bytes(b"new")
+            t.join("of another rank", 3)
+            assert modes(hidden)[hidden.name] & 0o777 == 0o700
+            t.commit()
+        assert modes(model) == {"model": folder_mode, "a": 0o600, "b": 0o640, "c": 0o600, "of another rank": 0o600}
+        for name in ("c", "of another rank"):
+            (model / name).unlink()
+
+
+def test_a_directory_without_files_says_nothing_about_them(tmp_path: Path):
+    (tmp_path / "model").mkdir(mode=0o700)
+    (tmp_path / "usual").write_bytes(b"")
+    put_directory(tmp_path / "model", a=b"1")
+    assert modes(tmp_path / "model") == {"model": 0o700, "a": stat.S_IMODE((tmp_path / "usual").stat().st_mode)}
+
+
+class Owners(OsFiles):
+    """A file system on which this user is nobody in particular, and what it replaces belongs to user 7 and group 8."""
+
+    def __init__(self, *, member: bool) -> None:
+        self.member = member
+        self.given: list[tuple[int, int]] = []
+
+    def chown(self, descriptor: int, user: int, group: int) -> None:
+        if user != -1 or not self.member:
+            raise PermissionError(errno.EPERM, "Operation not permitted")
+        self.given.append((user, group))
+
+    def stat(self, name: str, *, at: int) -> Found | None:
+        found = super().stat(name, at=at)
+        return None if found is None else replace(found, owner=(7, 8))
+
+
+@pytest.mark.parametrize("member", [True, False])
+def test_the_group_is_kept_or_gets_no_more_than_everybody(tmp_path: Path, member: bool):
+    put_directory(tmp_path / "dir", a=b"old")
+    put(tmp_path / "file")
+    for path, mode in ((tmp_path / "dir" / "a", 0o664), (tmp_path / "dir", 0o2775), (tmp_path / "file", 0o640)):
+        path.chmod(mode)
+    files = Owners(member=member)
+    put_directory(tmp_path / "dir", files=files, a=b"new")
+    put(tmp_path / "file", files=files)
+    found = {**modes(tmp_path / "dir"), "file": modes(tmp_path)["file"]}
+    assert found == ({"a": 0o664, "dir": 0o2775, "file": 0o640} if member else {"a": 0o644, "dir": 0o755, "file": 0o600})
+    assert files.given == [(-1, 8)] * 3 * member
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_root_leaves_the_owner(tmp_path: Path):
+    put_directory(tmp_path / "dir", a=b"old")
+    put(tmp_path / "file")
+    for path in (tmp_path / "dir" / "a", tmp_path / "dir", tmp_path / "file"):
+        os.chown(path, 65534, 12)
+    put_directory(tmp_path / "dir", a=b"new", b=b"new")
+    put(tmp_path / "file")
+    for path in (tmp_path / "dir" / "a", tmp_path / "dir" / "b", tmp_path / "dir", tmp_path / "file"):
+        assert (path.stat().st_uid, path.stat().st_gid) == (65534, 12)
 
 
 def test_an_open_reader_keeps_the_old_files(tmp_path: Path):

@@ -56,6 +56,28 @@ def test_a_kill_and_then_a_power_cut_during_the_next_save(writer: Writer, exchan
     assert report.states > 50
 
 
+NAMELESS = pytest.mark.parametrize("writer", [w for w in WRITERS if w.directory or w.name == "toy"], ids=str)
+"""Those whose bytes do not depend on the name that they are saved under."""
+
+
+@NAMELESS
+@pytest.mark.parametrize("old", [False, True], ids=["new", "replace"])
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "two-renames"])
+def test_a_kill_and_then_a_power_cut_during_the_save_of_another_step(writer: Writer, old: bool, exchange: bool):
+    """Step 2 is saved after step 1 was killed: what is left of that is cleaned, and step 1 stays the old one or the new one."""
+    report = examine_after_death(writer.save, writer.read, exchange=exchange, old=old, name="model-2")
+    assert report.violations == []
+    assert report.states > 20
+
+
+@NAMELESS
+@pytest.mark.parametrize("old", [False, True], ids=["new", "replace"])
+@pytest.mark.parametrize("supported", [True, False], ids=["renameat2", "plain"])
+def test_a_save_of_another_step_cleans_after_every_crash(writer: Writer, old: bool, supported: bool):
+    report = examine(writer.save, writer.read, old=old, exchange=supported, noreplace=supported, then="model-2")
+    assert report.violations == []
+
+
 # The proof can fail.
 
 
@@ -131,6 +153,23 @@ def test_cleaning_before_the_dead_save_is_durable_is_caught(writer: Writer, exch
         writer.save(path, version, files=Without(files, skip=skip))
 
     assert examine_after_death(writer.save, writer.read, exchange=exchange, second=save).violations
+
+
+@DIRECTORIES
+def test_cleaning_another_step_without_syncing_the_parent_is_caught(writer: Writer):
+    """The other step's temporary may be what it replaced, by an exchange that is not on disk yet."""
+
+    def save(path: str, version: int, *, files: Model) -> None:
+        syncs = 0
+
+        def skip(model: Model, d: int) -> bool:
+            nonlocal syncs
+            syncs += model.open_descriptors[d] == model.root
+            return syncs == 1
+
+        writer.save(path, version, files=Without(files, skip=skip))
+
+    assert examine_after_death(writer.save, writer.read, second=save, name="model-2").violations
 
 
 @each_writer

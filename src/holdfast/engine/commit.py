@@ -29,6 +29,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -46,7 +47,7 @@ from holdfast.engine.temporaries import (
     temporary_name,
 )
 from holdfast.errors import HoldfastError, SaveError
-from holdfast.stores.files import Buffer, Files, OsFiles, is_temporary
+from holdfast.stores.files import Buffer, Files, Found, OsFiles, is_temporary
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
@@ -121,7 +122,7 @@ class FileTransaction:
         target, temporary, file = self._working()
         if file.failed:
             raise refusal("a write to this file failed before; nothing changed at the target", self.path, errno.EIO)
-        target.keep_mode(file.descriptor)
+        target.keep_access(file.descriptor, target.existing)
         if self.durable:
             file.sync()
         try:
@@ -222,6 +223,7 @@ class DirectoryTransaction:
         self._published = False
         self._old: Kept | None = None
         self._old_names: list[str] = []
+        self._replaced: dict[str, Found] = {}
 
     def __enter__(self) -> Self:
         target = self._target = open_target(self._files, self.path)
@@ -250,6 +252,7 @@ class DirectoryTransaction:
         self._check_key(key, label)
         with refusing("creating a file", label):
             made = self._created[key] = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label)
+        target.keep_access(made.descriptor, self._like(key))
         return made
 
     def adopt(self, key: str, source: str) -> None:
@@ -259,7 +262,8 @@ class DirectoryTransaction:
         self._check_key(key, label)
         with refusing("taking over a finished file", label):
             target.files.link(source, key, at=temporary.descriptor)
-            self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+            file = self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+        target.keep_access(file.descriptor, self._like(key))
 
     def join(self, key: str, nbytes: int) -> None:
         """Take in a file that another process wrote into the new folder and has synced; it must have this length."""
@@ -271,7 +275,8 @@ class DirectoryTransaction:
             if found is None or found.kind != "file" or found.nbytes != nbytes:
                 what = "is not there" if found is None else f"is a {found.kind} of {found.nbytes:,} bytes"
                 raise refusal(f"a file of another rank should have {nbytes:,} bytes and {what}", label, errno.EIO)
-            self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+            file = self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+        target.keep_access(file.descriptor, self._like(key))
 
     @property
     def folder(self) -> str:
@@ -305,7 +310,7 @@ class DirectoryTransaction:
     def commit(self) -> None:
         """Make the directory the target; the module's docstring says what a failure means."""
         target, temporary = self._working()
-        target.keep_mode(temporary.descriptor)
+        target.keep_access(temporary.descriptor, target.existing)
         self._synced = self._synced and target.existing is None
         self.seal_data()
         try:
@@ -322,7 +327,7 @@ class DirectoryTransaction:
             if self.durable:
                 target.files.sync(target.at)
         except OSError as error:
-            kept = f" (what it replaced is kept as {self._old.name})" if self._old is not None else ""
+            kept = self._set_old_aside(target)
             self._let_go()
             raise uncertain(f"the new folder is in place, but may not survive a power cut{kept}", self.path, error) from error
         self._remove_old(target)
@@ -346,9 +351,26 @@ class DirectoryTransaction:
             raise refusal("the folder is marked read-only; allow writing to it or save elsewhere", self.path, errno.EACCES)
         descriptor = target.files.open_directory(target.name, at=target.at)
         try:
-            self._names_to_replace(target.files, descriptor)
+            names = self._names_to_replace(target.files, descriptor)
+            there = ((name, target.files.stat(name, at=descriptor)) for name in names)
+            self._replaced = {name: inner for name, inner in there if inner is not None}
         finally:
             target.files.close(descriptor)
+
+    def _like(self, key: str) -> Found | None:
+        """What says who may read a file: the one of this name in the old directory; where there is none, all that are there.
+
+        A file under a new name may be read by those alone who may read all of the old ones.
+        """
+        if key in self._replaced or not self._replaced:
+            return self._replaced.get(key)
+        first, *others = self._replaced.values()
+        mode = first.mode
+        for found in others:
+            mode &= found.mode
+        alike = all(found.owner == first.owner for found in others)
+        existing = self._target.existing if self._target is not None else None
+        return replace(first, mode=mode | 0o400, owner=first.owner if alike or existing is None else existing.owner)
 
     def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
         names = plain_names(files, descriptor)
@@ -393,6 +415,21 @@ class DirectoryTransaction:
                 if self._old.in_place():
                     empty(target.files, self._old, self._old_names)
         self._let_go()
+
+    def _set_old_aside(self, target: Target) -> str:
+        """Keep what was replaced where no save but the next one to this name removes it, and say where that is.
+
+        A later fsync may report a success that this one did not have, so a save to another name must not trust its own.
+        """
+        old = self._old
+        if old is None:
+            return ""
+        with suppress(OSError):
+            if old.name.endswith(".tmp") and old.in_place():
+                aside = temporary_name(target.name, suffix="old", longest=target.longest)
+                target.files.rename(old.name, aside, at=target.at)
+                old.name = aside
+        return f" (what it replaced is kept as {old.name})"
 
     def _let_go(self) -> None:
         if self._old is not None:

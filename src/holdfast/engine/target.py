@@ -72,6 +72,10 @@ def refusing(doing: str, path: str) -> Iterator[None]:
         raise refusal("the path has a character that the file system cannot hold", path, errno.EINVAL) from error
 
 
+NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What chown(2) answers to those who may not, for a user that this namespace does not have, and without owners at all."""
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """The name that a save is for."""
@@ -95,15 +99,37 @@ class Target:
             return True
         return found is not None and found.identity == temporary.identity
 
-    def keep_mode(self, descriptor: int) -> None:
-        """Give what is to replace the target its permission bits."""
-        if self.existing is None:
+    def keep_access(self, descriptor: int, like: Found | None) -> None:
+        """Give what is to replace something its user, its group and its permission bits, as far as we may.
+
+        Nobody may do more with it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the
+        setgid and the sticky bit, too.
+        """
+        if like is None:
             return
-        wanted = self.existing.mode & 0o777
+        bits = 0o3777 if like.kind == "directory" else 0o777
+        wanted = like.mode & bits
         with refusing("giving it the permissions of what it replaces", self.path):
+            found = self.files.inspect(descriptor)
+            # Before the bits: what it is opened for is then opened for the right group.
+            if found.owner != like.owner and not self._give(descriptor, found, like):
+                wanted &= 0o1707 | (wanted & 0o007) << 3
             # A file system without permissions (vfat) refuses to change them, and shows the same for everything.
-            if self.files.inspect(descriptor).mode & 0o777 != wanted:
+            if found.mode & bits != wanted:
                 self.files.chmod(descriptor, wanted)
+
+    def _give(self, descriptor: int, found: Found, like: Found) -> bool:
+        """Whether it has the group of what it replaces, after trying to give it that and the user."""
+        user, group = like.owner
+        for one in (user, -1):  # a user is given by root alone, a group by each of its members
+            try:
+                self.files.chown(descriptor, one, group)
+            except OSError as error:
+                if error.errno not in NOT_GIVEN:
+                    raise
+            else:
+                return True
+        return found.owner[1] == group
 
     def close(self) -> None:
         """Let go of the parent."""

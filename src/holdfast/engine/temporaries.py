@@ -17,9 +17,10 @@ import errno
 import hashlib
 import re
 import secrets
+import time
 from contextlib import suppress
 
-from holdfast.stores.files import Files, OsFiles, split_path
+from holdfast.stores.files import Files, OsFiles, is_temporary, split_path
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["Kept", "claim", "clean", "recover", "repair", "temporary_name"]
@@ -28,6 +29,9 @@ ATTEMPTS = 100
 """How often a temporary is made again because a cleaner took it; once is already a rare accident."""
 
 OVERHEAD = len("..0123456789abcdef.tmp")
+
+ABANDONED_S = 24 * 3600
+"""How long nothing has changed in a temporary that is nobody's, where locks may not tell. Bytes are written all the time."""
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 """What flock(2) answers on a file system without locks (Lustre mounted with `noflock`, some FUSE)."""
@@ -116,9 +120,10 @@ def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -
     try:
         if directory:
             files.mkdir(name, at=at, private=private)
-            if files.stat(name, at=at) is None:
-                return None
-            descriptor = files.open_directory(name, at=at)
+            try:
+                descriptor = files.open_directory(name, at=at)
+            except FileNotFoundError:
+                return None  # a cleaner was faster
         else:
             descriptor = files.create(name, at=at, private=private)
         if locked(files, descriptor):
@@ -139,23 +144,33 @@ def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -
 
 
 def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) -> None:
-    """Remove the temporaries of a target that no live process holds. What cannot be removed stays; it is no reason not to save.
+    """Remove the temporaries here that no live process holds. What cannot be removed stays; it is no reason not to save.
+
+    Those of this target, and the `.tmp` of every other: a run that was killed at one step goes on with another. An `.old` of
+    another target may be the only copy of it. Where other machines may be writing here and locks may not tell, the temporary of
+    another target is left until nothing has changed in it for a day.
 
     Plain files, and with `directories` also directories that hold nothing but plain files. Anything else under such a name is not
     our work and is left alone. A directory may be the old content of an exchange that is not on disk yet, so the parent is
     synced before one is emptied.
     """
     with suppress(OSError):
-        stale = _ours(name, suffix="(tmp|old)", longest=longest)
+        ours = _ours(name, suffix="(tmp|old)", longest=longest)
         for entry in files.list(at):
-            if stale.fullmatch(entry):
+            # Of a hundred thousand names nearly all are done with here.
+            if not entry.startswith(".") or not is_temporary(entry):
+                continue
+            own = ours.fullmatch(entry) is not None
+            if own or entry.endswith(".tmp"):
                 with suppress(OSError):
-                    _clean_one(files, entry, name=name, at=at, directories=directories)
+                    _clean_one(files, entry, name=name, at=at, directories=directories, own=own)
 
 
-def _clean_one(files: Files, entry: str, *, name: str, at: int, directories: bool) -> None:
+def _clean_one(files: Files, entry: str, *, name: str, at: int, directories: bool, own: bool) -> None:
     found = files.stat(entry, at=at)
     if found is None or found.kind not in ("file", "directory"):
+        return
+    if not own and found.changed_s > time.time() - ABANDONED_S and files.is_shared(at):
         return
     directory = found.kind == "directory"
     if directory and not directories:

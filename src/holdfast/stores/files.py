@@ -56,6 +56,13 @@ ABSENT = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 CANNOT_COPY = ABSENT | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
 """What copy_file_range(2) answers between file systems that it cannot copy between."""
 
+OF_THIS_MACHINE = frozenset({
+    0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x01021994, 0x858458F6, 0x794C7630, 0x4D44, 0x2011BAB0,
+    0x5346544E, 0x7366746E,
+})  # fmt: skip
+"""What statfs(2) calls file systems that one machine has mounted: ext2 to 4, xfs, btrfs, zfs, f2fs, bcachefs, tmpfs, ramfs, overlayfs,
+vfat, exfat, ntfs. What is not listed may be shared."""
+
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old)", re.DOTALL)
 
 
@@ -67,8 +74,12 @@ class Found:
     identity: tuple[int, int]
     """Device and inode: equal for the same file, whatever its name is now."""
     mode: int
-    """Permission bits."""
+    """Permission bits, with those for setuid, setgid and sticky."""
     nbytes: int
+    owner: tuple[int, int] = (0, 0)
+    """User and group."""
+    changed_s: float = 0.0
+    """When the content, or of a directory the entries, changed last."""
 
 
 class Files(Protocol):
@@ -100,6 +111,9 @@ class Files(Protocol):
 
     def chmod(self, descriptor: int, mode: int) -> None:
         """Set permission bits."""
+
+    def chown(self, descriptor: int, user: int, group: int) -> None:
+        """Set user and group; -1 leaves one as it is."""
 
     def rename(self, source: str, target: str, *, at: int) -> None:
         """Give a name to what has another one, in one step; what was under it is replaced."""
@@ -133,6 +147,9 @@ class Files(Protocol):
 
     def inspect(self, descriptor: int) -> Found:
         """What is behind a descriptor."""
+
+    def is_shared(self, descriptor: int) -> bool:
+        """Whether other machines may write into this directory, whose locks may not be seen here."""
 
     def longest_name(self, descriptor: int) -> int:
         """How many bytes a name in this directory may have."""
@@ -176,6 +193,9 @@ class OsFiles:
     def chmod(self, descriptor: int, mode: int) -> None:
         os.fchmod(descriptor, mode)
 
+    def chown(self, descriptor: int, user: int, group: int) -> None:
+        os.fchown(descriptor, user, group)
+
     def rename(self, source: str, target: str, *, at: int) -> None:
         os.rename(source, target, src_dir_fd=at, dst_dir_fd=at)
 
@@ -215,6 +235,9 @@ class OsFiles:
 
     def inspect(self, descriptor: int) -> Found:
         return _found(os.fstat(descriptor))
+
+    def is_shared(self, descriptor: int) -> bool:
+        return _file_system(descriptor) not in OF_THIS_MACHINE
 
     def longest_name(self, descriptor: int) -> int:
         return os.fpathconf(descriptor, "PC_NAME_MAX")
@@ -286,7 +309,8 @@ def _found(status: os.stat_result) -> Found:
         kind = "directory"
     elif stat.S_ISLNK(mode):
         kind = "link"
-    return Found(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size)
+    owner = (status.st_uid, status.st_gid)
+    return Found(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -328,6 +352,17 @@ def make_parents(path: str, *, durable: bool) -> None:
                 os.fsync(above)
             finally:
                 os.close(above)
+
+
+def _file_system(descriptor: int) -> int:
+    """The kind of a file system, as statfs(2) says it; -1 where there is no such call."""
+    call = getattr(_LIBC, "fstatfs", None)
+    if call is None:
+        return -1
+    # The kind is the first field, a long, of a struct of 120 bytes; s390 alone has an int there, and is taken for shared.
+    answer = (ctypes.c_long * 64)()
+    call.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    return int(answer[0]) & 0xFFFFFFFF if _called(call(descriptor, answer)) else -1
 
 
 def _fallocate(descriptor: int, nbytes: int) -> bool:
