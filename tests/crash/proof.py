@@ -205,7 +205,9 @@ def examine_after_death(
         model.revive()
         seen: set[object] = set()
 
-        def look(call: str, allowed: tuple[int | None, ...], model: Model = model, seen: set[object] = seen, moment: int = moment) -> None:
+        def look(
+            call: str, allowed: tuple[int | None, ...], model: Model = model, seen: set[object] = seen, moment: int = moment
+        ) -> None:
             for tree in model.crashes(TARGET):
                 key = freeze(tree)
                 if (key, allowed) in seen:

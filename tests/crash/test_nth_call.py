@@ -136,7 +136,7 @@ def test_the_nth_call_of_a_save_that_repairs_fails(writer: Writer, fault: Fault,
 
 @pytest.mark.parametrize("writer", WRITERS, ids=str)
 def test_no_fsync_is_tried_twice(writer: Writer):
-    """After a failed fsync there is no further fsync of the same thing, and no rename but that which sets aside what was replaced."""
+    """After a failed fsync there is no further fsync of the same thing, and no rename but to set aside what was replaced."""
     total = 0
     while True:
         model = start(writer.save, old=True)

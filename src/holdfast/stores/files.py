@@ -60,8 +60,8 @@ OF_THIS_MACHINE = frozenset({
     0xEF53, 0x58465342, 0x9123683E, 0x2FC12FC1, 0xF2F52010, 0xCA451A4E, 0x01021994, 0x858458F6, 0x794C7630, 0x4D44, 0x2011BAB0,
     0x5346544E, 0x7366746E,
 })  # fmt: skip
-"""What statfs(2) calls file systems that one machine has mounted: ext2 to 4, xfs, btrfs, zfs, f2fs, bcachefs, tmpfs, ramfs, overlayfs,
-vfat, exfat, ntfs. What is not listed may be shared."""
+"""What statfs(2) calls file systems that one machine has mounted: ext2 to 4, xfs, btrfs, zfs, f2fs, bcachefs, tmpfs, ramfs,
+overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
 
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old)", re.DOTALL)
 
