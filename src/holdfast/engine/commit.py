@@ -30,6 +30,8 @@ import errno
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import reduce
+from operator import and_
 from types import TracebackType
 from typing import Self
 
@@ -224,6 +226,7 @@ class DirectoryTransaction:
         self._old: Kept | None = None
         self._old_names: list[str] = []
         self._replaced: dict[str, Found] = {}
+        self._common: Found | None = None
 
     def __enter__(self) -> Self:
         target = self._target = open_target(self._files, self.path)
@@ -354,6 +357,7 @@ class DirectoryTransaction:
             names = self._names_to_replace(target.files, descriptor)
             there = ((name, target.files.stat(name, at=descriptor)) for name in names)
             self._replaced = {name: inner for name, inner in there if inner is not None}
+            self._common = _in_common(list(self._replaced.values()), found.owner)
         finally:
             target.files.close(descriptor)
 
@@ -362,15 +366,7 @@ class DirectoryTransaction:
 
         A file under a new name may be read by those alone who may read all of the old ones.
         """
-        if key in self._replaced or not self._replaced:
-            return self._replaced.get(key)
-        first, *others = self._replaced.values()
-        mode = first.mode
-        for found in others:
-            mode &= found.mode
-        alike = all(found.owner == first.owner for found in others)
-        existing = self._target.existing if self._target is not None else None
-        return replace(first, mode=mode | 0o400, owner=first.owner if alike or existing is None else existing.owner)
+        return self._replaced.get(key, self._common)
 
     def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
         names = plain_names(files, descriptor)
@@ -466,3 +462,12 @@ class DirectoryTransaction:
             if self.durable:
                 files.sync(at)
             self._remove_old(target)
+
+
+def _in_common(files: list[Found], owner: tuple[int, int]) -> Found | None:
+    """What may be done with all of these files, and whose they are: the owner's that is given, if not all are one's."""
+    if not files:
+        return None
+    mode = reduce(and_, (found.mode for found in files))
+    owners = {found.owner for found in files}
+    return replace(files[0], mode=mode | 0o400, owner=owners.pop() if len(owners) == 1 else owner)
