@@ -1,0 +1,40 @@
+"""Checkpoints in the first versions of our own formats: manifests of version 1 and 2 and records of version 1, without checksums.
+
+They are in `earlier/` and are not made again: today's Holdfast writes later versions. This is the script that made them, with the
+Holdfast of that day, and `state` is what must be found in them.
+
+    python -m tests.golden.earlier FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+import holdfast
+from holdfast.api.reshard import reshard
+
+
+def state(*, packed: bool = False) -> dict[str, object]:
+    """A model with a tie and plain values; with `packed`, mostly zeros in one tensor."""
+    w = np.arange(48, dtype=np.float32).reshape(6, 8)
+    if packed:
+        w = np.zeros((256, 64), np.float32)
+        w[::7, ::5] = 3.5
+    return {"model": {"w": w, "head": w, "b": np.arange(6, dtype=np.int16)}, "step": 1000, "betas": (0.9, 0.95)}
+
+
+def make(folder: Path) -> None:
+    """Write all of them."""
+    about = {"author": "me"}
+    holdfast.save(folder / "native", state(), metadata=about, max_shard_size=100)
+    holdfast.save(folder / "packed", state(packed=True), metadata=about, sparse="auto")
+    reshard(folder / "native", folder / "cut", mesh={"tp": 2}, rules=["model.w: tp=0"])
+    holdfast.save(folder / "one.safetensors", state(), metadata=about, keep_tree=True)
+    holdfast.save(folder / "split", state(), format="safetensors", metadata=about, keep_tree=True, max_shard_size=100)
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))
