@@ -3,7 +3,8 @@
 1. The checkpoint is opened, which checks its structure. A zip whose pickle is damaged still has its records.
 2. Every byte of its files is read once, in parallel. Ranges with a recorded checksum (the storages of tensors, each once however
    many names it has; the other records of a zip) are summed; the bytes between them are read so that I/O errors show.
-3. Everything that does not match is reported, not the first.
+3. Headers, indexes and manifests that Holdfast wrote carry checksums as well; what another program changed in them is reported.
+4. Everything that does not match is reported, not the first.
 
 In a directory, other checkpoint files that are no part of the checkpoint (a `pytorch_model.bin` beside safetensors) are verified
 too, each by itself; and where the directory as a whole does not open, all of them are.
@@ -28,6 +29,7 @@ from holdfast.engine.sweep import Progress, Span, Sweep
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, UnknownFormat, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.directory import check_files
+from holdfast.formats.native.manifest import MANIFEST
 from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.inflate import inflated_crc
@@ -56,6 +58,8 @@ class Damage:
     expected: int
     found: int | None
     """None where compressed bytes do not inflate any more."""
+    message: str = ""
+    """What it means and what to do, where it is no tensor's bytes: a manifest, a header."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,8 @@ class Problem:
     """The class of the error: `Truncated`, `StoreError`, …"""
     tensors: tuple[str, ...] = ()
     """Names that could not be read, where it is not the whole file."""
+    damaged: bool = False
+    """Whether the content is at fault, and not that nobody could look at it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,9 +190,9 @@ class Verification:
                 self.one(file, optional=True)
             else:
                 self._skipped.append(file)
-        named = any(problem.file != path for problem in self._problems)
+        named = any(problem.file != path for problem in self._problems) and not isinstance(failed, Corrupted)
         if failed is not None and not named and not (isinstance(failed, UnknownFormat) and len(self._formats) > found_before):
-            self.refuse(path, failed)
+            self.refuse(path, failed, ours=MANIFEST in keys)
 
     def one(self, path: Openable, *, optional: bool = False) -> None:
         """One file. With `optional`, one that is no checkpoint at all is passed over."""
@@ -205,11 +211,14 @@ class Verification:
         except HoldfastError as error:
             self.refuse(label, error)
 
-    def refuse(self, file: str, error: HoldfastError) -> None:
+    def refuse(self, file: str, error: HoldfastError, *, ours: bool = False) -> None:
+        """Enter an error of a file; what breaks a rule in `ours` is damage, since no other program writes such files."""
+        place = file if error.file in (None, file) else _label(file, error.file)
         if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
-            self._damaged.append(Damage(error.file or file, (), "", error.offset or 0, 0, error.expected, error.found))
+            self._damaged.append(Damage(place, (), "", error.offset or 0, 0, error.expected, error.found, error.message))
         else:
-            self._problems.append(Problem(file, error.message, type(error).__name__))
+            damaged = isinstance(error, Corrupted) or (ours and isinstance(error, FormatError))
+            self._problems.append(Problem(place, error.message, type(error).__name__, damaged=damaged))
 
     def _checkpoint(self, source: OpenSource, path: str) -> set[str]:
         """Verify what one source holds; gives the keys of its files back. Raises where it does not open."""
@@ -219,6 +228,8 @@ class Verification:
             try:
                 description = detect(source).describe(source)
                 kind, tensors = description.format, dict(description.tensors)
+                for change in description.changed:
+                    self.refuse(path, change)
             except FormatError as error:
                 if not zipped:
                     raise
@@ -233,7 +244,7 @@ class Verification:
                 try:
                     check_files(source)
                 except HoldfastError as error:
-                    self.refuse(_label(path, error.file) if error.file else path, error)
+                    self.refuse(path, error, ours=True)
         ranges = self._tensor_ranges(tensors, path)
         keys = sorted({at.span.key for at in ranges.values() if at.store is source.store}) or list(source.store.list())[:1]
         if kind == "dcp":

@@ -33,7 +33,7 @@ def run(paths: Sequence[Path], *, everything: bool, quiet: bool, as_json: bool) 
         print_json(verify_document(reports))
     else:
         print_lines(line for report in reports for line in verify_lines(report, everything=everything))
-    if any(report.problems for report in reports):
+    if any(not problem.damaged for report in reports for problem in report.problems):
         return 2
     return 0 if all(report.ok for report in reports) else 1
 
@@ -51,9 +51,9 @@ def size_of(path: Path) -> int:
 def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[Line]:
     """The report for people: a verdict, every damage, and what could not be checked."""
     line: Line = [(escape(clip(report.path, 400)), "title"), (f"  {report.format}" if report.format else "", "dim")]
-    if report.problems:
+    if any(not problem.damaged for problem in report.problems):
         line.append(("  not verified", "error"))
-    elif report.damaged:
+    elif report.damaged or report.problems:
         line.append(("  damaged", "error"))
     elif report.checked_nbytes or not report.unchecked:
         line.append(("  ok", "clean"))
@@ -77,7 +77,7 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
 
 def _problem_lines(problem: Problem, path: str) -> Iterator[Line]:
     where = "" if problem.file == path else f"{problem.file}: "
-    yield [("  error    ", "error"), (escape(clip(where + problem.message, 600)), "")]
+    yield [("  damaged  " if problem.damaged else "  error    ", "error"), (escape(clip(where + problem.message, 600)), "")]
     if problem.tensors:
         yield [("           ", ""), (_names(problem.tensors), "dim")]
 
@@ -90,9 +90,11 @@ def _damage_lines(damage: Damage, path: str) -> Iterator[Line]:
         (_names(damage.tensors) or escape(clip(damage.label)) or "the file", ""),
         (where, "dim"),
         (f"  {escape(clip(damage.label))}" if damage.tensors and damage.tensors != (damage.label,) else "", "dim"),
-        (f"  byte {damage.offset:,}, {nbytes(damage.nbytes)}", "value"),
+        (f"  byte {damage.offset:,}, {nbytes(damage.nbytes)}" if damage.nbytes else "", "value"),
         (f"  expected {damage.expected:08x}, found {found}", "dim"),
     ]
+    if damage.message:
+        yield [("           ", ""), (escape(clip(damage.message, 600)), "dim")]
 
 
 def _names(names: Sequence[str]) -> str:
@@ -124,11 +126,13 @@ def verify_document(reports: Sequence[VerifyReport]) -> dict[str, object]:
                         "nbytes": d.nbytes,
                         "expected": d.expected,
                         "found": d.found,
+                        "message": d.message,
                     }
                     for d in report.damaged
                 ],
                 "problems": [
-                    {"file": p.file, "message": p.message, "kind": p.kind, "tensors": list(p.tensors)} for p in report.problems
+                    {"file": p.file, "message": p.message, "kind": p.kind, "tensors": list(p.tensors), "damaged": p.damaged}
+                    for p in report.problems
                 ],
             }
             for report in reports

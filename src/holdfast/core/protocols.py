@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
+from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
     from holdfast.core.tensor import LazyTensor
@@ -130,6 +131,9 @@ class Description:
 
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text that the file carries about itself (safetensors `__metadata__`, torch's version records)."""
+
+    changed: tuple[Corrupted, ...] = ()
+    """What is not as it was written, and is no reason to refuse the rest: another program's edit, or damage. For `verify`."""
 
 
 @dataclass(frozen=True, slots=True)

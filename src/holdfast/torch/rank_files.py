@@ -24,7 +24,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.lay_out import lay_out_items
 from holdfast.formats.native.chunks import entries_of, in_file, part_names, without_clashes
-from holdfast.formats.native.layout import Pack, carried
+from holdfast.formats.native.layout import OWN, Pack, carried, other_files
 from holdfast.formats.native.manifest import (
     FORMAT,
     MANIFEST,
@@ -35,7 +35,7 @@ from holdfast.formats.native.manifest import (
     StoredSparse,
     StoredTensor,
     encode_manifest,
-    manifest_version,
+    is_packed,
 )
 from holdfast.formats.native.split import sharding_texts
 from holdfast.formats.safetensors.pieces import name_problem, plan_file
@@ -178,7 +178,7 @@ def _safetensors_file(
         texts |= sharding_texts({one.name: one.box for one in ones})
     packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
     entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
-    layout = plan_file(key, [carried(entry, part) for entry, part in entries.items()], texts, {})
+    layout = plan_file(key, [carried(entry, part) for entry, part in entries.items()], texts, {} if strict else OWN)
     boxes = []
     for one in ones:
         parts = packed.get(one.name)
@@ -245,16 +245,15 @@ def _manifest(contents: Contents, receipts: Sequence[Receipt]) -> list[FilePlan]
         if name not in contents.aliases
     }
     listed = tuple(DataFile(receipt.key, receipt.nbytes) for receipt in receipts)
-    version = manifest_version(tensors)
-    raw = encode_manifest(Manifest(FORMAT, version, listed, tensors, dict(contents.metadata), **rest))
-    if len(raw) > Limits().index_nbytes:
-        raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would have {len(raw):,} bytes"])
-    plans = [FilePlan(MANIFEST, (Literal(raw),))]
-    if len(whole) == len(tensors) and version == VERSION:
+    others = []
+    if len(whole) == len(tensors) and not is_packed(tensors):
         total = sum(box.last - box.first for receipt in receipts for box, _ in receipt.boxes)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(whole.items()))}
-        plans.insert(0, FilePlan("model.safetensors.index.json", (Literal(json.dumps(index, indent=2).encode()),)))
-    return plans
+        others.append(FilePlan("model.safetensors.index.json", (Literal(json.dumps(index, indent=2).encode()),)))
+    raw = encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(contents.metadata), others=other_files(others)), rest)
+    if len(raw) > Limits().index_nbytes:
+        raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would have {len(raw):,} bytes"])
+    return [*others, FilePlan(MANIFEST, (Literal(raw),))]
 
 
 def _dcp_metadata(contents: Contents, receipts: Sequence[Receipt]) -> bytes:

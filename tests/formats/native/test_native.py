@@ -22,6 +22,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import Traits
 from holdfast.errors import (
     CannotHold,
+    Corrupted,
     FormatError,
     HeaderError,
     HoldfastError,
@@ -32,9 +33,10 @@ from holdfast.errors import (
     UnsafePath,
     Unsupported,
 )
-from holdfast.formats.native.directory import NativeDirectory, check_files
+from holdfast.formats.native.directory import check_files
 from holdfast.formats.native.layout import lay_out_native
 from holdfast.formats.native.manifest import parse_exact, parse_fast, parse_manifest
+from holdfast.formats.seal import seal
 from holdfast.formats.tree_json import json_limits
 
 MANIFEST = "holdfast.json"
@@ -79,10 +81,25 @@ def test_the_directory_is_what_hugging_face_loads():
         content = files[weight_map[name]]
         assert (int.from_bytes(content[:8], "little") + 8) % 64 == 0
         assert safetensors.numpy.load(content)[name].tobytes() == array.tobytes()
-    without = reopen({key: content for key, content in files.items() if key != MANIFEST})
-    assert without.format == "safetensors-dir"
-    assert set(without) == set(arrays)
-    assert without["l.0"].storages[0].crc32 == zlib.crc32(arrays["l.0"].tobytes())
+
+
+def test_data_files_without_their_manifest_are_damaged_and_open_one_by_one(tmp_path):
+    """They would pass for plain safetensors, and every value and second name would be lost without a word."""
+    array = np.arange(4.0)
+    holdfast.save(tmp_path / "d", {"w": array, "v": array + 1, "step": 3}, max_shard_size=40)
+    (tmp_path / "d" / MANIFEST).unlink()
+    with pytest.raises(Corrupted, match="manifest holdfast.json is not in the folder") as caught:
+        holdfast.open(tmp_path / "d")
+    assert caught.value.file == "data-00001-of-00002.safetensors"
+    report = holdfast.verify(tmp_path / "d")
+    assert [problem.damaged for problem in report.problems] == [True]
+    with holdfast.open(tmp_path / "d" / "data-00001-of-00002.safetensors") as one:
+        assert one["w"].storages[0].crc32 == zlib.crc32(array.tobytes())
+    # A folder that holds one file is opened as that file, and is refused all the same.
+    for name in ("data-00002-of-00002.safetensors", "model.safetensors.index.json"):
+        (tmp_path / "d" / name).unlink()
+    with pytest.raises(Corrupted, match="is not in the folder"):
+        holdfast.open(tmp_path / "d")
 
 
 def test_it_opens_from_disk(tmp_path):
@@ -202,7 +219,7 @@ HOSTILE = {
     "no version": (edit("version", drop=True), HeaderError, "$.version"),
     "version true": (edit("version", value=True), HeaderError, "$.version"),
     "version as a float": (edit("version", value=1.0), HeaderError, "$.version"),
-    "a version to come": (edit("version", value=3), Unsupported, None),
+    "a version to come": (edit("version", value=4), Unsupported, None),
     "no files": (edit("files", drop=True), HeaderError, "$"),
     "unknown field": (edit("pickle", value="x"), HeaderError, "$.pickle"),
     "files as an object": (edit("files", value={}), HeaderError, "$.files"),
@@ -337,11 +354,43 @@ def test_no_change_of_a_manifest_causes_any_other_error(noise, at, length):
         reopen(files | {MANIFEST: raw[:at] + noise + raw[at + length :]})
 
 
-def test_a_folder_with_another_holdfast_json_is_what_it_was():
-    content = safetensors.numpy.save({"w": np.ones(1)})
-    ckpt = reopen({"a.safetensors": content, MANIFEST: b'{"strategy": "hold fast"}'})
-    assert ckpt.format == "safetensors-dir"
-    assert not NativeDirectory().matches(ckpt["w"].source)
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"strategy": "hold fast"}', b"\0" * 64], ids=["empty", "{}", "other", "zeros"])
+def test_a_folder_with_a_holdfast_json_is_native_or_refused(content):
+    data = safetensors.numpy.save({"w": np.ones(1)})
+    with pytest.raises(HeaderError) as caught:
+        reopen({"a.safetensors": data, "b.safetensors": data, MANIFEST: content})
+    assert caught.value.file == MANIFEST
+
+
+def test_a_manifest_that_lies_under_a_right_checksum_is_refused_at_its_place():
+    files = save({"w": Memory().array(np.ones(1))})
+    document = json.loads(files[MANIFEST])
+    del document["self"]
+    document["tensors"]["w"]["dtype"] = "float7"
+    with pytest.raises(HeaderError, match="there is no dtype"):
+        reopen(files | {MANIFEST: seal(dumped(document))})
+    document["others"] = [{"name": "../x", "nbytes": 1, "crc32": "00000000"}]
+    with pytest.raises(UnsafePath, match="others"):
+        reopen(files | {MANIFEST: seal(dumped(document))})
+
+
+@pytest.mark.parametrize("field", ["self", "others"])
+def test_fields_of_a_later_version_are_refused(field):
+    files, manifest, _ = split_directory()
+    raw = dumped(manifest | {field: []})
+    assert parse_fast(raw) is None
+    with pytest.raises(HeaderError, match="no such field"):
+        reopen(files | {MANIFEST: raw})
+    with pytest.raises(HeaderError, match="no such field"):
+        reopen(files | {MANIFEST: seal(dumped(manifest))})
+
+
+def test_version_3_without_its_checksum_is_damaged():
+    files, manifest, _ = split_directory()
+    for raw in (dumped(manifest | {"version": 3}), dumped(manifest | {"version": 3, "self": "0" * 8, "metadata": {}})):
+        with pytest.raises(Corrupted) as caught:
+            reopen(files | {MANIFEST: raw})
+        assert caught.value.file == MANIFEST
 
 
 def test_a_data_file_that_was_exchanged_is_found_by_a_check():

@@ -199,17 +199,16 @@ def test_a_slice_reads_its_groups_only(tmp_path):
         assert sum(read) < array.nbytes  # each group once, although it has 64 rows of the column
 
 
-def test_a_file_per_part_and_version_2(tmp_path):
+def test_a_file_per_part_and_no_hugging_face_index(tmp_path):
     array = np.zeros((64, 64), np.float32)
     array[0] = 1
     done = holdfast.save(tmp_path / "c", {"w": array, "step": 3}, sparse="auto", max_shard_size=40)
     assert done.files > 2
     with holdfast.open(tmp_path / "c") as ckpt:
         assert ckpt["w"].numpy().tobytes() == array.tobytes()
-    assert json.loads((tmp_path / "c" / MANIFEST).read_text())["version"] == 2
     assert not (tmp_path / "c" / "model.safetensors.index.json").exists()
     holdfast.save(tmp_path / "d", {"w": array}, sparse="never")
-    assert json.loads((tmp_path / "d" / MANIFEST).read_text())["version"] == 1
+    assert (tmp_path / "d" / "model.safetensors.index.json").exists()
     assert holdfast.verify(tmp_path / "c").ok
 
 
@@ -396,6 +395,9 @@ def hostile_files():
     manifest["files"] = [{"name": key, "nbytes": len(content)} for key, content in files.items()]
     for document in documents[1:]:
         manifest["tensors"] |= document["tensors"]
+    # Of a version whose text may be changed: what a sealed one says is looked at by the same code.
+    manifest["version"] = 2
+    del manifest["self"]
     return files, json.dumps(manifest), array
 
 

@@ -15,18 +15,31 @@ import numpy as np
 
 from holdfast.core.box import Box, tiles
 from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Truncated, UnsafePath, located
+from holdfast.errors import (
+    Corrupted,
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    StoreError,
+    Truncated,
+    UnsafePath,
+    located,
+)
 from holdfast.formats.native.chunks import check_sparse, sparse_storage
 from holdfast.formats.native.layout import carried
 from holdfast.formats.native.manifest import (
     MANIFEST,
+    SEALED_VERSION,
     SPARSE_VERSION,
     DataFile,
+    OtherFile,
     Parsed,
     StoredChunk,
     StoredPart,
@@ -39,15 +52,16 @@ from holdfast.formats.safetensors.file import read_header
 from holdfast.formats.safetensors.header import PREFIX_NBYTES
 from holdfast.formats.safetensors.layout import ADDRESSABLE, addressable
 from holdfast.formats.safetensors.strict_json import pointer, quoted
+from holdfast.formats.seal import hexadecimal
 
 __all__ = ["ManifestTensors", "NativeDirectory", "check_files"]
-
-MARK = re.compile(rb'\s*\{\s*"format"\s*:\s*"holdfast"')
-MARK_NBYTES = 256
 
 CRC = re.compile(r"[0-9a-f]{8}\Z")
 
 BITS = {row.name: row.bits for row in DTYPES.rows}
+
+
+NOT_NEEDED = "nothing in it is needed to open the checkpoint"
 
 
 class ManifestTensors(Mapping[str, LazyTensor]):
@@ -104,14 +118,8 @@ class NativeDirectory:
     name = "native"
 
     def matches(self, source: Source) -> bool:
-        """Whether there is a `holdfast.json` at the top that begins as ours do."""
-        if MANIFEST not in source.store.list():
-            return False
-        try:
-            size = source.store.size(MANIFEST)
-            return MARK.match(source.bytes(MANIFEST, 0, min(size, MARK_NBYTES))) is not None
-        except HoldfastError:
-            return False
+        """Whether there is a `holdfast.json` at the top, whatever is in it: a damaged one is damaged, not another format."""
+        return MANIFEST in source.store.list()
 
     def describe(self, source: Source) -> Description:
         """Read the manifest and check everything that it says; only lengths are asked of the files."""
@@ -134,7 +142,8 @@ def read_manifest(source: Source) -> Parsed:
     raw = source.bytes(MANIFEST, 0, size)
     with located(file=MANIFEST):
         manifest = parse_manifest(raw, source.limits)
-        check_names(manifest.files)
+        check_names(manifest.files, "files")
+        check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
         present = set(source.store.list())
         missing = [file.name for file in manifest.files if file.name not in present]
         if missing:
@@ -150,18 +159,18 @@ def read_manifest(source: Source) -> Parsed:
     return manifest
 
 
-def check_names(files: Sequence[DataFile]) -> None:
-    """Refuse names that are not those of files in this directory, and lengths that are none."""
-    seen: set[str] = set()
-    for i, file in enumerate(files):
+def check_names(files: Sequence[DataFile | OtherFile], field: str, *, first: int = 0) -> None:
+    """Refuse names that are not those of files in this directory, and lengths that are none; from the `first` one on."""
+    seen: set[str] = {file.name for file in files[:first]}
+    for i, file in enumerate(files[first:]):
         name = file.name
         if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
-            at = pointer("files", i, "name")
+            at = pointer(field, i, "name")
             raise UnsafePath(f"at {at}: {quoted(name)} is not the plain name of a file in the directory", found=name)
         if name in seen or name == MANIFEST:
-            raise HeaderError(f"at {pointer('files', i, 'name')}: {quoted(name)} is there already")
+            raise HeaderError(f"at {pointer(field, i, 'name')}: {quoted(name)} is there already")
         if not 0 <= file.nbytes <= ADDRESSABLE:
-            raise HeaderError(f"at {pointer('files', i, 'nbytes')}: {file.nbytes} is no length")
+            raise HeaderError(f"at {pointer(field, i, 'nbytes')}: {file.nbytes} is no length")
         seen.add(name)
 
 
@@ -314,23 +323,48 @@ def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
 
 
 def check_files(source: Source) -> None:
-    """Check that the header of every data file says of each whole tensor what the manifest says; reads headers only.
+    """Check that the header of every data file is as it was written and says of each tensor what the manifest says, and that the
+    other files are as they were; reads headers and those.
 
-    Raises `MetadataError` for the first that does not.
+    Raises `MetadataError` or `Corrupted` for the first that does not.
     """
     manifest = read_manifest(source)
     tensors = ManifestTensors(manifest, source)
     headers = [read_header(source, file.name) for file in manifest.files]
     for name, stored in manifest.tensors.items():
-        if len(stored.chunks) > 1:
-            continue
-        for file, part in zip(parts_of(stored.chunks[0]), stored_parts(tensors[name]), strict=True):
-            header = headers[file.file]
-            entry = header.entries.get(part.name)
-            piece = carried(part.name, part)
-            begin, end = (place - header.data_start for place in file.bytes)
-            if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (piece.code, piece.shape, (begin, end)):
-                raise MetadataError("the manifest and the file's own header do not say the same", file=header.key, tensor=name)
+        for chunk in stored.chunks:
+            box = box_of(stored, chunk)
+            if len(stored.chunks) > 1 and not box.count:
+                continue
+            tensor = tensors[name] if len(stored.chunks) == 1 else tensors[name][box.slices]
+            for file, part in zip(parts_of(chunk), stored_parts(tensor), strict=True):
+                header = headers[file.file]
+                entry = header.entries.get(part.name)
+                piece = carried(part.name, part)
+                begin, end = (place - header.data_start for place in file.bytes)
+                if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (piece.code, piece.shape, (begin, end)):
+                    raise MetadataError("the manifest and the file's own header do not say the same", file=header.key, tensor=name)
+    for header in headers:
+        if header.record.changed is not None:
+            raise header.record.changed
+        if manifest.version >= SEALED_VERSION and header.record.rest != MANIFEST:
+            raise Corrupted("the header has lost the record that was written with it; get the file again", file=header.key)
+    for other in manifest.others:
+        _check_other(other, source)
+
+
+def _check_other(other: OtherFile, source: Source) -> None:
+    """Compare a file that no tensor depends on with what the manifest says of it."""
+    if other.name not in source.store.list():
+        raise Corrupted(f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name)
+    found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
+    if f"{found:08x}" != other.crc32:
+        raise Corrupted(
+            f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}",
+            file=other.name,
+            expected=hexadecimal(other.crc32),
+            found=found,
+        )
 
 
 def parts_of(chunk: StoredChunk) -> list[StoredPart]:

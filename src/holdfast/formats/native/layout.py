@@ -11,10 +11,11 @@ has the true one:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
+from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
@@ -25,26 +26,30 @@ from holdfast.formats.native.chunks import entries_of, stored_chunk, without_cla
 from holdfast.formats.native.manifest import (
     FORMAT,
     MANIFEST,
+    VERSION,
     DataFile,
     Manifest,
+    OtherFile,
     StoredTensor,
     encode_manifest,
-    manifest_version,
 )
 from holdfast.formats.recorded import PAIRS, sharing_fields
 from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, plan_file
 from holdfast.formats.safetensors.save import index_file, is_flat, metadata_problems
 from holdfast.formats.sharing import Sharing, find_sharing
 from holdfast.formats.tree_json import encode_tree
-from holdfast.plan.saves import FilePlan, Late, SavePlan
+from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
-__all__ = ["SHARD_NBYTES", "Pack", "carried", "lay_out_native", "what_is_kept"]
+__all__ = ["OWN", "SHARD_NBYTES", "Pack", "carried", "lay_out_native", "other_files", "what_is_kept"]
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
 
 INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
+
+OWN: Mapping[str, object] = {"rest": MANIFEST}
+"""What the record of each data file says: that it is one, so that a folder that has lost its manifest is known for what it was."""
 
 
 Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
@@ -68,14 +73,24 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pac
     ]
     shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
     files = [
-        plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, {}) for i, shard in enumerate(shards)
+        plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, OWN) for i, shard in enumerate(shards)
     ]
-    manifest = _manifest(state, written, packed, files, fields)
+    others = [] if packed else [index_file(INDEX, files, None)]
+    manifest = _manifest(state, written, packed, files, fields, others)
     most = Limits().index_nbytes
     if manifest.nbytes > most or any(file.header_nbytes > Limits().header_nbytes for file in files):
         raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would be longer than {most:,} bytes"])
-    index = (manifest,) if packed else (index_file(INDEX, files, {}), manifest)
-    return SavePlan("native", tuple(file.plan for file in files), tuple(notes), directory=True, index=index)
+    plans = tuple(file.plan for file in files)
+    return SavePlan("native", plans, tuple(notes), directory=True, index=(*others, manifest))
+
+
+def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
+    """The manifest's field about files that are known before any data is: their names, lengths and checksums."""
+    listed = []
+    for plan in plans:
+        content = b"".join(segment.data for segment in plan.segments if isinstance(segment, Literal))
+        listed.append(OtherFile(plan.key, len(content), f"{crc32(content):08x}"))
+    return tuple(listed) or msgspec.UNSET
 
 
 def what_is_kept(state: State) -> tuple[Sharing, dict[str, object], list[str]]:
@@ -120,18 +135,20 @@ def _manifest(
     packed: Mapping[str, SparseParts],
     files: list[FileLayout],
     fields: Mapping[str, object],
+    others: Sequence[FilePlan],
 ) -> FilePlan:
     """The manifest as one late segment: its checksums come when all data has passed by, its length does not depend on them."""
     places = {entry: (number, place) for number, file in enumerate(files) for entry, place in file.places.items()}
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
     listed = tuple(DataFile(file.plan.key, file.plan.nbytes) for file in files)
+    beside = other_files(others)
 
     def make(crcs: Mapping[str, int]) -> bytes:
         tensors = {}
         for name, tensor in written.items():
             chunk = stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name))
             tensors[name] = StoredTensor(tensor.dtype.name, tensor.shape, (chunk,))
-        return encode_manifest(Manifest(FORMAT, manifest_version(tensors), listed, tensors, dict(state.metadata), **rest))
+        return encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(state.metadata), others=beside), rest)
 
     blank = make(dict.fromkeys(places, 0))
     return FilePlan(MANIFEST, (Late(len(blank), make),))

@@ -1,14 +1,20 @@
 """The manifest of a native directory: its schema, its text, and the way back.
 
-    {"format": "holdfast", "version": 1,
+    {"format": "holdfast", "version": 3,
      "files": [{"name": "data-00001-of-00001.safetensors", "nbytes": 472}],
      "tensors": {"w": {"dtype": "float32", "shape": [2, 3], "chunks": [{"file": 0, "bytes": [448, 472], "crc32": "5bb0e7a9"}]}},
      "metadata": {"step": "1000"},
-     "aliases": {…}, "views": […], "tree": …}
+     "aliases": {…}, "views": […], "tree": …,
+     "others": [{"name": "model.safetensors.index.json", "nbytes": 168, "crc32": "9f3a01d2"}],
+     "self": "1c291ca3"}
 
-A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor. The
-last three fields are those of `formats.recorded` and stand there where they say something. A chunk that is stored packed says how
-(`formats.native.chunks`); a manifest with such chunks has version 2, so that a reader that knows none refuses it.
+A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor.
+`aliases`, `views` and `tree` are those of `formats.recorded` and stand there where they say something. A chunk that is stored
+packed says how (`formats.native.chunks`). `others` are files beside the data that no tensor depends on. `self` is the checksum of
+the manifest (`formats.seal`), and is compared before anything else.
+
+Versions 1 (no packed chunks) and 2 have neither `others` nor `self`, and are read as they always were. Version 3 has both, and a
+manifest of version 3 without `self` is damaged.
 
 There are two parsers, as for a safetensors header. msgspec reads the text that Holdfast writes; the proof that it read nothing else
 is that it writes the same text again. Every other text goes through `strict_json`, which says what is wrong and where.
@@ -23,34 +29,41 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.core.limits import Limits
-from holdfast.errors import HeaderError, Unsupported
+from holdfast.errors import Corrupted, HeaderError, Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.strict_json import kind, parse, parse_own, pay_for_containers, pointer
+from holdfast.formats.seal import SEAL, check_seal, seal
 from holdfast.formats.tree_json import json_limits
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
+    "SEALED_VERSION",
+    "SPARSE_VERSION",
     "VERSION",
     "DataFile",
     "Manifest",
+    "OtherFile",
     "Parsed",
     "StoredChunk",
     "StoredPart",
     "StoredSparse",
     "StoredTensor",
     "encode_manifest",
-    "manifest_version",
+    "is_packed",
     "parse_exact",
     "parse_fast",
     "parse_manifest",
 ]
 
-MANIFEST = "holdfast.json"
 FORMAT = "holdfast"
-VERSION = 1
+VERSION = 3
+"""The one that is written."""
 SPARSE_VERSION = 2
-"""Of a manifest in which a chunk is stored packed."""
+"""The first in which a chunk may be stored packed."""
+SEALED_VERSION = 3
+"""The first that has a checksum of its own."""
 
 
 class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +119,14 @@ class DataFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True
     nbytes: int
 
 
+class OtherFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """A file beside the data files that no tensor depends on: the Hugging Face index."""
+
+    name: str
+    nbytes: int
+    crc32: str
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole document."""
 
@@ -117,13 +138,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     aliases: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     views: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tree: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    others: tuple[OtherFile, ...] | msgspec.UnsetType = msgspec.UNSET
+    sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SEAL)
 
 
-Part = TypeVar("Part", DataFile, StoredTensor)
+Part = TypeVar("Part", DataFile, StoredTensor, OtherFile)
 
 RECORDED = ("aliases", "views", "tree")
 FIELDS = ("format", "version", "files", "tensors", "metadata")
-VERSIONS = (VERSION, SPARSE_VERSION)
+SINCE_SEALED = ("others", SEAL)
+VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION)
 DECODER = msgspec.json.Decoder(Manifest)
 
 
@@ -135,29 +159,47 @@ class Parsed:
     tensors: dict[str, StoredTensor]
     metadata: dict[str, str]
     recorded: Recorded
-    version: int = VERSION
+    version: int
+    others: tuple[OtherFile, ...] = ()
 
 
-def manifest_version(tensors: Mapping[str, StoredTensor]) -> int:
-    """The version of a manifest with these tensors: the lowest whose readers understand it."""
-    packed = any(chunk.sparse is not None for stored in tensors.values() for chunk in stored.chunks)
-    return SPARSE_VERSION if packed else VERSION
+def is_packed(tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether any chunk of these tensors is stored packed."""
+    return any(chunk.sparse is not None for stored in tensors.values() for chunk in stored.chunks)
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The text of a manifest, with spaces behind it where the reader would think that it has too many lists for its length."""
-    return pay_for_containers(msgspec.json.encode(manifest))
+def encode_manifest(manifest: Manifest, recorded: Mapping[str, msgspec.Raw]) -> bytes:
+    """The text of a manifest with these fields of `RECORDED`, and with its own checksum.
+
+    Spaces stand behind it where the reader would think that it has too many lists for its length.
+    """
+    raw = msgspec.json.encode(msgspec.structs.replace(manifest, **recorded))
+    return seal(raw, len(pay_for_containers(raw)))
 
 
 def parse_manifest(raw: bytes, limits: Limits) -> Parsed:
-    """Parse a manifest. Raises `HeaderError`, `LimitExceeded`, or `Unsupported` for a version that is not known."""
-    deep = json_limits(limits)
+    """Parse a manifest.
+
+    Raises `Corrupted` where it has not its own checksum, `HeaderError`, `LimitExceeded`, or `Unsupported` for an unknown version.
+    """
+    sealed = check_seal(raw, "the manifest")
+    parsed = _parse(raw, json_limits(limits))
+    if parsed.version >= SEALED_VERSION and not sealed:
+        raise Corrupted(
+            f"a manifest of version {parsed.version} ends with its own checksum, and this one does not: it changed after it was "
+            "written; get it again"
+        )
+    return parsed
+
+
+def _parse(raw: bytes, deep: Limits) -> Parsed:
     fast = parse_fast(raw)
-    if fast is not None:
-        fields = {name: getattr(fast, name) for name in RECORDED}
-        given = {name: parse_own(bytes(text), deep) for name, text in fields.items() if text is not msgspec.UNSET}
-        return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given), fast.version)
-    return parse_exact(raw, deep)
+    if fast is None:
+        return parse_exact(raw, deep)
+    fields = {name: getattr(fast, name) for name in RECORDED}
+    given = {name: parse_own(bytes(text), deep) for name, text in fields.items() if text is not msgspec.UNSET}
+    others = () if isinstance(fast.others, msgspec.UnsetType) else fast.others
+    return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given), fast.version, others)
 
 
 def parse_fast(raw: bytes) -> Manifest | None:
@@ -167,7 +209,10 @@ def parse_fast(raw: bytes) -> Manifest | None:
         same = msgspec.json.encode(manifest) == raw.rstrip(b" ")
     except (ValueError, RecursionError, msgspec.MsgspecError):
         return None
-    return manifest if same and manifest.format == FORMAT and manifest.version in VERSIONS else None
+    if not same or manifest.format != FORMAT or manifest.version not in VERSIONS:
+        return None
+    later = manifest.others is not msgspec.UNSET or manifest.sealed is not msgspec.UNSET
+    return None if later and manifest.version < SEALED_VERSION else manifest
 
 
 def parse_exact(raw: bytes, limits: Limits) -> Parsed:
@@ -186,12 +231,16 @@ def parse_exact(raw: bytes, limits: Limits) -> Parsed:
     for name in FIELDS:
         if name not in document:
             raise HeaderError(f"at $: the field {name} is missing")
+    allowed = (*FIELDS, *RECORDED, *(SINCE_SEALED if version >= SEALED_VERSION else ()))
     for name in document:
-        if name not in FIELDS and name not in RECORDED:
+        if name not in allowed:
             raise HeaderError(f"at {pointer(name)}: a manifest has no such field")
     files = document["files"]
     if not isinstance(files, list):
         raise HeaderError(f"at $.files: expected a list, found {kind(files)}")
+    others = document.get("others", [])
+    if not isinstance(others, list):
+        raise HeaderError(f"at $.others: expected a list, found {kind(others)}")
     tensors, metadata = document["tensors"], document["metadata"]
     for name, value in (("tensors", tensors), ("metadata", metadata)):
         if not isinstance(value, dict):
@@ -205,6 +254,7 @@ def parse_exact(raw: bytes, limits: Limits) -> Parsed:
         metadata,
         parse_recorded({name: document[name] for name in RECORDED if name in document}),
         version,
+        tuple(_convert(file, OtherFile, ("others", i)) for i, file in enumerate(others)),
     )
 
 

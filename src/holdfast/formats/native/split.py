@@ -15,7 +15,7 @@ import msgspec
 from holdfast.core.box import Box
 from holdfast.core.protocols import State
 from holdfast.formats.native.chunks import stored_chunk
-from holdfast.formats.native.layout import carried, what_is_kept
+from holdfast.formats.native.layout import OWN, carried, what_is_kept
 from holdfast.formats.native.manifest import (
     FORMAT,
     MANIFEST,
@@ -53,7 +53,7 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
         own = {name: box for name, box in boxes.items() if name in written}
         pieces = [carried(name, written[name][box.slices] if box.rank else written[name]) for name, box in own.items()]
         key = f"data-{rank + 1:05}-of-{len(parts):05}.safetensors"
-        files.append(plan_file(key, pieces, sharding_texts(own), {}, label=f"{rank} "))
+        files.append(plan_file(key, pieces, sharding_texts(own), OWN, label=f"{rank} "))
     manifest = _manifest(state, {n: (t.dtype.name, t.shape) for n, t in written.items()}, parts, files, fields)
     return SavePlan("native", tuple(file.plan for file in files), tuple(notes), directory=True, index=(manifest,))
 
@@ -76,7 +76,7 @@ def _manifest(
                     split = None if box.shape == written[name][1] else box
                     chunks[name].append(_chunk(name, rank, file, crcs, split))
         tensors = {name: StoredTensor(dtype, shape, tuple(chunks[name])) for name, (dtype, shape) in written.items()}
-        return encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(state.metadata), **rest))
+        return encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(state.metadata)), rest)
 
     blank = make({f"{rank} {name}": 0 for rank, boxes in enumerate(parts) for name in boxes})
     return FilePlan(MANIFEST, (Late(len(blank), make),))

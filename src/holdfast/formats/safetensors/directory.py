@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import MetadataError, UnknownFormat, located
+from holdfast.errors import Corrupted, MetadataError, UnknownFormat, located
 from holdfast.formats.recorded import Recorded, restore
-from holdfast.formats.safetensors.file import Header, read_header
+from holdfast.formats.safetensors.file import Header, read_header, refuse_orphans
 from holdfast.formats.safetensors.index_file import INDEX_SUFFIX, choose_index, read_index
-from holdfast.formats.safetensors.record import Record, read_record
+from holdfast.formats.safetensors.record import About, Record, read_record
 from holdfast.formats.safetensors.sharding import SHARDING_INFO, join, saved_offsets
 from holdfast.formats.safetensors.strict_json import pointer, quoted
 
@@ -83,6 +83,7 @@ class SafetensorsDirectory:
         if not files and weight_map is None:
             raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
         headers = {key: read_header(source, key) for key in files}
+        refuse_orphans(headers.values())
         places = _places(headers, source)
         notes: list[str] = []
         if weight_map is not None and index is not None:
@@ -95,10 +96,28 @@ class SafetensorsDirectory:
         with located(file=index):
             record = Record()
             if listed is not None:
-                record = read_record(listed.record, listed.weight_map, None, source.limits)
+                record = read_record(listed.record, About(listed.weight_map, listed.texts), source.limits)
             recorded = _together(headers.values(), record, stored, notes)
             tensors, tree = restore(stored, recorded, source)
-        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata)
+        changed = _changes(headers.values(), record, index, notes)
+        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
+
+
+def _changes(headers: Iterable[Header], record: Record, index: str | None, notes: list[str]) -> tuple[Corrupted, ...]:
+    """Files that are not as they were written, for a verification; the index among them, where it lost what it said of them all."""
+    found = [header.record.changed for header in headers if header.record.changed is not None]
+    if record.changed is not None:
+        record.changed.file = index
+        found.append(record.changed)
+    missing = next((h.record.rest for h in headers if h.record.rest is not None and not record.present), None)
+    if missing is not None:
+        said = (
+            f"{missing} is gone, or has lost the record that Holdfast wrote there: second names, nested values and true dtypes are "
+            "not known. Get it again; if it was meant, write the checkpoint again with `holdfast convert`"
+        )
+        notes.append(said)
+        found.append(Corrupted(said, file=index or missing))
+    return tuple(found)
 
 
 def _together(

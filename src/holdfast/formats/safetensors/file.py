@@ -6,7 +6,8 @@ small record a tensor; a `LazyTensor` is made when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -14,14 +15,14 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import FormatError, HeaderError, LimitExceeded, Truncated, located
+from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.header import PREFIX_NBYTES, Entry, parse_document
 from holdfast.formats.safetensors.layout import check_layout
-from holdfast.formats.safetensors.record import RECORD, Record, read_record
+from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, Record, read_record
 from holdfast.formats.safetensors.sharding import saved_offsets
 
-__all__ = ["Header", "HeaderTensors", "SafetensorsFile", "begins_like_safetensors", "read_header"]
+__all__ = ["Header", "HeaderTensors", "SafetensorsFile", "begins_like_safetensors", "read_header", "refuse_orphans"]
 
 SMALLEST_NBYTES = 2
 """A header of `{}`."""
@@ -117,9 +118,12 @@ def read_header(source: Source, key: str) -> Header:
     data_start = PREFIX_NBYTES + length
     document = parse_document(source.bytes(key, PREFIX_NBYTES, data_start), source.limits, file=key)
     check_layout(document.entries, size - data_start, source.limits, file=key)
-    with located(file=key):
-        record = read_record(document.metadata.get(RECORD), document.entries, document.entries, source.limits)
     metadata = {name: text for name, text in document.metadata.items() if name != RECORD}
+    with located(file=key):
+        about = About(document.entries, metadata, document.entries)
+        record = read_record(document.metadata.get(RECORD), about, source.limits)
+        if record.changed is not None:
+            record.changed.file = key
     return Header(key, data_start, document.entries, metadata, record)
 
 
@@ -157,13 +161,28 @@ class SafetensorsFile:
                 f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name
             )
         header = read_header(source, keys[0])
+        if os.path.isdir(source.store.name):
+            refuse_orphans([header])
         pieces = sum(any(offsets) for offsets in saved_offsets(header, source.limits).values())
         notes = [*header.record.notes]
         if pieces:
             notes.append(f"{pieces:,} tensors are pieces of larger ones, as they lie in this file; open its directory")
         with located(file=header.key):
             tensors, tree = restore(HeaderTensors(header, source), header.record.recorded, source)
-        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=header.metadata)
+        changed = () if header.record.changed is None else (header.record.changed,)
+        return Description(self.name, tensors, tree, notes=tuple(notes), metadata=header.metadata, changed=changed)
+
+
+def refuse_orphans(headers: Iterable[Header]) -> None:
+    """Raise for files of a folder that say that they belong to a native directory, whose manifest is then missing."""
+    for header in headers:
+        if header.record.rest == MANIFEST:
+            raise Corrupted(
+                f"a data file of a native checkpoint, and its manifest {MANIFEST} is not in the folder: values and second names "
+                "are lost without it. Get the manifest again; the tensors are in the data files, which open one by one",
+                file=header.key,
+                expected=MANIFEST,
+            )
 
 
 def _refuse_length(source: Source, key: str, length: int, size: int) -> NoReturn:

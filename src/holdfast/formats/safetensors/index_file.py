@@ -3,7 +3,7 @@
     {"metadata": {"total_size": 58}, "weight_map": {"a": "model-00001-of-00002.safetensors", …}}
 
 `metadata` may be missing, and its `total_size` is a float in some files on the hub; no reader depends on it. Holdfast
-writes a record in there (`record`), as text, where there is more to say than which file has which tensor.
+writes a record in there (`record`), as text: a checksum, and what there is to say beyond which file has which tensor.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ class Index:
 
     weight_map: dict[str, str]
     """The file of every tensor, in the order of the index."""
-    record: str | None
-    """The text of Holdfast's record."""
+    record: object
+    """Holdfast's record; None where there is none."""
+    texts: dict[str, object]
+    """What `metadata` has beside it."""
 
 
 def choose_index(keys: Sequence[str], directory: str) -> str | None:
@@ -94,10 +96,8 @@ def read_index(source: Source, key: str) -> Index:
         more = f" and {len(missing) - SHOWN_FILES:,} more" if len(missing) > SHOWN_FILES else ""
         raise StoreError(f"the index names files that are not there: {shown}{more}", file=key, found=tuple(missing))
     metadata = document.get("metadata")
-    record = metadata.get(RECORD) if isinstance(metadata, dict) else None
-    if not isinstance(record, str | None):
-        raise HeaderError(f"at {pointer('metadata', RECORD)}: expected text, found {kind(record)}", file=key)
-    return Index(weight_map, record)
+    beside = metadata if isinstance(metadata, dict) else {}
+    return Index(weight_map, beside.get(RECORD), {name: value for name, value in beside.items() if name != RECORD})
 
 
 def _check_plain(file: str, name: str, key: str) -> None:

@@ -1,7 +1,7 @@
 """One safetensors file of a save: where every tensor goes, and the header that says so.
 
-    length │ {"__metadata__":{…,"holdfast":"…,crc32: │ 8 digits a tensor │ "},"w":{"dtype":…},…}␠␠␠ │ tensors
-    ───────┴──────── Literal ────────────────────────┴────── Late ───────┴──────── Literal ─────────┴─ Data …
+    length │ {"__metadata__":{…,"holdfast":"…,crc32: │ 8 digits a tensor, self: 8 digits │ "},"w":{"dtype":…},…}␠␠␠ │ tensors
+    ───────┴──────── Literal ────────────────────────┴───────────── Late ───────────────┴──────── Literal ─────────┴─ Data …
 
 The order of the tensors is that of the safetensors library: by dtype, the widest first, then by name; so every tensor begins at a
 multiple of its element size, and the data begins at a multiple of 64 bytes.
@@ -9,7 +9,7 @@ multiple of its element size, and the data begins at a multiple of 64 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.formats.safetensors.header import PREFIX_NBYTES, Entry
-from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, record_ends
+from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, About, RecordText
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.saves import Data, FilePlan, Late, Literal, Segment
 
@@ -81,33 +81,36 @@ def plan_file(
         position = end
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
     head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode())
-    opening, closing = record_ends(fields, entries)
-    head += _escaped(opening + b',"crc32":"')
-    listed = msgspec.json.encode(entries)[1:]
-    tail = _escaped(b'"' + closing) + b'"}' + (b"," if entries else b"") + listed
     digits = CRC_DIGITS * len(ordered)
-    length = len(head) + digits + len(tail)
-    tail += b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
-    length = len(head) + digits + len(tail)
-    start = PREFIX_NBYTES + length
+    record = RecordText(fields, About(entries, about, entries))
+    opening, closing = record.ends(digits)
+    head += _escaped(opening)
+    listed = msgspec.json.encode(entries)[1:]
+    tail = _escaped(closing) + b'"}' + (b"," if entries else b"") + listed
     filled = [piece for piece in ordered if piece.nbytes]
-    segments: list[Segment] = [Literal(length.to_bytes(PREFIX_NBYTES, "little") + head)]
-    if ordered:
-        segments.append(_checksums([label + piece.name for piece in ordered], frozenset(label + piece.name for piece in filled)))
-    segments.append(Literal(tail))
+    late = _checksums(
+        [label + piece.name for piece in ordered],
+        frozenset(label + piece.name for piece in filled),
+        lambda numbers: _escaped(record.whole(numbers)[len(opening) : -len(closing)]),
+    )
+    length = len(head) + late.nbytes + len(tail)
+    tail += b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
+    length = len(head) + late.nbytes + len(tail)
+    start = PREFIX_NBYTES + length
+    segments: list[Segment] = [Literal(length.to_bytes(PREFIX_NBYTES, "little") + head), late, Literal(tail)]
     segments += [Data(piece.tensor, label + piece.name) for piece in filled]
     places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in entries.items()}
     return FileLayout(FilePlan(key, tuple(segments)), length, places)
 
 
-def _checksums(names: Sequence[str], filled: frozenset[str]) -> Late:
-    """The digits of all checksums. A tensor without bytes has no data segment, and the checksum of nothing, 0."""
+def _checksums(names: Sequence[str], filled: frozenset[str], seal: Callable[[bytes], bytes]) -> Late:
+    """The digits of all checksums, up to those of the record itself. A tensor without bytes has no data segment, and 0."""
 
     def make(crcs: Mapping[str, int]) -> bytes:
         numbers = np.array([crcs[name] if name in filled else 0 for name in names], ">u4")
-        return numbers.tobytes().hex().encode()
+        return seal(numbers.tobytes().hex().encode())
 
-    return Late(CRC_DIGITS * len(names), make)
+    return Late(len(seal(b"0" * (CRC_DIGITS * len(names)))), make)
 
 
 def _escaped(raw: bytes) -> bytes:

@@ -1,39 +1,60 @@
 """The entry `holdfast` in a file's `__metadata__`: checksums, and what the format has no other place for.
 
-    {"version": 1, "of": "1c291ca3", …the fields of `formats.recorded`…, "crc32": "9f3a01d2" + "00c4e6b7" + …}
+    {"version": 2, "of": "1c291ca3", "texts": "8d0f11c2", …the fields of `formats.recorded`…, "crc32": "9f3a01d2" + "00c4e6b7" + …,
+     "self": "5bb0e7a9"}
 
-`crc32` holds eight hexadecimal digits a tensor, in the order of the header. `of` is the CRC-32 of the tensors' part of the header
-as msgspec writes it: another tool that changes tensors and copies the metadata leaves a record about a file that is no more. Such a
-record is not used, and a note says so. One that is about this file and breaks a rule is refused.
+- `crc32` holds eight hexadecimal digits a tensor, in the order of the header.
+- `of` is the CRC-32 of the tensors' part of the header as msgspec writes it, `texts` that of the other texts in `__metadata__`.
+- `rest` names the file beside this one that says the rest: the manifest of a native directory, or the index of a split checkpoint.
+- `self` is the checksum of the record (`formats.seal`).
+
+So nothing in a header is without a checksum, and what is wrong with one tells its cause:
+
+    the record has not its own checksum       it is damaged, and refused
+    it is about other tensors                 another tool changed them and copied the metadata, or damage: not used, and noted
+    it is about these, and other texts        the same; used, and noted
+
+What is noted is `changed`, and a verification reports it. A record of version 1 has no `texts` and no `self`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
-from holdfast.errors import HeaderError, LimitExceeded
+from holdfast.errors import Corrupted, HeaderError, LimitExceeded
 from holdfast.formats.recorded import FIELDS, Recorded, parse_recorded
-from holdfast.formats.safetensors.strict_json import kind, parse_own, pay_for_containers, pointer
+from holdfast.formats.safetensors.strict_json import kind, parse_own, pay_for_containers, pointer, quoted
+from holdfast.formats.seal import HEX, SEAL, SEAL_NBYTES, check_seal, hexadecimal, seal
 from holdfast.formats.tree_json import json_limits
 
-__all__ = ["CRC_DIGITS", "RECORD", "Record", "fingerprint", "read_record", "record_ends"]
+__all__ = ["CRC_DIGITS", "MANIFEST", "RECORD", "About", "Record", "RecordText", "fingerprint", "read_record"]
 
 RECORD = "holdfast"
 """The key in `__metadata__`, and in the `metadata` of an index."""
 
-VERSION = 1
+MANIFEST = "holdfast.json"
+"""The file of a native directory that says everything about the others."""
+
+VERSION = 2
+SEALED_VERSION = 2
+"""The first that has a checksum of its own."""
 
 CRC_DIGITS = 8
 
-HEX = frozenset("0123456789abcdef")
-
-OTHER_FILE = f"__metadata__.{RECORD} is about tensors that were there before another program changed the file; it is not used"
+OTHER_TENSORS = (
+    f"__metadata__.{RECORD} is about tensors that were there before another program changed the file, or the file is damaged; the "
+    "record is not used. If the change was meant, write the file again with `holdfast convert`"
+)
+OTHER_TEXTS = (
+    f"the texts beside __metadata__.{RECORD} are not those that were written with it: another program changed them, or the file is "
+    "damaged. If the change was meant, write the file again with `holdfast convert`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,51 +65,126 @@ class Record:
     """CRC-32 of the bytes of each tensor."""
     recorded: Recorded = field(default_factory=Recorded)
     notes: tuple[str, ...] = ()
+    rest: str | None = None
+    """The file beside this one that says the rest."""
+    changed: Corrupted | None = None
+    """How the file differs from what was written with the record: for a verification to report."""
+    present: bool = False
+    """Whether there is a record, used or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a record is about."""
+
+    content: object
+    """The entries of a header, or the weight map of an index."""
+    texts: Mapping[str, object]
+    """What stands beside the record."""
+    names: Mapping[str, object] | None = None
+    """The tensors that have checksums in it, if any have."""
 
 
 def fingerprint(content: object) -> str:
-    """What ties a record to what it is about: entries of a header, or the weight map of an index."""
+    """What ties a record to what it is about, in eight digits."""
     return f"{crc32(msgspec.json.encode(content)):08x}"
 
 
-def record_ends(fields: Mapping[str, object], content: object) -> tuple[bytes, bytes]:
-    """A record as JSON text in two parts; between them a file has its checksums.
+def texts_fingerprint(texts: Mapping[str, object]) -> str:
+    """The same for what stands beside it. Other writers keep no order there, so it does not count."""
+    return fingerprint(sorted(texts.items()))
+
+
+class RecordText:
+    """A record as JSON text, with its checksums to come: eight digits a tensor where the record has them, and its own.
 
     Spaces stand at the end where the reader would think that it has too many lists for its length.
     """
-    raw = msgspec.json.encode({"version": VERSION, "of": fingerprint(content), **fields})
-    spaces = len(pay_for_containers(raw)) - len(raw)
-    return raw[:-1], b"}" + b" " * spaces
+
+    def __init__(self, fields: Mapping[str, object], about: About) -> None:
+        known = {"version": VERSION, "of": fingerprint(about.content), "texts": texts_fingerprint(about.texts), **fields}
+        raw = msgspec.json.encode(known)
+        self._paid = len(pay_for_containers(raw))
+        self._opening = raw[:-1] if about.names is None else raw[:-1] + b',"crc32":"'
+
+    def whole(self, digits: bytes | None = None) -> bytes:
+        """All of it."""
+        raw = self._opening + (b"" if digits is None else digits + b'"') + b"}"
+        return seal(raw, self._paid)
+
+    def ends(self, digits: int) -> tuple[bytes, bytes]:
+        """What stands before so many digits, and what after the record's own."""
+        whole = self.whole(b"0" * digits)
+        return self._opening, whole[len(self._opening) + digits + SEAL_NBYTES - 1 :]
 
 
-def read_record(text: str | None, content: object, names: Mapping[str, object] | None, limits: Limits) -> Record:
-    """Check a record; `content` is what it must be about, `names` the tensors that have checksums in it, if any have.
+def read_record(text: object, about: About, limits: Limits) -> Record:
+    """Check a record against what it must be about; `text` is what stands in its place, None for nothing.
 
-    Raises `HeaderError`, or `LimitExceeded` for nesting.
+    Raises `Corrupted` where it is damaged, `HeaderError`, or `LimitExceeded` for nesting.
     """
     if text is None:
+        _look_elsewhere(about)
         return Record()
     try:
-        document = parse_own(text.encode("utf-8"), json_limits(limits))
-        if not isinstance(document, dict):
-            raise HeaderError(f"at $: expected an object, found {kind(document)}")
-        version, of = document.get("version"), document.get("of")
-        if type(version) is not int or not isinstance(of, str):
-            raise HeaderError("at $: expected a version and what the record is of")
-        if of != fingerprint(content):
-            return Record(notes=(OTHER_FILE,))
-        if version != VERSION:
-            return Record(notes=(f"__metadata__.{RECORD} is of version {version:,}, which this Holdfast does not know; not used",))
-        allowed = {"version", "of", *FIELDS, *(("crc32",) if names is not None else ())}
-        for name in document:
-            if name not in allowed:
-                raise HeaderError(f"at {pointer(name)}: a record has no such field")
-        crcs = {} if names is None else _checksums(document.get("crc32"), names)
-        return Record(crcs, parse_recorded(document))
-    except (HeaderError, LimitExceeded) as error:
+        if not isinstance(text, str):
+            raise HeaderError(f"expected text, found {kind(text)}")
+        return _read(text.encode("utf-8"), about, limits)
+    except (Corrupted, HeaderError, LimitExceeded) as error:
         error.args = (f"in __metadata__.{RECORD}: {error.message}",)
         error.message = error.args[0]
         raise
+
+
+def _read(raw: bytes, about: About, limits: Limits) -> Record:
+    sealed = check_seal(raw, "the record")
+    document = parse_own(raw, json_limits(limits))
+    if not isinstance(document, dict):
+        raise HeaderError(f"at $: expected an object, found {kind(document)}")
+    version, of = document.get("version"), document.get("of")
+    if type(version) is not int or not isinstance(of, str):
+        raise HeaderError("at $: expected a version and what the record is of")
+    if version == VERSION and not sealed:
+        raise Corrupted(
+            f"a record of version {version} ends with its own checksum, and this one does not: it changed after it was written; "
+            "get the file again"
+        )
+    if of != (now := fingerprint(about.content)):
+        return _changed(OTHER_TENSORS, of, now)
+    if version > VERSION or version < 1:
+        note = f"__metadata__.{RECORD} is of version {version:,}, which this Holdfast does not know; not used"
+        return Record(notes=(note,), present=True)
+    later = ("texts", "rest", SEAL) if version >= SEALED_VERSION else ()
+    allowed = {"version", "of", *later, *FIELDS, *(("crc32",) if about.names is not None else ())}
+    for name in document:
+        if name not in allowed:
+            raise HeaderError(f"at {pointer(name)}: a record has no such field")
+    rest, texts = document.get("rest"), document.get("texts")
+    if not isinstance(rest, str | None):
+        raise HeaderError(f"at {pointer('rest')}: expected text, found {kind(rest)}")
+    crcs = {} if about.names is None else _checksums(document.get("crc32"), about.names)
+    recorded = parse_recorded(document)
+    if version >= SEALED_VERSION and texts != (now := texts_fingerprint(about.texts)):
+        return replace(_changed(OTHER_TEXTS, texts, now), crcs=crcs, recorded=recorded, rest=rest)
+    return Record(crcs, recorded, rest=rest, present=True)
+
+
+def _changed(how: str, then: object, now: str) -> Record:
+    expected = hexadecimal(then)
+    error = Corrupted(how, expected=then if expected is None else expected, found=int(now, 16))
+    return Record(notes=(how,), changed=error, present=True)
+
+
+def _look_elsewhere(about: About) -> None:
+    """Raise where a record that is about this very content stands under another name: its name is damaged."""
+    for name, text in about.texts.items():
+        if isinstance(text, str) and text.startswith('{"version":') and f'"of":"{fingerprint(about.content)}"' in text[:64]:
+            raise Corrupted(
+                f"the record of Holdfast stands under __metadata__.{quoted(name)} and not under {RECORD}: the header changed after "
+                "it was written; get the file again",
+                expected=RECORD,
+                found=name,
+            )
 
 
 def _checksums(digits: object, names: Mapping[str, object]) -> dict[str, int]:

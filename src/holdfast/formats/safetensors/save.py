@@ -25,7 +25,7 @@ from holdfast.core.tree import Path, dotted
 from holdfast.errors import CannotHold
 from holdfast.formats.recorded import PAIRS, sharing_fields
 from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, name_problem, plan_file, size_problem
-from holdfast.formats.safetensors.record import RECORD, record_ends
+from holdfast.formats.safetensors.record import RECORD, About, RecordText
 from holdfast.formats.sharing import find_sharing
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import is_unicode
@@ -84,23 +84,24 @@ def _plan_one(state: State, pieces: list[Piece], fields: Mapping[str, object], n
 def _plan_directory(
     state: State, shards: list[list[Piece]], fields: Mapping[str, object], notes: list[str], stem: str
 ) -> SavePlan | None:
+    key = f"{stem}.safetensors.index.json"
     laid = [
-        plan_file(f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, {})
+        plan_file(f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, {"rest": key})
         for i, shard in enumerate(shards)
     ]
     if any(file.header_nbytes > Limits().header_nbytes for file in laid):
         return None
-    index = index_file(f"{stem}.safetensors.index.json", laid, fields)
+    index = index_file(key, laid, fields)
     return SavePlan("safetensors-dir", tuple(file.plan for file in laid), tuple(notes), directory=True, index=(index,))
 
 
-def index_file(key: str, files: list[FileLayout], fields: Mapping[str, object]) -> FilePlan:
-    """The Hugging Face index of some files; `fields` go into a record in its metadata."""
+def index_file(key: str, files: list[FileLayout], fields: Mapping[str, object] | None) -> FilePlan:
+    """The Hugging Face index of some files; `fields` go into a record in its metadata, None for an index without one."""
     weight_map = {name: file.plan.key for file in files for name in file.places}
     total = sum(stop - start for file in files for start, stop in file.places.values())
     metadata: dict[str, object] = {"total_size": total}
-    if fields:
-        metadata[RECORD] = b"".join(record_ends(fields, weight_map)).decode("utf-8")
+    if fields is not None:
+        metadata[RECORD] = RecordText(fields, About(weight_map, {**metadata})).whole().decode("utf-8")
     document = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False)
     return FilePlan(key, (Literal(document.encode("utf-8") + b"\n"),))
 
