@@ -88,7 +88,7 @@ def test_data_files_without_their_manifest_are_damaged_and_open_one_by_one(tmp_p
     array = np.arange(4.0)
     holdfast.save(tmp_path / "d", {"w": array, "v": array + 1, "step": 3}, max_shard_size=40)
     (tmp_path / "d" / MANIFEST).unlink()
-    with pytest.raises(Corrupted, match="manifest holdfast.json is not in the folder") as caught:
+    with pytest.raises(Corrupted, match="is not in the folder") as caught:
         holdfast.open(tmp_path / "d")
     assert caught.value.file == "data-00001-of-00002.safetensors"
     report = holdfast.verify(tmp_path / "d")

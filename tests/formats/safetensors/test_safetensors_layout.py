@@ -22,6 +22,7 @@ from holdfast.core.tensor import AliasView, Traits
 from holdfast.errors import CannotHold, HeaderError, MetadataError
 from holdfast.formats.safetensors.pieces import ORDER
 from holdfast.formats.safetensors.save import is_flat, lay_out_safetensors
+from holdfast.formats.seal import seal
 from holdfast.formats.sharing import find_sharing
 
 CODED = [row for row in DTYPES.rows if row.safetensors is not None]
@@ -46,10 +47,12 @@ def record_of(content):
 
 
 def with_record(content, change):
-    """The same file with another record in it."""
+    """The same file with another record in it, which has the checksum of its own."""
     header, start = header_of(content)
     record = json.loads(header["__metadata__"]["holdfast"])
-    header["__metadata__"]["holdfast"] = change(record)
+    del record["self"]
+    text = change(record)
+    header["__metadata__"]["holdfast"] = seal(text.encode()).decode() if text.endswith("}") else text
     raw = json.dumps(header).encode()
     return len(raw).to_bytes(8, "little") + raw + content[start:]
 
@@ -159,7 +162,7 @@ def test_nested_dicts_are_restored_without_being_asked():
 def test_a_plain_state_dict_needs_no_tree():
     memory = Memory()
     record = record_of(save_one({"a.b": memory.array(np.ones(2)), "c": memory.array(np.ones(3))}))
-    assert set(record) == {"version", "of", "crc32"}
+    assert set(record) == {"version", "of", "texts", "crc32", "self"}
 
 
 def test_a_tensor_alone_and_one_without_data():
@@ -288,8 +291,8 @@ def test_a_record_about_another_file_is_not_used():
     assert ckpt["w"].storages[0].crc32 is None
     assert "another program" in ckpt.notes[0]
     assert "holdfast" not in ckpt.metadata
-    newer = with_record(content, lambda r: json.dumps(r | {"version": 2, "new": 1}))
-    assert "version 2" in reopen({"": newer}).notes[0]
+    newer = with_record(content, lambda r: json.dumps(r | {"version": 3, "new": 1}))
+    assert "version 3" in reopen({"": newer}).notes[0]
 
 
 BROKEN = {
