@@ -98,7 +98,7 @@ def test_nothing_else_is_left_behind(saved):
         path = saved(format, 4)
         assert [p.name for p in path.parent.iterdir()] == [path.name]
         kinds = {p.suffix or p.name for p in path.iterdir()}
-        wanted = {"native": {".safetensors", ".json"}, "dcp": {".distcp", ".metadata"}, "safetensors": {".safetensors"}}
+        wanted = {"native": {".safetensors", ".json"}, "dcp": {".distcp", ".metadata", ".json"}, "safetensors": {".safetensors"}}
         assert kinds == wanted[format]
 
 

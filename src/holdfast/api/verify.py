@@ -187,16 +187,16 @@ class Verification:
                 continue
             file = os.path.join(path, key)
             if key.lower().endswith(SUFFIXES):
-                self.one(file, optional=True)
+                self.one(file, optional=True, ours=MANIFEST in keys)
             else:
                 self._skipped.append(file)
         named = any(problem.file != path for problem in self._problems) and not isinstance(failed, Corrupted)
         if failed is not None and not named and not (isinstance(failed, UnknownFormat) and len(self._formats) > found_before):
             self.refuse(path, failed, ours=MANIFEST in keys)
 
-    def one(self, path: Openable, *, optional: bool = False) -> None:
-        """One file. With `optional`, one that is no checkpoint at all is passed over."""
-        label = path if isinstance(path, str) else f"<{type(path).__name__}>"
+    def one(self, path: Openable, *, optional: bool = False, ours: bool = False) -> None:
+        """One file. With `optional`, one that is no checkpoint at all is passed over; `ours` as for `refuse`."""
+        label = os.fspath(path) if isinstance(path, str | os.PathLike) else f"<{type(path).__name__}>"
         try:
             store = store_of(path, self._limits)
             try:
@@ -209,7 +209,7 @@ class Verification:
             else:
                 self._skipped.append(label)
         except HoldfastError as error:
-            self.refuse(label, error)
+            self.refuse(label, error, ours=ours)
 
     def refuse(self, file: str, error: HoldfastError, *, ours: bool = False) -> None:
         """Enter an error of a file; what breaks a rule in `ours` is damage, since no other program writes such files."""

@@ -2,7 +2,7 @@
 
     native        data-00001-of-00004.safetensors …       holdfast.json, and a Hugging Face index where nothing is split
     safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file
-    dcp           __0_0.distcp …                          .metadata
+    dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json
 
 A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
 write and many threads spreads it over several files, written at once: the kernel has one thread at a time write to a file.
@@ -22,6 +22,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold
+from holdfast.formats.dcp.beside import BESIDE, checksum_file
 from holdfast.formats.dcp.lay_out import lay_out_items
 from holdfast.formats.native.chunks import entries_of, in_file, part_names, without_clashes
 from holdfast.formats.native.layout import OWN, Pack, carried, other_files
@@ -106,7 +107,7 @@ class Contents:
 
 def is_part(name: str) -> bool:
     """Whether a file in a directory belongs to a checkpoint of any of these formats, so that it may be replaced."""
-    return name.endswith((".safetensors", ".safetensors.index.json", ".distcp", ".metadata")) or name == MANIFEST
+    return name.endswith((".safetensors", ".safetensors.index.json", ".distcp", ".metadata")) or name in (MANIFEST, BESIDE)
 
 
 def rank_files(
@@ -216,7 +217,8 @@ def index_files(format: str, contents: Contents, receipts: Sequence[Receipt]) ->
     if format == "native":
         return _manifest(contents, receipts)
     if format == "dcp":
-        return [FilePlan(".metadata", (Literal(_dcp_metadata(contents, receipts)),))]
+        metadata = _dcp_metadata(contents, receipts)
+        return [FilePlan(BESIDE, (Literal(checksum_file(metadata)),)), FilePlan(".metadata", (Literal(metadata),))]
     return []
 
 

@@ -3,6 +3,7 @@
     .metadata          which tensors there are, which boxes they were cut into, which item of which file holds each
     __0_0.distcp       the items of rank 0, one torch zip behind the other
     __1_0.distcp       …
+    .holdfast.json     the checksum of .metadata, where Holdfast wrote it (`beside`)
 
 Opening reads the metadata and the values that are no tensors. Where in its item a tensor's bytes are is found when it is read
 (`lazy`).
@@ -20,6 +21,7 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
 from holdfast.errors import MetadataError, Unsupported
+from holdfast.formats.dcp.beside import compare_metadata
 from holdfast.formats.dcp.index import Index, SavedTensor, is_index, read_index
 from holdfast.formats.dcp.inflate import is_inflated
 from holdfast.formats.dcp.lazy import Items, ItemStorage, Unread, chunk_of
@@ -46,6 +48,7 @@ class DcpDirectory:
 
     def describe(self, source: Source) -> Description:
         """Read the index and the values that are no tensors, and check everything."""
+        changed = compare_metadata(source)
         index = read_index(source)
         compressed = any(map(is_inflated, _items(index)))
         items = Items(source, inflate=compressed)
@@ -66,7 +69,11 @@ class DcpDirectory:
             notes.append(f"{values.unread:,} values that are no tensors are left unread, and not looked into for foreign objects")
         if compressed:
             notes.append("items are compressed with zstd, so reading any part of one inflates all of it")
-        return Description(self.name, named.tensors, grown.tree, (*index.foreign, *values.foreign), tuple(notes), index.texts)
+        if changed is not None:
+            notes.append(changed.message)
+        foreign = (*index.foreign, *values.foreign)
+        damage = () if changed is None else (changed,)
+        return Description(self.name, named.tensors, grown.tree, foreign, tuple(notes), index.texts, damage)
 
 
 def _items(index: Index) -> Iterable[Item]:
