@@ -338,6 +338,17 @@ def test_an_index_that_was_lost_is_reported(tmp_path):
         assert one.notes == ()
 
 
+def test_numbers_in_an_index_that_no_writer_of_ours_has(tmp_path):
+    path = tmp_path / "split"
+    holdfast.save(path, {"w": W}, format="safetensors", max_shard_size=50)
+    index = path / "model.safetensors.index.json"
+    index.write_bytes(index.read_bytes().replace(b'"total_size": 48', b'"total_size": 99999999999999999999'))
+    with holdfast.open(path) as ckpt:
+        assert ckpt["w"].numpy().tobytes() == W.tobytes()
+    (damage,) = holdfast.verify(path).damaged
+    assert damage.file == str(index)
+
+
 def test_another_save_into_a_distributed_checkpoint_is_reported_and_opened(tmp_path):
     _sharded(tmp_path / "dcp", "dcp")
     index = tmp_path / "dcp" / ".metadata"

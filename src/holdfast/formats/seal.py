@@ -45,7 +45,8 @@ def check_seal(raw: bytes, what: str) -> bool:
     at = end - len(CLOSING) - len(BLANK)
     digits = raw[at : at + len(BLANK)].decode("latin-1")
     expected = hexadecimal(digits)
-    found = crc32(raw[at + len(BLANK) :], crc32(BLANK, crc32(raw[:at])))
+    whole = memoryview(raw)
+    found = crc32(whole[at + len(BLANK) :], crc32(BLANK, crc32(whole[:at])))
     if found != expected:
         raise Corrupted(
             f"{what} does not have the checksum that it records of itself ({digits!r}, not {found:08x}): it changed after it was "

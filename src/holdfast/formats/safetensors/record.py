@@ -19,6 +19,7 @@ What is noted is `changed`, and a verification reports it. A record of version 1
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -92,7 +93,9 @@ def fingerprint(content: object) -> str:
 
 def texts_fingerprint(texts: Mapping[str, object]) -> str:
     """The same for what stands beside it. Other writers keep no order there, so it does not count."""
-    return fingerprint(sorted(texts.items()))
+    # Not msgspec: an index may have integers that it does not write.
+    raw = json.dumps(sorted(texts.items()), separators=(",", ":"), ensure_ascii=False)
+    return f"{crc32(raw.encode('utf-8')):08x}"
 
 
 class RecordText:
