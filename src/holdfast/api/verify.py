@@ -196,7 +196,7 @@ class Verification:
 
     def one(self, path: Openable, *, optional: bool = False, ours: bool = False) -> None:
         """One file. With `optional`, one that is no checkpoint at all is passed over; `ours` as for `refuse`."""
-        label = os.fspath(path) if isinstance(path, str | os.PathLike) else f"<{type(path).__name__}>"
+        label = path if isinstance(path, str) else f"<{type(path).__name__}>"
         try:
             store = store_of(path, self._limits)
             try:
