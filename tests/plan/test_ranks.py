@@ -197,7 +197,7 @@ def test_out_of_bounds():
 def test_disagreement_about_what_a_tensor_is():
     half = RankState.of([("w", "float16", (8, 2), [])])
     states = [rank_with(("w", *rows(8, (0, 8)))), half, half, rank_with(("w", *rows(9))), rank_with(("w", *rows(8)))]
-    said = "'w' is float32 (8, 2) on ranks 0 and 4, but float16 (8, 2) on ranks 1 and 2, but float32 (9, 2) on rank 3"
+    said = "'w' is float32 (8, 2) on ranks 0 and 4, but float16 (8, 2) on ranks 1 and 2, but float32 (9, 2) on rank 3; pass per_rank=['w'] where each rank has its own"
     assert plan_ranks(states).problems == (said,)
 
 
@@ -226,7 +226,7 @@ def test_values():
 
 def test_values_that_differ():
     states = [rank_with(values={"lr": d, "ok": b"0"}) for d in (b"1", b"1", b"1", b"2", b"1")]
-    said = "the value 'lr' differs between ranks 0 to 2 and 4, rank 3; if that is meant, mark it as local"
+    said = "the value 'lr' differs between ranks 0 to 2 and 4, rank 3; pass values='first' to take the first, or per_rank=['lr']"
     assert plan_ranks(states).problems == (said,)
 
 

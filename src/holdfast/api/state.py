@@ -1,8 +1,8 @@
 """From whatever a caller hands to `save` to a `State`: the same tree, with a `LazyTensor` for every tensor in it.
 
 numpy arrays and torch tensors are wrapped, not copied; lazy tensors of an open checkpoint pass through and are streamed later.
-Containers keep their types. What is neither a tensor nor a container is left as it is: the target format knows whether it can
-hold it, and says so with the path.
+Containers keep their types, and an object with a `state_dict()` stands for it (api/stateful.py). What is neither a tensor nor a
+container is left as it is: the target format knows whether it can hold it, and says so with the path.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from holdfast.api.stateful import state_dicts
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
 from holdfast.core.limits import Limits
@@ -50,6 +51,8 @@ def describe_state(
         own = state.metadata if state.format in OWN_METADATA else {}
         metadata = {**own, **(metadata or {})}
         state, arrays = state.tree, "values"
+    else:
+        state = state_dicts(state)
     walk = Walk(_leaf(arrays), limits)
     tree = walk.convert(state, (), frozenset())
     if walk.problems:

@@ -66,7 +66,8 @@ def _dispute(name: str, holders: dict[Catalogue, list[int]]) -> str:
         if name in catalogue.positions:
             i = catalogue.positions[name]
             said.setdefault(f"{catalogue.dtypes[i]} {catalogue.shapes[i]}", []).extend(ranks)
-    return f"{name!r} is " + ", but ".join(f"{what} on {say_ranks(ranks)}" for what, ranks in said.items())
+    different = ", but ".join(f"{what} on {say_ranks(ranks)}" for what, ranks in said.items())
+    return f"{name!r} is {different}; pass per_rank=[{name!r}] where each rank has its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +161,8 @@ def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tupl
         ranks = sorted(rank for holders in versions.values() for rank in holders)
         if len(versions) > 1:
             said = ", ".join(say_ranks(holders) for holders in versions.values())
-            problems.append(f"the value {name!r} differs between {said}; if that is meant, mark it as local")
+            hint = f"pass values='first' to take the first, or per_rank=[{name!r}]"
+            problems.append(f"the value {name!r} differs between {said}; {hint}")
         if name in local:
             problems.append(f"the value {name!r} is shared on {say_ranks(ranks)}, but local on {say_ranks(local[name])}")
         writes[ranks[0]].append(name)

@@ -21,12 +21,13 @@ from holdfast.core.composite import Composite
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import DoesNotFit, Unsupported
 from holdfast.torch.fresh import CPU
+from holdfast.torch.memory import memory_of
 from holdfast.torch.regions import repeats
 from holdfast.torch.slots import Slot, Targets, all_slots
 from holdfast.torch.tensors import torch_dtype
 from holdfast.torch.tree import ABSENT, find_value, opaque_inside
 
-__all__ = ["Choice", "Fit", "Match", "Names", "fit"]
+__all__ = ["Choice", "Fit", "Match", "Names", "different", "fit"]
 
 SHOWN = 200
 """Names of each kind that a message lists; all of them are in the error's attributes."""
@@ -166,16 +167,18 @@ def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
     found = Fit()
     for name in targets.doubles:
         found.mismatched[name] = "two tensors of the target have this name"
-    tied: dict[int, list[Slot]] = {}
+    tied: dict[object, list[Slot]] = {}
     for slot in targets.slots:
-        tied.setdefault(id(slot.tensor), []).append(slot)
+        # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
+        tied.setdefault(id(slot.tensor) if choice.fresh(slot.tensor) else memory_of(slot.tensor), []).append(slot)
     elsewhere = {
         id(slot.tensor): prefix + slot.name
         for prefix, module in targets.selves.items()
         for slot in all_slots(module)
         if prefix + slot.name in names
     }
-    for identity, slots in tied.items():
+    for slots in tied.values():
+        identity = id(slots[0].tensor)
         if identity in elsewhere and not any(slot.name in names for slot in slots):
             found.followers += slots
             found.notes.append(_tied_note(slots, elsewhere[identity]))
@@ -209,7 +212,7 @@ def _match(slots: list[Slot], names: Names, choice: Choice, found: Fit, *, stric
         return
     last, offer = offers[-1]
     for slot, other in offers[:-1]:
-        if _different(other, offer):
+        if different(other, offer):
             why = f"it is tied to {last.name!r} here, and the checkpoint has other elements for that"
             if strict:
                 found.mismatched[slot.name] = why
@@ -231,7 +234,7 @@ def _tied_note(absent: Sequence[Slot], name: str) -> str:
     return f"not in the checkpoint, and tied to {name!r}: {', '.join(repr(slot.name) for slot in absent)}"
 
 
-def _different(a: LazyTensor | Composite, b: LazyTensor | Composite) -> bool:
+def different(a: LazyTensor | Composite, b: LazyTensor | Composite) -> bool:
     """Whether two tensors certainly hold different elements."""
     if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
         return a is not b

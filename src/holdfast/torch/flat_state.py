@@ -23,11 +23,15 @@ from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.stream import write_stream
 from holdfast.formats.tree_json import encode_tree
+from holdfast.torch.pickling import StorageIds, pickle_object
 from holdfast.torch.save import plan_object
 
 __all__ = ["FlatState", "Value", "flatten"]
 
 Path = tuple[str | int, ...]
+
+REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
+"""What to do about an object with tensors in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +44,22 @@ class Value:
     """The same without torch's classes."""
 
     def digest(self) -> bytes:
-        """A hash that is the same on every rank that has an equal value."""
+        """A hash that is the same on every rank that has an equal value. Raises ValueError for one that cannot be pickled."""
         encoded = encode_tree(self.described, {})
         # A pickle of equal values may differ: it tells whether two equal strings in them are one object.
-        content = pickle.dumps(self.raw) if encoded.problems else msgspec.json.encode(encoded.value)
+        content = self._pickled() if encoded.problems else msgspec.json.encode(encoded.value)
         return hashlib.blake2b(content, digest_size=16).digest()
+
+    def _pickled(self) -> bytes:
+        ids = StorageIds()
+        kind = type(self.raw).__name__
+        try:
+            content = pickle_object(self.raw, ids, pickle, pickle.DEFAULT_PROTOCOL)
+        except Exception as error:  # whatever the object's own methods raise
+            raise ValueError(f"a {kind} that cannot be pickled ({type(error).__name__}: {error})") from error
+        if ids.storages:
+            raise ValueError(f"a {kind} with tensors in it, which would be out of reach in a pickle; {REMEDY}")
+        return content
 
     def archive(self) -> bytes:
         """What torch.save would write for it; later changes of the object do not reach it."""
@@ -62,6 +77,16 @@ class FlatState:
     """The path of every leaf, tensors as well."""
     problems: list[str] = field(default_factory=list)
     """What has no form there."""
+
+    def digests(self) -> dict[str, bytes]:
+        """A hash of every value; what must not be pickled becomes a problem."""
+        found = {}
+        for name, value in self.values.items():
+            try:
+                found[name] = value.digest()
+            except ValueError as error:
+                self.problems.append(f"{name}: {error}")
+        return found
 
 
 def flatten(state: State, raw: object) -> FlatState:

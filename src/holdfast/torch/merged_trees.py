@@ -36,7 +36,7 @@ class MergedTrees:
         """A sentence for each path."""
         return [
             f"{at or 'the state'}: {say_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} another value than the first rank; "
-            "pass values='first' to take that"
+            f"pass values='first' to take that, or per_rank=[{at!r}] to keep one for each rank"
             for at, ranks in self.differ.items()
         ]
 

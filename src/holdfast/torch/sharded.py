@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
+from holdfast.api.stateful import Stateful, state_dicts
 from holdfast.api.targets import check_sparse
 from holdfast.stores.paths import local_path
 from holdfast.torch.background import SaveHandle, begin, busy, give_back, versions
@@ -22,7 +22,7 @@ __all__ = ["save_sharded"]
 
 def save_sharded(
     path: str | os.PathLike[str],
-    state: nn.Module | Mapping[str, object],
+    state: Stateful | Mapping[str, object],
     *,
     group: dist.ProcessGroup | None = None,
     format: Literal["native", "dcp", "safetensors"] = "native",
@@ -30,6 +30,8 @@ def save_sharded(
     durable: bool = True,
     metadata: Mapping[str, str] | None = None,
     values: Literal["agree", "first"] = "agree",
+    per_rank: str | Sequence[str] = (),
+    check_replicas: bool = True,
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
     deadline: float = DEADLINE,
@@ -42,7 +44,13 @@ def save_sharded(
 
     Plain tensors are taken as replicated and written once, spread over the ranks by bytes; of DTensors, ShardedTensors and
     LocalShardsWrappers every rank writes what it has. Mappings of which each rank has some keys, such as pipeline stages, are put
-    together; values that are no tensors must be the same on all ranks that have them (`values="first"` takes those of the first).
+    together; values that are no tensors must be the same on all ranks that have them (`values="first"` takes those of the first),
+    and so must plain tensors, by checksums (`check_replicas=False` stores one of them unseen). What each rank is to keep for itself
+    is named by `per_rank`: patterns of dotted names, such as `["rng", "loader.*"]`.
+
+    Modules, optimizers and whatever else has `state_dict()` and `load_state_dict()` stand for their state dict, in the state and as
+    the state. In a DCP checkpoint other objects are pickled, and refused where there are tensors in them.
+
     Raises `RanksFailed` on every rank where anything went wrong on one; a rank that shows no sign of life for `deadline` seconds,
     or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
 
@@ -70,6 +78,8 @@ def save_sharded(
         max_host_memory=max_host_memory,
         sparse=sparse,
         values=values,
+        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        check_replicas=check_replicas,
     )
     before: list[tuple[torch.Tensor, int]] = []
     turn = handed = False
@@ -78,7 +88,7 @@ def save_sharded(
         nonlocal turn
         busy(when_busy, where)
         turn = True
-        found = state.state_dict() if isinstance(state, nn.Module) else state
+        found = state_dicts(state)
         if not block:
             before.extend(versions(found))
         return found

@@ -10,37 +10,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import get_args
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from holdfast.api.open import open as open_checkpoint
-from holdfast.core.box import Box
+from holdfast.api.stateful import Stateful
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
-from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import dotted
 from holdfast.engine.source import OpenSource
-from holdfast.errors import DoesNotFit, HoldfastError
-from holdfast.formats.dcp.lazy import Unread
+from holdfast.errors import DoesNotFit
 from holdfast.stores.paths import local_path
 from holdfast.torch.fill import Fill, fill
 from holdfast.torch.group import DEADLINE, ranks_of
 from holdfast.torch.replicas import Replicated, Share, hand_on, offers, spread
-from holdfast.torch.shards import is_sharded, shards_of
-from holdfast.torch.tensors import torch_dtype
-from holdfast.torch.tree import torch_tree
+from holdfast.torch.wanted import PerRank, Wanted, match
 
 __all__ = ["LoadedShards", "load_full", "load_sharded"]
-
-Path = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,9 @@ class LoadedShards:
     names: tuple[str, ...]
     """What was filled."""
     missing: tuple[str, ...]
+    """What this rank asked for and the checkpoint does not have."""
     unexpected: tuple[str, ...]
+    """The checkpoint's names that no rank asked for."""
     needed_nbytes: int
     """Bytes of the elements that this rank needed."""
     read_nbytes: int
@@ -66,31 +60,39 @@ class LoadedShards:
         lines = [f"{len(self.names):,} tensors, {self.needed_nbytes:,} bytes from {self.path} ({over:.2f} × read)"]
         lines += [f"missing: {name}" for name in self.missing[:20]]
         lines += [f"unexpected: {name}" for name in self.unexpected[:20]]
+        lines += self.notes
         return "\n".join(lines)
 
 
-@dataclass(slots=True)
-class Wanted:
-    """What one rank asks of a checkpoint."""
+class Told(msgspec.Struct):
+    """What a rank tells the others before anything is changed."""
 
-    fills: list[Fill] = field(default_factory=list)
-    whole: dict[str, Fill] = field(default_factory=dict)
-    """Those of the fills that are all of a tensor, by its name."""
-    names: list[str] = field(default_factory=list)
-    values: dict[str, object] = field(default_factory=dict)
-    put: list[tuple[Callable[[object], None], object]] = field(default_factory=list)
-    """Where values of the state are replaced."""
-    missing: list[str] = field(default_factory=list)
-    mismatched: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    checkpoint: bytes
+    """A hash of the names that it may ask for: ranks that see the same are judged together."""
+    used: bytes
+    """A bit for each of them, set where this rank asks for it."""
+    fits: bool
+    strict: bool
+    offers: bytes
+
+
+class Verdict(msgspec.Struct):
+    """What a rank is told."""
+
+    fits: bool
+    used: bytes
+    """The bits of all ranks that see the same checkpoint."""
+    shares: bytes
 
 
 def load_sharded(
     path: str | os.PathLike[str],
-    state: nn.Module | Mapping[str, object],
+    state: Stateful | Mapping[str, object],
     *,
     group: dist.ProcessGroup | None = None,
     strict: bool = True,
+    prefix: str = "",
+    per_rank: PerRank = "own",
     cast: bool = False,
     verify: bool = True,
     replicated: Replicated = "auto",
@@ -101,45 +103,60 @@ def load_sharded(
 ) -> LoadedShards:
     """Fill the tensors of `state` in place from a checkpoint, on every rank of a group, whatever ranks wrote it.
 
-    `state` is a module or a nested mapping: plain tensors get all of their elements, DTensors and their like the part that this
-    rank has. Values that are no tensors are replaced by those of the checkpoint. With `strict`, names that are missing or left over
-    are an error; another shape always is, and another dtype is unless `cast=True`. Raises `RanksFailed` with the same causes on
-    every rank; before anything was changed, where something does not fit.
+    `state` is a nested mapping: plain tensors get all of their elements, DTensors and their like the part that this rank has.
+    Values that are no tensors are replaced by those of the checkpoint. Objects with `state_dict()` and `load_state_dict()`, in the
+    state or as the state, are asked for their state dict, and handed it when it is filled. Tied tensors need one name between them.
+
+    With `strict`, a name that a rank does not find, and one of the checkpoint that no rank asks for, are an error; another shape
+    always is, and another dtype is unless `cast=True`. `prefix` selects the checkpoint's names that begin with it, and is taken off
+    them. Of what was saved with `per_rank` each rank gets its own. If other numbers of ranks saved it, that is an error, unless
+    `strict=False` or `per_rank="keep"`: then what the state has is kept, and a note says so.
+    Raises `RanksFailed` with the same causes on every rank; before anything was changed, where something does not fit.
 
     What all ranks want whole is read by each of them (`replicated="read"`), or by one and then sent to the others with the group's
     own collectives (`"broadcast"`); by default the latter where they are on several machines or the tensors on GPUs. Tensors on a
     GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
     """
     where = local_path(path)
-    if replicated not in get_args(Replicated):
-        raise ValueError(f"replicated must be one of {', '.join(get_args(Replicated))}, not {replicated!r}")
+    for word, given, known in (("replicated", replicated, get_args(Replicated)), ("per_rank", per_rank, get_args(PerRank))):
+        if given not in known:
+            raise ValueError(f"{word} must be one of {', '.join(known)}, not {given!r}")
     ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)
     checkpoint: Checkpoint | None = None
     try:
         wanted = Wanted()
-        mapping: Mapping[str, object] = {}
-        unexpected: list[str] = []
+        offered: list[str] = []
         problem: BaseException | None = None
+        local: bytes | BaseException
         try:
             checkpoint = open_checkpoint(path, verify=verify, threads=threads or ranks.threads())
-            mapping = _mapping(state)
-            _match(mapping, checkpoint, wanted, cast=cast)
-            unexpected = [name for name in checkpoint if name not in wanted.used]
-            _check(wanted, unexpected, where, strict=strict)
+            offered = [name for name in checkpoint if name.startswith(prefix)]
+            place = {"rank": ranks.rank, "size": ranks.size}
+            wanted = match(state, checkpoint, prefix=prefix, cast=cast, strict=strict, per_rank=per_rank, **place)
+            seen = hashlib.blake2b(msgspec.msgpack.encode(offered), digest_size=16).digest()
+            fits = not wanted.mismatched and not (strict and wanted.missing)
+            told = Told(seen, _bits(offered, wanted.used), fits, strict, offers(wanted.whole, group))
+            local = msgspec.msgpack.encode(told)
         except Exception as error:
-            problem = error
-        local = offers(wanted.whole, group) if problem is None else problem
-        answer = ranks.agree(local, lambda told: [spread(told, replicated, machines=ranks.apart())] * ranks.size)
-        shares = msgspec.msgpack.decode(answer, type=list[Share])
-        assert checkpoint is not None
+            local = error
+        answer = ranks.agree(local, lambda messages: _judge(messages, replicated, machines=ranks.apart()))
+        verdict = msgspec.msgpack.decode(answer, type=Verdict)
+        asked = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
+        unexpected = [name for name, used in zip(offered, asked.tolist(), strict=False) if not used]
+        if not verdict.fits:
+            try:
+                wanted.check(unexpected, where, strict=strict)
+            except DoesNotFit as error:
+                problem = error
+            ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
+        shares = msgspec.msgpack.decode(verdict.shares, type=list[Share])
         needed = read = 0
-        notes: list[str] = []
         otherwise = "the load failed, and some tensors have been changed"
         try:
             needed = sum(one.lazy.nbytes for one in wanted.fills)
             elsewhere = {id(wanted.whole[share.name]) for share in shares if share.owner != ranks.rank}
             mine = [one for one in wanted.fills if id(one) not in elsewhere]
-            notes = fill(mine, progress, max_host_memory=max_host_memory)
+            wanted.notes += fill(mine, progress, max_host_memory=max_host_memory)
             read = _read_nbytes(mine)
         except Exception as error:
             problem = error
@@ -148,11 +165,8 @@ def load_sharded(
             ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
         try:
             hand_on(shares, wanted.whole, group)
-            for put, value in wanted.put:
-                put(value)
-            for name, module in _extras(state):
-                if name in mapping:
-                    module.set_extra_state(mapping[name])
+            if problem is None:
+                wanted.finish()
         except Exception as error:
             problem = problem or error
         ranks.agree(problem or b"", lambda _: [b""] * ranks.size, otherwise=otherwise)
@@ -168,7 +182,7 @@ def load_sharded(
         needed,
         read,
         dict(wanted.values),
-        tuple(notes),
+        tuple(wanted.notes),
     )
 
 
@@ -180,177 +194,27 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
         return checkpoint.tree(device=device)
 
 
-def _mapping(state: nn.Module | Mapping[str, object]) -> Mapping[str, object]:
-    return state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
-
-
 def _read_nbytes(fills: list[Fill]) -> int:
     """Bytes that were read from the files of a checkpoint that was opened for these fills alone."""
     sources = {id(one.lazy.source): one.lazy.source for one in fills}
     return sum(source.read_nbytes for source in sources.values() if isinstance(source, OpenSource))
 
 
-def _match(state: Mapping[str, object], checkpoint: Checkpoint, wanted: Wanted, *, cast: bool) -> None:
-    for path, value, put in _leaves(state):
-        name = dotted(path)
-        if isinstance(value, torch.Tensor) or is_sharded(value):
-            _match_tensor(name, value, checkpoint, wanted, cast=cast)
-            continue
-        found = _at(checkpoint.tree, path)
-        if found is ABSENT:
-            wanted.missing.append(name)
-        elif _has_tensors(found):
-            wanted.mismatched[name] = f"the checkpoint has tensors here, and the state a {type(value).__name__}"
-            wanted.used.update(n for n in checkpoint if n == name or n.startswith(f"{name}."))
-        elif _foreign(found := _read(found)):
-            wanted.mismatched[name] = f"an object that Holdfast does not build ({found!r:.80}); torch's own load does"
-        else:
-            wanted.values[name] = torch_tree(found, _no_tensor)
-            if put is not None:
-                wanted.put.append((put, wanted.values[name]))
+def _judge(messages: Sequence[bytes], replicated: Replicated, *, machines: bool) -> list[bytes]:
+    """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
+    told = [msgspec.msgpack.decode(message, type=Told) for message in messages]
+    used: dict[bytes, np.ndarray] = {}
+    for one in told:
+        bits = np.frombuffer(one.used, np.uint8)
+        used[one.checkpoint] = bits | used.get(one.checkpoint, bits)
+    all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
+    fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in told)
+    shares = spread([one.offers for one in told], replicated, machines=machines)
+    return [msgspec.msgpack.encode(Verdict(fits, used[one.checkpoint].tobytes(), shares)) for one in told]
 
 
-def _read(value: object) -> object:
-    """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now."""
-    match value:
-        case Unread():
-            return value.read()
-        case dict():
-            copy = value.copy()
-            copy.update({key: _read(inner) for key, inner in value.items()})
-            return copy
-        case list():
-            return [_read(inner) for inner in value]
-        case _:
-            return value
-
-
-def _foreign(value: object) -> bool:
-    """Whether there is a class in a value, or an object of one, that was not imported."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | frozenset) else ()
-    return isinstance(value, Opaque | Global) or any(map(_foreign, inside))
-
-
-def _no_tensor(value: LazyTensor | Composite) -> torch.Tensor:
-    raise AssertionError("values with tensors in them were sorted out before")
-
-
-def _extras(state: nn.Module | Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that keep state of their own making, and the names under which it stands."""
-    if isinstance(state, nn.Module):
-        for prefix, module in state.named_modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield f"{prefix}._extra_state" if prefix else "_extra_state", module
-
-
-def _match_tensor(name: str, value: object, checkpoint: Checkpoint, wanted: Wanted, *, cast: bool) -> None:
-    offer = checkpoint.get(name)
-    if offer is None:
-        wanted.missing.append(name)
-        return
-    wanted.used.add(name)
-    if isinstance(offer, Composite):
-        wanted.mismatched[name] = "sparse and quantised tensors are not loaded in place; use load_into"
-        return
-    if is_sharded(value):
-        shards = shards_of(value)
-        shape, dtype = shards.shape, shards.dtype
-        parts = [(part.box, part.tensor) for part in shards.parts]
-    else:
-        tensor = value
-        assert isinstance(tensor, torch.Tensor)
-        shape, dtype = tuple(tensor.shape), tensor.dtype
-        parts = [(Box.whole(shape), tensor)]
-    if tuple(offer.shape) != shape:
-        wanted.mismatched[name] = f"the checkpoint has {list(offer.shape)}, the state {list(shape)}"
-        return
-    try:
-        stored = torch_dtype(offer.dtype)
-    except HoldfastError as error:
-        wanted.mismatched[name] = str(error)
-        return
-    if stored != dtype and not cast:
-        wanted.mismatched[name] = f"the checkpoint has {stored}, the state {dtype}; pass cast=True to convert"
-        return
-    if offer.traits.meta or any(local.is_meta for _, local in parts):
-        wanted.mismatched[name] = "a tensor on the meta device has no elements to fill; use to_empty() first"
-        return
-    wanted.names.append(name)
-    for box, local in parts:
-        if box.count:
-            slices = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
-            wanted.fills.append(Fill(offer[slices], local.detach()))
-            if box.shape == shape:
-                wanted.whole[name] = wanted.fills[-1]
-
-
-def _check(wanted: Wanted, unexpected: list[str], path: str, *, strict: bool) -> None:
-    missing = wanted.missing if strict else []
-    left = unexpected if strict else []
-    if not (missing or left or wanted.mismatched):
-        return
-    lines = [f"{path} does not fit the state:"]
-    lines += [f"  {name}: {reason}" for name, reason in wanted.mismatched.items()]
-    lines += [f"  missing in the checkpoint: {name}" for name in missing]
-    lines += [f"  not in the state: {name}" for name in left]
-    if len(lines) > 61:
-        lines = [*lines[:60], f"  and {len(lines) - 60} more"]
-    raise DoesNotFit(
-        "\n".join(lines), missing=tuple(missing), unexpected=tuple(left), mismatched=dict(wanted.mismatched), file=path
-    )
-
-
-Put = Callable[[object], None]
-
-
-def _leaves(state: object) -> list[tuple[Path, object, Put | None]]:
-    """Every leaf of a nested state, with its path and a way to replace it. Lists and tuples without tensors are leaves."""
-    found: list[tuple[Path, object, Put | None]] = []
-
-    def walk(inner: object, at: Path, put: Put | None) -> None:
-        if isinstance(inner, Mapping):
-            for key, item in inner.items():
-                walk(item, (*at, _step(key)), _setter(inner, key) if hasattr(inner, "__setitem__") else None)
-        elif isinstance(inner, list | tuple) and _has_tensors(inner):
-            for i, item in enumerate(inner):
-                walk(item, (*at, i), _setter(inner, i) if isinstance(inner, list) else None)
-        else:
-            found.append((at, inner, put))
-
-    walk(state, (), None)
-    return found
-
-
-def _setter(container: object, key: object) -> Put:
-    def put(value: object) -> None:
-        container[key] = value  # type: ignore[index]  # a mapping or list that has the key
-
-    return put
-
-
-def _step(key: object) -> str | int:
-    return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
-
-
-def _has_tensors(value: object) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_has_tensors, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_has_tensors, value))
-    return isinstance(value, torch.Tensor | LazyTensor | Composite) or is_sharded(value)
-
-
-ABSENT = object()
-
-
-def _at(tree: object, path: Path) -> object:
-    """What a checkpoint's tree has at a path. Integer keys of dicts are text in some formats, so either will do."""
-    for step in path:
-        if isinstance(tree, Mapping):
-            other: str | int = str(step) if isinstance(step, int) else int(step) if step.isdecimal() else step
-            tree = tree[step] if step in tree else tree.get(other, ABSENT)
-        elif isinstance(tree, list | tuple) and isinstance(step, int) and 0 <= step < len(tree):
-            tree = tree[step]
-        else:
-            return ABSENT
-    return tree
+def _bits(names: Sequence[str], used: Container[str]) -> bytes:
+    """A bit for each name, in order; those of the last byte that stand for no name are set."""
+    flags = np.ones(-(-len(names) // 8) * 8, np.bool_)
+    flags[: len(names)] = [name in used for name in names]
+    return np.packbits(flags).tobytes()

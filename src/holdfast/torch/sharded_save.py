@@ -42,8 +42,10 @@ from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.flat_state import FlatState, flatten
 from holdfast.torch.group import Ranks
 from holdfast.torch.merged_trees import flat_tree, merge_trees
+from holdfast.torch.per_rank import mark, rank_key
 from holdfast.torch.pieces import little_in_common, made_of, pieces_of
 from holdfast.torch.rank_files import Contents, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
+from holdfast.torch.replica_sums import differing, replica_sums, say_different
 
 __all__ = ["SavedShards", "ShardedSave"]
 
@@ -85,6 +87,8 @@ class Description(msgspec.Struct):
     values: list[str]
     grads: list[str]
     """Names of the tensors that require gradients."""
+    matched: list[str]
+    """Those of the patterns in `per_rank` that found something."""
 
 
 class Task(msgspec.Struct):
@@ -131,9 +135,12 @@ class ShardedSave:
         max_host_memory: int | None = None,
         sparse: str = "never",
         values: Literal["agree", "first"] = "agree",
+        per_rank: Sequence[str] = (),
+        check_replicas: bool = True,
     ) -> None:
         self.path, self.format = path, format
         self._sparse, self._values = sparse, values
+        self._per_rank, self._check_replicas = per_rank, check_replicas
         self._state: State | None = None
         self._flat = FlatState()
         self._local: bytes | BaseException = b""
@@ -162,11 +169,11 @@ class ShardedSave:
     def describe(self, state: Callable[[], object], *, metadata: Mapping[str, str] | None) -> None:
         """Describe what `state` gives. A failure is told to the others when they plan."""
         try:
-            raw = state()
+            raw, matched = mark(state(), self._per_rank, rank_key(self._ranks.rank, self._ranks.size))
             self._state = describe_state(raw, metadata=metadata)
             if self.format != "native":
                 self._flat = flatten(self._state, raw)
-            self._local = self._message(self._state, self._flat)
+            self._local = self._message(self._state, self._flat, matched)
         except Exception as error:
             self._local = error
 
@@ -180,7 +187,7 @@ class ShardedSave:
         if self._planned:
             return
         self._planned = True
-        answer = self._ranks.agree(self._local, lambda messages: self._decide(messages, self._values))
+        answer = self._ranks.agree(self._summed(), lambda messages: self._decide(messages, self._values))
         state = self._state
         assert state is not None
         try:
@@ -191,6 +198,20 @@ class ShardedSave:
             self.values = {name: self._archives.get(name) or self._flat.values[name].archive() for name in task.values}
         except Exception as error:
             self._failed = error
+
+    def _summed(self) -> bytes | BaseException:
+        """What this rank has to say, behind the checksums of what others may have as well: of the copies, where there are any."""
+        if isinstance(self._local, BaseException):
+            return self._local
+        sums = b""
+        try:
+            if self._check_replicas and self._ranks.size > 1 and self._state is not None:
+                if self._copies is not None:
+                    self._copies.wait()
+                sums = replica_sums(self._state.tensors, threads=self.threads or self._ranks.threads())
+        except Exception as error:
+            return error
+        return len(sums).to_bytes(8, "little") + sums + self._local
 
     def stage(self, before: list[tuple[torch.Tensor, int]]) -> int:
         """Copy what this rank writes, or may come to write, so that the caller may change it. Bytes copied.
@@ -262,8 +283,9 @@ class ShardedSave:
 
     # On every rank.
 
-    def _message(self, state: State, flat: FlatState) -> bytes:
+    def _message(self, state: State, flat: FlatState, matched: list[str]) -> bytes:
         tree: bytes | None = None
+        digests = flat.digests() if self.format == "dcp" else {}
         problems = list(flat.problems)
         if self.format == "native" and not is_flat(state):
             encoded = encode_tree(state.tree, state.paths)
@@ -275,7 +297,6 @@ class ShardedSave:
         problems += [f"{name}: it is on the meta device, without data" for name, t in state.tensors.items() if t.traits.meta]
         if problems:
             raise CannotHold("this state cannot be saved so", problems)
-        digests = {name: value.digest() for name, value in flat.values.items()}
         paths = {name: list(path) for name, path in flat.paths.items()}
         grads = [name for name, tensor in state.tensors.items() if tensor.traits.requires_grad]
         rows = [
@@ -283,7 +304,7 @@ class ShardedSave:
             for name, tensor in state.tensors.items()
         ]
         aliases = _aliases(state.tensors) if self.format != "safetensors" else []
-        head = msgspec.msgpack.encode(Description(tree, dict(state.metadata), paths, list(flat.values), grads))
+        head = msgspec.msgpack.encode(Description(tree, dict(state.metadata), paths, list(flat.values), grads, matched))
         return len(head).to_bytes(8, "little") + head + encode(RankState.of(rows, values=digests, aliases=aliases))
 
     def _deliver(self, files: Sequence[RankFile], threads: int) -> list[Delivered]:
@@ -326,11 +347,13 @@ class ShardedSave:
     # On the first rank.
 
     def _decide(self, messages: list[bytes], values: str) -> list[bytes]:
-        heads, states = [], []
+        heads, states, sums = [], [], []
         for message in messages:
-            stop = 8 + int.from_bytes(message[:8], "little")
-            heads.append(msgspec.msgpack.decode(message[8:stop], type=Description))
-            states.append(message[stop:])
+            told, rest = _split(message)
+            head, state = _split(rest)
+            sums.append(told)
+            heads.append(msgspec.msgpack.decode(head, type=Description))
+            states.append(state)
         decoded = decode_all(states)
         if values == "first":
             seen: dict[str, bytes] = {}
@@ -339,6 +362,9 @@ class ShardedSave:
         problems = list(plan.problems)
         tree, problem = _one_tree(heads, decoded, values)
         problems += problem
+        problems += [say_different(name, versions) for name, versions in differing(sums).items()]
+        useless = [pattern for pattern in self._per_rank if not any(pattern in head.matched for head in heads)]
+        problems += [f"per_rank={pattern!r}: nothing in the state of any rank has such a name" for pattern in useless]
         if problems:
             raise CannotHold("the ranks' states do not make one checkpoint", problems)
         paths = {name: tuple(path) for head in heads for name, path in head.paths.items()}
@@ -379,6 +405,12 @@ class ShardedSave:
             write_file(index, folder.create(index.key))
         folder.commit()
         return [b""] * len(messages)
+
+
+def _split(message: bytes) -> tuple[bytes, bytes]:
+    """The part in front, whose length comes first, and the rest."""
+    stop = 8 + int.from_bytes(message[:8], "little")
+    return message[8:stop], message[stop:]
 
 
 def _file_count(written: Sequence[Written], threads: int) -> int:

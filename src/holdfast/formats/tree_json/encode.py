@@ -288,4 +288,5 @@ def _described(value: object) -> str:
     if isinstance(value, Opaque):
         return f"an object of class {value.module}.{value.name}"
     kind = type(value)
-    return f"an object of class {kind.__module__}.{kind.__qualname__}"
+    hint = "; save its state_dict()" if callable(getattr(kind, "state_dict", None)) else ""
+    return f"an object of class {kind.__module__}.{kind.__qualname__}{hint}"

@@ -174,14 +174,21 @@ class GpuSource(OpenSource):
     def _device(self, tensor: LazyTensor) -> torch.device:
         return self.memory.flat(tensor.chunks[0].storage.key).device
 
+    def octets(self, tensors: Sequence[LazyTensor]) -> Iterator[torch.Tensor]:
+        """The bytes of tensors in C order, where they are, one after the other on the caller's stream."""
+        for tensor in tensors:
+            with torch.no_grad():
+                yield self._octets(tensor)
+
     def _start(self, tensor: LazyTensor, out: torch.Tensor) -> None:
+        # What is made on the way belongs to the side stream, and is used again behind this copy.
+        out.copy_(self._octets(tensor), non_blocking=True)
+
+    def _octets(self, tensor: LazyTensor) -> torch.Tensor:
         place = contiguous_bytes(tensor)
         if place is not None:
-            value = self.memory.flat(place[0])[place[1] : place[1] + tensor.nbytes]
-        else:
-            # What is made on the way belongs to the side stream, and is used again behind this copy.
-            value = flat(self._value(tensor).contiguous()).view(torch.uint8)
-        out.copy_(value, non_blocking=True)
+            return self.memory.flat(place[0])[place[1] : place[1] + tensor.nbytes]
+        return flat(self._value(tensor).contiguous()).view(torch.uint8)
 
     def _value(self, tensor: LazyTensor) -> torch.Tensor:
         """The elements of a tensor on its device, conjugated and negated as they are meant to be."""
