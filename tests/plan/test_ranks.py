@@ -197,7 +197,8 @@ def test_out_of_bounds():
 def test_disagreement_about_what_a_tensor_is():
     half = RankState.of([("w", "float16", (8, 2), [])])
     states = [rank_with(("w", *rows(8, (0, 8)))), half, half, rank_with(("w", *rows(9))), rank_with(("w", *rows(8)))]
-    said = "'w' is float32 (8, 2) on ranks 0 and 4, but float16 (8, 2) on ranks 1 and 2, but float32 (9, 2) on rank 3; pass per_rank=['w'] where each rank has its own"
+    said = "'w' is float32 (8, 2) on ranks 0 and 4, but float16 (8, 2) on ranks 1 and 2, but float32 (9, 2) on rank 3"
+    said += "; pass per_rank=['w'] where each rank has its own"
     assert plan_ranks(states).problems == (said,)
 
 

@@ -170,7 +170,8 @@ def test_trees_that_differ():
     assert merged({"a": {"b": 1}}, {"a": [1]})[1] == {"a": [1]}
     assert merged({"$": "ordered_dict", "entries": {}}, {})[1] == {"": [1]}
     said = merge_trees([b'{"a":{"b":1}}', b'{"a":{"b":2}}', b'{"a":{"b":2}}']).problems()
-    assert said == ["a.b: ranks 1 and 2 have another value than the first rank; pass values='first' to take that, or per_rank=['a.b'] to keep one for each rank"]
+    take = "pass values='first' to take that, or per_rank=['a.b'] to keep one for each rank"
+    assert said == [f"a.b: ranks 1 and 2 have another value than the first rank; {take}"]
 
 
 def test_tensors_without_a_place():

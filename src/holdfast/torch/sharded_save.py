@@ -362,7 +362,8 @@ class ShardedSave:
         problems = list(plan.problems)
         tree, problem = _one_tree(heads, decoded, values)
         problems += problem
-        problems += [say_different(name, versions) for name, versions in differing(sums).items()]
+        disputed = _disputed(decoded)
+        problems += [say_different(name, ranks) for name, ranks in differing(sums).items() if name not in disputed]
         useless = [pattern for pattern in self._per_rank if not any(pattern in head.matched for head in heads)]
         problems += [f"per_rank={pattern!r}: nothing in the state of any rank has such a name" for pattern in useless]
         if problems:
@@ -411,6 +412,17 @@ def _split(message: bytes) -> tuple[bytes, bytes]:
     """The part in front, whose length comes first, and the rest."""
     stop = 8 + int.from_bytes(message[:8], "little")
     return message[8:stop], message[stop:]
+
+
+def _disputed(states: Sequence[RankState]) -> set[str]:
+    """The names under which ranks have other dtypes or shapes, of which the plan speaks."""
+    seen: dict[str, tuple[str, tuple[int, ...]]] = {}
+    found = set()
+    for own in dict.fromkeys(state.catalogue for state in states):
+        for name, dtype, shape in zip(own.names, own.dtypes, own.shapes, strict=True):
+            if seen.setdefault(name, (dtype, shape)) != (dtype, shape):
+                found.add(name)
+    return found
 
 
 def _file_count(written: Sequence[Written], threads: int) -> int:

@@ -185,7 +185,7 @@ class Matching:
             if name in self._checkpoint:
                 return name, self._checkpoint[name]
             found = self._at(place)
-            if found is not ABSENT:
+            if found is not ABSENT and not _by_rank(found):
                 return name, found
         return self._prefix + dotted(path), ABSENT
 
@@ -315,6 +315,11 @@ class Matching:
         if offer.traits.meta or any(local.is_meta for _, local in parts):
             return "a tensor on the meta device has no elements to fill; use to_empty() first"
         return [Fill(offer[box.slices], local.detach()) for box, local in parts if box.count]
+
+
+def _by_rank(value: object) -> bool:
+    """Whether this is nothing but something for each rank."""
+    return isinstance(value, Mapping) and bool(value) and all(size_in(key) is not None for key in value)
 
 
 def _ask(value: Stateful) -> object:
