@@ -239,6 +239,33 @@ def test_not_strict_reports_and_still_refuses_other_shapes(saved, tmp_path):
     assert "unexpected" not in str(caught.value).split("mismatched", 2)[2]
 
 
+class Rotary(nn.Module):
+    """Has tensors that are in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.ones(2), persistent=False)
+        self.register_buffer("scale", torch.ones(1))
+        self.cache = torch.ones(3)
+
+
+def test_buffers_that_are_in_no_checkpoint_are_named(tmp_path):
+    path = tmp_path / "m.safetensors"
+    whole = nn.Sequential(nn.Linear(2, 2), Rotary())
+    holdfast.save(path, whole.state_dict())
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), Rotary())
+    report = load_into(model, path)
+    assert report.missing == ()
+    assert report.meta == ("1.inv_freq", "1.cache")
+    assert "2 tensors are still on the meta device" in str(report)
+    assert "1.inv_freq, 1.cache" in str(report)
+    assert load_into(whole, path).meta == ()
+    holdfast.save(path, {"a": torch.ones(2)})
+    state = {"a": torch.empty(2, device="meta"), "b": torch.empty(2, device="meta")}
+    assert load_into(state, path, strict=False).meta == ("b",)
+
+
 def test_meta_that_the_checkpoint_lacks_is_noted(tmp_path):
     path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     with torch.device("meta"):

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ from holdfast.torch.fit import Choice, Fit, Match, Names, fit
 from holdfast.torch.fresh import Want, check_dtype, make_fresh, read_tensors
 from holdfast.torch.open import TorchCheckpoint
 from holdfast.torch.selves import Own, Versions, load_self
-from holdfast.torch.slots import Targets, find_targets, module_slots
+from holdfast.torch.slots import find_targets, module_slots
 from holdfast.torch.tensors import torch_dtype
 from holdfast.torch.tree import lazy_tensors, torch_tree
 
@@ -66,13 +66,15 @@ class Loaded:
     nbytes: int = 0
     """Bytes of the tensors that were read, as the checkpoint has them."""
     notes: tuple[str, ...] = ()
+    meta: tuple[str, ...] = ()
+    """The target's tensors that are still on the meta device, without elements: what the checkpoint does not have, and what no
+    checkpoint has (buffers with `persistent=False`, tensors that are plain attributes). Whoever made them must make them anew."""
 
     def __str__(self) -> str:
         lines = [f"{len(self.names):,} tensors, {self.nbytes:,} bytes, from {self.path}"]
         for word, names in (("missing", self.missing), ("unexpected", self.unexpected), ("cast", self.mismatched)):
             if names:
-                more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-                lines.append(f"  {len(names):,} {word}: {', '.join(names[:LISTED])}{more}")
+                lines.append(f"  {len(names):,} {word}: {_listed(names)}")
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
@@ -129,6 +131,7 @@ class Load:
         choice: Choice,
         max_host_memory: int | None,
     ) -> None:
+        self._into = into
         self._checkpoint = checkpoint
         self._max_host_memory = max_host_memory
         self._prefix = prefix
@@ -240,9 +243,10 @@ class Load:
         notes = list(found.notes)
         for prefix in self._targets.selves:
             notes += [f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"]
-        meta = _still_meta(self._targets, loaded)
+        meta = self._still_meta()
         if meta:
-            notes.append(f"{len(meta):,} tensors are still on the meta device, for the checkpoint does not have them")
+            why = "for the checkpoint does not have them"
+            notes.append(f"{len(meta):,} tensors are still on the meta device, {why}: {_listed(meta)}")
         return Loaded(
             self._checkpoint.path,
             (*names, *(name for own in selves for name in own.names)),
@@ -251,7 +255,24 @@ class Load:
             tuple(found.casts),
             sum(lazy.nbytes for lazy in lazies) + sum(own.nbytes for own in selves),
             tuple(notes),
+            tuple(meta),
         )
+
+    def _still_meta(self) -> list[str]:
+        """What has no elements yet. Of a module everything is looked at, what a state dict would not list as well."""
+        if not isinstance(self._into, nn.Module):
+            return [slot.name for slot in find_targets(self._into, self._is_current).slots if slot.tensor.is_meta]
+        found = []
+        for prefix, module in self._into.named_modules(remove_duplicate=False):
+            held = {**module._parameters, **module._buffers, **vars(module)}
+            tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor) and value.is_meta]
+            found += [f"{prefix}.{name}" if prefix else name for name in tensors]
+        return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return f"{', '.join(names[:LISTED])}{more}"
 
 
 def _is_built(found: LazyTensor | Composite) -> bool:
@@ -261,10 +282,6 @@ def _is_built(found: LazyTensor | Composite) -> bool:
 
 def _parts(found: LazyTensor | Composite) -> list[LazyTensor]:
     return [found] if isinstance(found, LazyTensor) else list(found.parts.values())
-
-
-def _still_meta(targets: Targets, loaded: set[str]) -> list[str]:
-    return [slot.name for slot in targets.slots if slot.tensor.is_meta and slot.name not in loaded]
 
 
 def _dense(target: torch.Tensor) -> bool:
