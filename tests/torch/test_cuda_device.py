@@ -415,3 +415,25 @@ def test_several_gpus(tmp_path):
     found = load(tmp_path / "a.pt")
     assert [found[name].device for name in made] == [tensor.device for tensor in made.values()]
     assert all(same(found[name], tensor) for name, tensor in made.items())
+
+
+# What ranks have alike.
+
+
+def test_sums_of_what_is_on_a_gpu():
+    from holdfast.api.state import describe_state
+    from holdfast.torch.replica_sums import replica_sums
+
+    def sums(tensor: torch.Tensor) -> bytes:
+        return replica_sums(describe_state({"t": tensor}).tensors, threads=1)
+
+    for shape in ((3,), (1000, 7), (4096, 1 << 12)):
+        for dtype in (torch.float32, torch.int8, torch.bool):
+            one = values(*shape, dtype=dtype).cuda()
+            assert sums(one) == sums(one.clone())
+            behind = torch.cat([one.reshape(-1)[:1], one.reshape(-1)])[1:].view(shape)
+            assert sums(one) == sums(behind), "wherever it lies"
+            assert sums(one) == sums(one.T.contiguous().T), "however it lies"
+            other = one.clone()
+            other.view(-1).view(torch.uint8)[-1] ^= 1
+            assert sums(one) != sums(other)

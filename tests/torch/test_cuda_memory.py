@@ -173,3 +173,22 @@ def test_a_refused_lock_is_not_asked_for_at_every_save(monkeypatch):
     assert room.take(100_000, gpu=True) is first
     assert len(asked) == 1
     assert first.locked_nbytes == 0
+
+
+@pytest.mark.parametrize("block", [64, 1 << 20])
+@pytest.mark.parametrize("name", VIEWS)
+def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block):
+    """What a rank tells the others of a tensor that stays where it is."""
+    from holdfast.torch import replica_sums
+
+    monkeypatch.setattr(replica_sums, "BLOCK_NBYTES", block)
+
+    def sums(tensor: torch.Tensor) -> bytes:
+        return replica_sums.replica_sums({"t": described(source(), tensor)}, threads=1)
+
+    tensor = VIEWS[name]
+    copy = tensor.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    assert sums(tensor) == sums(copy)
+    if tensor.numel():
+        copy.view(-1).view(torch.uint8)[-1] ^= 1
+        assert sums(tensor) != sums(copy)
