@@ -258,3 +258,29 @@ def test_who_differs():
     assert differing(told) == {"a": [[0, 2], [1]]}
     assert differing([encode({"a": [1]}), encode({"a": [b"x"]})]) == {}, "of two kinds: nothing is known"
     assert replica_sums({}, threads=1) == encode({})
+
+
+class Loader:
+    """Has a state of its own, that differs between ranks."""
+
+    def __init__(self, place: int) -> None:
+        self.place = torch.tensor(place)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"place": self.place.clone(), "half": int(self.place) // 2}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        assert state["half"] == int(state["place"]) // 2
+        self.place = state["place"]
+
+
+def loaders(world: World, path: str, format: str) -> int:
+    save_sharded(path, {"loader": Loader(10 + world.rank)}, group=world.group, format=format, per_rank="loader")
+    loader = Loader(0)
+    load_sharded(path, {"loader": loader}, group=world.group)
+    return int(loader.place)
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_an_object_that_each_rank_has_for_itself(pool: Pool, tmp_path: Path, format: str):
+    assert good(pool.run(3, loaders, str(tmp_path / "step"), format)) == [10, 11, 12]
