@@ -140,6 +140,21 @@ def test_the_state_of_an_application(pool: Pool, tmp_path: Path, ours: bool, loa
     good(pool.run(2, app_both_ways, str(tmp_path / "step"), ours, loads_ours, int(ours)))
 
 
+@pytest.mark.parametrize("ours", [True, False])
+def test_plain_objects_both_ways(tmp_path: Path, ours: bool):
+    own, other = trained(1), trained(2, steps=int(ours))  # torch does not fill an optimizer without a state
+    saved = {"model": own[0], "optimizer": own[1], "loader": Loader(4, [1])}
+    filled = {"model": other[0], "optimizer": other[1], "loader": Loader(0, [])}
+    if ours:
+        save_sharded(tmp_path / "step", saved, format="dcp")
+        dcp.load(filled, checkpoint_id=tmp_path / "step")
+    else:
+        dcp.save(saved, checkpoint_id=tmp_path / "step")
+        load_sharded(tmp_path / "step", filled)
+    same(own, other)
+    assert filled["loader"].epoch == 4
+
+
 def sharded_optimizer(world: World, path: str, format: str) -> None:
     own = trained(1, world=world)
     save_sharded(path, {"model": own[0], "optimizer": own[1]}, group=world.group, format=format)

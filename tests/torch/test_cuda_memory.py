@@ -192,3 +192,15 @@ def test_sums_do_not_depend_on_how_a_tensor_lies(monkeypatch, name, block):
     if tensor.numel():
         copy.view(-1).view(torch.uint8)[-1] ^= 1
         assert sums(tensor) != sums(copy)
+
+
+def test_sums_of_many_are_those_of_each():
+    from msgspec.msgpack import decode
+
+    from holdfast.torch.replica_sums import replica_sums
+
+    gpus = source()
+    lazies = {name: described(gpus, tensor) for name, tensor in VIEWS.items() if tensor.numel()}
+    each = {name: decode(replica_sums({name: lazy}, threads=1))[name] for name, lazy in lazies.items()}
+    assert decode(replica_sums(lazies, threads=1)) == each
+    assert len({found[0] for found in each.values()}) == len(each)
