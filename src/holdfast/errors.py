@@ -12,6 +12,7 @@
     ├── UnsafePath (ValueError)             a name inside the file points outside of what was opened
     ├── Corrupted (OSError)                 a checksum does not match: get the file again
     ├── StoreError (OSError)                the file system said no: missing, unreadable, changed while open
+    │   └── Replaced                        another checkpoint has taken the place of the one that was opened: open it again
     ├── Unsupported (NotImplementedError)   well-formed, but not something we can turn into what was asked for
     ├── NoSuchTensor (KeyError)             the name is not in the checkpoint; near names are suggested
     ├── BadIndex (IndexError)               an index that numpy would refuse too, or one that we cannot do lazily
@@ -64,6 +65,7 @@ __all__ = [
     "RankLost",
     "RanksFailed",
     "Refused",
+    "Replaced",
     "SaveError",
     "StoreError",
     "Truncated",
@@ -153,6 +155,10 @@ class Corrupted(HoldfastError, OSError):
 
 class StoreError(HoldfastError, OSError):
     """The place where the bytes live refused, or the bytes changed while they were read."""
+
+
+class Replaced(StoreError):
+    """The files that were opened are gone, because something else was saved in their place: open it again."""
 
 
 class Unsupported(HoldfastError, NotImplementedError):

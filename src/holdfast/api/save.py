@@ -131,6 +131,7 @@ def write_plan(
         check_source(file, crcs)
         if check:
             check_written(file, sink.descriptor, crcs, path=path, threads=threads)
+        sink.complete = True
         return receipt.crcs
 
     if plan.directory:

@@ -16,7 +16,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.api.open import Openable, store_of
+from holdfast.api.open import TRIES, Openable, is_incomplete, store_of
 from holdfast.core.chunk import Storage
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
@@ -26,7 +26,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sweep import Progress, Span, Sweep
-from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, UnknownFormat, located
+from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.directory import check_files
 from holdfast.formats.native.manifest import MANIFEST
@@ -117,10 +117,14 @@ def verify(
     except BadPath as error:
         check.refuse(str(path), error)
         return check.report(str(path))
-    if os.path.isdir(path):
-        check.directory(path)
-    else:
-        check.one(path)
+    for _ in range(TRIES):
+        check = Verification(limits or Limits(), threads or default_threads(), progress)
+        if os.path.isdir(path):
+            check.directory(path)
+        else:
+            check.one(path)
+        if not check.replaced:
+            break
     return check.report(path)
 
 
@@ -148,6 +152,8 @@ class Verification:
         self._checked = self._unchecked_nbytes = self._files = 0
         self._unchecked: dict[str, None] = {}
         self._skipped: list[str] = []
+        self.replaced = False
+        """Whether another checkpoint took the place of the folder before all of it was read."""
 
     def report(self, path: str) -> VerifyReport:
         order = sorted(self._damaged, key=lambda d: (d.file, d.offset))
@@ -180,7 +186,11 @@ class Verification:
             return
         finally:
             if store is not None:
+                self.replaced = is_incomplete(store)
                 store.close()
+        if self.replaced:
+            self.refuse(path, failed or Replaced("the folder was replaced while it was read; verify it again", file=path))
+            return
         found_before = len(self._formats)
         for key in keys:
             if key in done or key.rsplit("/", 1)[-1].startswith("."):
@@ -202,6 +212,7 @@ class Verification:
             try:
                 self._checkpoint(OpenSource(store, limits=self._limits, threads=self._threads), label)
             finally:
+                self.replaced |= is_incomplete(store)
                 store.close()
         except UnknownFormat as error:
             if not optional:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.digest import Digest, combined
 from holdfast.core.protocols import Description, Foreign, Request, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import NoSuchTensor
+from holdfast.errors import NoSuchTensor, Unsupported
 
 if TYPE_CHECKING:
     from holdfast.metadata import Metadata
@@ -48,7 +48,11 @@ class Texts(dict[str, str]):
 class Checkpoint(Mapping[str, LazyTensor]):
     """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it."""
 
-    def __init__(self, source: Source, description: Description) -> None:
+    def __init__(
+        self, source: Source, description: Description, *, again: Callable[[Source], Checkpoint] | None = None
+    ) -> None:
+        """`again` makes the checkpoint out of its source where that arrives in another process; a function of a module."""
+        self._again = again
         self._source = source
         self._description = description
         self._aliases: tuple[Alias, ...] | None = None
@@ -170,6 +174,19 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def digest(self) -> str:
         """What all tensors hold under their names, as 32 hexadecimal digits: equal for equal content in every format."""
         return combined(self.digests())
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """It travels to another process by its path, and is opened there; `Replaced` where another is there by then."""
+        if self._again is None:
+            raise Unsupported("this checkpoint cannot be sent to another process; open it there", file=self.path)
+        return self._again, (self._source,)
+
+    def __copy__(self) -> Checkpoint:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Checkpoint:
+        """Itself: it is read-only, and a copy would be the same files once more."""
+        return self
 
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r} {self.format}, {len(self):,} tensors>"

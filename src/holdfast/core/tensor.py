@@ -217,5 +217,12 @@ class LazyTensor:
 
         return tensor_from_lazy(self)
 
+    def __copy__(self) -> LazyTensor:
+        return self
+
+    def __deepcopy__(self, memo: object) -> LazyTensor:
+        """Itself: a description is never changed. Pickled, it travels with its source, which says how (`Source`)."""
+        return self
+
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"

@@ -27,6 +27,7 @@ power cut leaves is not promised.
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -56,6 +57,9 @@ __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
 
 NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What link(2) answers on a file system without hard links."""
+
+OPEN = 16
+"""Files of a directory that stay open although they are complete: the kernel writes them out while the next ones are made."""
 
 
 class FileTransaction:
@@ -220,6 +224,7 @@ class DirectoryTransaction:
         self._target: Target | None = None
         self._temporary: Kept | None = None
         self._created: dict[str, NewFile | None] = {}
+        self._open: deque[NewFile] = deque()
         self._failed = False
         self._synced = False
         self._published = False
@@ -254,9 +259,8 @@ class DirectoryTransaction:
         label = f"{self.path.rstrip('/')}/{key}"
         self._check_key(key, label)
         with refusing("creating a file", label):
-            made = self._created[key] = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label)
-        target.keep_access(made.descriptor, self._like(key))
-        return made
+            made = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label)
+        return self._keep(key, made)
 
     def adopt(self, key: str, source: str) -> None:
         """Give a finished file, at a path relative to the new folder, a second name in it: `key`."""
@@ -265,8 +269,8 @@ class DirectoryTransaction:
         self._check_key(key, label)
         with refusing("taking over a finished file", label):
             target.files.link(source, key, at=temporary.descriptor)
-            file = self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
-        target.keep_access(file.descriptor, self._like(key))
+            taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+        self._keep(key, taken).complete = True
 
     def join(self, key: str, nbytes: int) -> None:
         """Take in a file that another process wrote into the new folder and has synced; it must have this length."""
@@ -278,8 +282,18 @@ class DirectoryTransaction:
             if found is None or found.kind != "file" or found.nbytes != nbytes:
                 what = "is not there" if found is None else f"is a {found.kind} of {found.nbytes:,} bytes"
                 raise refusal(f"a file of another rank should have {nbytes:,} bytes and {what}", label, errno.EIO)
-            file = self._created[key] = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+            taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+        self._keep(key, taken).complete = True
+
+    def _keep(self, key: str, file: NewFile) -> NewFile:
+        """Note a file that was made, and finish the oldest where more than `OPEN` are open that nobody writes to any more."""
+        target, _ = self._working()
+        self._created[key] = file
         target.keep_access(file.descriptor, self._like(key))
+        self._open.append(file)
+        while len(self._open) > OPEN and self._open[0].complete:
+            self._open.popleft().finish(durable=self.durable)
+        return file
 
     @property
     def folder(self) -> str:

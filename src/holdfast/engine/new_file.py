@@ -21,6 +21,8 @@ class NewFile:
         """What errors call it."""
         self.failed = False
         """Whether a call on it failed; it is then never published."""
+        self.complete = False
+        """Whether nothing more will be written to it, so that it may be finished when others need its descriptor."""
         self._files = files
         self._open = True
 

@@ -206,8 +206,12 @@ def plain_names(files: Files, descriptor: int) -> list[str] | None:
 
 
 def empty(files: Files, directory: Kept, names: list[str]) -> None:
-    """Remove files from a directory, and the directory itself where nothing else is in it."""
-    for name in names:
+    """Remove files from a directory, and the directory itself where nothing else is in it.
+
+    What speaks of other files (indexes) goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and
+    not a heap of files that are complete.
+    """
+    for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
         with suppress(FileNotFoundError):
             files.unlink(name, at=directory.descriptor)
     files.rmdir(directory.name, at=directory.at)

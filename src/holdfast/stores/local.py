@@ -4,8 +4,10 @@ Rules (SAFETY.md, "paths stay inside"): a key is a plain relative path with no `
 directory may only lead to a place inside it, or, in the Hugging Face cache, from `snapshots/<revision>/` to the `blobs/` of the
 same model. Only plain files are opened. Each is opened once, measured through its descriptor, and read through that descriptor.
 
-A process may have some hundreds of files open, and a checkpoint may have more. So of a directory only the first `KEPT` files stay
-open; the others are opened for each read, and must be the very files that were measured.
+A directory is the one that was opened (`Folder`), also after another has taken its name. Its files are removed then, and those that
+are open can be read nevertheless. A process may have some hundreds of files open, and a checkpoint may have more: of a directory
+`KEPT` files stay open, fewer where the process is near its limit; the others are opened for each read, and must be the very files
+that were measured. One that is gone by then is `Replaced`.
 """
 
 from __future__ import annotations
@@ -13,45 +15,45 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import resource
 import stat
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.errors import Closed, HoldfastError, LimitExceeded, StoreError, Truncated, UnsafePath
-from holdfast.stores.files import is_temporary
+from holdfast.errors import Closed, HoldfastError, Replaced, StoreError, Truncated, Unsupported
+from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, check_key, plain
 from holdfast.stores.gather import Ints, gather
 from holdfast.stores.paths import local_path
 
 __all__ = ["DescriptorStore", "LocalStore", "check_key", "free_nbytes", "read_at"]
 
 Keys = list[str]
+Stamp = tuple[int, int, int]
+"""Inode, length and time of the last write: those of one file, on every host that has the file system."""
 
 KEPT = 256
 """Files of one checkpoint that stay open."""
+
+SHARE = 2
+"""All that readers keep open is at most one part in so many of what the process may have open."""
+
+NO_MORE = frozenset({errno.EMFILE, errno.ENFILE})
+"""What open(2) says where the process, or the machine, has as many files open as it may have."""
+
+ELSEWHERE = "another checkpoint is here than the one that was sent to this process by its path: it was saved again; open it again"
 
 MAX_READ = 1 << 30
 """Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
 
 
-def check_key(key: str) -> str:
-    """Give back a key that stays inside what was opened, or refuse it.
-
-    >>> check_key("sharded/model-00001.safetensors")
-    'sharded/model-00001.safetensors'
-    """
-    parts = key.split("/")
-    if not key or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
-        raise UnsafePath(f"the name {key!r} does not stay inside the checkpoint; the file that holds it is not trustworthy")
-    return key
-
-
 @dataclass(slots=True)
 class Handle:
-    """An open file."""
+    """A file that was opened."""
 
-    descriptor: int
-    """-1 where it is opened for each read."""
+    file: OpenFile | None
+    """None where it is opened for each read."""
     nbytes: int
     changed_ns: int
     """When its content was last written, as the file system has it."""
@@ -59,65 +61,53 @@ class Handle:
     """Device and inode."""
     mapped: memoryview | None = None
 
-
-class Descriptor:
-    """A descriptor in a `with`, closed at its end if it is `ours`."""
-
-    __slots__ = ("_number", "_ours")
-
-    def __init__(self, number: int, *, ours: bool) -> None:
-        self._number, self._ours = number, ours
-
-    def __enter__(self) -> int:
-        return self._number
-
-    def __exit__(self, *_: object) -> None:
-        if self._ours:
-            os.close(self._number)
+    @property
+    def stamp(self) -> Stamp:
+        return self.identity[1], self.nbytes, self.changed_ns
 
 
 class LocalStore:
-    """A file, or a directory and what is in it."""
+    """A file, or a directory and what is in it.
 
-    def __init__(self, path: str | os.PathLike[str], *, max_files: int = 100_000) -> None:
+    `instead_of` is the path that a directory stands in for, where a save was cut off while it was replaced (`recover`).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, max_files: int = 100_000, instead_of: str | None = None) -> None:
         self.name = local_path(path)
         self._lock = threading.Lock()
         self._handles: dict[str, Handle] = {}
         self._closed = False
         self._max_files = max_files
+        self._keys: Keys | None = None
+        self._expected: Mapping[str, Stamp] = {}
+        self.gone = False
+        """Whether a file was missing that was there when the directory was opened: what was found here is not to be relied on."""
+        self._folder: Folder | None = None
         try:
-            mode = os.stat(self.name).st_mode
+            self._absolute = os.path.abspath(self.name)
+            if stat.S_ISDIR(os.stat(self.name).st_mode):
+                self._folder = Folder(self.name, instead_of=instead_of)
         except (OSError, UnicodeEncodeError) as error:
             raise _refused(self.name, error) from None
-        self._directory = stat.S_ISDIR(mode)
+        self._directory = self._folder is not None
         self._single = os.path.basename(self.name) or self.name
 
     def list(self) -> Sequence[str]:
+        """Every key: what was there when it was asked for the first time."""
         if not self._directory:
             return [self._single]
-        keys: Keys = []
-        try:
-            self._collect("", keys)
-        except OSError as error:
-            raise _refused(self.name, error) from None
-        return sorted(keys)
-
-    def _collect(self, prefix: str, keys: Keys) -> None:
-        """Plain files here and one folder down. Hidden folders (`.git`) and unfinished saves are no part of a checkpoint."""
-        folders = []
-        with os.scandir(os.path.join(self.name, prefix)) as entries:
-            for entry in entries:
-                if entry.is_dir():
-                    if not entry.name.startswith(".") and not prefix:
-                        folders.append(entry.name + "/")
-                elif entry.is_file() and not is_temporary(entry.name):
-                    keys.append(prefix + entry.name)
-                    if len(keys) > self._max_files:
-                        raise LimitExceeded(
-                            f"more files than Limits(files={self._max_files})", file=self.name, expected=self._max_files
-                        )
-        for folder in folders:
-            self._collect(folder, keys)
+        with self._lock:
+            if self._keys is None:
+                try:
+                    self._keys = self._bound().list(self._max_files)
+                except Replaced:
+                    self.gone = True
+                    raise
+                except OSError as error:
+                    raise _refused(self.name, error) from None
+                if not self._expected.keys() <= set(self._keys):
+                    raise Replaced(ELSEWHERE, file=self.name)
+            return list(self._keys)
 
     def size(self, key: str) -> int:
         return self._open(key).nbytes
@@ -129,38 +119,44 @@ class LocalStore:
             raise Truncated(
                 f"wanted bytes {start} to {start + total} of {handle.nbytes}", file=self._label(key), offset=handle.nbytes
             )
+        file = handle.file or self._again(key, handle)
         try:
-            with self._descriptor(key, handle) as descriptor:
-                read_at(descriptor, start, out)
+            read_at(file.number, start, out)
         except HoldfastError as error:
             error.file = self._label(key)
             raise
         except OSError as error:
-            raise _refused(self._label(key), error, self._closed) from None
+            raise self._missing(key, error) from None
+        finally:
+            # An exception keeps this frame alive, and should not keep the file open with it.
+            del file
 
     def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
         """Copy short ranges to addresses in memory. How many of them, from the first on, were copied; the others are yet to be."""
         handle = self._open(key)
         if int(starts.min()) < 0 or int((starts + nbytes).max()) > handle.nbytes:
             return 0
-        with self._descriptor(key, handle) as descriptor:
-            return gather(descriptor, starts, nbytes, places)
+        file = handle.file or self._again(key, handle)
+        return gather(file.number, starts, nbytes, places)
 
     def map(self, key: str) -> memoryview | None:
+        """The bytes of a file as memory; None where the process may have no more files open, since each mapping holds one."""
         handle = self._open(key)
         with self._lock:
-            if handle.mapped is None:
-                if handle.nbytes == 0:
-                    return memoryview(b"")
-                # Private: whoever writes to an array changes their copy of the page, never the checkpoint.
-                flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-                with self._descriptor(key, handle) as descriptor:
-                    try:
-                        area = mmap.mmap(descriptor, handle.nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-                    except (OSError, ValueError) as error:
-                        raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
-                handle.mapped = memoryview(area)
-            return handle.mapped
+            if self._closed:
+                raise self._was_closed()
+            if handle.mapped is None and handle.nbytes:
+                try:
+                    handle.mapped = _mapped(handle.file or self._again(key, handle), handle.nbytes)
+                except OSError as error:
+                    if isinstance(error, HoldfastError):
+                        raise
+                    if error.errno in NO_MORE:
+                        return None
+                    raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
+                except ValueError as error:
+                    raise StoreError(f"cannot map the file into memory: {error}", file=self._label(key)) from None
+            return handle.mapped if handle.nbytes else memoryview(b"")
 
     def stamp(self, key: str) -> tuple[int, int]:
         """The length of a file, and when its content was last written."""
@@ -174,7 +170,8 @@ class LocalStore:
         found = []
         for key, handle in handles.items():
             try:
-                now = os.fstat(handle.descriptor) if handle.descriptor >= 0 else os.stat(self._resolve(key))
+                file = handle.file or self._opened(key)
+                now = os.fstat(file.number)
             except (OSError, HoldfastError):
                 found.append(key)
                 continue
@@ -183,21 +180,35 @@ class LocalStore:
         return sorted(found)
 
     def close(self) -> None:
+        """Let go of everything. Reads that are under way end as they would have; those that begin now raise `Closed`."""
         with self._lock:
             self._closed = True
             for handle in self._handles.values():
                 # A mapping stays as long as arrays use it; Python unmaps it with the last of them.
-                handle.mapped = None
-                if handle.descriptor >= 0:
-                    os.close(handle.descriptor)
+                handle.mapped = handle.file = None
             self._handles.clear()
+            self._folder = None
 
-    def __del__(self) -> None:
-        if getattr(self, "_handles", None):
-            self.close()
+    def __reduce__(self) -> tuple[object, ...]:
+        """It travels as its path, and what is opened there must be the files that are open here."""
+        with self._lock:
+            if self._closed:
+                raise self._was_closed()
+            stamps = {key: handle.stamp for key, handle in self._handles.items()}
+        return _arrived, (self._absolute, self._max_files, stamps)
 
     def _label(self, key: str) -> str:
         return os.path.join(self.name, key) if self._directory else self.name
+
+    def _was_closed(self) -> Closed:
+        return Closed("the checkpoint was closed; open it again to read from it", file=self.name)
+
+    def _bound(self) -> Folder:
+        """The directory, unless it was closed."""
+        folder = self._folder
+        if folder is None:
+            raise self._was_closed()
+        return folder
 
     def _open(self, key: str) -> Handle:
         handle = self._handles.get(key)
@@ -205,81 +216,133 @@ class LocalStore:
             return handle
         with self._lock:
             if self._closed:
-                raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
+                raise self._was_closed()
             if key not in self._handles:
                 handle = self._open_new(key)
-                if len(self._handles) >= KEPT:
-                    os.close(handle.descriptor)
-                    handle.descriptor = -1
+                if self._directory and (len(self._handles) >= KEPT or len(ALIVE) > _most_open()):
+                    handle.file = None
                 self._handles[key] = handle
             return self._handles[key]
 
-    def _descriptor(self, key: str, handle: Handle) -> Descriptor:
-        """To be used in a `with`: the open file, or one that is open until the block ends."""
-        if handle.descriptor >= 0:
-            return Descriptor(handle.descriptor, ours=False)
-        again = self._open_new(key)
-        if (again.identity, again.nbytes, again.changed_ns) != (handle.identity, handle.nbytes, handle.changed_ns):
-            os.close(again.descriptor)
-            raise StoreError("the file was changed or replaced while the checkpoint was open", file=self._label(key))
-        return Descriptor(again.descriptor, ours=True)
+    def _again(self, key: str, handle: Handle) -> OpenFile:
+        """A file that is not kept open; it must be the one that was measured."""
+        if self._closed:
+            raise self._was_closed()
+        file = self._opened(key)
+        found = os.fstat(file.number)
+        now = (found.st_dev, found.st_ino), found.st_size, found.st_mtime_ns
+        if now != (handle.identity, handle.nbytes, handle.changed_ns):
+            raise Replaced("the file was changed or replaced while the checkpoint was open; open it again", file=self._label(key))
+        return file
 
     def _open_new(self, key: str) -> Handle:
-        label = self._label(key)
-        path = self._resolve(key)
-        try:
-            # NONBLOCK: opening a FIFO that nobody writes to must not wait.
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            raise _refused(label, error) from None
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            os.close(descriptor)
-            raise UnsafePath("not a plain file (a device, a pipe, a socket or a folder)", file=label)
-        return Handle(descriptor, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
+        file = self._opened(key)
+        found = plain(file, self._label(key))
+        handle = Handle(file, found.st_size, found.st_mtime_ns, (found.st_dev, found.st_ino))
+        if self._expected.get(key, handle.stamp) != handle.stamp:
+            raise Replaced(ELSEWHERE, file=self._label(key))
+        return handle
 
-    def _resolve(self, key: str) -> str:
-        if not self._directory:
-            if key != self._single:
-                raise StoreError(f"there is no {key!r} in {self.name}", file=key)
-            return self.name
-        path = os.path.realpath(os.path.join(self.name, check_key(key)))
-        root = os.path.realpath(self.name)
-        allowed = [root]
-        revisions = os.path.dirname(root)
-        if os.path.basename(revisions) == "snapshots":
-            allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
-        if not any(path.startswith(place + os.sep) for place in allowed):
-            raise UnsafePath(f"a link leads out of the checkpoint, to {path!r}", file=self._label(key))
-        return path
+    def _opened(self, key: str) -> OpenFile:
+        try:
+            try:
+                return self._open_file(key)
+            except OSError as error:
+                if error.errno not in NO_MORE or not self._let_go():
+                    raise
+                return self._open_file(key)
+        except HoldfastError:
+            raise
+        except (OSError, UnicodeEncodeError) as error:
+            raise self._missing(key, error) from None
+
+    def _open_file(self, key: str) -> OpenFile:
+        if self._directory:
+            return self._bound().open(key)
+        if key != self._single:
+            raise StoreError(f"there is no {key!r} in {self.name}", file=key)
+        return OpenFile(os.open(self.name, READ))
+
+    def _let_go(self) -> bool:
+        """Close what is kept open of a directory; False where there was nothing."""
+        kept = [handle for handle in list(self._handles.values()) if handle.file is not None] if self._directory else []
+        for handle in kept:
+            handle.file = None
+        return bool(kept)
+
+    def _missing(self, key: str, error: OSError | UnicodeEncodeError) -> StoreError:
+        """What to say of a file that the file system does not give: `Replaced` for one that it had."""
+        label = self._label(key)
+        known = key in self._handles or key in self._expected or (self._keys is not None and key in self._keys)
+        if isinstance(error, OSError) and error.errno in GONE and known:
+            self.gone = True
+            gone = Replaced("the file is gone: the checkpoint was replaced or removed while it was open; open it again", file=label)
+            gone.errno = error.errno
+            return gone
+        return _refused(label, error)
+
+
+def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp]) -> LocalStore:
+    """A store that was pickled in another process."""
+    store = LocalStore(path, max_files=max_files)
+    store._expected = stamps
+    return store
+
+
+def _most_open() -> int:
+    """Descriptors that the readers of this process may keep."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft // SHARE if soft != resource.RLIM_INFINITY else sys.maxsize
+
+
+def _mapped(file: OpenFile, nbytes: int) -> memoryview:
+    # Private: whoever writes to an array changes their copy of the page, never the checkpoint.
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+    return memoryview(mmap.mmap(file.number, nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE))
 
 
 class DescriptorStore:
-    """One plain file that somebody else has open, under one key. Reads do not move the file's position."""
+    """One plain file that somebody else has open, under one key. Reads do not move the file's position.
+
+    It has a descriptor of its own, so that the owner may close theirs at any time.
+    """
 
     KEY = "file"
 
     def __init__(self, descriptor: int, *, name: str = "<open file>") -> None:
         self.name = name
-        self._descriptor = descriptor
+        self._file: OpenFile | None = OpenFile(os.dup(descriptor))
 
     def list(self) -> Sequence[str]:
         return [self.KEY]
 
     def size(self, key: str) -> int:
-        return os.fstat(self._descriptor).st_size
+        return os.fstat(self._open().number).st_size
 
     def read(self, key: str, start: int, out: memoryview) -> None:
+        file = self._open()
         try:
-            read_at(self._descriptor, start, out)
+            read_at(file.number, start, out)
         except OSError as error:
             raise _refused(self.name, error) from error
+        finally:
+            del file
 
     def map(self, key: str) -> memoryview | None:
         return None
 
     def close(self) -> None:
-        """The file belongs to the caller."""
+        """Let go of it; the file belongs to the caller."""
+        self._file = None
+
+    def _open(self) -> OpenFile:
+        file = self._file
+        if file is None:
+            raise Closed("the file was closed; open it again to read from it", file=self.name)
+        return file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise Unsupported("what is read from an open file cannot be sent to another process; open it there by its path")
 
 
 def read_at(descriptor: int, start: int, out: memoryview) -> None:
@@ -301,9 +364,7 @@ def free_nbytes(path: str) -> int:
     return found.f_bavail * found.f_frsize
 
 
-def _refused(label: str, error: OSError | UnicodeEncodeError, closed: bool = False) -> StoreError | Closed:
-    if closed:
-        return Closed("the checkpoint was closed while it was read", file=label)
+def _refused(label: str, error: OSError | UnicodeEncodeError) -> StoreError:
     if isinstance(error, UnicodeEncodeError):
         return StoreError("the path has a character that the file system cannot hold", file=label)
     reason = {
@@ -312,6 +373,7 @@ def _refused(label: str, error: OSError | UnicodeEncodeError, closed: bool = Fal
         errno.EISDIR: "this is a folder",
         errno.ENAMETOOLONG: "the name is too long",
         errno.ELOOP: "links that go round in circles",
+        errno.EMFILE: "this process has as many files open as it may (ulimit -n); close some, or raise the limit",
     }.get(error.errno or 0, error.strerror or str(error))
     refused = StoreError(reason, file=label)
     refused.errno = error.errno

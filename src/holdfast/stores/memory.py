@@ -9,7 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from holdfast.errors import Closed, StoreError, Truncated
+from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 
 __all__ = ["FileObjectStore", "MemoryStore"]
 
@@ -54,6 +54,9 @@ class MemoryStore:
 
     def close(self) -> None:
         self._closed = True
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise Unsupported("what lies in the memory of this process cannot be read lazily in another; save it and send the path")
 
     def _bytes(self, key: str) -> memoryview:
         if self._closed:
@@ -128,6 +131,9 @@ class FileObjectStore:
 
     def map(self, key: str) -> memoryview | None:
         return None
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise Unsupported("what is read from a file object cannot be sent to another process; open it there by its path")
 
     def close(self) -> None:
         """Forget the file object; it belongs to the caller, who closes it."""

@@ -156,6 +156,9 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
 
         return torch_tree(self.lazy.tree, tensor)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return TorchCheckpoint, (self.lazy,)
+
     def __repr__(self) -> str:
         return f"<TorchCheckpoint {self.lazy.path!r} {self.lazy.format}, {len(self.lazy):,} tensors>"
 

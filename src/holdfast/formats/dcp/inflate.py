@@ -85,6 +85,9 @@ class InflatedStore:
             self._kept.clear()
         self._store.close()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrived, (self._store, dict(self._items))
+
     def _content(self, key: str) -> memoryview:
         item, most = self._items[key]
         size = self._store.size(item.file)  # raises where the directory was closed
@@ -101,6 +104,13 @@ class InflatedStore:
                 self._kept[key] = content
             self._kept.move_to_end(key)
             return content
+
+
+def _arrived(store: Store, items: dict[str, tuple[Item, int]]) -> InflatedStore:
+    """A store that was pickled in another process; what it had inflated stayed there."""
+    made = InflatedStore(store)
+    made._items = items
+    return made
 
 
 def inflate(packed: bytearray, most: int, item: Item) -> bytearray:

@@ -44,6 +44,9 @@ class Items:
         self.reader = ItemReader(self.source)
         self._locks = [threading.Lock() for _ in range(LOCKS)]
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrived, (self.source, self._inflated)
+
     def find(self, storage: ItemStorage) -> Found:
         """Ask the item of a storage, unless that was done."""
         with self._locks[hash(storage.item) // 16 % LOCKS]:
@@ -72,6 +75,13 @@ class Items:
     def inside(self, item: Item, name: str) -> None:
         """Raise `Truncated` where an item does not lie in its file."""
         check_inside(item, self.source.store.size(item.file), name)
+
+
+def _arrived(source: Source, inflated: InflatedStore | None) -> Items:
+    """Items that were pickled in another process, over the source that came with them."""
+    items = Items(source)
+    items._inflated = inflated
+    return items
 
 
 class ItemStorage(Storage):
@@ -134,6 +144,9 @@ class ItemStorage(Storage):
     def __hash__(self) -> int:
         return hash((self.key, self.item.offset))
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return ItemStorage, (self.items, self.item, self.name, self.dtype, self.sizes)
+
     def __repr__(self) -> str:
         return f"ItemStorage({self.key!r}, item={self.item.offset}+{self.item.length}, nbytes={self.nbytes})"
 
@@ -162,6 +175,9 @@ class ItemChunk(Chunk):
 
     def __hash__(self) -> int:
         return hash(self.storage)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ItemChunk, (self.box, self.storage)
 
     def __repr__(self) -> str:
         return f"ItemChunk({self.box!r}, {self.storage!r})"

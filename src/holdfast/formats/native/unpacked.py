@@ -70,6 +70,9 @@ class UnpackedStore:
             self._kept.clear()
         self.below.close()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrived, (self.below, dict(self._chunks))
+
     def read(self, key: str, start: int, out: memoryview) -> None:
         storage = self._chunks.get(key)
         if storage is None:
@@ -162,3 +165,10 @@ class UnpackedStore:
                     file=part.key, tensor=storage.label, offset=part.start, expected=part.crc32, found=found,
                 ) from None  # fmt: skip
         raise error
+
+
+def _arrived(below: Store, chunks: dict[str, SparseStorage]) -> UnpackedStore:
+    """A store that was pickled in another process; what it had unpacked stayed there."""
+    store = UnpackedStore(below)
+    store._chunks = chunks
+    return store
