@@ -1,0 +1,118 @@
+"""Readers of a path that is overwritten all the time: each read is all of one checkpoint, or says that it was replaced.
+
+The writer is a process (`overwrite.py`) that saves two states in turn; readers are threads here. A reader that asked by path would
+get one checkpoint's manifest and another's data, a checksum that does not match, or half a folder as another format.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.errors import Replaced
+from tests.crash.overwrite import FORMATS, KINDS, name_of, rows, state
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@contextmanager
+def overwritten(kind: str) -> Iterator[str]:
+    """A path to which a process saves as long as the block lasts."""
+    # In memory, so that the saves are many.
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
+        path = os.path.join(folder, name_of(kind))
+        command = [sys.executable, "-m", "tests.crash.overwrite", kind, path]
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as writer:
+            try:
+                assert writer.stdout is not None
+                assert writer.stderr is not None
+                assert writer.stdout.readline() == "ready\n", writer.stderr.read()
+                yield path
+                assert writer.poll() is None, writer.stderr.read()
+            finally:
+                writer.kill()
+
+
+class Reader:
+    """Opens a path again and again, and reads from each checkpoint a few times while others take its place."""
+
+    def __init__(self, kind: str, path: str, checkpoints: int, *, until: Sequence[str]) -> None:
+        """So many checkpoints, and more where something is yet to be seen: on a busy machine the writer may have to wait."""
+        self.kind, self.path, self.checkpoints, self.until = kind, path, checkpoints, until
+        self.seen: Counter[str] = Counter()
+        self.failed: BaseException | None = None
+        self.states = [state(kind, which) for which in (0, 1)]
+
+    def run(self) -> None:
+        try:
+            while self.seen["opened"] < self.checkpoints or (
+                not all(self.seen[what] for what in self.until) and self.seen["opened"] < 100 * self.checkpoints
+            ):
+                try:
+                    self.open_and_read()
+                except Replaced:
+                    self.seen["replaced"] += 1
+        except BaseException as error:
+            self.failed = error
+
+    def open_and_read(self) -> None:
+        turn = self.seen["opened"]
+        self.seen["opened"] += 1
+        with holdfast.open(self.path, mmap=turn % 4 == 3) as c:
+            assert c.format == FORMATS[self.kind]
+            tree = c.tree
+            assert isinstance(tree, dict)
+            which = tree["step"]
+            self.seen[f"step {which}"] += 1
+            wanted = self.states[which]
+            assert tree["words"] == wanted["words"]
+            for i in range(4):
+                time.sleep(0.0005 * (turn % 3))
+                at = (slice(turn % rows(which), None, 3), slice(i, None, 1 + turn % 2))
+                assert np.array_equal(c[f"w{i}"][at].numpy(), wanted[f"w{i}"][at])  # type: ignore[index]  # an array
+                assert np.array_equal(c[f"w{3 - i}"].numpy(), wanted[f"w{3 - i}"])
+                self.seen["read"] += 2
+
+
+def read(kind: str, reads: int, *, until: Sequence[str] = ("step 0", "step 1")) -> Counter[str]:
+    with overwritten(kind) as path:
+        readers = [Reader(kind, path, reads // 16, until=until) for _ in range(2)]
+        threads = [threading.Thread(target=reader.run) for reader in readers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for reader in readers:
+            if reader.failed is not None:
+                raise reader.failed
+    return sum((reader.seen for reader in readers), Counter())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_read_is_all_of_one_checkpoint(kind: str, request: pytest.FixtureRequest):
+    reads = 10_000 if request.config.getoption("--exhaustive") else 800
+    seen = read(kind, reads)
+    assert min(seen["step 0"], seen["step 1"]) > 0, "the writer did not write meanwhile"
+    # Everything is open when `open` comes back: nothing but an unlucky `open` may fail.
+    assert seen["replaced"] < seen["opened"] / 10
+    assert seen["read"] >= 8 * (seen["opened"] - seen["replaced"])
+
+
+@pytest.mark.parametrize("kind", ["native", "split-safetensors", "dcp"])
+def test_files_that_are_not_kept_open_are_the_same_or_gone(kind: str, monkeypatch, request: pytest.FixtureRequest):
+    monkeypatch.setattr("holdfast.stores.local.KEPT", 1)
+    seen = read(kind, 2_000 if request.config.getoption("--exhaustive") else 160, until=["read", "replaced"])
+    assert seen["read"] > 0
+    assert seen["replaced"] > 0
