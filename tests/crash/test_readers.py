@@ -22,7 +22,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import Replaced
-from tests.crash.overwrite import FORMATS, KINDS, name_of, rows, state
+from tests.crash.overwrite import FORMATS, KINDS, name_of, rows, save, state
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,3 +116,57 @@ def test_files_that_are_not_kept_open_are_the_same_or_gone(kind: str, monkeypatc
     seen = read(kind, 2_000 if request.config.getoption("--exhaustive") else 160, until=["read", "replaced"])
     assert seen["read"] > 0
     assert seen["replaced"] > 0
+
+
+@pytest.mark.parametrize("kind", ["native", "native-in-two-steps", "split-safetensors"])
+def test_what_is_verified_is_one_checkpoint(kind: str, request: pytest.FixtureRequest):
+    with overwritten(kind) as path:
+        for _ in range(1_000 if request.config.getoption("--exhaustive") else 60):
+            report = holdfast.verify(path)
+            assert report.ok, report
+            assert report.format == FORMATS[kind]
+
+
+def test_a_file_that_is_mapped_is_the_one_that_was_read(tmp_path: Path, monkeypatch):
+    from holdfast.torch import load
+
+    for name, length in (("x.pt", 100), ("y.pt", 300)):
+        holdfast.save(tmp_path / name, {"w": np.full((length, 10), length)})
+
+    def read_archive(*arguments, **options):
+        found = real(*arguments, **options)
+        os.replace(tmp_path / "y.pt", tmp_path / "x.pt")
+        return found
+
+    module = sys.modules["holdfast.torch.load"]
+    real = module.read_archive
+    monkeypatch.setattr(module, "read_archive", read_archive)
+    with pytest.raises(Replaced):
+        load(tmp_path / "x.pt", mmap=True)
+
+
+@pytest.mark.parametrize("kind", ["native", "split-safetensors", "dcp"])
+def test_half_a_checkpoint_is_one_with_missing_files(kind: str, tmp_path: Path, monkeypatch):
+    """Where the removal of what was replaced is cut off, or seen by a host that does not know of the exchange yet."""
+    path = os.fspath(tmp_path / "x")
+    save(kind, path, 0)
+    removed = []
+
+    class Stop(OSError):
+        pass
+
+    def unlink(self, name: str, *, at: int) -> None:
+        if removed:
+            raise Stop
+        removed.append(name)
+        os.unlink(name, dir_fd=at)
+
+    monkeypatch.setattr("holdfast.stores.files.OsFiles.unlink", unlink)
+    save(kind, path, 1)
+    monkeypatch.undo()
+    (left,) = (name for name in os.listdir(tmp_path) if name != "x")
+    assert removed
+    with pytest.raises(holdfast.errors.StoreError, match="not there"):
+        holdfast.open(tmp_path / left)
+    with holdfast.open(path) as c:
+        assert c.format == FORMATS[kind]

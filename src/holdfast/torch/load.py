@@ -29,7 +29,7 @@ from torch.utils.serialization import config
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.engine.execute import default_threads
-from holdfast.errors import HoldfastError, MetadataError, Refused, Truncated, ZipError
+from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.zip.reader import read_archive
 from holdfast.formats.zip.records import Archive
@@ -264,6 +264,20 @@ def _swapped(file: Opened, archive: Archive) -> bool:
 
 
 def _mapped(file: Opened) -> torch.UntypedStorage:
-    """The whole file as one storage."""
+    """The whole file as one storage. torch maps by path, so the path must mean the file whose records were read."""
     shared = config.load.mmap_flags == MAP_SHARED
-    return cast(torch.UntypedStorage, torch.UntypedStorage.from_file(str(file.path), shared, file.nbytes))
+    path = str(file.path)
+    # Before, since a shared mapping makes a shorter file longer; and after, since only that tells what was mapped.
+    _check_in_place(file, path)
+    storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(path, shared, file.nbytes))
+    _check_in_place(file, path)
+    return storage
+
+
+def _check_in_place(file: Opened, path: str) -> None:
+    try:
+        there = os.path.samestat(os.stat(path), os.fstat(file.file.fileno()))
+    except FileNotFoundError:
+        there = False
+    if not there:
+        raise Replaced("the file was replaced while it was loaded; load it again", file=path)
