@@ -74,13 +74,13 @@ def steady(path: Openable, limits: Limits, look: Callable[[Store], T]) -> T:
     A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
     been there, whatever was found is forgotten, and the path opened again.
     """
-    for left in reversed(range(TRIES)):
+    for _ in range(TRIES):
         store = store_of(path, limits)
         try:
             made = look(store)
         except BaseException as error:
             store.close()
-            if not isinstance(error, HoldfastError) or not is_incomplete(store) or not left:
+            if not isinstance(error, HoldfastError) or not is_incomplete(store):
                 raise
             continue
         if not is_incomplete(store):

@@ -30,6 +30,7 @@ from holdfast.stores.paths import local_path
 from holdfast.torch.fill import Fill, fill
 from holdfast.torch.group import DEADLINE, ranks_of
 from holdfast.torch.replicas import Replicated, Share, hand_on, offers, spread
+from holdfast.torch.same_checkpoint import marked, unmarked
 from holdfast.torch.wanted import PerRank, Wanted, match
 
 __all__ = ["LoadedShards", "load_full", "load_sharded"]
@@ -136,10 +137,10 @@ def load_sharded(
             seen = hashlib.blake2b(msgspec.msgpack.encode(offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
             told = Told(seen, _bits(offered, wanted.used), fits, strict, offers(wanted.whole, group))
-            local = msgspec.msgpack.encode(told)
+            local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
         except Exception as error:
             local = error
-        answer = ranks.agree(local, lambda messages: _judge(messages, replicated, machines=ranks.apart()))
+        answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), replicated, machines=ranks.apart()))
         verdict = msgspec.msgpack.decode(answer, type=Verdict)
         asked = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
         unexpected = [name for name, used in zip(offered, asked.tolist(), strict=False) if not used]

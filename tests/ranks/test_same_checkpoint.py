@@ -1,0 +1,61 @@
+"""Ranks that open a path while another save replaces it load one checkpoint, or none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import Shard
+
+import holdfast
+from holdfast.errors import Replaced
+from holdfast.torch.same_checkpoint import marked, unmarked
+from holdfast.torch.sharded import save_sharded
+from holdfast.torch.sharded_load import load_sharded
+from tests.ranks.pool import Pool, World, failures, good
+from tests.ranks.states import sharded
+
+SIZE = 2
+
+
+def state_of(world: World, number: float) -> dict[str, object]:
+    return {"rows": sharded(torch.full((6, 4), number), world.mesh(), (Shard(0),)), "plain": torch.full((3,), number)}
+
+
+def save_two(world: World, folder: str, format: str) -> None:
+    for number in (1.0, 2.0):
+        save_sharded(f"{folder}/{number}", state_of(world, number), group=world.group, format=format, durable=False)
+
+
+def load_apart(world: World, folder: str) -> None:
+    """What the ranks would open if a save fell between them."""
+    load_sharded(f"{folder}/{1.0 + world.rank}", state_of(world, 0.0), group=world.group)
+
+
+def load_together(world: World, folder: str) -> None:
+    state = state_of(world, 0.0)
+    load_sharded(f"{folder}/1.0", state, group=world.group)
+    assert torch.equal(state["plain"], torch.ones(3))
+
+
+def test_ranks_that_opened_different_checkpoints_load_none(pool: Pool, tmp_path: Path):
+    good(pool.run(SIZE, save_two, str(tmp_path), "native"))
+    raised = failures(pool.run(SIZE, load_apart, str(tmp_path)))
+    assert {one.kinds[0] for one in raised} == {"RanksFailed"}
+    assert all("different checkpoints" in one.text for one in raised)
+    good(pool.run(SIZE, load_together, str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["x", "x.pt"])
+def test_copies_are_one_checkpoint_and_other_content_is_not(tmp_path: Path, name: str):
+    messages = []
+    for folder, number in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
+        (tmp_path / folder).mkdir()
+        holdfast.save(tmp_path / folder / name, {"w": torch.full((5,), number), "step": 1})
+        with holdfast.open(tmp_path / folder / name) as checkpoint:
+            messages.append(marked(checkpoint, folder.encode(), alone=False))
+    assert unmarked(messages[:2]) == [b"a", b"b"]
+    with pytest.raises(Replaced) as raised:
+        unmarked(messages)
+    assert raised.value.found == (2,)
