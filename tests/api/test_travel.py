@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from tests.crash.overwrite import KINDS, name_of, rows, save
 
 import holdfast
@@ -93,6 +92,8 @@ def test_another_format_under_the_path_is_refused(tmp_path: Path):
 
 
 def test_what_has_no_path_says_so():
+    import torch
+
     content = io.BytesIO()
     torch.save({"w": torch.ones(3)}, content)
     for opened in (content.getvalue(), content):
@@ -113,6 +114,8 @@ def test_what_is_closed_does_not_travel(tmp_path: Path):
 
 
 def test_the_torch_face_travels(tmp_path: Path):
+    import torch
+
     from holdfast.torch import open as open_torch
 
     save("native", os.fspath(tmp_path / "x"), 1)

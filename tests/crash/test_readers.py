@@ -102,7 +102,7 @@ def read(kind: str, reads: int, *, until: Sequence[str] = ("step 0", "step 1")) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_read_is_all_of_one_checkpoint(kind: str, request: pytest.FixtureRequest):
-    reads = 10_000 if request.config.getoption("--exhaustive") else 800
+    reads = 10_000 if request.config.getoption("--exhaustive") else 400
     seen = read(kind, reads)
     assert min(seen["step 0"], seen["step 1"]) > 0, "the writer did not write meanwhile"
     # Everything is open when `open` comes back: nothing but an unlucky `open` may fail.
@@ -110,7 +110,7 @@ def test_every_read_is_all_of_one_checkpoint(kind: str, request: pytest.FixtureR
     assert seen["read"] >= 8 * (seen["opened"] - seen["replaced"])
 
 
-@pytest.mark.parametrize("kind", ["native", "split-safetensors", "dcp"])
+@pytest.mark.parametrize("kind", ["native", "split-safetensors"])
 def test_files_that_are_not_kept_open_are_the_same_or_gone(kind: str, monkeypatch, request: pytest.FixtureRequest):
     monkeypatch.setattr("holdfast.stores.local.KEPT", 1)
     seen = read(kind, 2_000 if request.config.getoption("--exhaustive") else 160, until=["read", "replaced"])
@@ -121,7 +121,7 @@ def test_files_that_are_not_kept_open_are_the_same_or_gone(kind: str, monkeypatc
 @pytest.mark.parametrize("kind", ["native", "native-in-two-steps", "split-safetensors"])
 def test_what_is_verified_is_one_checkpoint(kind: str, request: pytest.FixtureRequest):
     with overwritten(kind) as path:
-        for _ in range(1_000 if request.config.getoption("--exhaustive") else 60):
+        for _ in range(1_000 if request.config.getoption("--exhaustive") else 25):
             report = holdfast.verify(path)
             assert report.ok, report
             assert report.format == FORMATS[kind]

@@ -53,9 +53,8 @@ path, format = sys.argv[1:]
 for add in (0, 1000):
     holdfast.save(path, state(add), format=format, max_shard_size=400, overwrite=True, durable=add == 0)
     assert sum(name.endswith(".safetensors") for name in os.listdir(path)) == 200
-    check(path, add)
-    check(path, add, mmap=True)
-    assert holdfast.verify(path).ok
+    check(path, add, mmap=add > 0)
+assert holdfast.verify(path).ok
 # From one to the other, with both open; and several at once.
 holdfast.convert(path, path + "-2", format=format, max_shard_size=400)
 assert holdfast.diff(path, path + "-2").same
@@ -78,7 +77,6 @@ dcp.save({name: torch.from_numpy(array) for name, array in state().items()}, sto
 assert sum(name.endswith(".distcp") for name in os.listdir(path)) == 200
 limit()
 check(path)
-check(path, mmap=True)
 assert holdfast.verify(path).ok
 """,
         tmp_path / "x",
