@@ -56,7 +56,7 @@ def open(
     try:
         return steady(path, limits, describe)
     except ZipError as error:
-        if isinstance(path, str | os.PathLike) and os.fspath(path).endswith(".distcp"):
+        if isinstance(path, str | os.PathLike) and str(path).endswith(".distcp"):
             # Several archives, one behind the other, of which the index beside them knows the places.
             raise UnknownFormat("one of the data files of a distributed checkpoint; open the folder that it is in") from error
         raise
