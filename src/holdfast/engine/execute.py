@@ -7,9 +7,7 @@ beyond the targets is `threads × block` at the most. `preadv` releases the inte
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +19,7 @@ from holdfast.core.memory import memory_at
 from holdfast.core.protocols import Gathering, Store
 from holdfast.engine.checks import Checks
 from holdfast.engine.place import place
+from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError
 from holdfast.plan.reads import Batch, Fetch, FileReads, Ints, ReadPlan, Strip, tooth_chunk, tooth_index
 
@@ -78,37 +77,6 @@ class Reader:
     """Bytes that are read before they are summed."""
     gathering: Gathering | None
     """The store, where it can read many short ranges at once."""
-
-
-def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
-    """Run callables on threads; the first failure, in time, keeps all others from beginning and is raised at the end."""
-    work = list(work)
-    if threads <= 1 or len(work) == 1:
-        for task in work:
-            task()
-        return
-    stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def guarded(task: Callable[[], None]) -> None:
-        if stop.is_set():
-            return
-        try:
-            task()
-        except BaseException as error:
-            # Here and not by whoever waits: under load that thread wakes when hundreds of further tasks have run.
-            failures.append(error)
-            stop.set()
-
-    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="holdfast") as pool:
-        futures: list[Future[None]] = [pool.submit(guarded, task) for task in work]
-        try:
-            wait(futures)
-        except BaseException:
-            stop.set()
-            raise
-    if failures:
-        raise failures[0]
 
 
 def _tasks(plan: ReadPlan, reader: Reader) -> Iterator[Callable[[], None]]:

@@ -6,13 +6,13 @@ ahead of the writing: the sum of a piece is needed behind it, and nobody waits f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from holdfast.core.crc import combine, crc32
 from holdfast.engine.execute import default_threads
 from holdfast.engine.slabs import slab_block, slab_bytes, slabs
+from holdfast.engine.threads import Beside, run_all
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 
 __all__ = ["Writer", "write_stream"]
@@ -84,13 +84,22 @@ def _write_memory(target: Writer, content: memoryview) -> int:
     if content.nbytes < PARALLEL:
         write_all(target, content)
         return crc32(content)
-    total = 0
-    with ThreadPoolExecutor(default_threads(), thread_name_prefix="holdfast") as pool:
-        sums: list[tuple[int, Future[int]]] = [(block.nbytes, pool.submit(crc32, block)) for block in _blocks(content)]
+    blocks = list(_blocks(content))
+    sums = [0] * len(blocks)
+
+    def task(number: int) -> Callable[[], None]:
+        def run() -> None:
+            sums[number] = crc32(blocks[number])
+
+        return run
+
+    with Beside(lambda: run_all([task(number) for number in range(len(blocks))], default_threads())) as summing:
         for start in range(0, content.nbytes, 16 * BLOCK):
             write_all(target, content[start : start + 16 * BLOCK])
-        for nbytes, future in sums:
-            total = combine(total, future.result(), nbytes)
+        summing.result()
+    total = 0
+    for block, crc in zip(blocks, sums, strict=True):
+        total = combine(total, crc, block.nbytes)
     return total
 
 

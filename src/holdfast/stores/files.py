@@ -8,6 +8,10 @@ Names are relative to an open directory (`at`), so a parent that is moved during
 follows a link but `resolve`, which is asked once, before anything is written.
 
 What loops (on a short write, on a short copy) stands beside the object and goes through it: `write_all`, `copy_all`.
+
+A save belongs to the process that began it. A lock (flock) belongs to what is open, which a forked child shares, so that it would
+hold a lock of its parent's for as long as it lives. Therefore a lock is given back before its descriptor is closed, a child closes
+what it inherits from saves, and in a child an `OsFiles` of its parent's refuses everything: nothing is unlinked twice.
 """
 
 from __future__ import annotations
@@ -159,91 +163,144 @@ class Files(Protocol):
 
 
 class OsFiles:
-    """The file system of this machine."""
+    """The file system of this machine, for the process that makes it."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def _check(self) -> None:
+        if os.getpid() != self._process:
+            # Its descriptors are closed here, and their numbers may stand for something else.
+            raise OSError(errno.ESTALE, f"the save belongs to process {self._process}, of which this one is a fork")
 
     def resolve(self, path: str) -> str:
         return os.path.realpath(path)
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
         follow = os.O_NOFOLLOW if at is not None else 0
-        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | follow, dir_fd=at)
+        return self._opened(path, os.O_RDONLY | os.O_DIRECTORY | follow, at=at)
 
     def open(self, name: str, *, at: int) -> int:
-        return os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
+        return self._opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, at=at)
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(name, flags, 0o600 if private else 0o666, dir_fd=at)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        return self._opened(name, flags, at=at, mode=0o600 if private else 0o666)
+
+    def _opened(self, path: str, flags: int, *, at: int | None, mode: int = 0) -> int:
+        self._check()
+        descriptor = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=at)
+        _open[descriptor] = False
+        return descriptor
 
     def allocate(self, descriptor: int, nbytes: int) -> None:
+        self._check()
         os.ftruncate(descriptor, nbytes)
         if nbytes:
             # Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every block.
             _fallocate(descriptor, nbytes)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
+        self._check()
         return os.pwrite(descriptor, data, offset)
 
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
+        self._check()
         return os.copy_file_range(source, target, nbytes, source_offset, offset)
 
     def sync(self, descriptor: int) -> None:
+        self._check()
         os.fsync(descriptor)
 
     def chmod(self, descriptor: int, mode: int) -> None:
+        self._check()
         os.fchmod(descriptor, mode)
 
     def chown(self, descriptor: int, user: int, group: int) -> None:
         os.fchown(descriptor, user, group)
 
     def rename(self, source: str, target: str, *, at: int) -> None:
+        self._check()
         os.rename(source, target, src_dir_fd=at, dst_dir_fd=at)
 
     def rename_new(self, source: str, target: str, *, at: int) -> bool:
+        self._check()
         return _renameat2(source, target, at=at, flags=RENAME_NOREPLACE)
 
     def exchange(self, first: str, second: str, *, at: int) -> bool:
+        self._check()
         return _renameat2(first, second, at=at, flags=RENAME_EXCHANGE)
 
     def link(self, source: str, target: str, *, at: int) -> None:
+        self._check()
         os.link(source, target, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
+        self._check()
         os.mkdir(name, 0o700 if private else 0o777, dir_fd=at)
 
     def unlink(self, name: str, *, at: int) -> None:
+        self._check()
         os.unlink(name, dir_fd=at)
 
     def rmdir(self, name: str, *, at: int) -> None:
+        self._check()
         os.rmdir(name, dir_fd=at)
 
     def list(self, descriptor: int) -> Names:
+        self._check()
         return sorted(os.listdir(descriptor))
 
     def lock(self, descriptor: int) -> bool:
+        self._check()
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        if descriptor in _open:
+            _open[descriptor] = True
         return True
 
     def stat(self, name: str, *, at: int) -> Found | None:
+        self._check()
         try:
             return _found(os.stat(name, dir_fd=at, follow_symlinks=False))
         except FileNotFoundError:
             return None
 
     def inspect(self, descriptor: int) -> Found:
+        self._check()
         return _found(os.fstat(descriptor))
 
     def is_shared(self, descriptor: int) -> bool:
         return _file_system(descriptor) not in OF_THIS_MACHINE
 
     def longest_name(self, descriptor: int) -> int:
+        self._check()
         return os.fpathconf(descriptor, "PC_NAME_MAX")
 
     def close(self, descriptor: int) -> None:
+        self._check()
+        # Forgotten first: when it is closed, the number may be anybody's.
+        if _open.pop(descriptor, False):
+            with suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
+
+
+_open: dict[int, bool] = {}
+"""The descriptors that saves have open, and whether each is locked."""
+
+
+def _in_child() -> None:
+    """Let go of what saves of the parent have open; it stays open there."""
+    for descriptor in list(_open):
+        with suppress(OSError):
+            os.close(descriptor)
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> None:

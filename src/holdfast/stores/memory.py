@@ -9,6 +9,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from holdfast.core.forks import renewed
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 
 __all__ = ["FileObjectStore", "MemoryStore"]
@@ -74,7 +75,7 @@ class FileObjectStore:
     def __init__(self, file: BinaryIO, *, name: str = "<file object>") -> None:
         self.name = name
         self._file = file
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._closed = False
         try:
             position = file.tell()

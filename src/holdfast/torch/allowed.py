@@ -23,6 +23,7 @@ import torch
 from torch.serialization import get_safe_globals as _get_torchs  # now: `install()` puts ours in its place
 
 from holdfast.core.crc import crc32
+from holdfast.core.forks import renewed
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.errors import Corrupted, FormatError, ZipError, located
@@ -58,7 +59,7 @@ class Entry:
     """As it was given."""
 
 
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 _added: list[Entry] = []
 
 

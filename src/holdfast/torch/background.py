@@ -9,80 +9,40 @@
    GPUs copy by themselves, and the caller's streams wait for that, not the caller (cuda/stage.py).
    Autograd's version counters are compared before and after: a tensor that was changed meanwhile would be torn, and is an error.
 2. The thread talks to the other ranks through the store, never through a collective, so it cannot meet the training's.
-3. One save at a time: the next one waits, or is refused, as asked. SIGTERM waits for the save that is under way, where nobody else
-   has a handler; the end of the program waits as well, and a save that failed unseen is reported by a warning.
+3. One save at a time: the next one waits, or is refused, as asked. SIGTERM and the end of the program wait for the save that is
+   under way (handles.py).
 """
 
 from __future__ import annotations
 
-import atexit
-import signal
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
-from types import FrameType
 from typing import Literal
 
 import numpy as np
 import torch
 
+from holdfast.core.forks import renewed
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.resident import Resident
 from holdfast.engine.source import OpenSource
-from holdfast.errors import HoldfastWarning, NotCommitted
+from holdfast.engine.threads import start
+from holdfast.errors import NotCommitted
 from holdfast.torch.cuda.host import HostBlock
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
+from holdfast.torch.handles import SaveHandle, ending, fail, forget, succeed, watch
 from holdfast.torch.sharded_save import SavedShards, ShardedSave
 from holdfast.torch.shards import is_sharded, shards_of
 
-__all__ = ["SaveHandle", "Staged", "begin", "busy", "stage", "versions"]
+__all__ = ["SaveHandle", "Staged", "begin", "busy", "give_back", "stage", "versions"]
 
 ALIGNMENT = 64
 
 
-class SaveHandle:
-    """A save that goes on in the background."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.staged_nbytes = 0
-        """Bytes that were copied before the caller went on."""
-        self._future: Future[SavedShards] = Future()
-        self._looked = False
-
-    @property
-    def staged(self) -> bool:
-        """Whether the caller may change its tensors: always, once it has this handle.
-
-        Those on a GPU by work of the stream that was current, or of one that waits for it: it comes behind the copies.
-        """
-        return True
-
-    @property
-    def durable(self) -> bool:
-        """Whether the checkpoint is complete at its path."""
-        return self._future.done() and self._future.exception() is None
-
-    def done(self) -> bool:
-        """Whether it has come to its end, good or bad."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> SavedShards:
-        """Come back when the checkpoint is there; raises what went wrong, and `TimeoutError` when it takes longer."""
-        self._looked = True
-        return self._future.result(timeout)
-
-    def __repr__(self) -> str:
-        how = "durable" if self.durable else "failed" if self.done() else "being written"
-        return f"<SaveHandle {self.path!r} {how}>"
-
-
-_one_at_a_time = threading.Lock()
-_running: set[SaveHandle] = set()
+_one_at_a_time = renewed(threading.Lock())
 
 
 def busy(when_busy: Literal["wait", "refuse"], path: str) -> None:
@@ -93,7 +53,8 @@ def busy(when_busy: Literal["wait", "refuse"], path: str) -> None:
 
 def give_back() -> None:
     """End the turn."""
-    _one_at_a_time.release()
+    if _one_at_a_time.locked():  # not in a fork of the one who took it
+        _one_at_a_time.release()
 
 
 def versions(state: object) -> list[tuple[torch.Tensor, int]]:
@@ -184,12 +145,15 @@ def _moved(tensor: LazyTensor, out: np.ndarray, resident: Resident, room: HostBl
 
 
 def begin(saving: ShardedSave) -> SaveHandle:
-    """Plan, write and publish on a thread of its own. The turn was taken before, and ends when the thread does."""
+    """Plan, write and publish on a thread of its own; on this one where none can start, or the program is at its end.
+
+    The turn was taken before, and ends with the save.
+    """
     handle = SaveHandle(saving.path)
-    _running.add(handle)
-    _catch_sigterm()
 
     def run() -> None:
+        if not saving.claim():
+            return
         saved: SavedShards | None = None
         failed: BaseException | None = None
         try:
@@ -197,44 +161,31 @@ def begin(saving: ShardedSave) -> SaveHandle:
             saved = saving.write()
         except BaseException as error:
             failed = error
-        saving.close()
+        try:
+            saving.close()
+        except BaseException as error:
+            failed = failed or error
         give_back()
         # Last: whoever waits may end the process, for whose store the others may still have use, or save again.
-        if saved is not None:
-            handle._future.set_result(saved)
-            _running.discard(handle)
+        if saved is not None and failed is None:
+            succeed(handle, saved)
         else:
-            handle._future.set_exception(failed)
+            assert failed is not None
+            fail(handle, failed)
 
-    # No daemon: Python waits for it at the end of the program.
-    threading.Thread(target=run, name="holdfast-save", daemon=False).start()
+    try:
+        watch(handle)
+        # No daemon: Python waits for it at the end of the program.
+        if ending() or start(run, name="holdfast-save", daemon=False) is None:
+            run()
+            interrupt = handle._future.exception()
+            if interrupt is not None and not isinstance(interrupt, Exception):
+                raise interrupt
+    except BaseException:
+        # Ctrl-C while it started: either the thread has it and goes on, or nobody ever will.
+        if saving.claim():
+            forget(handle)
+            saving.close()
+            give_back()
+        raise
     return handle
-
-
-def _catch_sigterm() -> None:
-    """Let a polite end wait for the save. Only where the default handler is in place, and only from the main thread."""
-
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        return
-
-    def flush(number: int, frame: FrameType | None) -> None:
-        for handle in list(_running):
-            try:
-                handle.wait()
-            except Exception as error:
-                warnings.warn(f"the save to {handle.path} failed: {error}", HoldfastWarning, stacklevel=2)
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
-
-    signal.signal(signal.SIGTERM, flush)
-
-
-@atexit.register
-def _nothing_in_silence() -> None:
-    """At the end of the program: wait, and say which saves failed without anybody having looked."""
-    for handle in list(_running):
-        try:
-            handle._future.result()
-        except Exception as error:
-            if not handle._looked:
-                warnings.warn(f"the save to {handle.path} failed: {error}", HoldfastWarning, stacklevel=1)

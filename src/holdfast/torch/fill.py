@@ -15,8 +15,8 @@ Checksums are compared in all ways; in the last two, blocks of one storage are c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from holdfast.core.protocols import Request, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
+from holdfast.engine.threads import Beside
 from holdfast.errors import BadTarget
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.parts import Fill, Part, copy_values, parts_of
@@ -151,24 +152,21 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None) -> None:
     if not by_source:
         return
     blocks = Blocks()
-    # One thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
-    with ThreadPoolExecutor(1, thread_name_prefix="holdfast-fill") as reader:
-        for members in by_source.values():
-            source = members[0].lazy.source
-            checks = _checks(source, members)
-            before: Batch | None = None
-            for parts in _batches((part for one in members for part in parts_of(one, blocks.nbytes)), blocks.nbytes):
-                batch = blocks.hold(parts)
-                reading = reader.submit(_read, source, batch.requests(), checks)
-                try:
-                    if before is not None:
-                        _put(before, progress)
-                finally:
-                    reading.result()
-                before = batch
-            if before is not None:
-                _put(before, progress)
-            checks.finish()
+    for members in by_source.values():
+        source = members[0].lazy.source
+        checks = _checks(source, members)
+        before: Batch | None = None
+        for parts in _batches((part for one in members for part in parts_of(one, blocks.nbytes)), blocks.nbytes):
+            batch = blocks.hold(parts)
+            # A thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
+            with Beside(partial(_read, source, batch.requests(), checks), name="holdfast-fill") as reading:
+                if before is not None:
+                    _put(before, progress)
+                reading.result()
+            before = batch
+        if before is not None:
+            _put(before, progress)
+        checks.finish()
 
 
 def _checks(source: Source, fills: list[Fill]) -> Checks:

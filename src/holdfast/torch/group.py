@@ -20,17 +20,21 @@ One process without `torch.distributed` is a group of one, for which every step 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from holdfast.core.forks import renewed
 from holdfast.engine.execute import default_threads
+from holdfast.engine.threads import start
 from holdfast.errors import DurabilityUncertain, RankLost, RanksFailed
 from holdfast.plan.merged import say_ranks
 
@@ -58,7 +62,21 @@ _calls: dict[str, int] = {}
 """How many exchanges each group has had: every rank counts the same, since all of them make the same calls."""
 _connections: dict[str, tuple[Store, Store]] = {}
 """By the name of a group: its store, and our own connection to it. Making one may take seconds where names are looked up slowly."""
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
+_inherited: tuple[object, ...] = ()
+"""In a fork: the groups of its parent."""
+
+
+def _in_child() -> None:
+    """In a fork: its parent's connections are not its own, and in its parent's groups it is nobody."""
+    global _inherited
+    _calls.clear()
+    _connections.clear()
+    if dist.is_available():
+        _inherited = (*_inherited, *dist.distributed_c10d._world.pg_map)
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: float = DEADLINE) -> Ranks:
@@ -69,6 +87,10 @@ def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: fl
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(0, 1, None, prefix="", doing=doing, deadline=deadline)
     chosen = group if group is not None else dist.distributed_c10d._get_default_group()
+    if any(chosen is each for each in _inherited):
+        if dist.get_world_size(chosen) == 1:
+            return Ranks(0, 1, None, prefix="", doing=doing, deadline=deadline)
+        raise ValueError("this process is a fork of a rank, and no member of its group; save and load in the rank itself")
     rank = dist.get_rank(chosen)
     if rank < 0:
         raise ValueError("this process is not a member of the group that it was asked to save or load with")
@@ -115,10 +137,12 @@ class Ranks:
         self._step = 0
         self._lost: set[int] = set()
         self._stop = threading.Event()
+        self._process = os.getpid()
+        self._beats = 0
         self._pulse: threading.Thread | None = None
         if self._store is not None:
-            self._pulse = threading.Thread(target=self._beat, args=(self._store,), name="holdfast-pulse", daemon=True)
-            self._pulse.start()
+            # Where no thread can start, this rank shows a sign of life whenever it speaks or waits, and none while it writes.
+            self._pulse = start(partial(self._keep_beating, self._store), name="holdfast-pulse", daemon=True)
 
     @property
     def first(self) -> bool:
@@ -178,6 +202,8 @@ class Ranks:
     def close(self) -> None:
         """Stop the pulse; on the first rank, when the others have read what it told them."""
         store, self._store = self._store, None
+        if os.getpid() != self._process:
+            return  # a fork: the connection is its parent's, which goes on
         if store is not None:
             with suppress(RankLost, RuntimeError, OSError):
                 self._part(store)
@@ -225,6 +251,7 @@ class Ranks:
     def _put(self, key: str, content: bytes) -> None:
         assert self._store is not None
         try:
+            self._beat_here(self._store)
             _set(self._store, key, content)
         except (RuntimeError, OSError) as error:
             raise self._broken([0], error) from error
@@ -233,6 +260,7 @@ class Ranks:
         """The values of keys, each the work of one rank, for as long as the ranks that are missing are alive."""
         store = self._store
         assert store is not None
+        self._beat_here(store)
         waiting, found = dict(keys), dict[int, bytes]()
         seen: dict[int, tuple[bytes, float]] = {}
         began = looked = time.monotonic()
@@ -244,6 +272,7 @@ class Ranks:
                 now = time.monotonic()
                 if now - looked >= self._interval:
                     looked = now
+                    self._beat_here(store)
                     for rank in [r for r, key in waiting.items() if store.check([key])]:
                         found[rank] = _take(store, waiting.pop(rank))
                     self._look_for_life(store, waiting, seen)
@@ -263,14 +292,20 @@ class Ranks:
         return min(BEAT, self.deadline / 10)
 
     def _beat(self, store: Store) -> None:
-        count = 0
-        key = f"{self._prefix}/pulse/{self.rank}"
+        _set(store, f"{self._prefix}/pulse/{self.rank}", str(self._beats).encode())
+        self._beats += 1
+
+    def _keep_beating(self, store: Store) -> None:
         with suppress(Exception):
             # A store that is gone is found out by whoever waits for an answer; a pulse has nobody to tell.
-            _set(store, key, b"0")
+            self._beat(store)
             while not self._stop.wait(self._interval):
-                count += 1
-                _set(store, key, str(count).encode())
+                self._beat(store)
+
+    def _beat_here(self, store: Store) -> None:
+        if self._pulse is None:
+            with suppress(RuntimeError, OSError):
+                self._beat(store)
 
     def _look_for_life(self, store: Store, waiting: dict[int, str], seen: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()

@@ -23,6 +23,7 @@ from typing import cast
 
 import torch
 
+from holdfast.core.forks import renewed
 from holdfast.errors import Refused
 from holdfast.torch.devices import names_backend, present_device, validate_cuda_device, validate_hpu_device
 
@@ -65,7 +66,7 @@ class Packages:
 
     def __init__(self, built_in: list[Package]) -> None:
         self._own = built_in
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         # torch's list at our import, less what others had put there before: those entries are what `built_in` stands for.
         self._torchs = [e for e in torch.serialization._package_registry if _is_torchs(e[1]) and _is_torchs(e[2])]
         self._known: tuple[list[object], tuple[Package, ...]] = ([], ())

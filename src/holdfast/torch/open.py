@@ -24,6 +24,7 @@ from holdfast.api.open import Openable
 from holdfast.api.open import open as open_checkpoint
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
+from holdfast.core.forks import renewed
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.torch.fill import fill
@@ -73,7 +74,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         self._groups: dict[str, tuple[str, ...]] | None = None
         self._regions: dict[tuple[str, ...], dict[str, Region]] = {}
         self._storages: weakref.WeakValueDictionary[Region, torch.UntypedStorage] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()
+        self._lock = renewed(threading.RLock())
 
     def __getitem__(self, name: str) -> torch.Tensor:
         composite = self._listed().get(name)

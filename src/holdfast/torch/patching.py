@@ -18,6 +18,7 @@ from types import ModuleType, TracebackType
 
 import torch
 
+from holdfast.core.forks import renewed
 from holdfast.errors import HoldfastWarning
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -49,7 +50,7 @@ class Replaced:
         return f"{self.module.__name__}.{self.name}"
 
 
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 _count = 0
 _replaced: tuple[Replaced, ...] = ()
 

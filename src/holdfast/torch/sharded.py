@@ -107,7 +107,7 @@ def save_sharded(
         handed = True  # the thread ends it from here on
         return handle
     finally:
-        if not handed:
+        if not handed and saving.claim():
             saving.close()
             if turn:
                 give_back()

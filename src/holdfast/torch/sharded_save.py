@@ -12,6 +12,7 @@ An error on any rank at any step reaches every rank as the same `RanksFailed`. B
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -155,6 +156,7 @@ class ShardedSave:
         self.threads, self.progress = threads, progress
         self._ranks = ranks
         self._transaction: DirectoryTransaction | None = None
+        self._claimed = threading.Lock()
         self._boxes: list[list[Place]] = []
         """On the first rank: what each one is to write."""
         self._contents: Contents | None = None
@@ -273,6 +275,10 @@ class ShardedSave:
         self._ranks.agree(local, self._publish)
         notes = () if self._copies is None else self._copies.notes()
         return SavedShards(self.path, self.format, tuple(r.key for r in receipts), sum(r.nbytes for r in receipts), notes)
+
+    def claim(self) -> bool:
+        """True once: for the thread that is to bring this save to its end."""
+        return self._claimed.acquire(blocking=False)
 
     def close(self) -> None:
         """Give up what was not published."""

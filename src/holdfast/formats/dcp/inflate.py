@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from holdfast.core.forks import renewed
 from holdfast.core.protocols import Store
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported
 from holdfast.formats.dcp.records import Item
@@ -49,7 +50,7 @@ class InflatedStore:
         self._store = store
         self._items: dict[str, tuple[Item, int]] = {}
         self._kept: OrderedDict[str, memoryview] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
 
     def add(self, item: Item, most: int) -> str:
         """Make an item a file, of at most so many bytes; its name."""

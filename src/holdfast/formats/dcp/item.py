@@ -19,6 +19,7 @@ import numpy as np
 from holdfast.core.chunk import Storage
 from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
+from holdfast.core.forks import renewed
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign, Request, Source, Store
 from holdfast.core.tensor import LazyTensor
@@ -124,7 +125,7 @@ class ItemReader:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._storages: Storages | None = None
         self._table = TorchTable(source, self._persistent)
         self._frames: dict[object, list[tuple[Frame, Found | None]]] = {}

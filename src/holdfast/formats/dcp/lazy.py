@@ -14,6 +14,7 @@ import threading
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
+from holdfast.core.forks import renewed
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign, Source
 from holdfast.errors import located
@@ -42,7 +43,7 @@ class Items:
         self.source = source if self._inflated is None else source.over(self._inflated)
         """What reads the items; where some are compressed, it has these as files of their own."""
         self.reader = ItemReader(self.source)
-        self._locks = [threading.Lock() for _ in range(LOCKS)]
+        self._locks = [renewed(threading.Lock()) for _ in range(LOCKS)]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _arrived, (self.source, self._inflated)

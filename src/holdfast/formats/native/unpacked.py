@@ -19,6 +19,7 @@ import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
+from holdfast.core.forks import renewed
 from holdfast.core.protocols import Store
 from holdfast.core.sparse.elements import element_type
 from holdfast.core.sparse.encoding import group_count, spread
@@ -44,7 +45,7 @@ class UnpackedStore:
         """Where the parts are."""
         self._chunks: dict[str, SparseStorage] = {}
         self._kept: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
 
     def add(self, storage: SparseStorage) -> None:
         """Make a packed chunk a file, under its key."""

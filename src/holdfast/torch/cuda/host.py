@@ -20,6 +20,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from holdfast.core.forks import renewed
 from holdfast.engine.execute import run_all
 
 __all__ = ["BLOCK_NBYTES", "KEPT_NBYTES", "POOL", "HostBlock", "Pool", "available_nbytes", "lock", "unlock"]
@@ -119,7 +120,7 @@ class Pool:
     def __init__(self, *, kept_nbytes: int = KEPT_NBYTES, make: Callable[[int], HostBlock] = HostBlock) -> None:
         self._kept_nbytes = kept_nbytes
         self._make = make
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._free: list[HostBlock] = []
 
     def lend(self, count: int, nbytes: int = BLOCK_NBYTES) -> list[HostBlock]:
@@ -160,8 +161,17 @@ class Pool:
             block.free()
 
 
+    def forget(self) -> None:
+        """In a fork: blocks are not mapped there (`MADV_DONTFORK`), and their locks are the parent's."""
+        for block in self._free:
+            block.locked_nbytes = 0
+        self._free = []
+
+
 POOL = Pool()
 """The blocks of this process."""
+
+os.register_at_fork(after_in_child=POOL.forget)
 
 
 def available_nbytes() -> int:

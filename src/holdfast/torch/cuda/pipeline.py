@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
+from holdfast.engine.threads import start
+
 __all__ = ["Mark", "pump"]
 
 Task = TypeVar("Task")
@@ -79,13 +81,17 @@ def pump(
 
     under_way: deque[tuple[Block, Mark]] = deque()
     failures: list[BaseException] = []
-    readers = [threading.Thread(target=reader, name=f"holdfast-read-{i}", daemon=True) for i in range(threads)]
-    started = ended = 0
+    readers: list[threading.Thread] = []
+    ended = 0
     try:
-        for thread in readers:
-            thread.start()
-            started += 1
-        while ended < started:
+        for number in range(threads):
+            started = start(reader, name=f"holdfast-read-{number}", daemon=True)
+            if started is None:
+                break  # those that could start do all of it
+            readers.append(started)
+        if not readers:
+            _alone(waiting, blocks[0], read, put)
+        while ended < len(readers):
             try:
                 item = full.get_nowait() if under_way else full.get()
             except Empty:
@@ -107,14 +113,23 @@ def pump(
                 free.put(None)
     finally:
         stop.set()
-        for _ in range(started):
+        for _ in range(threads):
             free.put(None)
-        for thread in readers[:started]:
+        for thread in readers:
             thread.join()
         while under_way:
             _land(under_way, free)
     if failures:
         raise failures[0]
+
+
+def _alone(
+    tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Callable[[Task, Block], Mark]
+) -> None:
+    """Where no thread can start: one task after the other."""
+    for task in tasks:
+        read(task, block)
+        put(task, block).synchronize()
 
 
 def _land(under_way: deque[tuple[Block, Mark]], free: SimpleQueue[Block | None]) -> None:

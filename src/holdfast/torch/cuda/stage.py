@@ -11,6 +11,7 @@ is ordinary memory, filled through the blocks of the pool by several threads, an
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -51,8 +52,17 @@ class Room:
         self._block, self._asked = None, 0
 
 
+    def forget(self) -> None:
+        """In a fork: the memory is not mapped there, and what is locked is the parent's."""
+        if self._block is not None:
+            self._block.locked_nbytes = 0
+        self.free()
+
+
 ROOM = Room()
 """That of this process."""
+
+os.register_at_fork(after_in_child=ROOM.forget)
 
 
 def free_host_memory() -> None:

@@ -15,6 +15,7 @@ from typing import cast
 
 import torch
 
+from holdfast.core.forks import renewed
 from holdfast.errors import Refused
 from holdfast.torch.cuda.pipeline import Mark
 
@@ -99,7 +100,7 @@ def refuse_capture(devices: Iterable[torch.device]) -> None:
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-_lock = threading.Lock()
+_lock = renewed(threading.Lock())
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

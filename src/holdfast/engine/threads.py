@@ -1,0 +1,149 @@
+"""Threads of our own: work is shared out among them and the caller, and is done by the caller alone where none can start.
+
+Python's own pools refuse work from the moment the program ends, and a save may go on then. Since Python 3.12 no thread can start
+at all by that time; at any time the system may refuse one more. So:
+
+1. The caller is one of those who work. Helpers only make it faster, and a helper that cannot start is not missed.
+2. The first failure, in time, keeps all that has not begun from beginning. It is raised when everybody has come to rest.
+3. Nobody leaves before: not on Ctrl-C, and not on a second one. What is closed after the work is used by no thread any more.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+__all__ = ["Beside", "run_all", "start"]
+
+T = TypeVar("T")
+
+
+def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
+    """Call something on a thread of its own. None, and nothing done, where no thread can be started."""
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError:
+        # The limit of the system or the user (ulimit -u), or the program ends.
+        return None
+    return thread
+
+
+def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
+    """Run callables on this thread and others; the first failure keeps all others from beginning and is raised at the end."""
+    tasks = list(work)
+    if threads <= 1 or len(tasks) <= 1:
+        for task in tasks:
+            task()
+        return
+    Crew(tasks).run(min(threads, len(tasks)) - 1)
+
+
+class Crew:
+    """Those who do the tasks of one `run_all`."""
+
+    def __init__(self, tasks: list[Callable[[], None]]) -> None:
+        self._left = iter(tasks)
+        self._failures: list[BaseException] = []
+        self._turn = threading.Lock()
+        self._helpers = 0
+        """Helpers that are at work."""
+        self._over = False
+        self._rested = threading.Lock()
+        """Taken, until the last helper has come to rest after the end."""
+        self._rested.acquire()
+
+    def run(self, helpers: int) -> None:
+        """Work with so many helpers, or as many of them as can be started."""
+        try:
+            for _ in range(helpers):
+                if self._over or start(self._help, name="holdfast") is None:
+                    break
+            self._work()
+        finally:
+            # No call before the inner `try`: an interrupt arrives at calls, and whoever left now would leave helpers behind.
+            while True:
+                try:
+                    with self._turn:
+                        self._over = True
+                    while self._helpers:
+                        self._rested.acquire()
+                    break
+                except BaseException as error:
+                    self._fail(error)
+        if self._failures:
+            raise self._failures[0]
+
+    def _help(self) -> None:
+        with self._turn:
+            # One that comes too late must touch nothing: the caller may be gone.
+            if self._over:
+                return
+            self._helpers += 1
+        self._work()
+        with self._turn:
+            self._helpers -= 1
+            if self._over and not self._helpers:
+                self._rested.release()
+
+    def _work(self) -> None:
+        try:
+            while (task := self._next()) is not None:
+                task()
+        except BaseException as error:
+            # Here and not by whoever waits: under load that thread wakes when hundreds of further tasks have run.
+            self._fail(error)
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._turn:
+            return None if self._over else next(self._left, None)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failures.append(error)
+        self._over = True
+
+
+class Beside(Generic[T]):
+    """One call beside what the caller does: on a thread of its own or, where none can start, when its result is asked for.
+
+    Used in a `with`; at its end the call is over, or will never begin.
+    """
+
+    def __init__(self, call: Callable[[], T], *, name: str = "holdfast") -> None:
+        self._call = call
+        self._begun = threading.Lock()
+        self._future: Future[T] = Future()
+        self._name = name
+
+    def __enter__(self) -> Self:
+        start(self._run, name=self._name)
+        return self
+
+    def result(self) -> T:
+        """What the call came to; raises what it raised."""
+        self._run()
+        return self._future.result()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                if not self._future.cancel():
+                    self._future.exception()
+                break
+            except BaseException as late:
+                interrupt = late
+        if interrupt is not None:
+            raise interrupt
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return
+        try:
+            if self._future.set_running_or_notify_cancel():
+                self._future.set_result(self._call())
+        except BaseException as error:
+            self._future.set_exception(error)
