@@ -14,10 +14,13 @@ from signal import SIGINT, SIGTERM
 EARLY: list[Callable[[], object]] = []
 atexit.register(lambda: [each() for each in EARLY])  # before Holdfast is imported: these run after its own
 
+import contextlib
+
+import torch  # noqa: E402
+
 import holdfast  # noqa: E402
 import holdfast.torch  # noqa: E402
-import torch  # noqa: E402
-from tests.crash.programs import begin, content, refuse, refuse_threads, run, slowly  # noqa: E402
+from tests.crash.programs import begin, content, refuse, refuse_threads, run, slowly, writing  # noqa: E402
 
 
 def last_line(folder: Path) -> None:
@@ -96,9 +99,9 @@ def _everything(folder: Path) -> None:
     holdfast.save(folder / "one.pt", state)
     holdfast.convert(folder / "one.pt", folder / "two.safetensors")
     with open(folder / "stream.pt", "wb") as file:
-        holdfast.torch.save({"big": torch.ones(10 << 20)}, file)
-    into = {name: torch.zeros(1 << 20, dtype=torch.float64) for name in state}
-    holdfast.torch.load_into(into, folder / "one.pt", cast=True)
+        holdfast.torch.save({"big": torch.ones(9 << 20)}, file)
+    into = {name: torch.zeros(1 << 18, dtype=torch.float64) for name in state}
+    holdfast.torch.load_into(into, folder / "one.pt")
     assert all(torch.equal(into[name], state[name].double()) for name in state)
     (folder / "all").touch()
 
@@ -140,10 +143,8 @@ def fails_before_the_end(folder: Path) -> None:
     """One that failed long ago; one that was waited for too briefly counts as unseen."""
     refuse()
     handle = begin(folder)
-    try:
+    with contextlib.suppress(TimeoutError):
         handle.wait(0.01)
-    except TimeoutError:
-        pass
     while not handle.done():
         time.sleep(0.01)
 
@@ -151,9 +152,8 @@ def fails_before_the_end(folder: Path) -> None:
 def fails_without_a_folder(folder: Path) -> None:
     """Somebody removes the folder that it writes to."""
     handle = begin(folder / "gone")
-    while not (found := list((folder / "gone").glob(".step*"))):
-        time.sleep(0.001)
-    found[0].rename(folder / "moved")
+    writing(folder / "gone")
+    next((folder / "gone").glob(".step.*.tmp")).rename(folder / "moved")
     assert not handle.done()
 
 
@@ -228,30 +228,44 @@ def spawned_fails(folder: Path) -> None:
 
 SAVES = {
     last_line: 0,
-    last_line_dcp: 0,
-    last_line_safetensors: 0,
-    exit_0: 0,
     exit_3: 3,
     exception: 1,
-    interrupted: -SIGINT,
     interrupted_twice: -SIGINT,
     asked_to_end: -SIGTERM,
-    asked_while_it_ends: -SIGTERM,
-    two_saves: 0,
     no_thread_at_the_end: 0,
     no_thread_at_all: 0,
     in_a_thread: 0,
     in_a_thread_without_others: 0,
     from_a_late_handler: 0,
-    a_handler_waits: 0,
-    process_saves: 0,
 }
 """Programs after which the checkpoint is there, with their exit status."""
 
-FAILS = [fails, fails_and_exits, fails_and_raises, fails_before_the_end, fails_without_a_folder, fails_from_a_late_handler]
-SEEN = [fails_and_a_handler_looks, fails_and_a_late_handler_looks]
-OTHERS = [fails_without_stderr, process_fails, process_fails_and_raises]
-SPAWNED = [spawned_saves, spawned_fails]
+MORE_SAVES = {
+    last_line_dcp: 0,
+    last_line_safetensors: 0,
+    exit_0: 0,
+    interrupted: -SIGINT,
+    asked_while_it_ends: -SIGTERM,
+    two_saves: 0,
+    a_handler_waits: 0,
+    process_saves: 0,
+    spawned_saves: 0,
+}
+
+FAILS = {fails: 120, fails_and_a_late_handler_looks: 0, process_fails: 0}
+"""Programs whose save fails, with their exit status."""
+
+MORE_FAILS = {
+    fails_and_exits: 120,
+    fails_and_raises: 120,
+    fails_before_the_end: 120,
+    fails_without_a_folder: 120,
+    fails_from_a_late_handler: 120,
+    fails_and_a_handler_looks: 0,
+    process_fails_and_raises: 0,
+    spawned_fails: 0,
+    fails_without_stderr: 120,
+}
 
 SIGNALS = {
     interrupted: (SIGINT,),
@@ -261,5 +275,5 @@ SIGNALS = {
 }
 
 if __name__ == "__main__":
-    chosen = [*SAVES, *FAILS, *SEEN, *OTHERS] if len(sys.argv) < 3 else SPAWNED
+    chosen = [*SAVES, *FAILS, *([*MORE_SAVES, *MORE_FAILS] if sys.argv[2:] else [])]
     run({program: SIGNALS.get(program, ()) for program in chosen}, sys.argv[1])

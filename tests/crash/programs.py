@@ -6,6 +6,7 @@ them are printed as JSON, for the tests to judge.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -17,9 +18,10 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
+
 import holdfast
 import holdfast.torch
-import torch
 from holdfast.stores.files import OsFiles
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "begin",
     "child",
     "content",
+    "must_end",
     "outcomes",
     "refuse",
     "refuse_threads",
@@ -34,6 +37,7 @@ __all__ = [
     "same",
     "slowly",
     "status",
+    "writing",
 ]
 
 Program = Callable[[Path], None]
@@ -41,31 +45,32 @@ Program = Callable[[Path], None]
 SLOW = 0.4
 """Seconds that creating a file takes, so that the program has ended, or forked, before a save shares out its work."""
 
-PATIENCE = 40
+PATIENCE = 100
 """Seconds after which a program hangs."""
 
-TOGETHER = 8
+TOGETHER = 4
 """Programs at a time: most of them sleep most of the time."""
 
 
 def content(seed: int = 0) -> dict[str, torch.Tensor]:
-    """Four tensors of 4 MB: enough for several threads."""
-    return {f"w{i}": torch.full((1 << 20,), float(seed + i)) for i in range(4)}
+    """Four tensors of 1 MB: enough for several threads."""
+    return {f"w{i}": torch.full((1 << 18,), float(seed + i)) for i in range(4)}
 
 
 def same(path: Path, seed: int = 0) -> bool:
     """Whether a whole checkpoint of `content(seed)` is there, and verifies."""
     with holdfast.open(path) as checkpoint:
-        found = {name: set(checkpoint[name].numpy().tolist()) for name in checkpoint}
-    return found == {name: {float(seed + i)} for i, name in enumerate(content())} and holdfast.verify(path).ok
+        found = {name: checkpoint[name].numpy() for name in checkpoint}
+    whole = [found.keys() == content().keys(), *((found[f"w{i}"] == seed + i).all() for i in range(len(found)))]
+    return all(whole) and holdfast.verify(path).ok
 
 
 def slowly() -> None:
-    """Let every file take its time to be made."""
-    create = OsFiles.create
+    """Let every file take its time to be made, in this process."""
+    create, here = OsFiles.create, os.getpid()
 
     def slow(self: OsFiles, name: str, *, at: int, private: bool = False) -> int:
-        time.sleep(SLOW)
+        time.sleep(SLOW if os.getpid() == here else 0)
         return create(self, name, at=at, private=private)
 
     OsFiles.create = slow  # type: ignore[method-assign]
@@ -75,6 +80,13 @@ def begin(folder: Path, **more: object) -> object:
     """Begin a save that takes its time, and be done with it."""
     slowly()
     return holdfast.torch.save_sharded(folder / "step", content(), block=False, **more)
+
+
+def writing(folder: Path) -> None:
+    """Come back when a save to `step` has its temporary, locked, and is at work."""
+    while not list(folder.glob(".step.*.tmp")):
+        time.sleep(0.001)
+    time.sleep(0.05)
 
 
 def refuse() -> None:
@@ -100,6 +112,8 @@ def refuse_threads() -> None:
 def run(programs: Mapping[Program, tuple[int, ...]], where: str) -> None:
     """Run all of them. Those with signals get them one after the other when they have made the file `ready`."""
     _import_all(Path(where))
+    gc.collect()
+    gc.freeze()  # what is imported is not looked through again at the end of every program
     waiting = list(programs)
     running: dict[int, tuple[Program, list[int], float]] = {}
     found: dict[str, tuple[int, str]] = {}
@@ -143,7 +157,7 @@ def _import_all(folder: Path) -> None:
 
 
 def child(job: Callable[[], object]) -> int:
-    """Fork. The child does its job, and ends with 0 where that gives True, with 1 where it gives something else, and 2 on an error."""
+    """Fork. The child does its job, and ends with 0 where that gives True, with 1 where it does not, and 2 on an error."""
     pid = os.fork()
     if pid:
         return pid
@@ -157,7 +171,7 @@ def child(job: Callable[[], object]) -> int:
         os._exit(status)
 
 
-def status(pid: int, patience: float = 20) -> int | str:
+def status(pid: int, patience: float = 60) -> int | str:
     """How a child ended; one that does not is killed."""
     end = time.monotonic() + patience
     while time.monotonic() < end:
@@ -170,10 +184,16 @@ def status(pid: int, patience: float = 20) -> int | str:
     return "it hangs"
 
 
+def must_end(pid: int, expected: int = 0) -> None:
+    """A child of ours ends in time, and so."""
+    found = status(pid)
+    assert found == expected, f"the child ended with {found}, not {expected}"
+
+
 def outcomes(module: str, folder: Path, *more: str) -> dict[str, tuple[int, str]]:
     """Run the programs of a module; how each ended."""
     quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
     command = [sys.executable, "-m", module, str(folder), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=5 * PATIENCE, env=os.environ | quiet, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2.5 * PATIENCE, env=os.environ | quiet, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

@@ -250,7 +250,7 @@ def test_nothing_is_lost_at_the_end(endings, name: str, status: int):
 def test_a_failure_that_nobody_saw_is_told_at_the_end(endings):
     folder, said = endings
     code, words = said["fail_unseen"]["0"]
-    assert code == 0
+    assert code == 120
     assert f"the save to {folder / 'fail_unseen' / 'step'} failed" in words
     assert "the disk is full" in words
     code, words = said["fail_seen"]["0"]
