@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import sys
 import threading
@@ -13,8 +14,6 @@ from signal import SIGINT, SIGTERM
 
 EARLY: list[Callable[[], object]] = []
 atexit.register(lambda: [each() for each in EARLY])  # before Holdfast is imported: these run after its own
-
-import contextlib
 
 import torch  # noqa: E402
 
