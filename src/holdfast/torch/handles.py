@@ -213,6 +213,21 @@ def _at_end_of_child() -> None:
             raise SystemExit(STATUS)
 
 
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold SIGTERM back where it is ours: Python forgets one that comes to a child before it has our handler taken away."""
+    ours = signal.getsignal(signal.SIGTERM) is _flush
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if ours else None
+
+
+def _after_fork() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def _in_child() -> None:
     """In a fork."""
     global _ending
@@ -224,6 +239,7 @@ def _in_child() -> None:
     if signal.getsignal(signal.SIGTERM) is _flush:
         with suppress(ValueError):  # an interpreter that is not the main one has no signals
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
