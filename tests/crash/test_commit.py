@@ -599,6 +599,7 @@ class Owners(OsFiles):
     """A file system on which this user is nobody in particular, and what it replaces belongs to user 7 and group 8."""
 
     def __init__(self, *, member: bool) -> None:
+        super().__init__()
         self.member = member
         self.given: list[tuple[int, int]] = []
 

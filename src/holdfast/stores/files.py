@@ -217,6 +217,7 @@ class OsFiles:
         os.fchmod(descriptor, mode)
 
     def chown(self, descriptor: int, user: int, group: int) -> None:
+        self._check()
         os.fchown(descriptor, user, group)
 
     def rename(self, source: str, target: str, *, at: int) -> None:
@@ -273,6 +274,7 @@ class OsFiles:
         return _found(os.fstat(descriptor))
 
     def is_shared(self, descriptor: int) -> bool:
+        self._check()
         return _file_system(descriptor) not in OF_THIS_MACHINE
 
     def longest_name(self, descriptor: int) -> int:
