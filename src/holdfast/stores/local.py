@@ -22,6 +22,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.core.forks import renewed
 from holdfast.errors import Closed, HoldfastError, Replaced, StoreError, Truncated, Unsupported
 from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, check_key, plain
 from holdfast.stores.gather import Ints, gather
@@ -74,7 +75,7 @@ class LocalStore:
 
     def __init__(self, path: str | os.PathLike[str], *, max_files: int = 100_000, instead_of: str | None = None) -> None:
         self.name = local_path(path)
-        self._lock = threading.Lock()
+        self._lock = renewed(threading.Lock())
         self._handles: dict[str, Handle] = {}
         self._closed = False
         self._max_files = max_files
