@@ -7,25 +7,73 @@ view of the new one: tied weights stay tied, slices stay slices. The same holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import AliasView, LazyTensor
-from holdfast.engine.computed import Computed
+from holdfast.engine.casting import OUTCOMES, cast, count_losses
+from holdfast.engine.computed import Computed, Observe
 
-__all__ = ["Cast"]
+__all__ = ["Cast", "Losses"]
+
+SHOWN = 3
+"""Tensors that a note names."""
+
+
+class Losses:
+    """What casts did to elements that they could not keep: counted while they are computed, said when they are done.
+
+    Each element counts once, however often it is read. Elements between those of a view that is read with its gaps count as well.
+    """
+
+    def __init__(self) -> None:
+        self.elements = 0
+        """How many were cast."""
+        self.counts: dict[str, dict[str, int]] = {outcome: {} for outcome in OUTCOMES}
+        """By outcome and tensor."""
+        self._lock = threading.Lock()
+
+    def add(self, name: str, elements: int, lost: Mapping[str, int]) -> None:
+        with self._lock:
+            self.elements += elements
+            for outcome, count in lost.items():
+                own = self.counts[outcome]
+                own[name] = own.get(name, 0) + count
+
+    def notes(self, dtype: DType) -> tuple[str, ...]:
+        """A sentence for each way in which elements were lost."""
+        return tuple(self._note(outcome, own, dtype) for outcome, own in self.counts.items() if own)
+
+    def _note(self, outcome: str, own: Mapping[str, int], dtype: DType) -> str:
+        limits = ml_dtypes.finfo(dtype.numpy)
+        said = {
+            "saturated": f"beyond ±{float(limits.max):g} became that",
+            "infinite": f"beyond ±{float(limits.max):g} became infinite",
+            "nan": f"beyond ±{float(limits.max):g} became NaN, for there is no infinity",
+            "zero": "too small became zero",
+            "smallest": "of zero, or too small, became 2^-127, the smallest number",
+            "unsigned": "below zero lost their sign",
+        }[outcome]
+        worst = sorted(own, key=lambda name: (-own[name], name))
+        names = ", ".join(f"{name!r} ({own[name]:,})" for name in worst[:SHOWN])
+        more = f" and {len(worst) - SHOWN:,} more tensors" if len(worst) > SHOWN else ""
+        total = sum(own.values())
+        return f"cast to {dtype}: {total:,} of {self.elements:,} values {said}: {names}{more}"
 
 
 class Cast:
     """Call it with a tensor to have it cast; integers, booleans and quantised ones come back as they are. Nothing is read."""
 
-    def __init__(self, dtype: DType, tensors: Iterable[LazyTensor]) -> None:
+    def __init__(self, dtype: DType, tensors: Iterable[LazyTensor], *, losses: Losses | None = None) -> None:
         self._dtype = dtype
+        self._losses = losses or Losses()
         self._kinds: dict[object, set[DType]] = {}
         self._computed: dict[int, Computed] = {}
         self._storages: dict[object, LazyTensor] = {}
@@ -65,8 +113,17 @@ class Cast:
 
     def _once(self, key: object, tensor: LazyTensor, computed: Computed) -> LazyTensor:
         if key not in self._storages:
-            self._storages[key] = computed.tensor(tensor, self._dtype, lambda array: _converted(array, self._dtype))
+            self._storages[key] = computed.tensor(tensor, self._dtype, self._compute, observe=self._observer(tensor.name))
         return replace(self._storages[key], name=tensor.name, traits=replace(tensor.traits, conj=False, neg=False))
+
+    def _compute(self, array: np.ndarray) -> np.ndarray:
+        return cast(array, self._dtype)
+
+    def _observer(self, name: str) -> Observe:
+        def observe(array: np.ndarray, made: np.ndarray) -> None:
+            self._losses.add(name, array.size, count_losses(array, made, self._dtype))
+
+        return observe
 
     def _alias(self, tensor: LazyTensor) -> AliasView | None:
         """Where the tensor lay in a storage of old, had that been cast."""
@@ -88,7 +145,3 @@ def _places(tensor: LazyTensor) -> Iterable[object]:
     if tensor.traits.alias is not None:
         yield id(tensor.source), tensor.traits.alias.group
 
-
-def _converted(array: np.ndarray, dtype: DType) -> np.ndarray:
-    with np.errstate(over="ignore", invalid="ignore"):
-        return array.astype(dtype.numpy)

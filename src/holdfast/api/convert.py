@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from holdfast.api.cast import Losses
 from holdfast.api.models import Selection, select
 from holdfast.api.open import open as open_checkpoint
 from holdfast.api.save import Saved, unchanged, write_plan
@@ -20,6 +21,7 @@ from holdfast.api.state import describe_state
 from holdfast.api.targets import Options, byte_count, format_for, plan_save
 from holdfast.api.transform import Edits, dtype_named, transform
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.tensor import LazyTensor
@@ -65,6 +67,7 @@ class Conversion:
     free_nbytes: int
     """What is free where the target goes; the old target stays until the new one is in place."""
     notes: tuple[str, ...]
+    """What a person should know; when it is done, also how many values a cast saturated, took to zero or made infinite."""
     saved: Saved | None = None
 
     def explain(self) -> str:
@@ -145,6 +148,9 @@ class PlannedConversion:
     overwrite: bool
     durable: bool
     verify: bool
+    dtype: DType | None
+    """What is cast to."""
+    losses: Losses
 
     def run(self, progress: Progress | None = None, *, resume: bool = False) -> Conversion:
         """Do it, while the source is open. Raises `NotCommitted` where there is no room, or where the source changes meanwhile."""
@@ -158,7 +164,8 @@ class PlannedConversion:
             self.plan, report.target, overwrite=self.overwrite, durable=self.durable, threads=self.threads, progress=progress,
             block=self.block, check=self.verify, resume=resume, before_commit=lambda: unchanged(self.source, report.target),
         )  # fmt: skip
-        return replace(report, saved=saved)
+        lost = () if self.dtype is None else self.losses.notes(self.dtype)
+        return replace(report, saved=saved, notes=(*report.notes, *lost))
 
 
 def plan_conversion(
@@ -183,13 +190,14 @@ def plan_conversion(
     block, peak = _budget(byte_count(max_memory), workers)
     described = describe_state(source, limits=limits)
     chosen, left = select(source, described, selection or Selection())
-    state = transform(chosen, edits or Edits(), limits)
+    edits, losses = edits or Edits(), Losses()
+    state = transform(chosen, edits, limits, losses=losses)
     found = format_for(target, format, options)
     if metadata:
         state = _with_metadata(state, metadata, found, source.path)
-    plan = _plan(target, state, found, options, edits is not None and edits.tensors_only)
+    plan = _plan(target, state, found, options, edits.tensors_only)
     report = _report(source, target, replace(plan, notes=(*left, *plan.notes)), peak)
-    return PlannedConversion(report, plan, described, block, workers, overwrite, durable, verify)
+    return PlannedConversion(report, plan, described, block, workers, overwrite, durable, verify, edits.dtype, losses)
 
 
 def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, path: str) -> State:

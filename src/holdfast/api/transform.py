@@ -13,7 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from holdfast.api.cast import Cast
+from holdfast.api.cast import Cast, Losses
 from holdfast.api.state import MOST_VISITS, map_tensors
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
@@ -59,8 +59,11 @@ def dtype_named(name: str) -> DType:
     return found
 
 
-def transform(state: State, edits: Edits, limits: Limits | None = None) -> State:
-    """The state with the edits applied. Raises `CannotHold` with every problem when they do not fit it."""
+def transform(state: State, edits: Edits, limits: Limits | None = None, *, losses: Losses | None = None) -> State:
+    """The state with the edits applied. Raises `CannotHold` with every problem when they do not fit it.
+
+    What a cast loses is added to `losses` while the tensors are read.
+    """
     if not edits:
         return state
     problems: list[str] = []
@@ -70,7 +73,7 @@ def transform(state: State, edits: Edits, limits: Limits | None = None) -> State
     if problems:
         raise CannotHold("these edits do not fit the checkpoint", problems)
     if edits.dtype is not None:
-        tree = _cast(tree, Cast(edits.dtype, state.tensors.values()))
+        tree = _cast(tree, Cast(edits.dtype, state.tensors.values(), losses=losses))
     named = name_tensors(tree, limits or Limits(), MOST_VISITS)
     return State(tree, named.tensors, named.paths, state.metadata)
 

@@ -8,8 +8,10 @@ elements behind it from the original, applies the function, and gives the bytes 
 from __future__ import annotations
 
 import math
+import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -20,9 +22,11 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import StoreError, Unsupported
 
-__all__ = ["Computed", "flat_boxes", "read_flat"]
+__all__ = ["Computed", "Observe", "flat_boxes", "read_flat"]
 
 Compute = Callable[[np.ndarray], np.ndarray]
+Observe = Callable[[np.ndarray, np.ndarray], None]
+"""Sees elements of the original and what was computed of them. It is called from any thread."""
 
 
 def flat_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
@@ -66,21 +70,69 @@ def read_flat(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     return out
 
 
+class Seen:
+    """Which elements of a row were seen before: a tensor may be read twice, in blocks that begin elsewhere."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        self._lock = threading.Lock()
+
+    def add(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Mark a range, and give back the parts of it that were not marked.
+
+        >>> seen = Seen()
+        >>> seen.add(0, 4), seen.add(6, 9), seen.add(3, 10), seen.add(1, 9)
+        ([(0, 4)], [(6, 9)], [(4, 6), (9, 10)], [])
+        """
+        if start >= stop:
+            return []
+        with self._lock:
+            first, last = bisect_left(self._stops, start), bisect_right(self._starts, stop)  # those that it touches
+            touched = list(zip(self._starts[first:last], self._stops[first:last], strict=True))
+            fresh, at = [], start
+            for begin, end in touched:
+                if at < begin:
+                    fresh.append((at, begin))
+                at = max(at, end)
+            if at < stop:
+                fresh.append((at, stop))
+            self._starts[first:last] = [min([start, *(begin for begin, _ in touched)])]
+            self._stops[first:last] = [max([stop, *(end for _, end in touched)])]
+            return fresh
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One computed tensor."""
+
+    original: LazyTensor
+    dtype: DType
+    compute: Compute
+    observe: Observe | None
+    seen: Seen
+
+
 class Computed:
     """A store of computed tensors, and the source that reads them."""
 
     name = "<computed>"
 
     def __init__(self) -> None:
-        self._tensors: dict[str, tuple[LazyTensor, DType, Compute]] = {}
+        self._tensors: dict[str, Entry] = {}
         self._source = OpenSource(self, threads=1)
 
-    def tensor(self, original: LazyTensor, dtype: DType, compute: Compute) -> LazyTensor:
-        """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element."""
+    def tensor(
+        self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None
+    ) -> LazyTensor:
+        """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element.
+
+        `observe` sees every element that is computed, once, however often it is read.
+        """
         if dtype.packed:
             raise Unsupported(f"elements of {dtype} share bytes and cannot be computed one by one", tensor=original.name)
         key = str(len(self._tensors))
-        self._tensors[key] = (original, dtype, compute)
+        self._tensors[key] = Entry(original, dtype, compute, observe, Seen())
         storage = Storage(key, 0, dtype.nbytes(original.size), label=original.name)
         made = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self._source)
         # The flags for conjugated and negated elements are resolved by reading the original.
@@ -88,20 +140,24 @@ class Computed:
 
     def original(self, key: str) -> LazyTensor:
         """What a computed tensor is computed from."""
-        return self._get(key)[0]
+        return self._get(key).original
 
     def list(self) -> Sequence[str]:
         return sorted(self._tensors)
 
     def size(self, key: str) -> int:
-        tensor, dtype, _ = self._get(key)
-        return dtype.nbytes(tensor.size)
+        entry = self._get(key)
+        return entry.dtype.nbytes(entry.original.size)
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        tensor, dtype, compute = self._get(key)
-        width = dtype.bits // 8
+        entry = self._get(key)
+        width = entry.dtype.bits // 8
         first, last = start // width, -(-(start + out.nbytes) // width)
-        made = np.ascontiguousarray(compute(read_flat(tensor, first, last)), dtype.numpy)
+        elements = read_flat(entry.original, first, last)
+        made = np.ascontiguousarray(entry.compute(elements), entry.dtype.numpy)
+        if entry.observe is not None:
+            for begin, end in entry.seen.add(first, last):
+                entry.observe(elements[begin - first : end - first], made[begin - first : end - first])
         begin = start - first * width
         out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
 
@@ -111,7 +167,7 @@ class Computed:
     def close(self) -> None:
         self._tensors.clear()
 
-    def _get(self, key: str) -> tuple[LazyTensor, DType, Compute]:
+    def _get(self, key: str) -> Entry:
         if key not in self._tensors:
             raise StoreError(f"there is no computed tensor {key!r}")
         return self._tensors[key]

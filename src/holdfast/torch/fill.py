@@ -27,6 +27,7 @@ from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import Beside
 from holdfast.errors import BadTarget
+from holdfast.torch.cast_losses import CastLosses
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.parts import Fill, Part, copy_values, parts_of
 from holdfast.torch.regions import repeats
@@ -67,8 +68,10 @@ def fill(fills: Sequence[Fill], progress: Progress | None = None, *, max_host_me
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         direct, on_gpu, staged = _sorted_out([f for f in fills if f.lazy.size])
         _read_in_place(direct, progress)
-        notes = load_fills(on_gpu, _checks, progress, max_host_memory)
-        _read_through_scratch(staged, progress)
+        losses = CastLosses()
+        notes = load_fills(on_gpu, _checks, progress, max_host_memory, losses=losses)
+        _read_through_scratch(staged, progress, losses)
+        notes += losses.notes()
     if direct:
         # The memory was written behind torch's back; autograd must know that saved tensors are not what they were.
         torch.autograd.graph.increment_version([f.target for f in direct])
@@ -145,7 +148,7 @@ def _in_file_order(one: Fill) -> tuple[LazyTensor, np.ndarray]:
     return one.lazy.permute(*order), array.transpose(order)
 
 
-def _read_through_scratch(fills: list[Fill], progress: Progress | None) -> None:
+def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: CastLosses) -> None:
     by_source: dict[int, list[Fill]] = {}
     for one in fills:
         by_source.setdefault(id(one.lazy.source), []).append(one)
@@ -161,11 +164,11 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None) -> None:
             # A thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
             with Beside(partial(_read, source, batch.requests(), checks), name="holdfast-fill") as reading:
                 if before is not None:
-                    _put(before, progress)
+                    _put(before, progress, losses)
                 reading.result()
             before = batch
         if before is not None:
-            _put(before, progress)
+            _put(before, progress, losses)
         checks.finish()
 
 
@@ -200,10 +203,12 @@ def _room(lazy: LazyTensor) -> int:
     return -(-lazy.size * lazy.dtype.numpy.itemsize // ALIGNMENT) * ALIGNMENT
 
 
-def _put(batch: Batch, progress: Progress | None) -> None:
+def _put(batch: Batch, progress: Progress | None, losses: CastLosses) -> None:
     """Copy elements out of scratch; to the device first, so that a cast happens there."""
     for part, value in zip(batch.parts, batch.values, strict=True):
-        copy_values(value.to(part.target.device), part.target, conj=part.conj, neg=part.neg)
+        value = value.to(part.target.device)
+        copy_values(value, part.target, conj=part.conj, neg=part.neg)
+        losses.add(part.lazy.name, value, part.target)
     if progress is not None:
         progress(sum(part.lazy.nbytes for part in batch.parts))
 

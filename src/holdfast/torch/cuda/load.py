@@ -23,6 +23,7 @@ from holdfast.engine.checks import Checks
 from holdfast.engine.execute import default_threads, execute
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError
+from holdfast.torch.cast_losses import CastLosses
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.runs import Gathered, Piece, Taken, Task, tasks_of
@@ -77,11 +78,20 @@ def blocks_within(most: int | None, threads: int) -> Size:
 
 
 def load_fills(
-    fills: Sequence[Fill], checks_of: Callable[[Source, list[Fill]], Checks], progress: Progress | None, most: int | None
+    fills: Sequence[Fill],
+    checks_of: Callable[[Source, list[Fill]], Checks],
+    progress: Progress | None,
+    most: int | None,
+    *,
+    losses: CastLosses | None = None,
 ) -> list[str]:
-    """Fill targets that do not overlap, on any devices, with at most `most` bytes of locked memory. Gives back notes."""
+    """Fill targets that do not overlap, on any devices, with at most `most` bytes of locked memory. Gives back notes.
+
+    `losses` counts what casts lose.
+    """
     if not fills:
         return []
+    losses = losses or CastLosses()
     threads = max((one.lazy.source.threads for one in fills if isinstance(one.lazy.source, OpenSource)), default=default_threads())
     size = blocks_within(most, threads)
     groups: dict[tuple[int, torch.device], list[Fill]] = {}
@@ -104,7 +114,7 @@ def load_fills(
             blocks,
             threads=min(threads, count),
             read=lambda task, block: _read(task, block, checks[id(task.source)]),
-            put=lambda task, block: _put(task, block, found[task.device], progress),
+            put=lambda task, block: _put(task, block, found[task.device], progress, losses=losses),
         )
     finally:
         POOL.take_back(blocks)
@@ -160,15 +170,16 @@ def _value(one: Gathered, at: int, block: HostBlock) -> torch.Tensor:
     return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
 
 
-def _put(task: Task, block: HostBlock, lane: Lane, progress: Progress | None) -> Mark:
+def _put(task: Task, block: HostBlock, lane: Lane, progress: Progress | None, *, losses: CastLosses) -> Mark:
     """Start all copies out of a block."""
     with lane.on():
         try:
             for read in task.reads:
-                _put_pieces(read.pieces, block, task.device)
+                _put_pieces(read.pieces, block, task.device, losses=losses)
             for one, at in task.gathered:
                 value = _value(one, at, block).to(task.device, non_blocking=True)
                 copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
+                losses.add(one.part.lazy.name, value, one.part.target)
         except BaseException:
             # What was started must not be left behind when the block goes to somebody else.
             lane.mark().synchronize()
@@ -181,20 +192,20 @@ def _put(task: Task, block: HostBlock, lane: Lane, progress: Progress | None) ->
     return mark
 
 
-def _put_pieces(pieces: Sequence[Taken], block: HostBlock, device: torch.device) -> None:
+def _put_pieces(pieces: Sequence[Taken], block: HostBlock, device: torch.device, *, losses: CastLosses) -> None:
     others: list[Taken] = []
     for taken in pieces:
         piece = taken.piece
         if piece.plain and piece.nbytes > SHORT_NBYTES:
-            _spread(others, block, device)
+            _spread(others, block, device, losses=losses)
             others = []
             piece.target.copy_(block.tensor[taken.at : taken.at + piece.nbytes], non_blocking=True)
         else:
             others.append(taken)
-    _spread(others, block, device)
+    _spread(others, block, device, losses=losses)
 
 
-def _spread(pieces: Sequence[Taken], block: HostBlock, device: torch.device) -> None:
+def _spread(pieces: Sequence[Taken], block: HostBlock, device: torch.device, *, losses: CastLosses) -> None:
     """Bring neighbouring pieces to the device in one copy, and each to its place from there."""
     if not pieces:
         return
@@ -210,7 +221,9 @@ def _spread(pieces: Sequence[Taken], block: HostBlock, device: torch.device) -> 
             targets.append(piece.target)
             values.append(value)
         else:
-            copy_values(_typed(value, piece), piece.target, conj=piece.conj, neg=piece.neg)
+            value = _typed(value, piece)
+            copy_values(value, piece.target, conj=piece.conj, neg=piece.neg)
+            losses.add(piece.name, value, piece.target)
     if targets:
         torch._foreach_copy_(targets, values)
 

@@ -1,0 +1,212 @@
+"""Cast arrays of floating-point numbers as torch casts them, and count what is lost.
+
+What torch 2.13 does on a CPU, for every pair of its floating-point dtypes, found by trying all patterns:
+
+- Rounding is to the nearest, ties to even. float64 is rounded to float32 first on its way to anything narrower.
+- What is too large becomes infinity; NaN in the 8-bit types without one; and in float8_e4m3fn the largest number, infinity as well.
+- float8_e8m0fnu holds powers of two and nothing else. The sign is dropped, zero becomes 2^-127, and halves round up.
+- NaN becomes NaN. Its bits are no part of the contract: torch's own differ between its vector and scalar code.
+
+Whatever lands in one byte goes through a table of all 65,536 patterns of a 16-bit source. A float32 gets there by rounding to odd:
+its upper half, with the lowest bit set where anything below was: four bits more than any of these types has, so that the second
+rounding is the only one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import ml_dtypes
+import numpy as np
+
+from holdfast.core.dtype import DType
+
+__all__ = ["OUTCOMES", "cast", "count_losses"]
+
+BLOCK = 1 << 16
+"""Elements at a time: what is computed of them stays in the processor's caches."""
+
+SATURATING = "float8_e4m3fn"
+POWERS = "float8_e8m0fnu"
+
+OUTCOMES = ("saturated", "infinite", "nan", "zero", "smallest", "unsigned")
+"""What can become of an element: the largest number of the type, an infinity or NaN, from a number that was none of them; zero from
+what was not; the smallest number from what was less; a positive number from a negative one."""
+
+
+def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
+    """The elements of a 1-D array of floats in another floating-point dtype, as torch gives them."""
+    out = np.empty(array.shape, dtype.numpy)
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, array.size, BLOCK):
+            part = slice(start, start + BLOCK)
+            _cast_block(array[part], out[part], dtype)
+    return out
+
+
+def _cast_block(array: np.ndarray, out: np.ndarray, dtype: DType) -> None:
+    if array.itemsize == 8 and out.itemsize < 4:
+        array = array.astype(np.float32)
+    if array.itemsize == 1 or (array.itemsize == 2 and out.itemsize == 1):
+        table, patterns = _table(array.dtype, dtype), array.view(f"u{array.itemsize}")
+    elif out.itemsize == 1:
+        table, patterns = _table(np.dtype(ml_dtypes.bfloat16), dtype), _rounded_to_odd(array)
+    else:
+        out[:] = array  # numpy's own rounding, and that of ml_dtypes, are torch's here
+        return
+    # `mode` only says that no index needs to be checked: the table has every pattern.
+    table.take(patterns, out=out.view(table.dtype), mode="clip")
+
+
+def _rounded_to_odd(array: np.ndarray) -> np.ndarray:
+    """Upper halves of float32, odd where the lower half is not zero. A NaN stays one, whose payload is in the lower half alone."""
+    bits = array.view(np.uint32)
+    low = (bits & np.uint32(0xFFFF)) != 0
+    upper: np.ndarray = (bits >> np.uint32(16)).astype(np.uint16)
+    upper |= low
+    return upper
+
+
+@lru_cache(maxsize=64)
+def _table(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
+    """The bits of each pattern of a source of one or two bytes, cast."""
+    patterns = np.arange(1 << (8 * source.itemsize), dtype=f"u{source.itemsize}").view(source)
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = patterns.astype(np.float32)
+        if dtype.name == SATURATING:
+            most = _largest(dtype)
+            wide = np.clip(wide, -most, most)
+        made = (np.abs(wide) if dtype.name == POWERS else wide).astype(dtype.numpy)
+    bits = made.view(f"u{made.itemsize}")
+    if dtype.name == POWERS:
+        bits[wide == 0] = 0
+    return bits
+
+
+def _largest(dtype: DType) -> float:
+    return float(ml_dtypes.finfo(dtype.numpy).max)
+
+
+def count_losses(array: np.ndarray, made: np.ndarray | None, dtype: DType) -> dict[str, int]:
+    """How many elements of a 1-D array came to harm in a cast, by outcome (`OUTCOMES`). Rounding to a near number is none.
+
+    `made` is what the cast made of them, where that is at hand. It is looked at first: where nothing in it is zero, infinite or
+    as large as can be, nothing was lost, and that is narrower and quicker to see than the original.
+    """
+    found = dict.fromkeys(OUTCOMES, 0)
+    kinds = _kinds(array.dtype, dtype) if array.itemsize == 1 else None
+    bounds = _bounds(array.dtype, dtype) if kinds is None else None
+    for start in range(0, array.size if (kinds is None or kinds.any()) and (bounds is None or bounds.any) else 0, BLOCK):
+        part = slice(start, start + BLOCK)
+        if made is None or not _ordinary(made[part], dtype):
+            if bounds is not None:
+                _count_block(array[part], bounds, found)
+            elif kinds is not None:
+                _count_bytes(array[part], kinds, found)
+    return {outcome: count for outcome, count in found.items() if count}
+
+
+def _ordinary(made: np.ndarray, dtype: DType) -> bool:
+    """Whether the results say that nothing was lost: each is between zero and the end of the type, neither of them included."""
+    if dtype.name == POWERS:
+        return False
+    bits = made.view(f"u{made.itemsize}")
+    sizes = bits & bits.dtype.type((1 << (8 * made.itemsize - 1)) - 1)
+    sizes -= bits.dtype.type(1)
+    return bool(np.count_nonzero(sizes < _end(dtype)) == sizes.size)
+
+
+@lru_cache(maxsize=64)
+def _end(dtype: DType) -> np.generic:
+    """One less than the first magnitude, as an integer, that may be a loss: infinity, NaN, or the largest number."""
+    largest = int(np.array([_largest(dtype)], dtype.numpy).view(f"u{dtype.numpy.itemsize}")[0])
+    kind: type[np.generic] = np.dtype(f"u{dtype.numpy.itemsize}").type
+    return kind(largest - 1 if dtype.name == SATURATING else largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Of a pair of dtypes: magnitudes of the source, as the integers that their bits are, which come through."""
+
+    low: int
+    """The first that does not become zero, or the smallest number."""
+    high: int
+    """The first that is too large."""
+    stop: int
+    """The first behind those that count as too large: NaN, or infinity where the target has one."""
+    few: str
+    """What becomes of those below."""
+    many: str
+    """What becomes of those above."""
+
+    @property
+    def any(self) -> bool:
+        return self.low > 1 or self.high < self.stop or self.few == "smallest"
+
+
+@lru_cache(maxsize=64)
+def _bounds(source: np.dtype[np.generic], dtype: DType) -> Bounds:
+    infinity = int(np.array([np.inf], source).view(f"u{source.itemsize}")[0])
+    made = _one(source, dtype, infinity)
+    many = "saturated" if dtype.name == SATURATING else "infinite" if math.isinf(made) else "nan"
+    high = _first(1, infinity, lambda m: not math.isfinite(_one(source, dtype, m)))
+    if dtype.name == POWERS:
+        smallest = int(np.array([2.0**-127], source).view(f"u{source.itemsize}")[0])
+        return Bounds(max(smallest, 1), high, infinity + 1, "smallest", many)
+    low = _first(1, infinity, lambda m: _one(source, dtype, m) != 0)
+    return Bounds(low, high, infinity + (many != "infinite"), "zero", many)
+
+
+def _first(start: int, stop: int, holds: Callable[[int], bool]) -> int:
+    """The first in [start, stop] for which a condition holds that holds from there on, and at `stop` in any case."""
+    while start < stop:
+        middle = (start + stop) // 2
+        start, stop = (start, middle) if holds(middle) else (middle + 1, stop)
+    return start
+
+
+def _one(source: np.dtype[np.generic], dtype: DType, magnitude: int) -> float:
+    """What becomes of one element, where nothing saturates."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        value = np.array([magnitude], f"u{source.itemsize}").view(source)
+        if dtype.numpy.itemsize < 4:
+            value = value.astype(np.float32)
+        return float(value.astype(dtype.numpy)[0])
+
+
+def _count_block(array: np.ndarray, bounds: Bounds, found: dict[str, int]) -> None:
+    bits = array.view(f"u{array.itemsize}")
+    kind = bits.dtype.type
+    sign = 1 << (8 * array.itemsize - 1)
+    sizes = bits & kind(sign - 1)
+    # One comparison tells that all is well, as it mostly is: what is less than `low` wraps around to the top.
+    fine = np.count_nonzero((sizes - kind(bounds.low)) < kind(bounds.high - bounds.low))
+    if fine < sizes.size:
+        zero = 1 if bounds.few == "zero" else 0  # a zero that stays one is no loss
+        found[bounds.few] += int(np.count_nonzero((sizes - kind(zero)) < kind(bounds.low - zero)))
+        found[bounds.many] += int(np.count_nonzero((sizes - kind(bounds.high)) < kind(bounds.stop - bounds.high)))
+    if bounds.few == "smallest":
+        negative = (bits > kind(sign)) & (sizes < kind(bounds.stop))
+        found["unsigned"] += int(np.count_nonzero(negative))
+
+
+def _count_bytes(array: np.ndarray, kinds: np.ndarray, found: dict[str, int]) -> None:
+    counts = np.bincount(kinds.take(array.view(np.uint8)), minlength=1 << len(OUTCOMES))
+    for at, outcome in enumerate(OUTCOMES):
+        found[outcome] += sum(int(count) for number, count in enumerate(counts) if number >> at & 1)
+
+
+@lru_cache(maxsize=64)
+def _kinds(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
+    """The outcomes of each pattern of one byte, as bits."""
+    with np.errstate(invalid="ignore"):
+        wide = np.arange(256, dtype=np.uint8).view(source).astype(np.float32)
+    kinds = np.zeros(256, np.uint8)
+    for pattern in range(256):
+        found = dict.fromkeys(OUTCOMES, 0)
+        _count_block(wide[pattern : pattern + 1], _bounds(wide.dtype, dtype), found)
+        kinds[pattern] = sum(1 << at for at, outcome in enumerate(OUTCOMES) if found[outcome])
+    return kinds
