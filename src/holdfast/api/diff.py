@@ -5,7 +5,11 @@
    sides block by block, and counted. Of another shape it is changed, and nothing is read.
 2. Names that only one has. A tensor of the same digest under another name was renamed; digests are needed, and read where they are
    not recorded, only of tensors whose dtype and shape occur on both sides. Of several candidates the nearest name wins.
-3. Everything that is no tensor: plain values and containers, by their paths.
+3. Everything that is no tensor: plain values and containers, by their places in the tree.
+
+Names are for people, and two places may have one name (`None` and "None" as keys, `a.b` and `b` in `a`). So tensors that stand at
+one place in both trees are compared whatever they are called, and a tensor that both name alike at two places is a difference: but
+not for a file that knows names and nothing else, which a nested state is often compared with.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from dataclasses import dataclass
 from holdfast.api.open import Openable
 from holdfast.api.open import open as open_checkpoint
 from holdfast.api.renames import Rename, match_names
-from holdfast.api.values import ABSENT, Absent, ValueChange, compare_metadata, compare_values
+from holdfast.api.values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
@@ -103,6 +107,8 @@ class Comparison:
         for name, tensor in left.items():
             if name in right:
                 self._plan_pair(name, (tensor, right[name]))
+        self._trees = compare_trees(a.tree, b.tree)
+        self._plan_places(left, right)
         self._removed = {name: t for name, t in left.items() if name not in right}
         self._added = {name: t for name, t in right.items() if name not in left}
         self._candidates = _candidates(self._removed.values(), self._added.values()) if rename else ([], [])
@@ -116,11 +122,12 @@ class Comparison:
         for (name, pair), content in zip(self._pairs.items(), found, strict=True):
             if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
                 changes[name] = _change(name, pair, content)
-            else:
+            elif name in self._a:
                 same += 1
         renamed = self._renames(progress)
         gone, come = {r.a for r in renamed}, {r.b for r in renamed}
-        values, notes = compare_values(self._a.tree, self._b.tree)
+        moved, notes = self._moved()
+        values = (*self._trees.changes, *moved)
         if self._a.format.startswith("safetensors") and self._b.format.startswith("safetensors"):
             values += compare_metadata(self._a.metadata, self._b.metadata)
         return Diff(
@@ -129,12 +136,43 @@ class Comparison:
             tuple(name for name in self._added if name not in come),
             tuple(name for name in self._removed if name not in gone),
             renamed,
-            tuple(changes[name] for name in self._a if name in changes),
+            (*(changes[name] for name in self._a if name in changes), *(c for name, c in changes.items() if name not in self._a)),
             values,
             same,
             self._by_checksum,
-            notes,
+            (*self._trees.notes(), *notes),
         )
+
+    def _plan_places(self, left: dict[str, LazyTensor], right: dict[str, LazyTensor]) -> None:
+        """Tensors at one place that are not compared by one name: without a name, or with that of another."""
+        for one, other in self._trees.pairs:
+            a, b = one.tensor, other.tensor
+            if a.name == b.name and _is(left.get(a.name), a) and _is(right.get(b.name), b):
+                continue
+            if not _is(a, b):
+                known, by_checksum = self._same, self._by_checksum
+                self._plan_pair(self._free_name(one), (a, b))
+                self._same, self._by_checksum = known, by_checksum  # counted under its name, if it has one
+
+    def _free_name(self, found: TreeTensor) -> str:
+        """A name for a place that no tensor of `a` has."""
+        path = found.place.path()
+        name = f"{found.place.name()} at {path!r}"
+        while name in self._a or name in self._pairs or name in self._changes:
+            name += "'"
+        return name
+
+    def _moved(self) -> tuple[list[ValueChange], list[str]]:
+        """Tensors that both have under one name, at two places: as differences, or as a note where one has names only."""
+        names = [{found.place.name() for found in side} for side in self._trees.alone]
+        both = {name for name in names[0] & names[1] if name in self._a and name in self._b}
+        if both and (_names_only(self._a) or _names_only(self._b)):
+            return [], [f"{len(both):,} tensors are nested on one side and have dotted names on the other"]
+        sides = [[found for found in side if found.place.name() in both] for side in self._trees.alone]
+        return [
+            *(ValueChange(found.place.path(), _kind(found.tensor), ABSENT) for found in sides[0]),
+            *(ValueChange(found.place.path(), ABSENT, _kind(found.tensor)) for found in sides[1]),
+        ], []
 
     def _plan_pair(self, name: str, pair: Pair) -> None:
         a, b = pair
@@ -166,6 +204,24 @@ class Comparison:
             renames = [r for r, content in zip(renames, found, strict=True) if not content.changed]
         order = {name: i for i, name in enumerate(self._removed)}
         return tuple(sorted(renames, key=lambda r: order[r.a]))
+
+
+def _names_only(checkpoint: Checkpoint) -> bool:
+    """Whether this is a file of tensors and names, without a state around them."""
+    tree = checkpoint.tree
+    flat = isinstance(tree, dict) and all(type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items())
+    return flat and checkpoint.format.startswith(("safetensors", "dcp"))
+
+
+def _is(one: LazyTensor | None, other: LazyTensor) -> bool:
+    """Whether two are the same elements of one file, whatever they are called."""
+    if one is None or one.source is not other.source or one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    return one.chunks is other.chunks or one.chunks == other.chunks
+
+
+def _kind(tensor: LazyTensor) -> Kind:
+    return Kind(f"tensor {tensor.dtype} {list(tensor.shape)}")
 
 
 def _candidates(old: Iterable[LazyTensor], new: Iterable[LazyTensor]) -> tuple[list[LazyTensor], list[LazyTensor]]:

@@ -1,38 +1,30 @@
 """What differs between two trees besides their tensors: plain values, containers, objects that were not built.
 
-The trees may be hostile: shared a million times, cyclic, deep. So each is laid out flat first, path by path, with an explicit
-stack and a budget for what is met again; then paths that both have are compared, leaf by leaf, at a cost that the leaf's size
-bounds. No method of a foreign type is ever called.
+Both trees are walked together, from pair to pair: what stands under one key on both sides is compared, what only one side has is
+listed. The trees may be hostile: shared a million times, cyclic, deep. So the walk is a loop, and containers that were compared are
+taken as one from then on (a union-find): each pair that could say something new is looked at once, and there are no more of them
+than containers. What two places share and where both differ from the other side is therefore said at the first of them.
 
-Leaves are scalars, arrays, sets, and containers without anything in them. The kind of a container (list, tuple, dict) and the class
-of an object are leaves of their own at its path; a dict and an OrderedDict are of one kind, since most formats know only one.
+What is the same is decided by structure (structure.py), never by how a value prints.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
-import numpy as np
-
-from holdfast.api.brief import brief, scalar
-from holdfast.core.composite import Composite
-from holdfast.core.opaque import Global, Opaque
+from holdfast.api.structure import Edge, Kind, Spent, edges, label, same_leaf
+from holdfast.core.opaque import Global
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import Path, dotted, step
+from holdfast.core.tree import Path, dotted
 
-__all__ = ["ABSENT", "Absent", "ValueChange", "compare_metadata", "compare_values"]
+__all__ = [
+    "ABSENT", "Absent", "Compared", "Kind", "TreeTensor", "ValueChange", "compare_metadata", "compare_trees", "compare_values",
+]  # fmt: skip
 
-SPARE_STEPS = 100_000
-"""Values that are looked at again because their container stands in several places; each is looked at once in any case."""
-
-DEEPEST = 256
-"""Containers inside containers that are entered. `open` refuses more than `Limits.depth`, which is 64, in the first place."""
-
-SHOWN = 400
-"""Characters to which a value of no known type, or a member of a set, is cut before it is compared as text."""
+SHOWN = 3
+"""Places that a note names."""
 
 
 class Absent(Enum):
@@ -52,8 +44,9 @@ class ValueChange:
     """A plain value that is not the same in both, or is in one of them only."""
 
     path: Path
+    """Keys and positions; a key that is neither text nor an integer stands in brackets."""
     a: object
-    """The value, or `ABSENT`."""
+    """The value, or `ABSENT`. A container is shown by its kind."""
     b: object
 
     @property
@@ -62,164 +55,214 @@ class ValueChange:
         return dotted(self.path)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What a container is, as a value that can be compared and shown."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a value stands, as a chain back to the top: paths are written out only where something is said."""
 
-    name: str
+    above: Place | None
+    edge: Edge
 
-    def __repr__(self) -> str:
-        return self.name
+    def path(self) -> Path:
+        return tuple(e.shown for e in self._edges() if e.shown is not None)
 
-    def __str__(self) -> str:
-        return self.name
+    def name(self) -> str:
+        """What a tensor is called here."""
+        return dotted(tuple(e.named for e in self._edges() if e.named is not None))
+
+    def _edges(self) -> Sequence[Edge]:
+        found, place = [], self
+        while place.above is not None:
+            found.append(place.edge)
+            place = place.above
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeTensor:
+    """A tensor of a tree, and where it stands there."""
+
+    place: Place
+    tensor: LazyTensor
 
 
 @dataclass(slots=True)
-class Level:
-    """A container that is being walked."""
+class Compared:
+    """The outcome of a walk."""
 
-    children: Iterator[tuple[str | int, object]]
-    owner: int
-    """Its identity."""
-    path: Path
-    again: bool
-    """Whether it, or one around it, was walked before."""
+    changes: list[ValueChange] = field(default_factory=list)
+    pairs: list[tuple[TreeTensor, TreeTensor]] = field(default_factory=list)
+    """Tensors at one place."""
+    alone: tuple[list[TreeTensor], list[TreeTensor]] = field(default_factory=lambda: ([], []))
+    """Tensors at places that only one side has."""
+    reordered: list[Path] = field(default_factory=list)
+    """Mappings with the same keys in another order."""
+    attributes: list[Path] = field(default_factory=list)
+    """What one format keeps beside a mapping or a tensor, and the other does not have: versions of modules, a subclass."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What is no difference and yet worth a sentence."""
+        said = (
+            (self.reordered, "the keys of {} are in another order"),
+            (self.attributes, "{} has attributes on one side only"),
+        )
+        return tuple(text.format(_places(paths)) for paths, text in said if paths)
+
+
+def _places(paths: Sequence[Path]) -> str:
+    named = ", ".join(repr(dotted(path)) if path else "the whole" for path in paths[:SHOWN])
+    return named + (f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else "")
 
 
 def compare_values(a: object, b: object) -> tuple[tuple[ValueChange, ...], tuple[str, ...]]:
-    """Everything that differs, in the order of `a` and then of `b`; and sentences about what was not looked at."""
-    notes: list[str] = []
-    left, right = _flat(a, "first", notes), _flat(b, "second", notes)
-    changes = []
-    for path, value in left.items():
-        other = right.get(path, ABSENT)
-        if isinstance(other, Absent) and isinstance(value, Kind):
-            continue  # what is in the container says so
-        if isinstance(other, Absent) or not same_value(value, other):
-            changes.append(ValueChange(path, value, other))
-    changes += [ValueChange(p, ABSENT, v) for p, v in right.items() if p not in left and not isinstance(v, Kind)]
-    return tuple(changes), tuple(notes)
+    """Everything that differs but tensors, in the order of `a`, then of what only `b` has; and sentences for people."""
+    found = compare_trees(a, b)
+    return tuple(found.changes), found.notes()
 
 
-def _flat(tree: object, which: str, notes: list[str]) -> dict[Path, object]:
-    """The leaves of a tree by their paths, in order."""
-    found: dict[Path, object] = {}
-    levels: list[Level] = [Level(iter([("", tree)]), 0, (), False)]
-    on_path: set[int] = set()
-    seen: set[int] = set()
-    spare = SPARE_STEPS
-    left_out = False
-    while levels:
-        level = levels[-1]
-        spare -= level.again
-        item = next(level.children, None) if spare >= 0 or not level.again else None
-        if item is None:
-            levels.pop()
-            on_path.discard(level.owner)
-            continue
-        key, value = item
-        path = (*level.path, key) if len(levels) > 1 else ()
-        if isinstance(value, LazyTensor) or id(value) in on_path:
-            continue
-        inside = _inside(value)
-        if inside is None:
-            _enter(found, path, value)
-            continue
-        again = level.again or id(value) in seen
-        if len(levels) > DEEPEST or (again and spare <= 0):
-            left_out = True
-            continue
-        described = _described(value)
-        if described is not None:
-            _enter(found, path, described)
-        seen.add(id(value))
-        on_path.add(id(value))
-        levels.append(Level(iter(inside), id(value), path, again))
-    if left_out or spare < 0:
-        notes.append(f"the {which} tree is too deep, or shares its containers too often, for all of it to be compared")
-    return found
+def compare_trees(a: object, b: object) -> Compared:
+    """Walk two trees together. Reads nothing but tensors in keys and sets, which have no names."""
+    walk = Walk()
+    walk.run(a, b)
+    return walk.found
 
 
-def _enter(found: dict[Path, object], path: Path, value: object) -> None:
-    count, at = 1, path
-    while at in found:  # keys that are written alike: two objects, say
-        count += 1
-        at = (*path[:-1], f"{path[-1] if path else ''}#{count}")
-    found[at] = value
+TOP = Place(None, Edge(None, None, None, None))
+
+SEQUENCES = frozenset({"list", "tuple", "Size"})
 
 
-def _inside(value: object) -> Iterable[tuple[str | int, object]] | None:
-    """What is in a container that has something in it; None for a leaf."""
-    match value:
-        case dict() if value:
-            return ((step(k), v) for k, v in value.items())
-        case list() | tuple() if value:
-            return enumerate(value)
-        case Opaque():
-            return value.children()
-        case Composite():
-            return value.attributes.items()
-        case _:
-            return None
+class Walk:
+    """One comparison."""
+
+    def __init__(self) -> None:
+        self.found = Compared()
+        self._spent = Spent()
+        self._same: dict[int, int] = {}
+        self._listed: tuple[set[int], set[int]] = (set(), set())
+        self._kept: list[object] = []
+        """What was made for the walk; its identity must not be taken by something else."""
+
+    def run(self, a: object, b: object) -> None:
+        waiting: list[tuple[Place, object, object]] = [(TOP, a, b)]
+        while waiting:
+            place, one, other = waiting.pop()
+            waiting.extend(reversed(list(self._pair(place, one, other))))
+
+    def _pair(self, place: Place, a: object, b: object) -> Iterator[tuple[Place, object, object]]:
+        """Compare two values by themselves, and give what is in both."""
+        if isinstance(a, Absent) or isinstance(b, Absent):
+            self._alone(place, *((b, 1) if isinstance(a, Absent) else (a, 0)))
+            return
+        if isinstance(a, LazyTensor) and isinstance(b, LazyTensor):
+            yield from self._tensors(place, a, b)
+            return
+        if isinstance(a, LazyTensor) or isinstance(b, LazyTensor):
+            self._alone(place, a, 0)
+            self._alone(place, b, 1)
+            return
+        kinds = label(a), label(b)
+        if kinds[0] is None or kinds[1] is None:
+            if kinds != (None, None) or not same_leaf(a, b, self._spent):
+                self._change(place, kinds[0] or a, kinds[1] or b)
+            return
+        if not self._join(a, b):
+            return
+        if kinds[0] != kinds[1]:
+            self._change(place, *kinds)
+            if type(kinds[0]) is not type(kinds[1]) or (_is_row(kinds[0]) != _is_row(kinds[1])):
+                return
+        yield from self._inside(place, a, b)
+
+    def _inside(self, place: Place, a: object, b: object) -> Iterator[tuple[Place, object, object]]:
+        mine, theirs = edges(a, self._spent), {edge.token: edge for edge in edges(b, self._spent)}
+        self._kept += [mine, theirs]
+        both = [edge for edge in mine if edge.token in theirs]
+        if isinstance(a, dict) and len(both) > 1:
+            keys = {edge.token for edge in both}
+            if [e.token for e in both] != [token for token in theirs if token in keys]:
+                self.found.reordered.append(place.path())
+        for edge in mine:
+            here = Place(place, edge)
+            if edge.token in theirs:
+                yield here, edge.value, theirs.pop(edge.token).value
+            elif isinstance(a, dict) and _is_attribute(edge):
+                self.found.attributes.append(place.path())
+            else:
+                yield here, edge.value, ABSENT
+        for edge in theirs.values():
+            if isinstance(b, dict) and _is_attribute(edge):
+                self.found.attributes.append(place.path())
+            else:
+                yield Place(place, edge), ABSENT, edge.value
+
+    def _tensors(self, place: Place, a: LazyTensor, b: LazyTensor) -> Iterator[tuple[Place, object, object]]:
+        self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
+        for name, one, other in (
+            ("<class>", a.traits.subclass, b.traits.subclass),
+            ("<attributes>", a.traits.state, b.traits.state),
+        ):
+            if one is not None and other is not None:
+                yield Place(place, Edge(name, name, name, None)), one, other
+            elif one is not other:
+                self.found.attributes.append(place.path())
+
+    def _alone(self, place: Place, value: object, side: int) -> None:
+        """List what only one side has: the leaves of a container, or the container itself where there are none."""
+        before = self._count(side)
+        waiting = [(place, value)]
+        while waiting:
+            here, one = waiting.pop()
+            if isinstance(one, LazyTensor):
+                self.found.alone[side].append(TreeTensor(here, one))
+                continue
+            kind = label(one)
+            if kind is None:
+                self._only(here, one, side)
+                continue
+            if id(one) in self._listed[side]:
+                continue
+            self._listed[side].add(id(one))
+            inside = edges(one, self._spent)
+            self._kept.append(inside)
+            if isinstance(kind, Global):
+                self._only(here, kind, side)
+            elif not inside:
+                self._only(here, one, side)
+            waiting += [(Place(here, edge), edge.value) for edge in reversed(inside)]
+        if self._count(side) == before:
+            self._only(place, label(value) or value, side)  # a loop, or something that is listed elsewhere
+
+    def _count(self, side: int) -> int:
+        return len(self.found.changes) + len(self.found.alone[side])
+
+    def _only(self, place: Place, value: object, side: int) -> None:
+        self._change(place, *((value, ABSENT) if side == 0 else (ABSENT, value)))
+
+    def _change(self, place: Place, a: object, b: object) -> None:
+        self.found.changes.append(ValueChange(place.path(), a, b))
+
+    def _join(self, a: object, b: object) -> bool:
+        """Take two containers as one from now on; False where they are already."""
+        first, second = self._root(id(a)), self._root(id(b))
+        if a is b or first == second:
+            # One container is the same as itself; its tensors are, too, whatever they are called on the two sides.
+            return False
+        self._same[first] = second
+        return True
+
+    def _root(self, number: int) -> int:
+        while (above := self._same.get(number, number)) != number:
+            # Halving the way keeps all ways short.
+            self._same[number] = number = self._same.get(above, above)
+        return number
 
 
-def _described(value: object) -> object:
-    """The leaf that stands for a container itself; None where its content says enough."""
-    match value:
-        case dict():
-            return Kind("dict")
-        case list():
-            return Kind("list")
-        case tuple():
-            return Kind("tuple")
-        case Opaque():
-            return value.what if isinstance(value.what, Global) else brief(value.what, SHOWN)
-        case Composite():
-            return Kind(f"{value.kind} tensor {list(value.shape)}")
-        case _:
-            return None
+def _is_row(kind: object) -> bool:
+    return isinstance(kind, Kind) and kind.name in SEQUENCES
 
 
-def same_value(a: object, b: object) -> bool:
-    """Whether two leaves are of one type and equal; NaN is the same as NaN, and 0.0 is not the same as -0.0."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return not a and not b
-    if type(a) is not type(b):
-        return False
-    match a, b:
-        case float(), float():
-            return _float_bits(a) == _float_bits(b)
-        case complex(), complex():
-            return (_float_bits(a.real), _float_bits(a.imag)) == (_float_bits(b.real), _float_bits(b.imag))
-        case np.generic(), np.generic():
-            return same_array(np.asarray(a), np.asarray(b))
-        case np.ndarray(), np.ndarray():
-            return same_array(a, b)
-        case (set(), set()) | (frozenset(), frozenset()):
-            return _members(a) == _members(b)
-        case Kind(), Kind():
-            return a == b
-    if scalar(a):
-        return bool(a == b)
-    return brief(a, SHOWN) == brief(b, SHOWN)
-
-
-def _float_bits(value: float) -> bytes:
-    return b"nan" if value != value else struct.pack("<d", value)
-
-
-def same_array(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    if a.dtype.hasobject:
-        return [brief(v, SHOWN) for v in a.reshape(-1)] == [brief(v, SHOWN) for v in b.reshape(-1)]
-    return a.tobytes() == b.tobytes()
-
-
-def _members(values: object) -> list[tuple[str, str]]:
-    """Members of a set in an order, without hashing or comparing what a file made."""
-    return sorted((type(v).__name__, brief(v, SHOWN)) for v in values) if isinstance(values, set | frozenset) else []
+def _is_attribute(edge: Edge) -> bool:
+    return isinstance(edge.token, tuple) and edge.token[0] == "attribute"
 
 
 def compare_metadata(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[ValueChange, ...]:
