@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.api.state import describe_state
 from holdfast.api.targets import Options, byte_count, format_for, is_replaceable, plan_save
@@ -73,8 +73,9 @@ def save(
 
     def run() -> Saved:
         described = describe_state(state, metadata=metadata)
+        plan = plan_save(target, described, format_for(target, format, options), options)
         return write_plan(
-            plan_save(target, described, format_for(target, format, options), options),
+            replace(plan, notes=(*described.notes, *plan.notes)),
             target,
             overwrite=overwrite,
             durable=durable,
@@ -140,8 +141,8 @@ def write_plan(
             if staging is not None:
                 for file in plan.files:
                     crcs.update(staging.put(file, write))
-            replace = bool(overwrite)
-            with DirectoryTransaction(path, durable=durable, overwrite=replace, replaceable=is_replaceable, files=files) as folder:
+            replaced = bool(overwrite)
+            with DirectoryTransaction(path, durable=durable, overwrite=replaced, replaceable=is_replaceable, files=files) as folder:
                 for file in plan.files:
                     if staging is not None:
                         staging.adopt(folder, file)

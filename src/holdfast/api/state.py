@@ -36,6 +36,10 @@ OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native"})
 
 Arrays = Literal["tensors", "values"]
 Leaf = Callable[[object], object]
+Remarks = Callable[[object], list[str]]
+
+SHOWN = 3
+"""Tensors that a note names."""
 
 
 def describe_state(
@@ -53,12 +57,12 @@ def describe_state(
         state, arrays = state.tree, "values"
     else:
         state = state_dicts(state)
-    walk = Walk(_leaf(arrays), limits)
+    walk = Walk(_leaf(arrays), limits, _remarks())
     tree = walk.convert(state, (), frozenset())
     if walk.problems:
         raise CannotHold("this state cannot be saved", walk.problems)
     named = name_tensors(tree, limits, MOST_VISITS)
-    return State(tree, named.tensors, named.paths, dict(metadata or {}))
+    return State(tree, named.tensors, named.paths, dict(metadata or {}), walk.notes())
 
 
 def _leaf(arrays: Arrays) -> Leaf:
@@ -85,18 +89,38 @@ def _leaf(arrays: Arrays) -> Leaf:
     return convert
 
 
+def _remarks() -> Remarks:
+    """The function that says what of a tensor is not kept."""
+    if "torch" not in sys.modules:
+        return lambda value: []
+    from holdfast.torch.state import unkept
+
+    return unkept
+
+
 PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
 class Walk:
     """Rebuilds a nested state, container by container, and collects everything that stands in the way."""
 
-    def __init__(self, leaf: Leaf, limits: Limits) -> None:
+    def __init__(self, leaf: Leaf, limits: Limits, remarks: Remarks) -> None:
         self._leaf = leaf
+        self._remarks = remarks
+        self._unkept: dict[str, list[str]] = {}
+        """By what is not kept: the tensors that have it."""
         self._limits = limits
         self._made: dict[int, tuple[object, object]] = {}
         """By identity: what was met and what was made of it. What stands in two places is made once and stays one."""
         self.problems: list[str] = []
+
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what is not kept."""
+        said = []
+        for what, names in self._unkept.items():
+            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            said.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
+        return tuple(said)
 
     def convert(self, value: object, path: Path, above: frozenset[int]) -> object:
         if isinstance(value, PLAIN):
@@ -127,7 +151,10 @@ class Walk:
             case Mapping():
                 return {k: self.convert(v, (*path, _element(k)), inside) for k, v in value.items()}
         try:
-            return self._leaf(value)
+            made = self._leaf(value)
+            for what in self._remarks(value):
+                self._unkept.setdefault(what, []).append(dotted(path))
+            return made
         except Unsupported as error:
             self.problems.append(f"{dotted(path) or 'the state'}: {error.message}")
             return value

@@ -152,6 +152,9 @@ class State:
     metadata: Mapping[str, str] = field(default_factory=dict)
     """Text to be kept with it (safetensors `__metadata__`)."""
 
+    notes: tuple[str, ...] = ()
+    """What the tensors of the caller are, and no format is told of."""
+
 
 class Format(Protocol):
     """One on-disk layout."""

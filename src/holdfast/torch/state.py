@@ -8,6 +8,8 @@ from functools import cache
 from typing import cast
 
 import torch
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.nn.parameter import is_lazy
 
 from holdfast.core.chunk import Chunk
 from holdfast.core.composite import Composite
@@ -20,7 +22,7 @@ from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.memory import storage_memory
 from holdfast.torch.shards import is_sharded, shards_of
 
-__all__ = ["torch_leaf"]
+__all__ = ["torch_leaf", "unkept"]
 
 
 class Memories:
@@ -72,9 +74,12 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
         return _sharded(tensor, memories)
     resident = memories.resident
     parameter = isinstance(tensor, torch.nn.Parameter)
-    grad = tensor.requires_grad and tensor.is_leaf
+    # Also of a view, or of what was computed: as torch.save has it, which gives back a leaf that wants a gradient.
+    grad = tensor.requires_grad
     traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
-    if tensor.layout is not torch.strided or tensor.is_quantized:
+    if is_lazy(tensor):
+        raise Unsupported("a parameter that is not initialised yet has no shape and no data; run the module once, or leave it out")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
         return _composite(tensor.detach(), memories, traits)
     plain = tensor
     if type(plain) not in (torch.Tensor, torch.nn.Parameter) and hasattr(plain, "__tensor_flatten__"):
@@ -125,6 +130,8 @@ def _composite(tensor: torch.Tensor, memories: Memories, traits: Traits) -> Comp
             raise Unsupported("a sparse tensor of tensors that are not plain")
         return made
 
+    if tensor.is_nested:
+        return _nested(tensor, lazy, traits)
     shape = tuple(tensor.shape)
     if tensor.is_quantized:
         return _quantized(tensor, lazy, traits)
@@ -139,6 +146,38 @@ def _composite(tensor: torch.Tensor, memories: Memories, traits: Traits) -> Comp
     else:
         raise Unsupported(f"a tensor with layout {kind} cannot be saved")
     return Composite(kind, shape, {**parts, "values": lazy(tensor.values())}, {}, traits)
+
+
+def _nested(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], traits: Traits) -> Composite:
+    """Tensors of several lengths in one: a buffer, and where in it each of them lies."""
+    if not isinstance(tensor, NestedTensor):
+        sizes = tensor._nested_tensor_size()
+        places = {"sizes": sizes, "strides": tensor._nested_tensor_strides(), "offsets": tensor._nested_tensor_storage_offsets()}
+        parts = {"buffer": lazy(tensor.values()), **{name: lazy(part) for name, part in places.items()}}
+        return Composite("nested", (len(sizes),), parts, {}, traits)
+    given = {"values": tensor._values, "offsets": tensor._offsets, "lengths": tensor._lengths}
+    parts = {name: lazy(part.detach()) for name, part in given.items() if part is not None}
+    # torch keeps the shortest and the longest length as the shape of a tensor without elements.
+    lengths = {name: part.shape[0] for name, part in tensor._metadata_cache.items() if name in ("min_seqlen", "max_seqlen")}
+    return Composite("jagged", (tensor._offsets.numel() - 1,), parts, {"ragged_idx": tensor._ragged_idx, **lengths}, traits)
+
+
+def unkept(value: object) -> list[str]:
+    """What a tensor is beyond its elements, and no format of ours is told of."""
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or isinstance(value, NestedTensor):
+        return []
+    found = []
+    if type(value) not in KEPT:
+        found.append(f"the class {type(value).__qualname__}")
+    found += [f"the attribute {name!r}" for name in vars(value) if name not in OWN]
+    if value._backward_hooks:
+        found.append("its hooks")
+    return found
+
+
+KEPT = frozenset({torch.Tensor, torch.nn.Parameter})
+OWN = frozenset({"_is_buffer", "persistent"})
+"""What `torch.nn.Buffer` sets."""
 
 
 def _quantized(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], traits: Traits) -> Composite:

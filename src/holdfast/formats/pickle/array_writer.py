@@ -24,6 +24,8 @@ NDARRAY = Global("numpy", "ndarray")
 def write_scalar(writer: PickleWriter, value: np.generic) -> None:
     if value.dtype.hasobject:
         writer.refuse("a numpy scalar with Python objects in it")
+    elif isinstance(value, np.str_ | np.bytes_) and len(value) and value[-1:] in ("\0", b"\0"):
+        writer.refuse("text or bytes of numpy that end in NUL, which numpy cuts off when it reads them")
     else:
         writer.call(value, "numpy._core.multiarray.scalar", (value.dtype, value.tobytes()))
 

@@ -248,6 +248,11 @@ class PickleWriter:
         self.call(value, f"pathlib.{type(value).__name__}", value.parts)
 
     def _global(self, value: Global) -> None:
+        # A name is a line of text in this protocol. One that is not would be read as something else.
+        for text in (value.module, value.name):
+            if not text or not text.isprintable() or " " in text:
+                self.refuse(f"a global whose name is no name ({value.module[:40]!r}, {value.name[:40]!r})")
+                return
         self.name(value.module, value.name)
 
     def _list(self, value: list[object]) -> None:

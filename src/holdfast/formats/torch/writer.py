@@ -289,6 +289,9 @@ class TorchPickle(PickleWriter):
             return
         if self.too_deep():
             return
+        if whole.traits.requires_grad and not whole.traits.parameter and whole.kind not in ("quantized", "jagged"):
+            # torch's own call has no place for it: such a tensor comes back without from torch.save as well (2.13).
+            self.notes.append(f"{self.where()}: requires_grad of a {whole.kind} tensor has no place in a torch file; it is lost")
         self.path.append(whole.kind)
         if whole.traits.parameter:
             self._begin_parameter(whole.traits)
