@@ -47,6 +47,7 @@ from holdfast.torch.per_rank import mark, rank_key
 from holdfast.torch.pieces import little_in_common, made_of, pieces_of
 from holdfast.torch.rank_files import Contents, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
 from holdfast.torch.replica_sums import differing, replica_sums, say_different
+from holdfast.torch.unkept import unkept_notes
 
 __all__ = ["SavedShards", "ShardedSave"]
 
@@ -162,6 +163,7 @@ class ShardedSave:
         self._contents: Contents | None = None
         self._folder = ""
         self._failed: Exception | None = None
+        self._notes: tuple[str, ...] = ()
         self.metadata: Mapping[str, str] = {}
         self.written: list[Written] = []
         """What this rank writes."""
@@ -273,7 +275,7 @@ class ShardedSave:
         except Exception as error:
             local = error
         self._ranks.agree(local, self._publish)
-        notes = () if self._copies is None else self._copies.notes()
+        notes = (*self._notes, *(() if self._copies is None else self._copies.notes()))
         return SavedShards(self.path, self.format, tuple(r.key for r in receipts), sum(r.nbytes for r in receipts), notes)
 
     def claim(self) -> bool:
@@ -292,6 +294,7 @@ class ShardedSave:
     def _message(self, state: State, flat: FlatState, matched: list[str]) -> bytes:
         tree: bytes | None = None
         digests = flat.digests() if self.format == "dcp" else {}
+        self._notes = unkept_notes(state, self.format)
         problems = list(flat.problems)
         if self.format == "native" and not is_flat(state):
             encoded = encode_tree(state.tree, state.paths)

@@ -78,6 +78,7 @@ def lay_out_safetensors(
 
 def _plan_one(state: State, pieces: list[Piece], fields: Mapping[str, object], notes: list[str]) -> SavePlan | None:
     laid = plan_file("", pieces, state.metadata, fields)
+    notes = [*notes, *_order_notes(state, [laid], fields)]
     return SavePlan("safetensors", (laid.plan,), tuple(notes)) if laid.header_nbytes <= Limits().header_nbytes else None
 
 
@@ -92,6 +93,7 @@ def _plan_directory(
     if any(file.header_nbytes > Limits().header_nbytes for file in laid):
         return None
     index = index_file(key, laid, fields)
+    notes = [*notes, *_order_notes(state, laid, fields)]
     return SavePlan("safetensors-dir", tuple(file.plan for file in laid), tuple(notes), directory=True, index=(index,))
 
 
@@ -104,6 +106,14 @@ def index_file(key: str, files: list[FileLayout], fields: Mapping[str, object] |
         metadata[RECORD] = RecordText(fields, About(weight_map, {**metadata})).whole().decode("utf-8")
     document = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False)
     return FilePlan(key, (Literal(document.encode("utf-8") + b"\n"),))
+
+
+def _order_notes(state: State, files: list[FileLayout], fields: Mapping[str, object]) -> list[str]:
+    """Tensors lie in the order that all writers of the format have, by dtype and name; only a recorded tree remembers another."""
+    written = {name: None for file in files for name in file.places}
+    if "tree" in fields or list(written) == [name for name in state.tensors if name in written]:
+        return []
+    return ["names are in the order of the file (by dtype, then by name), not in that of the state"]
 
 
 def is_flat(state: State) -> bool:
