@@ -47,9 +47,10 @@ def test_two_names_with_a_number_are_names(made):
 
 
 def test_folded_values_that_differ_say_so(made):
-    groups = [{"lr": 0.1 * i, "eps": 1e-8, "w": made.zeros(1)} for i in range(3)]
+    groups = [{"lr": 0.1 * i, "eps": 1e-8, "long": "x" * 200 + str(i), "w": made.zeros(1)} for i in range(3)]
     text = "\n".join(tree_of(made.checkpoint({"groups": groups})))
     assert "lr = (differs)" in text
+    assert "long = (differs)" in text
     assert "eps = 1e-08" in text
 
 

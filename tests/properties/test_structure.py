@@ -19,11 +19,15 @@ from holdfast.errors import CannotHold
 LONG = "x" * 1000
 
 KEYS = [
-    None, "None", True, 1, 1.0, np.int64(1), np.float64(1), np.float32(1), "1", b"1", 1 + 0j, False, 0, 0.0, -0.0, "0", math.nan, math.inf,
-    "", b"", (), (1,), (1.0,), ("1",), (None,), ("None",), (1, 2), ((1, 2),), (True, 2), ("a.b",), "a.b", LONG, LONG + "y", (LONG, 1),
+    None, "None", True, 1, 1.0, np.int64(1), np.float64(1), np.float32(1), "1", b"1", 1 + 0j, False, 0, 0.0, -0.0, "0", math.nan,
+    math.inf,
+    "", b"", (), (1,), (1.0,), ("1",), (None,), ("None",), (1, 2), ((1, 2),), (True, 2), ("a.b",), "a.b", LONG, LONG + "y",
+    (LONG, 1),
     (LONG, 2), frozenset(), frozenset({1}), frozenset({True}), frozenset({"1"}), frozenset({(LONG, 1)}), frozenset({(LONG, 2)}),
-    frozenset({frozenset({1})}), Size((1,)), Device("cpu"), Device("cpu", 0), "cpu", Global("a", "b"), Global("a.b", ""), 2**70, -(2**70),
-    PurePosixPath("a"), PureWindowsPath("a"), range(0), range(1, 1), complex(0, -0.0), np.str_("a"), np.str_("a\0"), "a", np.bool_(True),
+    frozenset({frozenset({1})}), Size((1,)), Device("cpu"), Device("cpu", 0), "cpu", Global("a", "b"), Global("a.b", ""), 2**70,
+    -(2**70),
+    PurePosixPath("a"), PureWindowsPath("a"), range(0), range(1, 1), complex(0, -0.0), np.str_("a"), np.str_("a\0"), "a",
+    np.bool_(True),
     Opaque(Global("a", "b")), Opaque(Global("a", "b"), (1,)), Opaque(Global("a", "b"), state={"x": {1}}),
     Opaque(Global("a", "b"), state={"x": {1.0}}), "\ud800",
 ]  # fmt: skip
@@ -33,7 +37,8 @@ VALUES = [
     *KEYS, [], [1], [1.0], [[]], {}, {1: 2}, {1.0: 2}, {True: 2}, {"1": 2}, {None: 1}, {"None": 1}, {"a": {"b": 1}}, {"a.b": 1},
     set(), {1}, {"1"}, {(LONG, 1)}, {(LONG, 2)}, {*range(100)}, {*range(99), 100}, {*map(str, range(100))}, {LONG}, {LONG + "y"},
     {frozenset({1, 2})}, {frozenset({1, 3})}, bytearray(b"1"), bytearray(), defaultdict(int), defaultdict(list), defaultdict(),
-    defaultdict(list, a=1), {"a": 1}, Counter(), Counter("a"), slice(1), slice(None, 1, 2), np.zeros(2), np.zeros(2, np.float32), np.zeros((2, 1)),
+    defaultdict(list, a=1), {"a": 1}, Counter(), Counter("a"), slice(1), slice(None, 1, 2), np.zeros(2), np.zeros(2, np.float32),
+    np.zeros((2, 1)),
     np.array([0, -0.0]), np.array([1, None], object), np.array(["1", None], object), np.array([1, "None"], object),
     np.array([(LONG, 1), 0], object)[:1], np.array([(LONG, 2), 0], object)[:1], np.dtype("f4"), np.dtype([("a", "f4")]),
     np.dtype([("b", "f4")]), {(LONG, 1): 0}, {(LONG, 2): 0}, {((1, "x" * 70), 1): 0}, {((1, "x" * 70), 2): 0}, {math.nan: 1},
@@ -42,14 +47,22 @@ VALUES = [
 ]  # fmt: skip
 
 ANYWHERE = [
-    lambda v: [v], lambda v: [0, v, "x"], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v, "1": 0, 1.5: 2}, lambda v: {None: v, "None": 1},
+    lambda v: [v], lambda v: [0, v, "x"], lambda v: (v,), lambda v: {"k": v}, lambda v: {1: v, "1": 0, 1.5: 2},
+    lambda v: {None: v, "None": 1},
     lambda v: OrderedDict(a=1, b=v), lambda v: defaultdict(int, x=v), lambda v: Opaque(Global("m", "C"), (1, v)),
     lambda v: Opaque(Global("m", "C"), state={"x": v}), lambda v: Opaque(Global("m", "C"), state=({"x": v}, {"y": 1})),
-    lambda v: Opaque(Global("m", "C"), state=v), lambda v: Opaque(Global("m", "C"), items=[1, v]), lambda v: Opaque(Global("m", "C"), entries=[((1,), v)]),
+    lambda v: Opaque(Global("m", "C"), state=v), lambda v: Opaque(Global("m", "C"), items=[1, v]),
+    lambda v: Opaque(Global("m", "C"), entries=[((1,), v)]),
     lambda v: {"s": [v, v]}, lambda v: {"a.b": v, "a": {"b": 0}}, lambda v: (lambda box: box.append(box) or box)([v]),
 ]  # fmt: skip
-IN_KEYS = [lambda v: {v: 0}, lambda v: {v, LONG}, lambda v: {"k": {(v, 1): [2]}}, lambda v: [frozenset({v, LONG})], lambda v: {(LONG, v): 1}]
-HASHABLE = [lambda v: (v,), lambda v: (LONG, v), lambda v: frozenset({v}), lambda v: Opaque(Global("m", "C"), (v,)), lambda v: frozenset({(v, v), LONG})]
+IN_KEYS = [
+    lambda v: {v: 0}, lambda v: {v, LONG}, lambda v: {"k": {(v, 1): [2]}}, lambda v: [frozenset({v, LONG})],
+    lambda v: {(LONG, v): 1},
+]  # fmt: skip
+HASHABLE = [
+    lambda v: (v,), lambda v: (LONG, v), lambda v: frozenset({v}),
+    lambda v: Opaque(Global("m", "C"), (v,)), lambda v: frozenset({(v, v), LONG}),
+]  # fmt: skip
 
 
 def differs(a, b):
@@ -57,12 +70,11 @@ def differs(a, b):
 
 
 @given(
-    st.lists(st.sampled_from(HASHABLE), max_size=3), st.sampled_from(IN_KEYS), st.lists(st.sampled_from(ANYWHERE), max_size=3), st.data()
+    st.lists(st.sampled_from(HASHABLE), max_size=3), st.sampled_from(IN_KEYS), st.lists(st.sampled_from(ANYWHERE), max_size=3),
+    st.data()
 )
 def test_another_key_or_member_is_a_difference(inner, key, outer, data):
     one, other = data.draw(st.sampled_from(KEYS)), data.draw(st.sampled_from(KEYS))
-    if {type(one), type(other)} & {Opaque} and one is not other:
-        inner = [*inner]  # objects are hashed by who they are: no two of them are one member
     a, b, again = one, other, copy.deepcopy(one)
     for wrap in (*inner, key, *outer):
         a, b, again = wrap(a), wrap(b), wrap(again)
@@ -137,7 +149,8 @@ def test_versions_of_modules_are_values():
 @pytest.mark.parametrize(("a", "b"), [
     ({None: 1}, {"None": 1}), ({(LONG, 1): 1}, {(LONG, 2): 1}), ({"s": {(LONG, 1)}}, {"s": {(LONG, 2)}}),
     ({"d": defaultdict(int)}, {"d": defaultdict(list)}), ({1: 2}, {"1": 2}), ({"a.b": 1}, {"a": {"b": 1}}),
-    ({None: np.ones(2)}, {"None": np.ones(2)}), ({1: np.ones(2)}, {"1": np.ones(2)}), ({"a.b": np.ones(2)}, {"a": {"b": np.ones(2)}}),
+    ({None: np.ones(2)}, {"None": np.ones(2)}), ({1: np.ones(2)}, {"1": np.ones(2)}),
+    ({"a.b": np.ones(2)}, {"a": {"b": np.ones(2)}}),
     ({None: np.ones(2), "None": np.zeros(2)}, {"None": np.ones(2), None: np.zeros(2)}),
     ({"k": {True: np.ones(1)}}, {"k": {"True": np.ones(1)}}), ({"t": (np.ones(1),)}, {"t": [np.ones(1)]}),
 ])  # fmt: skip

@@ -59,7 +59,7 @@ def test_nested_tensors_are_kept(tmp_path, kind, format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_views_keep_requires_grad(tmp_path, format):
     weight = torch.arange(6.0, requires_grad=True)
-    done, path = saved(tmp_path, {"w": weight, "view": weight[1:3], "twice": weight * 2, "plain": weight.detach()[2:]}, format)
+    _, path = saved(tmp_path, {"w": weight, "view": weight[1:3], "twice": weight * 2, "plain": weight.detach()[2:]}, format)
     with holdfast.open(path) as ckpt:
         assert {name: ckpt[name].traits.requires_grad for name in ckpt} == {"w": True, "view": True, "twice": True, "plain": False}
     holdfast.convert(path, tmp_path / "back.pt")
@@ -104,9 +104,11 @@ def test_what_has_no_shape_yet_is_refused(tmp_path, made, format):
 
 
 PLAIN = [
-    None, True, 1, -(2**90), 1.5, 1j, "x", b"x", bytearray(b"x"), (1,), [1], {1}, {"a": 1}, {1: 2, (1, 2): 3, None: 4, 1.5: 5, b"x": 6},
+    None, True, 1, -(2**90), 1.5, 1j, "x", b"x", bytearray(b"x"), (1,), [1], {1}, {"a": 1},
+    {1: 2, (1, 2): 3, None: 4, 1.5: 5, b"x": 6},
     OrderedDict(a=1), Counter("ab"), torch.Size([1]), torch.float16, torch.device("cuda", 1), frozenset({1}), range(3), slice(1, 2),
-    defaultdict(list, a=[1]), PurePosixPath("a"), np.float32(1), np.dtype("f4"), np.str_("a"), torch.strided, torch.per_tensor_affine,
+    defaultdict(list, a=[1]), PurePosixPath("a"), np.float32(1), np.dtype("f4"), np.str_("a"), torch.strided,
+    torch.per_tensor_affine,
 ]  # fmt: skip
 
 
@@ -126,7 +128,9 @@ def test_torch_reads_plain_values_or_a_note_names_them(tmp_path, number):
         assert (type(found), found) == (type(value), value)
 
 
-@pytest.mark.parametrize("name", [Global("a\nb", "c"), Global("a", "b\nS'x'\n"), Global("", "c"), Global("a", ""), Global("\ud800", "c")])
+@pytest.mark.parametrize(
+    "name", [Global("a\nb", "c"), Global("a", "b\nS'x'\n"), Global("", "c"), Global("a", ""), Global("\ud800", "c")]
+)
 def test_names_that_would_be_read_as_something_else_are_refused(tmp_path, name):
     with pytest.raises(CannotHold, match="no name"):
         holdfast.save(tmp_path / "a.pt", {"g": name})

@@ -11,14 +11,13 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-import ml_dtypes
 import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import AliasView, LazyTensor
-from holdfast.engine.casting import OUTCOMES, cast, count_losses
+from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
 from holdfast.engine.computed import Computed, Observe
 
 __all__ = ["Cast", "Losses"]
@@ -52,11 +51,11 @@ class Losses:
         return tuple(self._note(outcome, own, dtype) for outcome, own in self.counts.items() if own)
 
     def _note(self, outcome: str, own: Mapping[str, int], dtype: DType) -> str:
-        limits = ml_dtypes.finfo(dtype.numpy)
+        most = f"±{largest(dtype):g}"
         said = {
-            "saturated": f"beyond ±{float(limits.max):g} became that",
-            "infinite": f"beyond ±{float(limits.max):g} became infinite",
-            "nan": f"beyond ±{float(limits.max):g} became NaN, for there is no infinity",
+            "saturated": f"beyond {most} became that",
+            "infinite": f"beyond {most} became infinite",
+            "nan": f"beyond {most} became NaN, for there is no infinity",
             "zero": "too small became zero",
             "smallest": "of zero, or too small, became 2^-127, the smallest number",
             "unsigned": "below zero lost their sign",

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 
+from holdfast.api.values import compare_values
 from holdfast.cli.outline import Branch, Leaf, Node
 from holdfast.core.sparse.storage import packing_of
 
@@ -117,9 +118,14 @@ def _blend(members: list[Node]) -> Node:
     if first.kind == "tensor":
         if any(m.tie != first.tie for m in members if isinstance(m, Leaf)):
             first.tie = f"{first.tie[:2].strip()} …"
-    elif any(m.text != first.text for m in members if isinstance(m, Leaf)):
+    elif any(_differ(first, m) for m in members if isinstance(m, Leaf)):
         first.text = DIFFERS
     return first
+
+
+def _differ(a: Leaf, b: Leaf) -> bool:
+    """By what they are: texts are cut, and long ones look alike."""
+    return a.text != b.text if a.kind == "link" else bool(compare_values(a.value, b.value)[0])
 
 
 def _joined(node: Node) -> Node:

@@ -24,7 +24,7 @@ import numpy as np
 
 from holdfast.core.dtype import DType
 
-__all__ = ["OUTCOMES", "cast", "count_losses"]
+__all__ = ["OUTCOMES", "cast", "count_losses", "largest"]
 
 BLOCK = 1 << 16
 """Elements at a time: what is computed of them stays in the processor's caches."""
@@ -77,8 +77,7 @@ def _table(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
     with np.errstate(over="ignore", invalid="ignore"):
         wide = patterns.astype(np.float32)
         if dtype.name == SATURATING:
-            most = _largest(dtype)
-            wide = np.clip(wide, -most, most)
+            wide = np.clip(wide, -largest(dtype), largest(dtype))
         made = (np.abs(wide) if dtype.name == POWERS else wide).astype(dtype.numpy)
     bits = made.view(f"u{made.itemsize}")
     if dtype.name == POWERS:
@@ -86,8 +85,9 @@ def _table(source: np.dtype[np.generic], dtype: DType) -> np.ndarray:
     return bits
 
 
-def _largest(dtype: DType) -> float:
-    return float(ml_dtypes.finfo(dtype.numpy).max)
+def largest(dtype: DType) -> float:
+    """The largest number of a floating-point dtype."""
+    return float(ml_dtypes.finfo(dtype.numpy).max)  # type: ignore[no-untyped-call]  # ml_dtypes has no types for it
 
 
 def count_losses(array: np.ndarray, made: np.ndarray | None, dtype: DType) -> dict[str, int]:
@@ -122,9 +122,9 @@ def _ordinary(made: np.ndarray, dtype: DType) -> bool:
 @lru_cache(maxsize=64)
 def _end(dtype: DType) -> np.generic:
     """One less than the first magnitude, as an integer, that may be a loss: infinity, NaN, or the largest number."""
-    largest = int(np.array([_largest(dtype)], dtype.numpy).view(f"u{dtype.numpy.itemsize}")[0])
+    most = int(np.array([largest(dtype)], dtype.numpy).view(f"u{dtype.numpy.itemsize}")[0])
     kind: type[np.generic] = np.dtype(f"u{dtype.numpy.itemsize}").type
-    return kind(largest - 1 if dtype.name == SATURATING else largest)
+    return kind(most - 1 if dtype.name == SATURATING else most)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,10 @@ from holdfast.torch.tensors import array_of
 __all__ = ["CastLosses"]
 
 
+MOST_ELEMENTS = 1 << 20
+"""Compared at a time, so that it takes little memory beside a full GPU."""
+
+
 class CastLosses:
     """What casts to each dtype did to the elements that they could not keep."""
 
@@ -29,14 +33,16 @@ class CastLosses:
         """Look at elements, and at what a copy made of them. Casts to anything but floating-point numbers lose no magnitude here:
         `load_into` does not make them."""
         dtype = _dtype(target)
-        if value.dtype == target.dtype or dtype is None or dtype.kind != "float" or value.is_complex():
+        if value.dtype == target.dtype or dtype is None or dtype.kind != "float" or value.is_complex() or not value.numel():
             return
         own = _dtype(value)
         quick = value.is_cpu and value.is_contiguous() and not value.is_neg() and own is not None and own.kind == "float"
         if quick and own is not None and not count_losses(array_of(value, own).reshape(-1), None, dtype):
             self._of(dtype).add(name, value.numel(), {})
             return
-        self._waiting.append((dtype, name, value.numel(), _compared(value, target)))
+        rows = max(1, MOST_ELEMENTS * len(value) // value.numel()) if value.dim() else 1
+        pairs = zip(value.split(rows), target.split(rows), strict=True) if value.dim() else [(value, target)]
+        self._waiting += [(dtype, name, one.numel(), _compared(one, other)) for one, other in pairs]
 
     def notes(self) -> list[str]:
         """A sentence for each way in which elements were lost."""
@@ -56,7 +62,8 @@ def _dtype(tensor: torch.Tensor) -> DType | None:
 
 def _compared(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """How many elements met each outcome, on their device."""
-    was, now = value.to(torch.float64), target.detach().to(torch.float64)
+    wide = torch.float64 if torch.float64 in (value.dtype, target.dtype) or not value.is_floating_point() else torch.float32
+    was, now = value.to(wide), target.detach().to(wide)
     info = torch.finfo(target.dtype)
     # Up to half a step beyond the largest number, that is no more than rounding.
     beyond = info.max + math.ldexp(info.eps, math.frexp(info.max)[1] - 2)
