@@ -305,7 +305,7 @@ def test_hostile_trees_end():
     for _ in range(5000):
         deep = [deep]
     tree = {"loop": loop, "deep": deep, "shared": shared}
-    changes, notes = compare_values({"loop": loop, "deep": deep}, {"loop": {"v": 2}, "deep": [1]})
+    changes, _ = compare_values({"loop": loop, "deep": deep}, {"loop": {"v": 2}, "deep": [1]})
     assert [c.name for c in changes[:1]] == ["loop.v"]
     again = copy.deepcopy({"loop": loop, "shared": shared}) | {"deep": [1]}
     for _ in range(4999):
