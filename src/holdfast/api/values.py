@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from holdfast.api.structure import Edge, Kind, Spent, edges, label, same_leaf
+from holdfast.core.collector import resting_collector
 from holdfast.core.opaque import Global
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted
@@ -122,7 +123,9 @@ def compare_values(a: object, b: object) -> tuple[tuple[ValueChange, ...], tuple
 def compare_trees(a: object, b: object) -> Compared:
     """Walk two trees together. Reads nothing but tensors in keys and sets, which have no names."""
     walk = Walk()
-    walk.run(a, b)
+    # A walk makes many small things that live until it ends; a collector that walks through them each time costs more than it.
+    with resting_collector():
+        walk.run(a, b)
     return walk.found
 
 
@@ -175,7 +178,8 @@ class Walk:
 
     def _inside(self, place: Place, a: object, b: object) -> Iterator[tuple[Place, object, object]]:
         mine, theirs = edges(a, self._spent), {edge.token: edge for edge in edges(b, self._spent)}
-        self._kept += [mine, theirs]
+        if not isinstance(a, dict | list | tuple):
+            self._kept.append((mine, [*theirs.values()]))
         both = [edge for edge in mine if edge.token in theirs]
         if isinstance(a, dict) and len(both) > 1:
             keys = {edge.token for edge in both}
