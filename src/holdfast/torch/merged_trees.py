@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from holdfast.plan.described import Catalogue, RankState
 from holdfast.plan.merged import say_ranks
 
-__all__ = ["MergedTrees", "flat_tree", "merge_trees"]
+__all__ = ["MergedTrees", "flat_tree", "merge_trees", "one_tree"]
 
 TAG = "$"
 MAPPINGS = frozenset({"dict", "ordered_dict", "defaultdict"})
@@ -125,3 +126,21 @@ def _tensor_names(node: object) -> Iterator[str]:
             yield str(node["name"])
         for inner in node.values():
             yield from _tensor_names(inner)
+
+
+def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
+    """The tree of all ranks from what each told, None where it is a plain dict of tensors; and what stands in the way."""
+    if all(tree is None for tree in told):
+        return None, []
+    flat: dict[Catalogue, bytes] = {}
+    trees = []
+    for own, state in zip(told, states, strict=True):
+        if own is None and state.catalogue not in flat:
+            flat[state.catalogue] = msgspec.json.encode(flat_tree(state.catalogue.names))
+        trees.append(flat[state.catalogue] if own is None else own)
+    merged = merge_trees(trees)
+    problems = merged.problems() if values != "first" else []
+    lost = merged.lost(dict.fromkeys(name for state in dict.fromkeys(s.catalogue for s in states) for name in state.names))
+    if not problems:
+        problems = [f"{name}: it stands in a list or tuple of which the first rank has another one" for name in lost]
+    return merged.tree, problems

@@ -35,14 +35,14 @@ from holdfast.formats.native.chunks import stored_chunk
 from holdfast.formats.native.manifest import StoredSparse
 from holdfast.formats.safetensors.save import is_flat
 from holdfast.formats.tree_json import encode_tree
-from holdfast.plan.described import Catalogue, RankState
+from holdfast.plan.described import RankState
 from holdfast.plan.ranks import RankPlan, plan_ranks
 from holdfast.plan.wire import decode_all, encode
 from holdfast.stores.files import OsFiles, make_parents
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.flat_state import FlatState, flatten
 from holdfast.torch.group import Ranks
-from holdfast.torch.merged_trees import flat_tree, merge_trees
+from holdfast.torch.merged_trees import one_tree
 from holdfast.torch.per_rank import mark, rank_key
 from holdfast.torch.pieces import little_in_common, made_of, pieces_of
 from holdfast.torch.rank_files import Contents, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
@@ -369,7 +369,7 @@ class ShardedSave:
             decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]
         plan = plan_ranks(decoded)
         problems = list(plan.problems)
-        tree, problem = _one_tree(heads, decoded, values)
+        tree, problem = one_tree([head.tree for head in heads], states, values)
         problems += problem
         disputed = _disputed(decoded)
         problems += [say_different(name, ranks) for name, ranks in differing(sums).items() if name not in disputed]
@@ -481,21 +481,3 @@ def _aliases(tensors: Mapping[str, LazyTensor]) -> list[tuple[str, str]]:
         if base != name:
             found.append((name, base))
     return found
-
-
-def _one_tree(heads: Sequence[Description], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
-    """The tree of all ranks, None where it is a plain dict of tensors; and what stands in the way."""
-    if all(head.tree is None for head in heads):
-        return None, []
-    flat: dict[Catalogue, bytes] = {}
-    trees = []
-    for head, state in zip(heads, states, strict=True):
-        if head.tree is None and state.catalogue not in flat:
-            flat[state.catalogue] = msgspec.json.encode(flat_tree(state.catalogue.names))
-        trees.append(flat[state.catalogue] if head.tree is None else head.tree)
-    merged = merge_trees(trees)
-    problems = merged.problems() if values != "first" else []
-    lost = merged.lost(dict.fromkeys(name for state in dict.fromkeys(s.catalogue for s in states) for name in state.names))
-    if not problems:
-        problems = [f"{name}: it stands in a list or tuple of which the first rank has another one" for name in lost]
-    return merged.tree, problems
