@@ -369,7 +369,7 @@ class ShardedSave:
             decoded = [replace(s, values={n: seen.setdefault(n, d) for n, d in s.values.items()}) for s in decoded]
         plan = plan_ranks(decoded)
         problems = list(plan.problems)
-        tree, problem = one_tree([head.tree for head in heads], states, values)
+        tree, problem = one_tree([head.tree for head in heads], decoded, values)
         problems += problem
         disputed = _disputed(decoded)
         problems += [say_different(name, ranks) for name, ranks in differing(sums).items() if name not in disputed]
