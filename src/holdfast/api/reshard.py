@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.api.open import Openable
 from holdfast.api.open import open as open_checkpoint
@@ -147,8 +147,8 @@ def reshard(
     source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=threads)
     target = local_path(dst)
     try:
-        plan = plan_reshard(source, grid, parsed)
         state = describe_state(source)
+        plan = replace(plan_reshard(source, grid, parsed), holds=state.tensors)
         return write_plan(
             plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress,
             before_commit=lambda: unchanged(state, target),

@@ -2,7 +2,8 @@
 
 1. The state is described: every tensor a lazy tensor, nothing copied (api/state.py).
 2. The format lays out every byte (api/targets.py); what it cannot hold is refused now, all of it, before a file exists.
-3. The plan is written beside the target and published by one rename (engine/write.py, engine/commit.py).
+3. The reader opens the plan (api/rehearse.py); what it would refuse is refused now as well.
+4. The plan is written beside the target and published by one rename (engine/write.py, engine/commit.py).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from holdfast.api.rehearse import rehearse
 from holdfast.api.state import describe_state
 from holdfast.api.targets import Options, byte_count, format_for, is_replaceable, plan_save
 from holdfast.core.collector import resting_collector
@@ -118,12 +120,18 @@ def write_plan(
     resume: bool = False,
     before_commit: Callable[[], None] | None = None,
     files: Files | None = None,
+    rehearsed: bool = True,
 ) -> Saved:
     """Write a plan and publish it. With `check`, what was written is read back and compared before it is published.
+
+    First of all the plan is given to the reader (`api.rehearse`): what would not open again is refused with `CannotHold` while nothing
+    has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
 
     With `resume`, the finished files of an interrupted try at the same directory are taken over (engine/staging.py).
     `before_commit` has the last word: what it raises keeps everything as it was.
     """
+    if rehearsed:
+        plan = rehearse(plan, path)
     crcs: dict[str, int] = {}
 
     def write(file: FilePlan, sink: NewFile) -> Mapping[str, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.api.alias import rejoin
+from holdfast.api.rehearse import rehearse
 from holdfast.core.protocols import State
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.errors import Unsupported
@@ -91,8 +92,12 @@ def check_sparse(path: str, format: str, sparse: str) -> None:
 
 
 def plan_save(path: str, state: State, format: str, options: Options) -> SavePlan:
-    """Lay out a state. Raises `CannotHold` with every problem when the format cannot hold it."""
+    """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
+    return rehearse(replace(_lay_out(path, state, format, options), holds=state.tensors), path)
+
+
+def _lay_out(path: str, state: State, format: str, options: Options) -> SavePlan:
     match format:
         case "torch-zip":
             # The one format with storages: what shared one before it was copied shares it again.

@@ -23,7 +23,7 @@ from holdfast.engine.slabs import Slab, mapped_bytes, read_slab, slab_block, sla
 from holdfast.errors import located
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["Progress", "Receipt", "Sink", "write_file"]
+__all__ = ["Progress", "Receipt", "Sink", "small_bytes", "write_file"]
 
 BLOCK = 4 << 20
 """Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
@@ -204,7 +204,7 @@ def _stretch(
                 pass
             elif isinstance(segment, Data | Memory):
                 with located(tensor=segment.label):
-                    data = segment.content if isinstance(segment, Memory) else _small(segment)
+                    data = segment.content if isinstance(segment, Memory) else small_bytes(segment)
                 here[segment.label] = crc = crc32(data)
                 sums.add(segment.label, 0, len(data), crc)
                 buffer[at:end] = data
@@ -221,7 +221,7 @@ def _stretch(
     return run
 
 
-def _small(segment: Data) -> memoryview | bytearray:
+def small_bytes(segment: Data) -> memoryview | bytearray:
     """The bytes of a small tensor."""
     memory = mapped_bytes(segment.tensor)
     if memory is not None:

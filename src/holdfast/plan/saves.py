@@ -115,6 +115,10 @@ class SavePlan:
     directory: bool = False
     index: tuple[FilePlan, ...] = field(default=())
     """Files of a directory that are written after all others are on disk: the manifest, the Hugging Face index."""
+    holds: Mapping[str, LazyTensor] | None = None
+    """What a reader is to find, by name; None where the plan is not one of a state."""
+    opens: bool = False
+    """Whether that is known: the reader was given the plan (`api.rehearse`)."""
 
     @property
     def nbytes(self) -> int:

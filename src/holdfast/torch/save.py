@@ -82,7 +82,7 @@ def save(
             write_stream(plan.files[0], special)
     else:
         try:
-            write_plan(plan, found_path(path), durable=durable)
+            write_plan(plan, found_path(path), durable=durable, rehearsed=False)
         except NotCommitted as error:
             raise NotSaved(*error.args, file=error.file, found=error.found) from error
 

@@ -32,7 +32,7 @@ from holdfast.core.limits import Limits
 from holdfast.errors import Corrupted, HeaderError, Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.safetensors.strict_json import kind, parse, parse_own, pay_for_containers, pointer
+from holdfast.formats.safetensors.strict_json import kind, parse, parse_parts, pay_for_containers, pointer
 from holdfast.formats.seal import SEAL, check_seal, seal
 from holdfast.formats.tree_json import json_limits
 
@@ -197,7 +197,8 @@ def _parse(raw: bytes, deep: Limits) -> Parsed:
     if fast is None:
         return parse_exact(raw, deep)
     fields = {name: getattr(fast, name) for name in RECORDED}
-    given = {name: parse_own(bytes(text), deep) for name, text in fields.items() if text is not msgspec.UNSET}
+    parts = {name: bytes(text) for name, text in fields.items() if text is not msgspec.UNSET}
+    given = parse_parts(parts, deep, nbytes=len(raw))
     others = () if isinstance(fast.others, msgspec.UnsetType) else fast.others
     return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given), fast.version, others)
 

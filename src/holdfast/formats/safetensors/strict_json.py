@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -24,7 +25,7 @@ import numpy as np
 from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, LimitExceeded
 
-__all__ = ["kind", "parse", "parse_own", "pay_for_containers", "pointer", "quoted"]
+__all__ = ["kind", "parse", "parse_own", "parse_parts", "pay_for_containers", "pointer", "quoted"]
 
 BLOCK_NBYTES = 1 << 20
 """Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size."""
@@ -62,48 +63,8 @@ def parse(raw: bytes, limits: Limits, *, file: str | None = None, start: int = 0
     `file` and `start` (the byte of the file where the document begins) go into errors. Raises `HeaderError`, or
     `LimitExceeded` where it nests deeper than `limits.depth`.
     """
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise HeaderError(f"not UTF-8: {error.reason}", file=file, offset=start + error.start) from None
     _check_brackets(raw, limits.depth, file, start)
-    flaws: list[Flaw] = []
-
-    def flaw(reason: str) -> Flaw:
-        flaws.append(Flaw(reason))
-        return flaws[-1]
-
-    def make_object(pairs: list[tuple[str, object]]) -> object:
-        made = dict(pairs)
-        return made if len(made) == len(pairs) else flaw(f"the key {quoted(_first_double(pairs))} occurs twice")
-
-    def make_int(digits: str) -> object:
-        if len(digits) > INTEGER_DIGITS:
-            return flaw(f"an integer of {len(digits):,} digits")
-        # The safetensors library reads -0 as a float, Python as an integer.
-        return flaw("-0 is not an integer to every reader") if digits == "-0" else int(digits)
-
-    def make_float(digits: str) -> object:
-        value = float(digits)
-        return value if math.isfinite(value) else flaw("a number that no float can hold")
-
-    def make_constant(word: str) -> object:
-        return flaw(f"{word} is not JSON")
-
-    decoder = json.JSONDecoder(
-        object_pairs_hook=make_object, parse_int=make_int, parse_float=make_float, parse_constant=make_constant
-    )
-    try:
-        document = decoder.decode(text)
-    except json.JSONDecodeError as error:
-        place = start + len(text[: error.pos].encode())
-        raise HeaderError(f"not JSON: {error.msg}", file=file, offset=place) from None
-    except RecursionError:
-        # A caller may have raised `limits.depth` above what the interpreter has left.
-        raise LimitExceeded("the JSON document nests too deeply to be parsed", file=file, offset=start) from None
-    if flaws or re.search(rb"\\u[dD]", raw):
-        _report_flaw(document, file, start)
-    return document
+    return _parse(raw, file, start)
 
 
 def parse_own(raw: bytes, limits: Limits, *, file: str | None = None) -> object:
@@ -112,15 +73,29 @@ def parse_own(raw: bytes, limits: Limits, *, file: str | None = None) -> object:
     What msgspec reads and writes again to the same bytes has no double key, no odd number and no odd escape; anything
     else is left to `parse`.
     """
-    text = raw.rstrip(b" ")
     _check_brackets(raw, limits.depth, file, 0)
+    return _parse_own(raw, file)
+
+
+def parse_parts(parts: Mapping[str, bytes], limits: Limits, *, nbytes: int, file: str | None = None) -> dict[str, object]:
+    """Some values out of a document of `nbytes` bytes, as `parse_own` would give them.
+
+    Their lists and objects are paid for together, by the length of the whole document: it is the whole that its writer pays for.
+    """
+    count = sum(_count_brackets(raw, limits.depth, file, 0) for raw in parts.values())
+    _check_paid(count, nbytes, file, 0)
+    return {name: _parse_own(raw, file) for name, raw in parts.items()}
+
+
+def _parse_own(raw: bytes, file: str | None) -> object:
+    text = raw.rstrip(b" ")
     try:
         document: object = msgspec.json.decode(text)
         if msgspec.json.encode(document) == text:
             return document
     except (ValueError, RecursionError, msgspec.MsgspecError):
         pass
-    return parse(raw, limits, file=file)
+    return _parse(raw, file, 0)
 
 
 def pay_for_containers(raw: bytes) -> bytes:
@@ -168,6 +143,51 @@ def kind(value: object) -> str:
             return type(value).__name__
 
 
+def _parse(raw: bytes, file: str | None, start: int) -> object:
+    """`parse`, for a document whose brackets have been counted."""
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise HeaderError(f"not UTF-8: {error.reason}", file=file, offset=start + error.start) from None
+    flaws: list[Flaw] = []
+
+    def flaw(reason: str) -> Flaw:
+        flaws.append(Flaw(reason))
+        return flaws[-1]
+
+    def make_object(pairs: list[tuple[str, object]]) -> object:
+        made = dict(pairs)
+        return made if len(made) == len(pairs) else flaw(f"the key {quoted(_first_double(pairs))} occurs twice")
+
+    def make_int(digits: str) -> object:
+        if len(digits) > INTEGER_DIGITS:
+            return flaw(f"an integer of {len(digits):,} digits")
+        # The safetensors library reads -0 as a float, Python as an integer.
+        return flaw("-0 is not an integer to every reader") if digits == "-0" else int(digits)
+
+    def make_float(digits: str) -> object:
+        value = float(digits)
+        return value if math.isfinite(value) else flaw("a number that no float can hold")
+
+    def make_constant(word: str) -> object:
+        return flaw(f"{word} is not JSON")
+
+    decoder = json.JSONDecoder(
+        object_pairs_hook=make_object, parse_int=make_int, parse_float=make_float, parse_constant=make_constant
+    )
+    try:
+        document = decoder.decode(text)
+    except json.JSONDecodeError as error:
+        place = start + len(text[: error.pos].encode())
+        raise HeaderError(f"not JSON: {error.msg}", file=file, offset=place) from None
+    except RecursionError:
+        # A caller may have raised `limits.depth` above what the interpreter has left.
+        raise LimitExceeded("the JSON document nests too deeply to be parsed", file=file, offset=start) from None
+    if flaws or re.search(rb"\\u[dD]", raw):
+        _report_flaw(document, file, start)
+    return document
+
+
 def _first_double(pairs: list[tuple[str, object]]) -> str:
     seen: set[str] = set()
     for key, _ in pairs:
@@ -178,7 +198,18 @@ def _first_double(pairs: list[tuple[str, object]]) -> str:
 
 
 def _check_brackets(raw: bytes, limit: int, file: str | None, start: int) -> None:
-    """Refuse a document whose brackets, outside of strings, nest deeper than `limit` or are too many for its length.
+    """Refuse a document whose brackets, outside of strings, nest deeper than `limit` or are too many for its length."""
+    _check_paid(_count_brackets(raw, limit, file, start), len(raw), file, start)
+
+
+def _check_paid(count: int, nbytes: int, file: str | None, start: int) -> None:
+    """Refuse so many lists and objects in a document that is too short for them."""
+    if count > FREE_CONTAINERS + nbytes // CONTAINER_NBYTES:
+        raise HeaderError(f"{count:,} lists and objects in {nbytes:,} bytes describe no tensors", file=file, offset=start)
+
+
+def _count_brackets(raw: bytes, limit: int, file: str | None, start: int) -> int:
+    """The lists and objects in a text; refuses one whose brackets, outside of strings, nest deeper than `limit`.
 
     Exact up to the first syntax error, and beyond that the parser does not get. Escaped backslashes and then escaped
     quotes are taken out first; after that every quote opens or closes a string. Blocks carry three numbers: the
@@ -199,10 +230,7 @@ def _check_brackets(raw: bytes, limit: int, file: str | None, start: int) -> Non
             )
         count += int(np.count_nonzero(opening))
         depth, inside = int(levels[-1]), bool(in_string[-1])
-    if count > FREE_CONTAINERS + len(raw) // CONTAINER_NBYTES:
-        raise HeaderError(
-            f"{count:,} lists and objects in {len(raw):,} bytes describe no tensors", file=file, offset=start
-        )
+    return count
 
 
 def _report_flaw(document: object, file: str | None, start: int) -> None:

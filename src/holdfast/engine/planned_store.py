@@ -1,0 +1,98 @@
+"""A store over a save that has not been written: what its files will hold, as far as it is known and somebody asks.
+
+    Literal, Memory    the bytes themselves
+    Late               made with a checksum of 0 for all data, which every format takes for one that was not recorded or cannot refuse
+    Data               zeros, which cost nothing. Only a reader that asks for exactly the bytes of one segment gets them: a record
+                       that is copied from another archive and described, a program for one
+    Hole               zeros
+
+Opening a checkpoint reads no tensor data, so a reader finds in here whatever it would find in the finished files.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.engine.write import small_bytes
+from holdfast.errors import StoreError, Truncated
+from holdfast.plan.saves import Data, FilePlan, Late, Literal, Memory
+
+__all__ = ["PlannedFile", "PlannedStore"]
+
+
+class PlannedFile:
+    """The content of one planned file."""
+
+    def __init__(self, plan: FilePlan, crcs: Mapping[str, int]) -> None:
+        self._segments = plan.segments
+        self._offsets = plan.offsets()
+        self.nbytes = self._offsets[-1] + plan.segments[-1].nbytes if plan.segments else 0
+        self._crcs = crcs
+        self._made: dict[int, bytes] = {}
+
+    def read(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on, which are all there."""
+        stop = start + out.nbytes
+        at = max(bisect_right(self._offsets, start) - 1, 0)
+        out[:] = bytes(out.nbytes)
+        while at < len(self._segments) and self._offsets[at] < stop:
+            segment, begin = self._segments[at], self._offsets[at]
+            end = begin + segment.nbytes
+            content: bytes | bytearray | memoryview | None = None
+            match segment:
+                case Literal():
+                    content = segment.data
+                case Memory():
+                    content = segment.content
+                case Late():
+                    content = self._late(at, segment)
+                case Data() if (begin, end) == (start, stop) and end > begin:
+                    content = small_bytes(segment)
+            if content is not None:
+                low, high = max(begin, start), min(end, stop)
+                out[low - start : high - start] = memoryview(content)[low - begin : high - begin]
+            at += 1
+
+    def _late(self, at: int, segment: Late) -> bytes:
+        made = self._made.get(at)
+        if made is None:
+            made = self._made[at] = segment.make(self._crcs)
+        return made
+
+
+class PlannedStore:
+    """The files of a plan under their keys; `others` are files of which only the length is known, and read as zeros."""
+
+    def __init__(self, files: Iterable[FilePlan], *, name: str, others: Mapping[str, int] | None = None) -> None:
+        self.name = name
+        plans = list(files)
+        crcs = {s.label: 0 for plan in plans for s in plan.segments if isinstance(s, Data | Memory)}
+        # A checkpoint that is one file has no key for it; a store needs one.
+        self._files = {plan.key or "file": PlannedFile(plan, crcs) for plan in plans}
+        self._others = dict(others or {})
+
+    def list(self) -> Sequence[str]:
+        return sorted([*self._files, *self._others])
+
+    def size(self, key: str) -> int:
+        if key in self._files:
+            return self._files[key].nbytes
+        if key in self._others:
+            return self._others[key]
+        raise StoreError(f"there is no {key!r} in {self.name}", file=key)
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        nbytes = self.size(key)
+        if start < 0 or start + out.nbytes > nbytes:
+            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {nbytes}", file=key, offset=nbytes)
+        if key in self._files:
+            self._files[key].read(start, out)
+        else:
+            out[:] = bytes(out.nbytes)
+
+    def map(self, key: str) -> memoryview | None:
+        return None
+
+    def close(self) -> None:
+        """There is nothing to give back."""
