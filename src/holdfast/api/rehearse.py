@@ -11,12 +11,13 @@ they have a fixed width, any eight digits are accepted, and a reader compares on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from holdfast.core.dtype import DType
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Description, Store
+from holdfast.core.protocols import Description, Outlined, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
@@ -24,15 +25,15 @@ from holdfast.errors import CannotHold, HoldfastError, located
 from holdfast.formats.detect import detect
 from holdfast.plan.saves import SavePlan
 
-__all__ = ["Expected", "described", "rehearse"]
+__all__ = ["Outline", "check_holds", "described", "rehearse"]
+
+Outline = tuple[DType, tuple[int, ...]]
+"""The dtype and shape of a tensor."""
 
 WHAT = "what would be written could not be opened again, so nothing is"
 
 SHOWN = 8
 """Differences that a refusal lists."""
-
-Expected = Mapping[str, LazyTensor]
-"""What a checkpoint is to hold, by name; of the tensors only dtypes and shapes are looked at."""
 
 
 def rehearse(plan: SavePlan, path: str) -> SavePlan:
@@ -40,21 +41,21 @@ def rehearse(plan: SavePlan, path: str) -> SavePlan:
     if plan.opens:
         return plan
     with resting_collector():
-        found = described(PlannedStore((*plan.files, *plan.index), name=path), plan.format)
+        found = described(PlannedStore((*plan.files, *plan.index), name=path), (plan.format,))
         if plan.holds is not None:
-            _compare(found.tensors, plan.holds, path)
+            check_holds(found.tensors, {name: (tensor.dtype, tensor.shape) for name, tensor in plan.holds.items()}, path)
         del found
     return replace(plan, opens=True)
 
 
-def described(store: Store, format: str) -> Description:
-    """What the reader makes of a store that stands for files to come. Raises `CannotHold` where that is nothing."""
+def described(store: Store, formats: Collection[str]) -> Description:
+    """What the reader makes of a store that stands for files to come. Raises `CannotHold` where it is none of these formats."""
     try:
         with located(file=store.name):
             source = OpenSource(store, limits=Limits())
             reader = detect(source)
-            if reader.name != format:
-                raise CannotHold(WHAT, [f"it would be opened as {reader.name}, and is {format}"], file=store.name)
+            if reader.name not in formats:
+                raise CannotHold(WHAT, [f"it would be opened as {reader.name}, and is {' or '.join(formats)}"], file=store.name)
             return reader.describe(source)
     except CannotHold:
         raise
@@ -62,15 +63,16 @@ def described(store: Store, format: str) -> Description:
         raise CannotHold(WHAT, [error.message], file=store.name) from error
 
 
-def _compare(found: Expected, holds: Expected, path: str) -> None:
+def check_holds(found: Mapping[str, LazyTensor], holds: Mapping[str, Outline], path: str) -> None:
+    """Raise `CannotHold` where tensors that were found are not those that were to be saved: by name, dtype and shape."""
     problems = [f"{name}: it would not be there" for name in holds if name not in found]
     problems += [f"{name}: nobody has saved it, and it would be there" for name in found if name not in holds]
     if not problems:
-        for name, tensor in found.items():
-            saved = holds[name]
-            if (tensor.dtype, tensor.shape) != (saved.dtype, saved.shape):
-                seen, was = (f"{t.dtype} {list(t.shape)}" for t in (tensor, saved))
-                problems.append(f"{name}: it would be read as {seen}, and is {was}")
+        outline = found.outline if isinstance(found, Outlined) else lambda name: (found[name].dtype, found[name].shape)
+        for name, (dtype, shape) in holds.items():
+            seen = outline(name)
+            if seen[0] is not dtype or seen[1] != shape:
+                problems.append(f"{name}: it would be read as {seen[0]} {list(seen[1])}, and is {dtype} {list(shape)}")
     if problems:
         more = [f"and {len(problems) - SHOWN:,} more"] if len(problems) > SHOWN else []
         raise CannotHold(WHAT, [*problems[:SHOWN], *more], file=path)

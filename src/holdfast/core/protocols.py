@@ -18,9 +18,10 @@ from holdfast.core.opaque import Global
 from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
+    from holdfast.core.dtype import DType
     from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Description", "Foreign", "Format", "Gathering", "Request", "Source", "State", "Store"]
+__all__ = ["Description", "Foreign", "Format", "Gathering", "Outlined", "Request", "Source", "State", "Store"]
 
 
 class Store(Protocol):
@@ -54,6 +55,14 @@ class Gathering(Protocol):
         self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
     ) -> int:
         """Copy ranges under a key to addresses in memory. How many were copied, from the first on; the others are to be read."""
+
+
+@runtime_checkable
+class Outlined(Protocol):
+    """What a mapping of lazy tensors may offer besides: what one looks like, without making it."""
+
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        """Its dtype and shape."""
 
 
 @dataclass(frozen=True, slots=True)

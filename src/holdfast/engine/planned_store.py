@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.engine.write import small_bytes
 from holdfast.errors import StoreError, Truncated
-from holdfast.plan.saves import Data, FilePlan, Late, Literal, Memory
+from holdfast.plan.saves import Data, FilePlan, Late, Literal, Memory, Segment
 
 __all__ = ["PlannedFile", "PlannedStore"]
 
@@ -35,30 +35,35 @@ class PlannedFile:
         """Fill `out` with the bytes from `start` on, which are all there."""
         stop = start + out.nbytes
         at = max(bisect_right(self._offsets, start) - 1, 0)
-        out[:] = bytes(out.nbytes)
+        pieces: list[bytes | memoryview] = []
         while at < len(self._segments) and self._offsets[at] < stop:
             segment, begin = self._segments[at], self._offsets[at]
             end = begin + segment.nbytes
-            content: bytes | bytearray | memoryview | None = None
-            match segment:
-                case Literal():
-                    content = segment.data
-                case Memory():
-                    content = segment.content
-                case Late():
-                    content = self._late(at, segment)
-                case Data() if (begin, end) == (start, stop) and end > begin:
-                    content = small_bytes(segment)
-            if content is not None:
-                low, high = max(begin, start), min(end, stop)
-                out[low - start : high - start] = memoryview(content)[low - begin : high - begin]
+            low, high = max(begin, start), min(end, stop)
+            kind = type(segment)
+            if kind is Data and (begin, end) != (start, stop):
+                pieces.append(bytes(high - low))
+            elif (low, high) == (begin, end):
+                pieces.append(self._content(at, segment))
+            else:
+                pieces.append(memoryview(self._content(at, segment))[low - begin : high - begin])
             at += 1
+        out[:] = b"".join(pieces)
 
-    def _late(self, at: int, segment: Late) -> bytes:
-        made = self._made.get(at)
-        if made is None:
-            made = self._made[at] = segment.make(self._crcs)
-        return made
+    def _content(self, at: int, segment: Segment) -> bytes | memoryview:
+        match segment:
+            case Literal():
+                return segment.data
+            case Late():
+                made = self._made.get(at)
+                if made is None:
+                    made = self._made[at] = segment.make(self._crcs)
+                return made
+            case Memory():
+                return segment.content
+            case Data():
+                return memoryview(small_bytes(segment))
+        return bytes(segment.nbytes)
 
 
 class PlannedStore:

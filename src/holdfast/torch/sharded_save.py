@@ -46,6 +46,7 @@ from holdfast.torch.merged_trees import one_tree
 from holdfast.torch.per_rank import mark, rank_key
 from holdfast.torch.pieces import little_in_common, made_of, pieces_of
 from holdfast.torch.rank_files import Contents, RankFile, Receipt, StoredBox, Written, index_files, is_part, rank_files
+from holdfast.torch.rehearse_shards import check_folder, rehearse_contents, rehearse_value
 from holdfast.torch.replica_sums import differing, replica_sums, say_different
 from holdfast.torch.unkept import unkept_notes
 
@@ -200,6 +201,8 @@ class ShardedSave:
             self.metadata = state.metadata
             self.written = [_cut(state.tensors[name], name, Box(start, stop)) for name, start, stop in task.boxes]
             self.values = {name: self._archives.get(name) or self._flat.values[name].archive() for name in task.values}
+            for name, archive in self.values.items():
+                rehearse_value(name, archive)
         except Exception as error:
             self._failed = error
 
@@ -384,6 +387,7 @@ class ShardedSave:
         metadata = {key: text for head in reversed(heads) for key, text in head.metadata.items()}
         grads = frozenset(name for head in heads for name in head.grads)
         self._contents = Contents(tensors, dict(plan.aliases), tree, metadata, names, paths, grads)
+        rehearse_contents(self.format, self._contents, self.path)
         with refusing("making the folders that lead to it", self.path):
             make_parents(self.path, durable=self.durable)
         transaction = DirectoryTransaction(self.path, durable=self.durable, overwrite=self.overwrite, replaceable=is_part)
@@ -413,6 +417,7 @@ class ShardedSave:
         folder.seal_data()
         for index in index_files(self.format, contents, receipts):
             write_file(index, folder.create(index.key))
+        check_folder(self.format, contents, folder.folder)
         folder.commit()
         return [b""] * len(messages)
 

@@ -84,6 +84,10 @@ class ManifestTensors(Mapping[str, LazyTensor]):
         packed = any(chunk.sparse is not None for chunk in stored.chunks)
         return LazyTensor(name, dtype, stored.shape, chunks, self._unpacking if packed else self._source)
 
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        stored = self._tensors[name]
+        return dtype_named(stored.dtype), stored.shape
+
     def _chunk(self, name: str, dtype: DType, stored: StoredTensor, chunk: StoredChunk) -> Chunk:
         start, stop = chunk.bytes
         storage = Storage(self._files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name)

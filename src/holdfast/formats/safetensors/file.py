@@ -81,6 +81,9 @@ class HeaderTensors(Mapping[str, LazyTensor]):
             raise KeyError(name)
         return self._header.tensor(name, self._source)
 
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        return self._header.dtype(name), self._header.entries[name].shape
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._header.entries)
 
