@@ -22,6 +22,7 @@ from holdfast.core.composite import Composite
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.stream import write_stream
+from holdfast.formats.torch.layout import lay_out_torch_zip
 from holdfast.formats.tree_json import encode_tree
 from holdfast.torch.pickling import StorageIds, pickle_object
 from holdfast.torch.save import plan_object
@@ -64,7 +65,8 @@ class Value:
     def archive(self) -> bytes:
         """What torch.save would write for it; later changes of the object do not reach it."""
         out = io.BytesIO()
-        write_stream(plan_object(self.raw, None).files[0], out)
+        plan = lay_out_torch_zip(State(self.described, {}, {})) if _is_opened(self.raw) else plan_object(self.raw, None)
+        write_stream(plan.files[0], out)
         return out.getvalue()
 
 
@@ -117,6 +119,20 @@ def _walk(value: object, raw: object, path: Path, flat: FlatState) -> None:
         flat.paths |= {f"{name}.{part}": (*path, part) for part in value.parts}
     elif not isinstance(value, LazyTensor):
         flat.values[name] = Value(raw, value)
+
+
+def _is_opened(value: object) -> bool:
+    """Whether values of an open checkpoint are in it, which stand for torch's own and are written as those."""
+    waiting, seen = [value], set()
+    while waiting:
+        one = waiting.pop()
+        if type(one).__module__.startswith("holdfast."):
+            return True
+        if isinstance(one, list | tuple | set | frozenset | dict) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += one
+            waiting += one.values() if isinstance(one, dict) else ()
+    return False
 
 
 def _worth(value: object) -> bool:

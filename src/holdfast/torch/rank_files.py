@@ -69,8 +69,8 @@ class StoredBox:
     first: int
     """Its first byte in the file; of a DCP item, that of the archive."""
     last: int
-    label: str
-    """The key of its checksum in the receipt of the file; empty where it has no bytes."""
+    label: str | None
+    """The key of its checksum in the receipt of the file, which may be an empty text; None where it has no bytes."""
     parts: SparseParts | None = None
     """What is written instead, where it is stored packed; the place is that of the values then."""
     sparse: StoredSparse | None = None
@@ -185,7 +185,7 @@ def _safetensors_file(
         parts = packed.get(one.name)
         label = one.name if parts is None else part_names(one.name)[0]
         place = layout.places[label]
-        boxes.append(StoredBox(one.name, one.box.start, one.box.stop, *place, label if place[0] < place[1] else "", parts))
+        boxes.append(StoredBox(one.name, one.box.start, one.box.stop, *place, label if place[0] < place[1] else None, parts))
     return RankFile(layout.plan, tuple(boxes), layout.places)
 
 
@@ -194,9 +194,9 @@ def _dcp_file(rank: int, number: int, written: Sequence[Written], values: Mappin
     labelled = [(f"{number} {one.name}", one) for number, one in enumerate(written)]
     plan, items = lay_out_items(f"__{rank}_{number}.distcp", archives, [(label, one.tensor) for label, one in labelled])
     places = {item.label: (item.offset, item.offset + item.nbytes) for item in items}
-    boxes = [StoredBox(name, (), (), *places[f"value {name}"], "") for name in values]
+    boxes = [StoredBox(name, (), (), *places[f"value {name}"], None) for name in values]
     boxes += [
-        StoredBox(one.name, one.box.start, one.box.stop, *places[label], label if one.tensor.nbytes else "")
+        StoredBox(one.name, one.box.start, one.box.stop, *places[label], label if one.tensor.nbytes else None)
         for label, one in labelled
     ]
     return RankFile(plan, tuple(boxes))

@@ -147,6 +147,9 @@ class PickleWriter:
         if found is not None:
             self.out.append(found)
             return
+        if "\n" in module + name or any("\ud800" <= sign <= "\udfff" for sign in module + name):
+            self.refuse(f"the global {module[:80]!r} {name[:80]!r}, whose name has no place in a pickle")
+            return
         self.mentioned.setdefault(Global(module, name), self.where())
         old = OLD_MODULES.get(module, module), OLD_NAMES.get((module, name), name)
         self.out.append(b"c%b\n%b\n" % (old[0].encode(), old[1].encode()))
