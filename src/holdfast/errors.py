@@ -22,6 +22,7 @@
     │   │       └── NotAPath (TypeError)    nor is it text
     │   ├── DurabilityUncertain             the new content is in place, but may not survive a power cut
     │   ├── RanksFailed                     a save or load of several ranks failed, for the same reasons on all of them
+    │   │   └── RanksRefused (CannotHold)   what the ranks were to save cannot be held; `problems` lists all of it
     │   └── RankLost                        a rank gave no sign of life: it was killed, or its machine is gone
     ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
     ├── BadPlacement (ValueError)           a mesh or a rule of `reshard` that does not fit the checkpoint
@@ -64,6 +65,7 @@ __all__ = [
     "PickleError",
     "RankLost",
     "RanksFailed",
+    "RanksRefused",
     "Refused",
     "Replaced",
     "SaveError",
@@ -200,7 +202,7 @@ class RanksFailed(NotCommitted):
     """Every rank of a save or load raises this one, with the cause of each rank that had one. Nothing was published."""
 
     def __init__(self, message: str, *, causes: Mapping[int, str], file: str | None = None) -> None:
-        super().__init__(message, file=file, found=tuple(causes))
+        HoldfastError.__init__(self, message, file=file, found=tuple(causes))
         self.causes = dict(causes)
 
 
@@ -222,6 +224,14 @@ class CannotHold(HoldfastError, ValueError):
         self.what = message
         """The message without them."""
         self.problems = tuple(problems)
+
+
+class RanksRefused(RanksFailed, CannotHold):
+    """`CannotHold` on every rank: each that had a cause had that one."""
+
+    def __init__(self, message: str, problems: Sequence[str], *, causes: Mapping[int, str], file: str | None = None) -> None:
+        RanksFailed.__init__(self, message, causes=causes, file=file)
+        self.what, self.problems, self.shown = message, tuple(problems), list(problems)
 
 
 class BadPlacement(HoldfastError, ValueError):

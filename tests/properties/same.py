@@ -1,8 +1,7 @@
 """Whether what was opened is what was saved: by type and value, written without any code of Holdfast's that compares.
 
-A tensor is the same by dtype, shape and bits; a float by its bits (any NaN is a NaN); a container by its type, its members and their
-order; keys by type as well, so that 1, 1.0 and True are three. What stands in for a class of torch or of the disk is listed in
-`STANDS_FOR`. Tensors that are one in memory are one in the file.
+A tensor is the same by dtype, shape and bits; a float by its bits (any NaN is a NaN); a container by its type, its members and
+their order; keys by type as well, so that 1, 1.0 and True are three. Tensors that are one in memory are one in the file.
 """
 
 from __future__ import annotations
@@ -42,22 +41,22 @@ class Comparison:
 
     def value(self, a: object, b: object, at: str) -> None:
         if isinstance(a, torch.Tensor):
-            return self.tensor(a, b, at)
-        if isinstance(a, np.ndarray):
-            return self.array(a, b, at)
-        if isinstance(a, dict | list | tuple | set | frozenset):
-            return self.container(a, b, at)
-        assert_leaf(a, b, at)
+            self.tensor(a, b, at)
+        elif isinstance(a, np.ndarray):
+            self.array(a, b, at)
+        elif isinstance(a, dict | list | tuple | set | frozenset):
+            self.container(a, b, at)
+        else:
+            assert_leaf(a, b, at)
 
     def container(self, a: object, b: object, at: str) -> None:
         if isinstance(a, torch.Size):
             assert type(b) is Size, at
             assert tuple(a) == tuple(b), at
             return
-        if isinstance(a, dict | list) and id(a) in self.met:
-            if self.shared:
-                assert self.met[id(a)] is b, f"{at}: one container has become two"
-                return
+        if isinstance(a, dict | list) and id(a) in self.met and self.shared:
+            assert self.met[id(a)] is b, f"{at}: one container has become two"
+            return
         self.met[id(a)] = b
         self.kept.append(a)
         kinds = {defaultdict: DefaultDict}
@@ -103,7 +102,14 @@ class Comparison:
             assert a.tobytes() == b.tobytes(), at
 
     def tensor(self, a: torch.Tensor, b: object, at: str) -> None:
-        if isinstance(b, Composite):
+        if a.layout is not torch.strided or a.is_quantized:
+            assert isinstance(b, Composite), f"{at}: a tensor has become {type(b)}"
+            again = b.torch()
+            assert (again.layout, again.dtype, again.shape) == (a.layout, a.dtype, a.shape), at
+            assert torch.equal(again.int_repr(), a.int_repr()) if a.is_quantized else torch.equal(again.to_dense(), a.to_dense()), at
+            return
+        if a.is_meta:
+            assert b.traits.meta, at
             return
         assert isinstance(b, LazyTensor), f"{at}: a tensor has become {type(b)}"
         assert (short(a.dtype), tuple(a.shape)) == (b.dtype.name, b.shape), at

@@ -4,9 +4,9 @@
 2. The reader that `open` uses describes it, under the default `Limits`.
 3. What it finds is what was to be saved: the same names, dtypes and shapes.
 
-Whatever stands in the way is a `CannotHold`, and nothing has been touched. Checksums are not known yet, and cannot change the answer:
-they have a fixed width, any eight digits are accepted, and a reader compares one only with bytes of data, which opening does not read
-(docs/design/013-what-is-written-opens.md).
+Whatever stands in the way is a `CannotHold`, and nothing has been touched. Checksums are not known yet, and cannot change the
+answer: they have a fixed width, any eight digits are accepted, and a reader compares one only with bytes of data, which opening does
+not read (docs/design/013-what-is-written-opens.md).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from holdfast.core.dtype import DType
 from holdfast.core.collector import resting_collector
+from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Outlined, Store
 from holdfast.core.tensor import LazyTensor
@@ -43,6 +43,9 @@ def rehearse(plan: SavePlan, path: str) -> SavePlan:
     with resting_collector():
         found = described(PlannedStore((*plan.files, *plan.index), name=path), (plan.format,))
         if plan.holds is not None:
+            lost = [str(one.what) for one in found.foreign if one.uses != ("mention",)]
+            if lost:
+                raise CannotHold(WHAT, [f"{what}: it would not be built" for what in lost], file=path)
             check_holds(found.tensors, {name: (tensor.dtype, tensor.shape) for name, tensor in plan.holds.items()}, path)
         del found
     return replace(plan, opens=True)
@@ -53,6 +56,8 @@ def described(store: Store, formats: Collection[str]) -> Description:
     try:
         with located(file=store.name):
             source = OpenSource(store, limits=Limits())
+            if len(store.list()) > source.limits.files:
+                raise CannotHold(WHAT, [f"{len(store.list()):,} files are more than Limits(files={source.limits.files:,})"])
             reader = detect(source)
             if reader.name not in formats:
                 raise CannotHold(WHAT, [f"it would be opened as {reader.name}, and is {' or '.join(formats)}"], file=store.name)

@@ -124,8 +124,8 @@ def write_plan(
 ) -> Saved:
     """Write a plan and publish it. With `check`, what was written is read back and compared before it is published.
 
-    First of all the plan is given to the reader (`api.rehearse`): what would not open again is refused with `CannotHold` while nothing
-    has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
+    First of all the plan is given to the reader (`api.rehearse`): what would not open again is refused with `CannotHold` while
+    nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
 
     With `resume`, the finished files of an interrupted try at the same directory are taken over (engine/staging.py).
     `before_commit` has the last word: what it raises keeps everything as it was.

@@ -1,7 +1,7 @@
 """A store over a save that has not been written: what its files will hold, as far as it is known and somebody asks.
 
     Literal, Memory    the bytes themselves
-    Late               made with a checksum of 0 for all data, which every format takes for one that was not recorded or cannot refuse
+    Late               made with a checksum of 0 for all data: no format refuses one when it opens a file
     Data               zeros, which cost nothing. Only a reader that asks for exactly the bytes of one segment gets them: a record
                        that is copied from another archive and described, a program for one
     Hole               zeros

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 from holdfast.core.forks import renewed
 from holdfast.engine.execute import default_threads
 from holdfast.engine.threads import start
-from holdfast.errors import DurabilityUncertain, RankLost, RanksFailed
+from holdfast.errors import CannotHold, DurabilityUncertain, RankLost, RanksFailed, RanksRefused
 from holdfast.plan.merged import say_ranks
 
 __all__ = ["DEADLINE", "Ranks", "ranks_of"]
@@ -172,7 +172,7 @@ class Ranks:
         begins with what that means (`otherwise`). A `DurabilityUncertain` of `decide` stays one, on every rank: something was
         published.
         """
-        said = [self._doing, "" if isinstance(local, bytes) else _said(local)]
+        said = [self._doing, "" if isinstance(local, bytes) else _said(local), _problems(local)]
         content = local if isinstance(local, bytes) else b""
         head = json.dumps(said).encode("utf-8", "replace")
         cause = local if isinstance(local, BaseException) else None
@@ -184,19 +184,22 @@ class Ranks:
             raise
         answers: list[bytes] | None = None
         if gathered is not None:
-            causes, contents = self._opened(gathered)
+            causes, contents, problems = self._opened(gathered)
             try:
-                answers = [_failure(causes)] * self.size if causes else [b"+" + answer for answer in decide(contents)]
+                answers = [_failure(causes, problems)] * self.size if causes else [b"+" + answer for answer in decide(contents)]
             except DurabilityUncertain as error:
                 cause, answers = error, [b"?" + _said(error).encode("utf-8", "replace")] * self.size
             except Exception as error:
-                cause, answers = error, [_failure({0: _said(error)})] * self.size
+                cause, answers = error, [_failure({0: _said(error)}, _problems(error))] * self.size
         answer = self._answer(answers)
         if answer[:1] == b"+":
             return answer[1:]
         if answer[:1] == b"?":
             raise DurabilityUncertain(answer[1:].decode()) from cause
-        known = {int(rank): str(text) for rank, text in json.loads(answer[1:]).items()}
+        listed, problems = json.loads(answer[1:])
+        known = {int(rank): str(text) for rank, text in listed.items()}
+        if problems is not None:
+            raise RanksRefused(f"{otherwise}: {_causes(known)}", problems, causes=known) from cause
         raise RanksFailed(f"{otherwise}: {_causes(known)}", causes=known) from cause
 
     def close(self) -> None:
@@ -211,18 +214,22 @@ class Ranks:
         if self._pulse is not None:
             self._pulse.join(timeout=2)
 
-    def _opened(self, gathered: list[bytes]) -> tuple[dict[int, str], list[bytes]]:
+    def _opened(self, gathered: list[bytes]) -> tuple[dict[int, str], list[bytes], list[str] | None]:
+        """The causes of ranks that failed, everybody's contents, and all problems where each cause is a `CannotHold`."""
         causes: dict[int, str] = {}
+        problems: dict[str, None] | None = {}
         contents = []
         for rank, message in enumerate(gathered):
             stop = 8 + int.from_bytes(message[:8], "little")
-            doing, failed = json.loads(message[8:stop])
+            doing, failed, refused = json.loads(message[8:stop])
             contents.append(message[stop:])
             if doing != self._doing:
                 causes[rank] = f"it was asked to {doing}, and rank 0 to {self._doing}"
             elif failed:
                 causes[rank] = failed
-        return causes, contents
+            if rank in causes:
+                problems = None if problems is None or refused is None else problems | dict.fromkeys(refused)
+        return causes, contents, None if problems is None else list(problems)
 
     def _gather(self, content: bytes) -> list[bytes] | None:
         """Everybody's content on the first rank, None on the others. Raises `RankLost` for a rank that is gone."""
@@ -355,8 +362,13 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _failure(causes: dict[int, str]) -> bytes:
-    return b"-" + json.dumps(causes).encode()
+def _problems(local: object) -> list[str] | None:
+    """What is listed by a refusal; None for anything else."""
+    return list(local.problems) if isinstance(local, CannotHold) else None
+
+
+def _failure(causes: dict[int, str], problems: list[str] | None = None) -> bytes:
+    return b"-" + json.dumps([causes, problems]).encode()
 
 
 def _causes(known: dict[int, str]) -> str:

@@ -1,8 +1,8 @@
 """A sharded save before it is written: would its index open, and what is no tensor?
 
-No rank has the whole checkpoint. What the first one has is its description, so before a folder is made it lays out the checkpoint that
-one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and gives it to the
-reader. That finds whatever names, dtypes, ranks, shapes and the tree have against them. How the pieces are spread decides no more
+No rank has the whole checkpoint. What the first one has is its description, so before a folder is made it lays out the checkpoint
+that one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and gives it to
+the reader. That finds whatever names, dtypes, ranks, shapes and the tree have against them. How the pieces are spread decides no more
 than the length of the index; of the finished folder the index is read once more, before it is published.
 """
 
@@ -14,6 +14,7 @@ from holdfast.api.rehearse import Outline, check_holds, described
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
@@ -53,7 +54,7 @@ def rehearse_value(name: str, archive: bytes) -> None:
 
 def check_folder(format: str, contents: Contents, folder: str) -> None:
     """The same as `rehearse_contents` for a folder that is finished and not published."""
-    store = LocalStore(folder)
+    store = LocalStore(folder, max_files=Limits().files)
     try:
         check_holds(described(store, READ_AS[format]).tensors, _outlines(contents), folder)
     finally:

@@ -414,7 +414,8 @@ class ShardedSave:
             for file in delivered:
                 if rank:
                     folder.join(file.key, file.nbytes)
-                boxes = tuple((StoredBox(b.name, b.start, b.stop, b.first, b.last, None, sparse=b.sparse), b.crc) for b in file.boxes)
+                stored = [StoredBox(b.name, b.start, b.stop, b.first, b.last, None, sparse=b.sparse) for b in file.boxes]
+                boxes = tuple(zip(stored, (b.crc for b in file.boxes), strict=True))
                 receipts.append(Receipt(file.key, file.nbytes, boxes))
         folder.seal_data()
         for index in index_files(self.format, contents, receipts):

@@ -24,10 +24,12 @@ NDARRAY = Global("numpy", "ndarray")
 def write_scalar(writer: PickleWriter, value: np.generic) -> None:
     if value.dtype.hasobject:
         writer.refuse("a numpy scalar with Python objects in it")
-    elif isinstance(value, np.str_ | np.bytes_) and len(value) and value[-1:] in ("\0", b"\0"):
+    elif isinstance(value, np.str_ | np.bytes_) and value[-1:] in ("\0", b"\0"):
         writer.refuse("text or bytes of numpy that end in NUL, which numpy cuts off when it reads them")
     else:
-        writer.call(value, "numpy._core.multiarray.scalar", (value.dtype, value.tobytes()))
+        # An empty text has no bytes in numpy's own pickle, and four of them in `tobytes` (numpy 2.4).
+        content = value.tobytes() if value.dtype.itemsize else b""
+        writer.call(value, "numpy._core.multiarray.scalar", (value.dtype, content))
 
 
 def write_dtype(writer: PickleWriter, dtype: np.dtype[np.generic]) -> None:
@@ -54,6 +56,9 @@ def write_array(writer: PickleWriter, array: np.ndarray) -> None:
         return
     if array.dtype.hasobject:
         writer.refuse("a numpy array of Python objects")
+        return
+    if not array.dtype.itemsize:
+        writer.refuse(f"a numpy array of {array.dtype}, whose elements have no bytes")
         return
     # The tuple is made anew for each array, as numpy does: a constant would be taken for one that is shared.
     length = 0
