@@ -106,7 +106,8 @@ class Comparison:
             assert isinstance(b, Composite), f"{at}: a tensor has become {type(b)}"
             again = b.torch()
             assert (again.layout, again.dtype, again.shape) == (a.layout, a.dtype, a.shape), at
-            assert torch.equal(again.int_repr(), a.int_repr()) if a.is_quantized else torch.equal(again.to_dense(), a.to_dense()), at
+            dense = torch.Tensor.int_repr if a.is_quantized else torch.Tensor.to_dense
+            assert torch.equal(dense(again), dense(a)), at
             return
         if a.is_meta:
             assert b.traits.meta, at

@@ -57,7 +57,7 @@ def refused_or(folder: Path) -> Iterator[None]:
         assert sorted(os.listdir(folder)) == before
 
 
-def check_state(state: object) -> list[str]:
+def check_state(state: object, *, ranks: bool = True) -> list[str]:
     """Put a state through every writer; the names of those that held it."""
     held: list[str] = []
     with tempfile.TemporaryDirectory() as name:
@@ -74,7 +74,7 @@ def check_state(state: object) -> list[str]:
                     holdfast.convert(folder / held[0], again, durable=False, **options)
                     held.append(again.name)
                     opened_again(again, state)
-        for format in ("native", "dcp", "safetensors") if isinstance(state, dict) else ():
+        for format in ("native", "dcp", "safetensors") if ranks else ():
             target = folder / f"ranks-{format}"
             with refused_or(folder):
                 ht.save_sharded(target, state, format=format, durable=False)
@@ -136,8 +136,8 @@ def nested_set(depth: int) -> object:
 foreign = st.sampled_from([Pair(1, 2), Level.LOW, Text("a"), object(), defaultdict(lambda: 3), ...])
 sizes = st.integers(0, 300).map(lambda n: -(1 << n)) | st.integers(0, 300).map(lambda n: (1 << n) - 1)
 rare = st.sampled_from([
-    torch.eye(3).to_sparse(), torch.eye(4).to_sparse_csr(), torch.ones(2, dtype=torch.complex64).conj(), torch.zeros(2, device="meta"),
-    torch.ones(3, dtype=torch.complex64).conj().imag, torch.ones(1).expand(4), torch.nn.Parameter(torch.ones(2)), torch.zeros(0, 7),
+    torch.eye(3).to_sparse(), torch.eye(4).to_sparse_csr(), torch.ones(2, dtype=torch.complex64).conj(),
+    torch.zeros(2, device="meta"), torch.ones(3, dtype=torch.complex64).conj().imag, torch.ones(1).expand(4), torch.nn.Parameter(torch.ones(2)), torch.zeros(0, 7),
 ])  # fmt: skip
 """Tensors that are more than elements in a storage."""
 
@@ -182,18 +182,18 @@ W = torch.arange(6.0).reshape(2, 3)
 PAIRS = [[0, 1] for _ in range(5000)]
 AROUND = {
     "pairs": {"pairs": PAIRS},
-    "empty lists": {"lists": [[] for _ in range(20_000)]},
-    "empty sets and tuples": {"sets": [(), set(), frozenset(), {}, OrderedDict()] * 3000},
-    "many views": {f"v{i}": W[i % 2, i % 3 :] for i in range(1500)},
-    "tied": {f"v{i}": W for i in range(1500)},
+    "empty lists": {"lists": [[] for _ in range(8_000)]},
+    "empty sets and tuples": {"sets": [(), set(), frozenset(), {}, OrderedDict()] * 1500},
+    "many views": {f"v{i}": W[i % 2, i % 3 :] for i in range(700)},
+    "tied": {f"v{i}": W for i in range(700)},
     **{f"integer of {n} bits": {"i": (1 << n) - 1, "j": -(1 << n)} for n in (53, 63, 64, 127, 128, 129, 136, 2039, 2040, 4000)},
     "integer of 4301 digits": {"i": 10**4300},
     **{f"key of {n}": {"k": {tuple(range(n)): 1}, "s": {frozenset(range(n))}} for n in (62, 63, 64, 65, 70)},
     "key of 9 by 9": {"k": {tuple(tuple(range(9)) for _ in range(9)): 1}},
-    **{f"{n} float keys": {"k": {i + 0.5: i for i in range(n)}} for n in (1000, 39_000, 60_000)},
+    **{f"{n} float keys": {"k": {i + 0.5: i for i in range(n)}} for n in (100, 39_000, 60_000)},
     "scattered integers": {"k": {i * 7919 + (1 << 40) for i in range(20_000)}},
     "integers that collide": {"k": {i * ((1 << 61) - 1): 0 for i in range(12_000)}},
-    "integers backwards": {"k": {i: 0 for i in reversed(range(20_000))}, "s": set(range(20_000, 0, -1))},
+    "integers backwards": {"k": dict.fromkeys(reversed(range(20000)), 0), "s": set(range(20_000, 0, -1))},
     "long texts as keys": {"k": {"x" * 5000 + str(i): i for i in range(200)}},
     **{f"lists, {n} deep": {"d": nested(n, lambda x: [x])} for n in (60, 61, 62, 63, 64, 65)},
     **{f"dicts, {n} deep": {"d": nested(n, lambda x: {"a": x, "b": 1})} for n in (30, 60, 62, 63, 64)},
@@ -212,14 +212,18 @@ AROUND = {
     "no tensor": {"a": 1},
     "nothing": {},
     "a large empty tensor": {"t": torch.empty(0, 1 << 40), "u": torch.empty(1 << 31, 0)},
-    "expanded": {"t": torch.ones(1).expand(1 << 12, 1 << 10)},
+    "expanded": {"t": torch.ones(1).expand(1 << 6, 1 << 10)},
 }
 """Sizes on either side of everything that a reader counts."""
 
 
+DEAR = ("empty sets and tuples", "39000 float keys", "60000 float keys", "integers that collide", "integers backwards", "batches")
+"""A DCP directory has an archive for each of their values, which is slow and nothing new."""
+
+
 @pytest.mark.parametrize("name", AROUND)
 def test_around_limits(name):
-    check_state({"w": W, **AROUND[name]} if name != "nothing" else {})
+    check_state({"w": W, **AROUND[name]} if name != "nothing" else {}, ranks=name not in DEAR)
 
 
 def test_a_pickle_of_more_than_its_limit_is_refused(tmp_path):

@@ -5,8 +5,8 @@
 3. What it finds is what was to be saved: the same names, dtypes and shapes.
 
 Whatever stands in the way is a `CannotHold`, and nothing has been touched. Checksums are not known yet, and cannot change the
-answer: they have a fixed width, any eight digits are accepted, and a reader compares one only with bytes of data, which opening does
-not read (docs/design/013-what-is-written-opens.md).
+answer: they have a fixed width, any eight digits are accepted, and a reader compares one only with bytes of data, which opening
+does not read (docs/design/013-what-is-written-opens.md).
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     Literal, Memory    the bytes themselves
     Late               made with a checksum of 0 for all data: no format refuses one when it opens a file
-    Data               zeros, which cost nothing. Only a reader that asks for exactly the bytes of one segment gets them: a record
-                       that is copied from another archive and described, a program for one
+    Data               zeros, which cost nothing. Only a reader that looks into one segment and not past it gets its bytes: a record
+                       that is copied from another archive and described, a program or sample inputs
     Hole               zeros
 
 Opening a checkpoint reads no tensor data, so a reader finds in here whatever it would find in the finished files.
@@ -40,9 +40,9 @@ class PlannedFile:
             segment, begin = self._segments[at], self._offsets[at]
             end = begin + segment.nbytes
             low, high = max(begin, start), min(end, stop)
-            kind = type(segment)
-            if kind is Data and (begin, end) != (start, stop):
-                pieces.append(bytes(high - low))
+            if isinstance(segment, Data):
+                inside = begin <= start < stop <= end
+                pieces.append(_looked_at(segment, low - begin, high - begin) if inside else bytes(high - low))
             elif (low, high) == (begin, end):
                 pieces.append(self._content(at, segment))
             else:
@@ -61,9 +61,15 @@ class PlannedFile:
                 return made
             case Memory():
                 return segment.content
-            case Data():
-                return memoryview(small_bytes(segment))
         return bytes(segment.nbytes)
+
+
+def _looked_at(segment: Data, start: int, stop: int) -> memoryview:
+    """Some bytes of a tensor."""
+    tensor = segment.tensor
+    if tensor.dtype.bits == 8 and tensor.ndim == 1:
+        return memoryview(small_bytes(Data(tensor[start:stop], segment.label)))
+    return memoryview(small_bytes(segment))[start:stop]
 
 
 class PlannedStore:

@@ -2,8 +2,8 @@
 
 No rank has the whole checkpoint. What the first one has is its description, so before a folder is made it lays out the checkpoint
 that one rank would write of tensors like these, each in one piece, with the functions that lay out the real one, and gives it to
-the reader. That finds whatever names, dtypes, ranks, shapes and the tree have against them. How the pieces are spread decides no more
-than the length of the index; of the finished folder the index is read once more, before it is published.
+the reader. That finds whatever names, dtypes, ranks, shapes and the tree have against them. How the pieces are spread decides no
+more than the length of the index; of the finished folder the index is read once more, before it is published.
 """
 
 from __future__ import annotations
