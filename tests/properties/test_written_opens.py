@@ -137,7 +137,8 @@ foreign = st.sampled_from([Pair(1, 2), Level.LOW, Text("a"), object(), defaultdi
 sizes = st.integers(0, 300).map(lambda n: -(1 << n)) | st.integers(0, 300).map(lambda n: (1 << n) - 1)
 rare = st.sampled_from([
     torch.eye(3).to_sparse(), torch.eye(4).to_sparse_csr(), torch.ones(2, dtype=torch.complex64).conj(),
-    torch.zeros(2, device="meta"), torch.ones(3, dtype=torch.complex64).conj().imag, torch.ones(1).expand(4), torch.nn.Parameter(torch.ones(2)), torch.zeros(0, 7),
+    torch.zeros(2, device="meta"), torch.ones(3, dtype=torch.complex64).conj().imag, torch.ones(1).expand(4),
+    torch.nn.Parameter(torch.ones(2)), torch.zeros(0, 7),
 ])  # fmt: skip
 """Tensors that are more than elements in a storage."""
 

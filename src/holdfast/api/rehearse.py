@@ -6,7 +6,7 @@
 
 Whatever stands in the way is a `CannotHold`, and nothing has been touched. Checksums are not known yet, and cannot change the
 answer: they have a fixed width, any eight digits are accepted, and a reader compares one only with bytes of data, which opening
-does not read (docs/design/013-what-is-written-opens.md).
+does not read (docs/design/014-what-is-written-opens.md).
 """
 
 from __future__ import annotations

@@ -217,10 +217,10 @@ class PickleWriter:
         self.out.append(b"\x88" if value else b"\x89")
 
     def _int(self, value: int) -> None:
-        raw = integer(value)
-        self.out.append(raw)
-        if len(raw) > self.limits.integer_nbytes + 2:
-            self.notes.append(f"{self.where()}: an integer of {len(raw) - 2} bytes; `open` refuses it unless told otherwise")
+        if value.bit_length() > 8 * self.limits.integer_nbytes:
+            self.refuse(f"an integer of {value.bit_length():,} bits, above Limits(integer_nbytes={self.limits.integer_nbytes})")
+            return
+        self.out.append(integer(value))
 
     def _float(self, value: float) -> None:
         self.out.append(FLOAT(b"G", value))

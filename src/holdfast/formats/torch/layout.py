@@ -83,10 +83,7 @@ def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, 
     content = pickled.finish()
     storages = [record.data() for record in pickled.storages.records]
     segments = lay_out_container(name, content, [(data.label, data) for data in storages], alignment=alignment, crc=crc)
-    notes = [*_notes(pickled), *_unkept(state.metadata)]
-    if len(content) > limits.pickle_nbytes:
-        notes.append(f"data.pkl has {len(content):,} bytes: to open it, raise Limits(pickle_nbytes={limits.pickle_nbytes:,})")
-    return SavePlan("torch-zip", (FilePlan("", segments),), tuple(notes))
+    return SavePlan("torch-zip", (FilePlan("", segments),), (*_notes(pickled), *_unkept(state.metadata)))
 
 
 def lay_out_container(
