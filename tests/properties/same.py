@@ -22,14 +22,14 @@ from tests.golden.expect import short
 from tests.parity.compare import elements
 
 
-def assert_same(saved: object, opened: object, *, order: bool = True, shared: bool = True) -> None:
-    """Fail with the place of the first difference. `shared`: lists and dicts that are one stay one."""
-    Comparison(order=order, shared=shared).run(saved, opened)
+def assert_same(saved: object, opened: object, *, order: bool = True, shared: bool = True, classes: bool = True) -> None:
+    """Fail with the place of the first difference. `shared`: lists and dicts that are one stay one; `classes`: so do Parameters."""
+    Comparison(order=order, shared=shared, classes=classes).run(saved, opened)
 
 
 class Comparison:
-    def __init__(self, *, order: bool, shared: bool) -> None:
-        self.order, self.shared = order, shared
+    def __init__(self, *, order: bool, shared: bool, classes: bool) -> None:
+        self.order, self.shared, self.classes = order, shared, classes
         self.met: dict[int, object] = {}
         """What a container that was met before was opened as."""
         self.tensors: list[tuple[str, torch.Tensor, LazyTensor]] = []
@@ -114,7 +114,7 @@ class Comparison:
             return
         assert isinstance(b, LazyTensor), f"{at}: a tensor has become {type(b)}"
         assert (short(a.dtype), tuple(a.shape)) == (b.dtype.name, b.shape), at
-        assert b.traits.parameter == isinstance(a, torch.nn.Parameter), at
+        assert not self.classes or b.traits.parameter == isinstance(a, torch.nn.Parameter), at
         assert elements(a) == b.numpy().tobytes(), f"{at}: other bits"
         self.tensors.append((at, a, b))
 
