@@ -166,7 +166,7 @@ def states(draw: st.DrawFn) -> dict:
     return made
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(states())
 def test_any_state(state):
     check_state(state)

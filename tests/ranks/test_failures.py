@@ -63,7 +63,9 @@ def number_at(path: Path) -> float:
 def check_failed(answers: list[object], path: Path, *, kept: float | None, mentions: dict[int, str]) -> Failure:
     """All ranks raised the same, with the causes of these ranks; what was there is there, and nothing else is."""
     raised = failures(answers)
-    assert {one.kinds[0] for one in raised} == {"RanksFailed"}, [str(one) for one in raised]
+    # A refusal is the same on all ranks, and one of the kind as well.
+    assert {one.kinds[0] for one in raised} in ({"RanksFailed"}, {"RanksRefused"}), [str(one) for one in raised]
+    assert all("RanksFailed" in one.kinds for one in raised)
     assert {"NotCommitted", "SaveError", "OSError", "HoldfastError"} <= set(raised[0].kinds)
     assert len({one.text for one in raised}) == 1
     assert all(one.facts["causes"] == raised[0].facts["causes"] for one in raised)
@@ -466,7 +468,7 @@ def test_a_damaged_file_is_an_error_on_every_rank(pool: Pool, tmp_path: Path, da
         raw[-5] ^= 1
         file.write_bytes(raw if damage == "flip" else raw[:-100])
     raised = failures(pool.run(SIZE, load_damaged, str(path)))
-    assert {one.kinds[0] for one in raised} == {"RanksFailed"}
+    assert {one.kinds[0] for one in raised} in ({"RanksFailed"}, {"RanksRefused"})
     assert len({one.text for one in raised}) == 1
     assert file.name in raised[0].text
     assert ("some tensors have been changed" if damage == "flip" else "nothing was published or changed") in raised[0].text

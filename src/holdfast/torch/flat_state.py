@@ -19,15 +19,17 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.core.composite import Composite
+from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.stream import write_stream
 from holdfast.formats.torch.layout import lay_out_torch_zip
 from holdfast.formats.tree_json import encode_tree
+from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.torch.pickling import StorageIds, pickle_object
 from holdfast.torch.save import plan_object
 
-__all__ = ["FlatState", "Value", "flatten"]
+__all__ = ["FlatState", "Value", "common_problems", "flatten"]
 
 Path = tuple[str | int, ...]
 
@@ -88,6 +90,8 @@ class FlatState:
                 found[name] = value.digest()
             except ValueError as error:
                 self.problems.append(f"{name}: {error}")
+            except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:  # what pickle says no with
+                self.problems.append(f"{name}: it cannot be pickled ({type(error).__name__}: {error})")
         return found
 
 
@@ -99,6 +103,18 @@ def flatten(state: State, raw: object) -> FlatState:
         if name not in flat.paths:
             flat.problems.append(f"{name}: a tensor inside of a tuple; make it a list")
     return flat
+
+
+def common_problems(state: State, flat: FlatState) -> list[str]:
+    """What no rank could say to the others, or no format could hold."""
+    problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
+    for name, tensor in state.tensors.items():
+        if tensor.traits.meta:
+            problems.append(f"{name}: it is on the meta device, without data")
+        if tensor.ndim > Limits().rank:
+            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={Limits().rank})")
+    names = dict.fromkeys([*state.tensors, *flat.paths])
+    return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
 
 
 def _walk(value: object, raw: object, path: Path, flat: FlatState) -> None:

@@ -23,7 +23,6 @@ import torch
 
 from holdfast.api.state import describe_state
 from holdfast.core.box import Box
-from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit import DirectoryTransaction, NewFile
@@ -36,13 +35,12 @@ from holdfast.formats.native.chunks import stored_chunk
 from holdfast.formats.native.manifest import StoredSparse
 from holdfast.formats.safetensors.save import is_flat
 from holdfast.formats.tree_json import encode_tree
-from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.described import RankState
 from holdfast.plan.ranks import RankPlan, plan_ranks
 from holdfast.plan.wire import decode_all, encode
 from holdfast.stores.files import OsFiles, make_parents
 from holdfast.torch.cuda.stage import Copies
-from holdfast.torch.flat_state import FlatState, flatten
+from holdfast.torch.flat_state import FlatState, common_problems, flatten
 from holdfast.torch.group import Ranks
 from holdfast.torch.merged_trees import one_tree
 from holdfast.torch.per_rank import mark, rank_key
@@ -308,7 +306,7 @@ class ShardedSave:
         if self.format == "safetensors":
             kinds = ((name, type(value.raw).__name__) for name, value in flat.values.items())
             problems += [f"{name}: a {kind}; safetensors files hold tensors alone" for name, kind in kinds]
-        problems += _common_problems(state, flat)
+        problems += common_problems(state, flat)
         if problems:
             raise CannotHold("this state cannot be saved so", problems)
         paths = {name: list(path) for name, path in flat.paths.items()}
@@ -454,18 +452,6 @@ def _stored(box: StoredBox, file: RankFile, crcs: Mapping[str, int]) -> Stored:
         return Stored(box.name, box.start, box.stop, box.first, box.last, 0 if box.label is None else crcs[box.label])
     chunk = stored_chunk(box.name, lambda entry: (0, file.places[entry]), crcs.__getitem__, parts=box.parts)
     return Stored(box.name, box.start, box.stop, box.first, box.last, box.parts.crc32, chunk.sparse)
-
-
-def _common_problems(state: State, flat: FlatState) -> list[str]:
-    """What no rank could say to the others, or no format could hold."""
-    problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
-    for name, tensor in state.tensors.items():
-        if tensor.traits.meta:
-            problems.append(f"{name}: it is on the meta device, without data")
-        if tensor.ndim > Limits().rank:
-            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={Limits().rank})")
-    names = dict.fromkeys([*state.tensors, *flat.paths])
-    return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
 
 
 def _nothing(tensor: LazyTensor) -> Box:

@@ -248,6 +248,10 @@ class PickleWriter:
         self.call(value, f"builtins.{type(value).__name__}", (value.start, value.stop, value.step))
 
     def _path(self, value: PurePath) -> None:
+        if type(value)(*value.parts) != value:
+            # `/C:` on Windows is another path once it has been parts (Python 3.11).
+            self.refuse("a path that its parts do not give back")
+            return
         self.call(value, f"pathlib.{type(value).__name__}", value.parts)
 
     def _global(self, value: Global) -> None:
