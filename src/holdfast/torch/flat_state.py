@@ -90,8 +90,6 @@ class FlatState:
                 found[name] = value.digest()
             except ValueError as error:
                 self.problems.append(f"{name}: {error}")
-            except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:  # what pickle says no with
-                self.problems.append(f"{name}: it cannot be pickled ({type(error).__name__}: {error})")
         return found
 
 
