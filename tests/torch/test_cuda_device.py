@@ -334,10 +334,10 @@ def test_a_fault_in_a_copy_is_one_error(tmp_path, monkeypatch):
         targets = [Fill(tensor, torch.empty(tensor.shape, device="cuda")) for tensor in checkpoint.values()]
         put, count = gpu_load._put_pieces, iter(range(100))
 
-        def fail(pieces, block, device):
+        def fail(pieces, block, device, **more):
             if next(count) == 2:
                 raise RuntimeError("the copy broke")
-            put(pieces, block, device)
+            put(pieces, block, device, **more)
 
         monkeypatch.setattr(gpu_load, "_put_pieces", fail)
         with pytest.raises(RuntimeError, match="the copy broke"):
@@ -433,7 +433,7 @@ def test_sums_of_what_is_on_a_gpu():
             assert sums(one) == sums(one.clone())
             behind = torch.cat([one.reshape(-1)[:1], one.reshape(-1)])[1:].view(shape)
             assert sums(one) == sums(behind), "wherever it lies"
-            assert sums(one) == sums(one.T.contiguous().T), "however it lies"
+            assert sums(one) == sums(one.movedim(0, -1).contiguous().movedim(-1, 0)), "however it lies"
             other = one.clone()
             other.view(-1).view(torch.uint8)[-1] ^= 1
             assert sums(one) != sums(other)
