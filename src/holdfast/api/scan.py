@@ -1,85 +1,56 @@
 """`scan`: what would these files have done, had a trusting loader loaded them?
 
-1. Directories are searched; each file in them is recognised by its content.
-2. A checkpoint is opened by the one parser that `open` uses; what it kept as `foreign` is the finding. A bare pickle
-   goes through the same interpreter.
-3. Each foreign global is ranked (`severity.py`) and shown with the calls and places that the tree holds
-   (`evidence.py`). Streams inside streams (tensors pickled without `torch.save`) are scanned as well.
-4. A file that cannot be parsed to its end is an error, never "nothing found". In a directory, what is neither a
-   checkpoint nor a pickle is counted as skipped, unless its suffix is one that programs load as a pickle.
+The rule: every byte that some stock loader (pickle, torch.load, torch.jit, torch.package, torch.export, DCP, joblib, numpy) would carry
+out is read by the closed interpreter, and what could not be read is said. "Clean" means that all of it was read and nothing was found.
+
+1. Directories are searched, and content decides: a file that no loader would do anything with is skipped, and named. A distributed
+   checkpoint and a native directory are one thing each, with all their files.
+2. Each file is walked (`scanning/walk.py`): every container that it may be, every pickle in it, recorded and ranked (`severity.py`).
+3. It is opened as well, by the one parser that `open` uses. That says what format it is and where in its tree things are; and what
+   `open` refuses is an error here, unless it is something that only other loaders read and that was walked to its end.
+4. An error never outweighs a finding, and neither is ever "nothing found".
 """
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from holdfast.api.evidence import Evidence, gather
+from holdfast.api.evidence import gather
 from holdfast.api.open import open as open_checkpoint
 from holdfast.api.open import store_of
-from holdfast.api.severity import ORDER, Severity, judge
+from holdfast.api.scanning.allowed import Allowed
+from holdfast.api.scanning.findings import Finding
+from holdfast.api.scanning.spans import Span
+from holdfast.api.scanning.walk import Walk
+from holdfast.api.severity import Severity
 from holdfast.core.limits import Limits
-from holdfast.core.opaque import Global
-from holdfast.core.protocols import Foreign
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadPath, FormatError, HoldfastError, LimitExceeded, Truncated, UnknownFormat
-from holdfast.formats.dcp.directory import DATA_SUFFIX, DcpDirectory
-from holdfast.formats.dcp.examine import examine
+from holdfast.errors import HoldfastError, StoreError, UnknownFormat
+from holdfast.formats.dcp.directory import DATA_SUFFIX
 from holdfast.formats.dcp.index import is_index
-from holdfast.formats.pickle import PlainTable, interpret, interpret_whole
-from holdfast.stores.paths import found_path, local_path
+from holdfast.formats.native.manifest import MANIFEST
+from holdfast.formats.pickle import PlainTable, interpret
+from holdfast.stores.local import check_key
 
 __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
 
-Verdict = Literal["clean", "suspicious", "error"]
+Verdict = Literal["dangerous", "suspicious", "error", "unknown", "nothing scanned", "clean"]
 
-SUFFIXES = frozenset({".bin", ".ckpt", ".dill", ".joblib", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".ptl", ".th"})
-"""What programs hand to `torch.load` and `pickle.load`.
+AnyPath = str | os.PathLike[str]
 
-Such a file in a directory is never skipped, whatever it holds.
-"""
+POINTER = b"version https://git-lfs"
+"""A file that stands for another one, which is not here: what it would do, nobody can tell."""
 
-HEAD_NBYTES = 1 << 16
-"""How much of an unknown file is tried as a pickle before it is called something else.
+SKIPPED = 10_000
+"""Skipped files that are named; the others are counted."""
 
-Text fails within a few bytes.
-"""
-
-PICKLE_RECORD = b"data.pkl"
-"""The record that makes a zip a checkpoint."""
-
-NESTED = Global("torch.storage", "_load_from_bytes")
-"""How a tensor pickles itself without `torch.save`: a call with a whole torch file as bytes."""
-
-DEEPEST = 3
-"""Files inside files that are followed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One global that the file mentions and that Holdfast did not build."""
-
-    severity: Severity
-    what: str
-    """`module.name`, raw text out of the file."""
-    reason: str
-    uses: tuple[str, ...]
-    """`mention`, `call`, `new`, `build`: what the stream does with it."""
-    calls: tuple[str, ...]
-    """Up to three calls with their arguments in short, printable form; empty where it is not called.
-
-    `module.name(…)` where the stream throws the outcome away, and with it the arguments.
-    """
-    stream: str
-    """Which pickle of the file."""
-    offset: int
-    """Byte of that pickle."""
-    paths: tuple[str, ...]
-    """Up to three places in the tree."""
+TITLES = ("torchscript", "torch-package", "npz", "legacy", "npy", "zip", "tar", "gzip", "bzip2", "xz", "lzma", "zlib", "zstd", "pickle")
+"""What a file is called that `open` does not know, the first that fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +59,22 @@ class FileReport:
 
     path: str
     format: str
-    """As `Checkpoint.format`; `pickle` for a bare one; empty where it is not known."""
+    """As `Checkpoint.format`; `pickle`, `npz`, `torch-package`, … for what `open` does not know; empty where it is not known."""
     findings: tuple[Finding, ...] = ()
     error: str | None = None
+    streams: int = 0
+    """Pickles that were read in it."""
+
+    def verdict(self, *, strict: bool = False) -> Verdict:
+        """The worst that is to be said of this file; what is allowed does not count."""
+        counted = {finding.severity for finding in self.findings if not finding.allowed}
+        if "dangerous" in counted:
+            return "dangerous"
+        if "suspicious" in counted or (strict and "unknown" in counted):
+            return "suspicious"
+        if self.error is not None:
+            return "error"
+        return "unknown" if "unknown" in counted else "clean"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,70 +83,85 @@ class ScanReport:
 
     files: tuple[FileReport, ...]
     skipped: int = 0
-    """Files in directories that are neither checkpoints nor pickles."""
+    """Files in directories that no loader would do anything with."""
+    skipped_paths: tuple[str, ...] = ()
+    """Their names; the first ten thousand."""
 
-    def count(self, severity: Severity) -> int:
-        """Findings of one severity."""
-        return sum(f.severity == severity for file in self.files for f in file.findings)
+    def count(self, severity: Severity, *, allowed: bool = False) -> int:
+        """Findings of one severity, without those that are allowed; or of those alone."""
+        return sum(f.severity == severity and f.allowed == allowed for file in self.files for f in file.findings)
 
     def verdict(self, *, strict: bool = False) -> Verdict:
-        """`error` where a file could not be read; else `suspicious` where something is at least that; else `clean`.
+        """The worst word for any file: `dangerous`, `suspicious`, `error` (something could not be read), `unknown`, `clean`.
 
-        With `strict`, unknown globals are suspicious.
+        `nothing scanned` where there was no file to say anything about. With `strict`, unknown globals are suspicious.
         """
-        if any(file.error is not None for file in self.files):
-            return "error"
-        bad: tuple[Severity, ...] = ("dangerous", "suspicious", "unknown") if strict else ("dangerous", "suspicious")
-        return "suspicious" if any(self.count(severity) for severity in bad) else "clean"
+        words = {file.verdict(strict=strict) for file in self.files}
+        order: tuple[Verdict, ...] = ("dangerous", "suspicious", "error", "unknown", "clean")
+        return next((word for word in order if word in words), "nothing scanned")
 
 
-def scan(*paths: str | os.PathLike[str], limits: Limits | None = None) -> ScanReport:
-    """Report on files and directories.
+def scan(
+    *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None
+) -> ScanReport:
+    """Report on files and directories, or lists of them.
 
-    Nothing in them is run, and nothing about them raises: errors are part of the report.
+    Nothing in them is run, and nothing about them raises: errors are part of the report. `allow` is a file of patterns for
+    `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Raises for such a file that
+    cannot be read.
     """
+    allowed = Allowed.given(allow)
     files: list[FileReport] = []
-    skipped = 0
-    for path in paths:
-        try:
-            place = local_path(path)
-        except BadPath as error:
-            files.append(FileReport(str(path), "", error=_described(error)))
+    skipped: list[str] = []
+    for path in _flat(paths):
+        if not os.path.isdir(path):
+            files.append(_scan_file(path, limits or Limits()))
             continue
-        if not os.path.isdir(place):
-            files.append(_scan_file(Path(place), limits or Limits()))
-            continue
-        for found in _search(Path(place)):
+        for found in _search(path):
             report = found if isinstance(found, FileReport) else _scan_found(found, limits or Limits())
             if report is None:
-                skipped += 1
+                skipped.append(str(found))
             else:
                 files.append(report)
-    return ScanReport(tuple(files), skipped)
+    marked = tuple(replace(file, findings=allowed.mark(file.findings)) for file in files)
+    return ScanReport(marked, len(skipped), tuple(skipped[:SKIPPED]))
+
+
+def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[Path]:
+    for path in paths:
+        if isinstance(path, str | os.PathLike):
+            yield Path(path)
+        else:
+            yield from map(Path, path)
 
 
 def _search(directory: Path) -> Iterator[Path | FileReport]:
     """Every file below a directory, sorted; a folder that cannot be listed as an error.
 
-    A distributed checkpoint is one thing, and stands for its files: a part of it says nothing. Links to folders are not followed.
+    A distributed checkpoint is one thing, and stands for its files, and so is a native directory. Links to folders are not followed.
     """
     problems: list[OSError] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):
         folders.sort()
-        distributed = any(map(is_index, names))
-        if distributed:
+        native = MANIFEST in names
+        distributed = any(map(is_index, names)) or any(name.endswith(DATA_SUFFIX) for name in names)
+        if native or distributed:
             yield Path(folder)
         for name in sorted(names):
-            if not distributed or not (is_index(name) or name.endswith(DATA_SUFFIX)):
+            if not native and not (distributed and _belongs(name)):
                 yield Path(folder, name)
     for problem in problems:
         yield FileReport(str(problem.filename), "", error=f"cannot list this folder: {problem.strerror}")
 
 
+def _belongs(name: str) -> bool:
+    return is_index(name) or name.endswith(DATA_SUFFIX)
+
+
 def _scan_found(path: Path, limits: Limits) -> FileReport | None:
-    """One file of a directory, or a distributed checkpoint; None when it is none of our business."""
+    """One file of a directory, or a folder that is one checkpoint; None when no loader would do anything with it."""
     if path.is_dir():
-        return _scan_file(path, limits)
+        return _guarded(path, lambda: _scan_folder(path, limits))
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             return None
@@ -170,142 +169,160 @@ def _scan_found(path: Path, limits: Limits) -> FileReport | None:
         return None  # a link to nowhere: nobody can load it either
     except OSError:
         pass  # opening it says what is wrong
-    if path.suffix.lower() in SUFFIXES:
-        return _scan_file(path, limits)
-    try:
-        return _scan_checkpoint(path, limits)
-    except UnknownFormat:
-        return _scan_file(path, limits) if _like_pickle(path, limits) else None
-    except FormatError as error:
-        return None if _other_zip(path) else FileReport(str(path), "", error=str(error))
-    except Exception as error:
-        return FileReport(str(path), "", error=_described(error))
+    report = _guarded(path, lambda: _scan_bytes(path, limits))
+    return report if report.format or report.findings or report.error else None
 
 
 def _scan_file(path: Path, limits: Limits) -> FileReport:
-    """One file that must be something: a checkpoint or a pickle."""
+    """One file that must be something."""
+    report = _guarded(path, lambda: _scan_bytes(path, limits))
+    if report.format or report.findings or report.error:
+        return report
     try:
-        try:
-            return _scan_checkpoint(path, limits)
-        except UnknownFormat:
-            if not _like_pickle(path, limits):
-                raise
-            return _scan_pickle(path, limits)
+        with open_checkpoint(path, limits=limits):
+            return report
+    except HoldfastError as error:
+        return replace(report, error=str(error))
+
+
+def _guarded(path: Path, look: object) -> FileReport:
+    """A scan of a thousand files does not end at the first surprise; even a bug of ours is reported as an error of this file."""
+    try:
+        report: FileReport = look()  # type: ignore[operator]  # one of the two above
+    except HoldfastError as error:
+        return FileReport(str(path), "", error=str(error))
     except Exception as error:
-        # A scan of a thousand files does not end at the first surprise; even a bug of ours is reported as
-        # an error of this file.
-        return FileReport(str(path), "", error=_described(error))
+        return FileReport(str(path), "", error=f"{type(error).__name__}: {error}")
+    return report
 
 
-def _described(error: Exception) -> str:
-    if isinstance(error, HoldfastError):
-        return str(error)
-    return f"{type(error).__name__}: {error}"
-
-
-def _scan_checkpoint(path: Path | bytes, limits: Limits, depth: int = 0) -> FileReport:
-    with open_checkpoint(found_path(str(path)) if isinstance(path, Path) else path, limits=limits) as checkpoint:
-        foreign = checkpoint.foreign
-        if checkpoint.format == DcpDirectory.name:
-            foreign += examine(checkpoint.tree, checkpoint.values())
-        findings = _findings(foreign, checkpoint.tree, limits, depth)
-        return FileReport(str(path) if isinstance(path, Path) else "", checkpoint.format, findings)
-
-
-def _scan_pickle(path: Path, limits: Limits) -> FileReport:
-    done = interpret_whole(_read(path, limits), PlainTable(), limits=limits, stream="pickle")
-    return FileReport(str(path), "pickle", _findings(done.foreign, done.value, limits, 0))
-
-
-def _like_pickle(path: Path, limits: Limits) -> bool:
-    """Whether the bytes begin as a pickle does: with its protocol, or with opcodes that lead to a STOP or beyond the
-    head.
-    """
-    head = _read(path, limits, HEAD_NBYTES)
-    if len(head) > 1 and head[0] == 0x80 and head[1] <= 5:
-        return True
-    try:
-        interpret(head, PlainTable(), limits=limits, stream="pickle")
-    except (Truncated, LimitExceeded):
-        return len(head) == HEAD_NBYTES
-    except HoldfastError:
-        return False
-    return True
-
-
-def _other_zip(path: Path) -> bool:
-    """Whether this is a zip that no torch reads (a wheel, an .npz, a document), so that refusing it says nothing.
-
-    torch wants a record `data.pkl`, and no zip compresses the names of its records: without these bytes there is none.
-    """
-    with path.open("rb") as file:
-        piece = file.read(1 << 20)
-        if not piece.startswith(b"PK"):
-            return False
-        while piece:
-            if PICKLE_RECORD in piece:
-                return False
-            more = file.read(1 << 20)
-            piece = piece[-len(PICKLE_RECORD) :] + more if more else b""
-    return True
-
-
-def _read(path: Path, limits: Limits, most: int | None = None) -> bytes:
-    """The whole file, if the limit allows that, or its first bytes."""
-    store = store_of(found_path(str(path)), limits)
+def _scan_bytes(path: Path, limits: Limits) -> FileReport:
+    """One file, walked and opened."""
+    store = store_of(path, limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()
-        size = store.size(key)
-        if most is not None:
-            return source.bytes(key, 0, min(size, most))
-        if size > limits.pickle_nbytes:
-            raise LimitExceeded(
-                f"the pickle is {size:,} bytes, above Limits(pickle_nbytes={limits.pickle_nbytes:,})",
-                file=str(path),
-                expected=limits.pickle_nbytes,
-                found=size,
-            )
-        return source.bytes(key, 0, size)
+        span = Span(source, key, 0, store.size(key))
+        walk = Walk(_for_index(limits) if is_index(path.name) else limits, span.nbytes)
+        walk.look(span, "pickle")
+        opened = _open(path, limits)
+        if span.read(0, len(POINTER)) == POINTER:
+            opened = replace(opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`")
+        paths = opened.paths or _paths_of_pickle(walk, span)
     finally:
         store.close()
+    return _report(path, walk, opened, paths)
 
 
-def _findings(foreign: tuple[Foreign, ...], tree: object, limits: Limits, depth: int) -> tuple[Finding, ...]:
-    """The worst first, then in the order of the stream."""
-    evidence = gather(tree) if foreign else {}
-    findings: list[Finding] = []
-    for item in foreign:
-        seen = evidence.get(item.what, Evidence())
-        finding = _finding(item, seen)
-        if item.what == NESTED:
-            finding, more = _nested(finding, seen.nested, limits, depth)
-            findings += more
-        findings.append(finding)
-    return tuple(sorted(findings, key=lambda f: (ORDER.index(f.severity), f.stream, f.offset)))
+def _for_index(limits: Limits) -> Limits:
+    return replace(limits, pickle_nbytes=max(limits.pickle_nbytes, limits.dcp_metadata_nbytes))
 
 
-def _finding(item: Foreign, seen: Evidence) -> Finding:
-    severity, reason = judge(item.what, item.uses)
-    # INST and OBJ call as REDUCE does, and are noted as `new`; a class that gets arguments is worth the same look.
-    calls = tuple(seen.calls) if "call" in item.uses or ("new" in item.uses and seen.arguments) else ()
-    if "call" in item.uses and not calls:
-        calls = (f"{item.what}(…)",)
-    return Finding(severity, str(item.what), reason, item.uses, calls, item.stream, item.offset, item.paths or tuple(seen.paths))
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `open` says of a file."""
+
+    format: str = ""
+    refusal: str | None = None
+    """Why it was refused; None where it was not, or where `open` does not know such files."""
+    paths: dict[str, tuple[str, ...]] | None = None
 
 
-def _nested(finding: Finding, streams: list[bytes], limits: Limits, depth: int) -> tuple[Finding, list[Finding]]:
-    """Follow tensors that carry a whole torch file as bytes.
+def _open(path: Path, limits: Limits) -> Opened:
+    try:
+        with open_checkpoint(path, limits=limits) as checkpoint:
+            paths = {str(what): tuple(seen.paths) for what, seen in gather(checkpoint.tree).items()} if checkpoint.foreign else {}
+            paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
+            return Opened(checkpoint.format, None, paths)
+    except UnknownFormat:
+        return Opened()
+    except HoldfastError as error:
+        return Opened("", str(error))
 
-    Where all of them can be read, the call itself is ordinary.
-    """
-    more: list[Finding] = []
-    if not streams or depth >= DEEPEST:
-        return finding, more
-    for stream in streams:
+
+def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
+    """Places in the tree of a bare pickle, where it can be read as data."""
+    if "pickle" not in walk.kinds or span.nbytes > walk.limits.pickle_nbytes:
+        return {}
+    try:
+        done = interpret(span.read(0, span.nbytes), PlainTable(), limits=walk.limits, stream="pickle")
+    except HoldfastError:
+        return {}
+    return {str(what): tuple(seen.paths) for what, seen in gather(done.value).items()}
+
+
+def _report(path: Path, walk: Walk, opened: Opened, paths: dict[str, tuple[str, ...]]) -> FileReport:
+    errors = list(walk.found.errors)
+    findings = walk.found.sorted(paths)
+    other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
+    if other and not opened.format and not walk.streams and not findings:
+        # An archive in which there is nothing for any loader: a wheel, a document, pictures.
+        ordinary = not errors or "refused" in walk.kinds
+        return FileReport(str(path), "", error=None if ordinary else _joined(errors))
+    if opened.refusal is not None and not (other and "refused" not in walk.kinds) and opened.refusal not in errors:
+        errors.append(opened.refusal)
+    if not opened.format and walk.trailing is not None:
+        errors.append(walk.trailing)
+    title = opened.format or next((kind for kind in TITLES if kind in walk.kinds), "")
+    return FileReport(str(path), title, findings, _joined(errors), walk.streams)
+
+
+def _joined(errors: list[str]) -> str | None:
+    return "; ".join(dict.fromkeys(errors)) or None
+
+
+def _scan_folder(folder: Path, limits: Limits) -> FileReport:
+    """A distributed checkpoint or a native directory: all its files, and what its index says of them."""
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+    native = MANIFEST in names
+    wanted = [name for name in names if native or _belongs(name)]
+    sizes = {name: (folder / name).stat().st_size for name in wanted}
+    walk = Walk(limits, sum(sizes.values()))
+    stores = []
+    spans: dict[str, Span] = {}
+    try:
+        for name in wanted:
+            store = store_of(folder / name, limits)
+            stores.append(store)
+            (key,) = store.list()
+            spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
+            walk.limits = _for_index(limits) if is_index(name) else limits
+            kinds = walk.look(spans[name], name)
+            if not kinds and not native and spans[name].nbytes:
+                walk.found.error(f"{name}: neither a pickle nor an archive; not read")
+        walk.limits = limits
+        _scan_items(walk, spans)
+    finally:
+        for store in stores:
+            store.close()
+    opened = _open(folder, limits)
+    errors = [*walk.found.errors, *([opened.refusal] if opened.refusal else [])]
+    if not opened.format and opened.refusal is None:
+        errors.append("the index of a distributed checkpoint, or its data, without the other")
+    return FileReport(str(folder), opened.format, walk.found.sorted(opened.paths or {}), _joined(errors), walk.streams)
+
+
+def _scan_items(walk: Walk, spans: dict[str, Span]) -> None:
+    """What the index points at, where that is not one of the archives that were found in the data files."""
+    budget = 2 * sum(span.nbytes for span in spans.values())
+    done: set[tuple[object, object, object]] = set()
+    for item in walk.items:
+        name, offset, length = (item.get(field) for field in ("relative_path", "offset", "length"))
+        if type(name) is not str or type(offset) is not int or type(length) is not int or (name, offset, length) in done:
+            continue
+        done.add((name, offset, length))
         try:
-            report = _scan_checkpoint(stream, limits, depth + 1)
-        except HoldfastError:
-            return finding, more
-        more += [replace(f, stream=f"{finding.stream} > {f.stream}") for f in report.findings]
-    return replace(finding, severity="known", reason="a tensor pickled with its file inside, which was scanned as well"), more
+            check_key(name)
+        except StoreError:
+            walk.found.tell("suspicious", f"an item in the file {name[:200]!r}", "reads a file outside of the checkpoint", stream=".metadata")
+            continue
+        span = spans.get(name)
+        if span is None or (span.key, offset, offset + length) in walk.zips:
+            continue
+        budget -= max(length, 0)
+        if budget < 0:
+            walk.found.error("the items of the index overlap; not all of them were read")
+            return
+        part = span.part(offset, offset + length)
+        if not walk.look(part, f"{name} at byte {offset:,}", 1) and part.nbytes:
+            walk.found.error(f"{name}: the item at byte {offset:,} is neither a pickle nor an archive; not read")

@@ -7,7 +7,8 @@
 3. PROTO may be missing, and stands nowhere but at the start. STOP leaves exactly one value and no MARK.
 4. Cost is linear in the stream: the stack and the memo hold references, marks are counted, a memo index is at most the number of
    opcodes so far + 1, integers are short, and whatever costs more than its bytes goes through `Spending`.
-5. An object that only BUILD finishes is replaced where it stands and where it is remembered; a reference to it inside of its
+5. A table that is `tolerant` (a scan's) is given what CPython would go on with where others refuse: the oddity is noted, not raised.
+6. An object that only BUILD finishes is replaced where it stands and where it is remembered; a reference to it inside of its
    own state stays an `Opaque`.
 
 Nesting is not limited here, because nothing here follows it: whoever walks the value counts (`Limits.depth`).
@@ -32,6 +33,7 @@ from holdfast.formats.pickle.rare import RARE, REFUSED
 from holdfast.formats.pickle.state import State
 from holdfast.formats.pickle.table import Pending, Table
 from holdfast.formats.pickle.text import utf8
+from holdfast.formats.pickle.tolerant import TOLERANT
 
 __all__ = ["Interpreted", "interpret", "interpret_whole"]
 
@@ -115,6 +117,10 @@ def interpret_whole(
 def _run(state: State) -> object:
     """The value of the stream; `state.pos` is behind its STOP."""
     data, limit, marks = state.data, state.limit, state.limits.marks
+    tolerant = state.table.tolerant
+    rares = TOLERANT if tolerant else RARE
+    if tolerant:
+        marks = len(data)  # one byte each, so no more than that can be open
     table, memo, marked, watched = state.table, state.memo, state.marked, state.watched
     call, persistent, fill = table.call, table.persistent, table.spending.fill
     uint16, uint32, int32 = (struct.Struct(code).unpack_from for code in ("<H", "<I", "<i"))
@@ -151,11 +157,13 @@ def _run(state: State) -> object:
                     pos += 1
                 elif op == 0x94:  # MEMOIZE
                     if state.sparse:
-                        state.at = pos - 1
-                        raise state.fail("MEMOIZE after a memo entry out of order")
-                    memo.append(stack[-1])
-                    if watched:
-                        state.watch(stack[-1], len(memo) - 1)
+                        state.at, state.count, state.stack = pos - 1, count, stack
+                        state.odd("MEMOIZE after a memo entry out of order")
+                        state.put(state.entries())
+                    else:
+                        memo.append(stack[-1])
+                        if watched:
+                            state.watch(stack[-1], len(memo) - 1)
                 elif op == 0x28:  # MARK
                     if len(marked) >= marks:
                         raise LimitExceeded(
@@ -199,7 +207,8 @@ def _run(state: State) -> object:
                     what = stack[-1]
                     table.offset = state.at = pos - 1
                     if type(args) is not tuple:
-                        raise state.fail("arguments that are no tuple")
+                        state.odd("arguments that are no tuple")
+                        args = (args,)
                     stack[-1] = value = call(what, args)
                     if isinstance(value, Pending):
                         state.announce(value)
@@ -237,7 +246,8 @@ def _run(state: State) -> object:
                     target = stack[-1]
                     table.offset = state.at = pos - 1
                     if len(above) % 2:
-                        raise state.fail("SETITEMS with a key that has no value")
+                        state.odd("SETITEMS with a key that has no value")
+                        above.append(None)
                     if type(target) is dict:
                         fill(target, above)
                     else:
@@ -253,17 +263,17 @@ def _run(state: State) -> object:
                 elif op == 0x2E:  # STOP
                     state.at, state.pos, state.count = pos - 1, pos, count
                     if marked or len(stack) != 1:
-                        raise state.fail("STOP with more or less than one value on the stack")
+                        state.odd("STOP with more or less than one value on the stack")
                     if state.framed and pos != limit:
                         raise state.fail("STOP before the end of its frame")
-                    return stack[0]
-                elif op == 0x95:  # FRAME
+                    return stack[-1] if stack else None
+                elif op == 0x95 and not tolerant:  # FRAME
                     state.at, state.pos = pos - 1, pos
                     pos, limit = _frame(state)
                 else:
                     table.offset = state.at = pos - 1
                     state.pos, state.count, state.stack = pos, count, stack
-                    rare = RARE.get(op)
+                    rare = rares.get(op)
                     if rare is None:
                         raise state.fail(f"opcode 0x{op:02x} is {REFUSED.get(op, 'not one of pickle')}")
                     rare(state)

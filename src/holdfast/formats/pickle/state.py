@@ -22,7 +22,7 @@ class State:
     """One interpretation at work. The loop keeps `pos` and `stack` in local variables and writes them back for rare opcodes."""
 
     __slots__ = (
-        "at", "count", "data", "end", "framed", "limit", "limits", "marked", "memo", "pos", "sparse", "stack", "start",
+        "at", "count", "counted", "data", "end", "framed", "limit", "limits", "marked", "memo", "pos", "sparse", "stack", "start",
         "stream", "table", "watched",
     )  # fmt: skip
 
@@ -46,14 +46,31 @@ class State:
         self.marked: list[list[object]] = []
         self.memo: list[object] = []
         self.sparse: dict[int, object] = {}
+        self.counted = 0
+        """Entries of `memo` that were looked for in `sparse`."""
         self.watched: dict[int, tuple[Pending, list[int]]] = {}
         """Unfinished objects, by identity, with the memo entries that hold them."""
 
     def fail(self, message: str) -> PickleError:
         return PickleError(f"{self.stream}: {message}", offset=self.at)
 
+    def odd(self, message: str) -> None:
+        """What no writer does and CPython goes on with: refused, or noted by a table that is tolerant."""
+        if not self.table.tolerant:
+            raise self.fail(message)
+        self.table.note(message)
+
+    def entries(self) -> int:
+        """How many memo entries there are, which is the number that MEMOIZE gives."""
+        while self.counted < len(self.memo):
+            # Written out of order once, and in order since.
+            self.sparse.pop(self.counted, None)
+            self.counted += 1
+        return len(self.memo) + len(self.sparse)
+
     def short(self) -> FormatError | LimitExceeded:
         """The error for an opcode that needs bytes beyond `limit`."""
+        self.table.reached = self.at
         if self.framed:
             return self.fail("an opcode reaches beyond the end of its frame")
         if self.end < len(self.data):
@@ -118,7 +135,7 @@ class State:
             self.memo.append(value)
         else:
             if index > self.count + 1:
-                raise self.fail(f"memo entry {index} after {self.count} opcodes: no writer numbers like that")
+                self.odd(f"memo entry {index} after {self.count} opcodes: no writer numbers like that")
             self.sparse[index] = value
         if self.watched:
             self.watch(value, index)

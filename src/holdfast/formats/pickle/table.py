@@ -65,6 +65,9 @@ class Mention:
 class Table:
     """The inert table: what has no row becomes an `Opaque`."""
 
+    tolerant = False
+    """Whether the machine goes on where CPython does and strictness would refuse; such a table gets a `note` of it."""
+
     def __init__(
         self,
         *,
@@ -77,6 +80,8 @@ class Table:
         self.news: dict[Name, Row] = dict(news or {})
         self.offset = 0
         """Byte of the opcode at work; the machine sets it before it asks."""
+        self.reached = 0
+        """Byte of the opcode that needed more bytes than there are, where one did."""
         self.begin(Limits(), 0)
 
     def begin(self, limits: Limits, nbytes: int) -> None:
@@ -95,6 +100,9 @@ class Table:
 
     def declare(self, protocol: int) -> None:
         """PROTO: what the stream says of itself, before anything else and before the machine has judged it."""
+
+    def note(self, oddity: str) -> None:
+        """Something that no writer does, met by a table that is tolerant."""
 
     def string(self, raw: bytes) -> str | bytes:
         """What a Python 2 `str` becomes (STRING, BINSTRING, SHORT_BINSTRING)."""
@@ -158,6 +166,10 @@ class Table:
             keep_attributes(obj, state)
             return obj
         raise PickleError(f"a BUILD of a {type(obj).__name__}, which has no state", found=type(obj).__name__)
+
+    def behind(self, data: bytes, start: int, stop: int) -> int:
+        """Bytes behind a BUILD that are no opcodes; asked by a machine that is tolerant, and only joblib has any."""
+        return 0
 
     def append(self, obj: object, values: list[object]) -> None:
         """APPEND and APPENDS on what is no list."""

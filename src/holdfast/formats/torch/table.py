@@ -21,7 +21,7 @@ from holdfast.formats.pickle.table import Pending
 from holdfast.formats.torch.composites import QSCHEMES, arity, jagged, nested, quantized, sparse
 from holdfast.formats.torch.geometry import brief, checked_ints, checked_shape, strided_view
 
-__all__ = ["TorchTable", "storage_dtype"]
+__all__ = ["TorchTable", "buildable", "storage_dtype"]
 
 Args = tuple[object, ...]
 
@@ -310,3 +310,9 @@ def _known() -> dict[tuple[str, str], object]:
 
 
 VALUES = _known()
+
+
+def buildable() -> frozenset[tuple[str, str]]:
+    """The globals that become values of ours. Not the graph modules, which torch makes by running their source text."""
+    plain = PlainTable()
+    return frozenset({*plain.values, *plain.calls, *plain.news, *VALUES, *CALLS, *NEWS, ("torch._tensor", "_rebuild_from_type_v2")})

@@ -1,0 +1,96 @@
+"""What loaders carry out besides pickles: expressions, TorchScript, Python source, native code.
+
+torch.export hands every `expr_str` of a program to sympy, which evaluates it as Python. A plain one is arithmetic of symbols and
+a few functions, and everything else is reported. TorchScript is no Python, but its `__setstate__` runs when the file is loaded, and its
+functions can write files. torch.package imports the Python in its archive. A compiled model is a library that is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+
+__all__ = ["NATIVE", "Told", "expressions", "native_code", "torchscript"]
+
+Told = tuple[str, str, str]
+"""Severity, what it is, and why that matters."""
+
+EXPRESSION = re.compile(r"(?:[A-Za-z][A-Za-z0-9_]*|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+*/%(),<>=!&|~^ \t\n])*")
+CALL = re.compile(r"([A-Za-z][A-Za-z0-9_]*)[ \t\n]*\(")
+FUNCTIONS = frozenset("""
+    Abs And BitwiseFn_bitwise_and BitwiseFn_bitwise_or CeilDiv CeilToInt CleanDiv Eq FloatPow FloatTrueDiv FloorDiv FloorToInt Ge Gt
+    Identity IntTrueDiv IsNonOverlappingAndDenseIndicator LShift Le Lt Max Min Mod ModularIndexing Ne Not OpaqueUnaryFn_acos
+    OpaqueUnaryFn_cos OpaqueUnaryFn_exp OpaqueUnaryFn_log OpaqueUnaryFn_sin OpaqueUnaryFn_sqrt OpaqueUnaryFn_tan Or Piecewise Pow
+    PowByNatural PythonMod RShift RoundDecimal RoundToInt ToFloat TruncToFloat TruncToInt Where Xor ceiling exp floor log max min sqrt
+    Rational Integer Float Symbol Tuple
+""".split())  # fmt: skip
+WORDS = frozenset("and or not True False None if else in is".split())
+
+LONGEST = 10_000
+"""Characters of an expression. Sizes of tensors make a few hundred."""
+
+NATIVE = (
+    (b"\x7fELF", "a library for Linux"),
+    (b"MZ", "a library for Windows"),
+    (b"\xcf\xfa\xed\xfe", "a library for macOS"),
+    (b"\xca\xfe\xba\xbe", "a library for macOS"),
+    (b"!<arch>\n", "an archive of object files"),
+)
+
+FILES = re.compile(r"\b(?:torch|ops\s*\.\s*aten|aten)\s*(?:\.|::)\s*(save|load|from_file)\b")
+OPERATORS = re.compile(r"\bops\.([A-Za-z_][A-Za-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
+SETSTATE = re.compile(r"\bdef\s+__setstate__\b")
+USUAL = frozenset(("prims", "aten", "quantized", "torchvision", "prim", "inductor", "_quantized"))
+
+
+def native_code(head: bytes) -> str | None:
+    """What kind of machine code content is that begins like this."""
+    return next((name for magic, name in NATIVE if head.startswith(magic)), None)
+
+
+def expressions(text: bytes) -> Iterator[Told]:
+    """The expressions in a JSON document that are more than arithmetic; a problem where it is none."""
+    found: list[str] = []
+    odd: list[str] = []
+
+    def collect(pairs: list[tuple[str, object]]) -> None:
+        for key, value in pairs:
+            if key == "expr_str":
+                (found if isinstance(value, str) else odd).append(str(value)[:200])
+                if isinstance(value, str) and not plain(value):
+                    odd.append(value)
+
+    try:
+        json.loads(text, object_pairs_hook=collect)
+    except (ValueError, RecursionError):
+        yield "error", "a JSON document that cannot be read", "torch.export reads programs from it"
+        return
+    for expression in dict.fromkeys(odd):
+        shown = expression if len(expression) <= 80 else expression[:80] + "…"
+        yield "dangerous", f"expr_str {shown!r}", "torch.export evaluates this text as Python, and it is no plain arithmetic"
+
+
+def plain(expression: str) -> bool:
+    """Whether an expression is arithmetic of symbols and of functions that sizes are made with.
+
+    >>> plain("2*s0 + Max(1, s1//3)"), plain("().__class__"), plain("f(1)"), plain("'a'")
+    (True, False, False, False)
+    """
+    if len(expression) > LONGEST or "__" in expression or not EXPRESSION.fullmatch(expression):
+        return False
+    return all(name in FUNCTIONS or name in WORDS for name in CALL.findall(expression))
+
+
+def torchscript(text: str) -> Iterator[Told]:
+    """What is worth knowing about one record of TorchScript code."""
+    runs = SETSTATE.search(text) is not None
+    files = sorted(set(FILES.findall(text)))
+    if files:
+        when = "when it is loaded" if runs else "when it is called"
+        yield ("dangerous", f"TorchScript torch.{files[0]}", f"code that reads or writes files {when}")
+    spaces = sorted({space for space, _ in OPERATORS.findall(text)} - USUAL)
+    if spaces:
+        yield "suspicious", f"TorchScript ops.{spaces[0]}", "code that calls operators of a library that nothing here knows"
+    if runs and not files:
+        yield "unknown", "TorchScript __setstate__", "code that runs when it is loaded; TorchScript is no Python and cannot import"

@@ -1,0 +1,370 @@
+"""`record`: run a pickle through the machine for what it *would do*, not for its value.
+
+The table of a scan builds nothing. It notes each global with everything that the stream does with it and with what comes out of it:
+
+    mention      it is named, so a loader imports its module        append, setitem, additem
+    call         REDUCE, INST, OBJ: it is called                                 methods of what came out of it are called
+    new          NEWOBJ, NEWOBJ_EX: `__new__` is called             attributes   BUILD on the class or the module itself
+    build        its state is set, or handed to `__setstate__`      result       what came out of a call is called
+
+What is popped again, or stands before a break, is noted like anything else. Time and memory are linear in the bytes: a global keeps
+three calls to show, and whatever else comes out of it is one shared object.
+
+A joblib file has the elements of its arrays between the opcodes. `pickle.load` and `joblib.load` read such a file differently, so
+whoever wants to know what it does records it twice, with `joblib=True` once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global, Opaque
+from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated
+from holdfast.formats.pickle.machine import interpret
+from holdfast.formats.pickle.names import modern
+from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.pickle.table import Table
+from holdfast.formats.pickle.tolerant import Unread
+
+__all__ = ["Recorded", "RecordingTable", "Seen", "record"]
+
+KEPT = 3
+"""Calls of one global that are kept: enough to see what it does."""
+
+GLOBALS = 100_000
+"""Different globals in one stream. A large pickle of a large program has some hundreds."""
+
+NOTES = 20
+"""Oddities that are kept."""
+
+LONG_KEY = 1024
+"""Keys up to this length are kept as they are; comparing them costs a constant."""
+
+GETATTR = ("builtins", "getattr")
+ENCODE = (("_codecs", "encode"), ("codecs", "encode"))
+DTYPE = ("numpy", "dtype")
+WRAPPERS = (("joblib.numpy_pickle", "NumpyArrayWrapper"), ("sklearn.externals.joblib.numpy_pickle", "NumpyArrayWrapper"))
+STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+KEEPERS = {DTYPE, *WRAPPERS, STORAGE_INFO}
+"""Whose state is looked at afterwards."""
+
+NESTED = {("torch.storage", "_load_from_bytes"), ("pickle", "loads"), ("dill", "loads"), ("dill._dill", "loads"), ("cloudpickle", "loads")}
+"""Loaders that take a whole file as bytes."""
+
+CALLERS = {("torch._tensor", "_rebuild_from_type_v2"), ("torch._tensor", "_rebuild_from_type"), ("torch.tensor", "_rebuild_from_type")}
+"""Known functions that call their first argument."""
+
+SIZES = {"?": 1, "b": 1, "B": 1}
+
+
+class Seen:
+    """One global of a stream and all that was done with it."""
+
+    __slots__ = ("calls", "offset", "shared", "telling", "uses", "what")
+
+    def __init__(self, what: Global, offset: int) -> None:
+        self.what = what
+        self.offset = offset
+        self.uses: set[str] = {"mention"}
+        self.calls: list[Opaque] = []
+        self.telling = False
+        """Whether `__new__` got text or bytes: something that code could act on."""
+        self.shared: Made | None = None
+
+
+class Made(Opaque):
+    """What would have come out of a call."""
+
+    __slots__ = ("root",)
+
+    def __init__(self, what: object, args: tuple[object, ...], root: Seen) -> None:
+        super().__init__(what, args)
+        self.root = root
+
+
+class Held:
+    """A key or a member that is not hashed: by identity, whatever is in it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+class Loose(Spending):
+    """Nothing is hashed but short text, and nothing is copied, so only the number of containers is left to count."""
+
+    __slots__ = ()
+
+    def copy(self, count: int) -> None:
+        pass
+
+    def fill(self, target: dict[object, object], flat: list[object]) -> None:
+        pairs = iter(flat)
+        for key, value in zip(pairs, pairs, strict=True):
+            target[key if type(key) is str and len(key) <= LONG_KEY else Held(key)] = value
+
+    def collect(self, target: set[object], values: list[object] | tuple[object, ...]) -> None:
+        target.update(map(Held, values))
+
+
+class RecordingTable(Table):
+    """Notes what a stream does."""
+
+    tolerant = True
+
+    def __init__(self, *, joblib: bool = False, parent: RecordingTable | None = None) -> None:
+        self.joblib = joblib
+        self.seen: dict[tuple[str, str], Seen] = {} if parent is None else parent.seen
+        self.notes: list[str] = [] if parent is None else parent.notes
+        self.nested: list[tuple[bytes, Seen, int]] = [] if parent is None else parent.nested
+        """Whole files handed to a loader: the bytes, once for each object, with the loader and the place of the call."""
+        self.unread: list[Seen] = [] if parent is None else parent.unread
+        """Loaders whose argument is not in the file as it stands."""
+        self.items: list[dict[object, object]] = [] if parent is None else parent.items
+        """What a distributed checkpoint says of its items: `relative_path`, `offset`, `length`."""
+        self._followed: dict[int, object] = {}
+        self._encoded: dict[int, tuple[object, bytes]] = {}
+        self._array: object = None
+        self.arrays = 0
+        """Arrays of joblib that were met."""
+        super().__init__()
+
+    def begin(self, limits: Limits, nbytes: int) -> None:
+        super().begin(limits, nbytes)
+        self.spending = Loose(limits, nbytes)
+
+    # What the machine asks for.
+
+    def note(self, oddity: str) -> None:
+        if len(self.notes) < NOTES and oddity not in self.notes:
+            self.notes.append(oddity)
+
+    def find(self, module: str, name: str) -> object:
+        return self._named(*modern(module, name)).what
+
+    def call(self, what: object, args: tuple[object, ...]) -> object:
+        place = (what.module, what.name) if type(what) is Global else None
+        if place is None:
+            return self._make(what, args, "result")
+        if place == GETATTR and len(args) in (2, 3) and type(args[0]) is Global and type(args[1]) is str:
+            # The same as a dotted name, and judged as one.
+            cls = args[0]
+            name = f"{cls.name}.{args[1]}"
+            if len(name) <= LONG_KEY:
+                return self.find(cls.module, name)
+        if place == ("builtins", "type") and len(args) == 1:
+            return self._named(*place).what  # the type of None and its like, as every writer has it
+        if place in ENCODE:
+            return self._encode(what, args)
+        if place == ("builtins", "bytes") and len(args) == 1 and type(args[0]) is bytes:
+            self._named(*place).uses.add("call")
+            return args[0]
+        if place == ("copyreg", "_reconstructor") and len(args) == 3:
+            self._named(*place).uses.add("call")
+            if args[1] != Global("builtins", "object"):
+                self._make(args[1], args[2:], "call")
+            return self._make(args[0], (), "new")
+        if place in (("copyreg", "__newobj__"), ("copyreg", "__newobj_ex__")) and args:
+            self._named(*place).uses.add("call")
+            return self.new(args[0], args[1:4], None)
+        if place in CALLERS and args:
+            self._make(args[0], (), "call")
+        if place in NESTED:
+            self._nest(place, args)
+        return self._make(what, args, "call")
+
+    def instance(self, cls: object, args: tuple[object, ...]) -> object:
+        return self._make(cls, args, "call" if args else "new")
+
+    def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
+        made = self._make(cls, args, "new")
+        if isinstance(made, Made) and not made.root.telling:
+            made.root.telling = any(isinstance(a, str | bytes | bytearray | Global) for a in args[:64]) or len(args) > 64
+        return made
+
+    def build(self, obj: object, state: object) -> object:
+        self._array = None
+        if isinstance(obj, Made):
+            obj.root.uses.add("build")
+            place = (obj.root.what.module, obj.root.what.name)
+            if place in KEEPERS and obj is not obj.root.shared:
+                obj.state = state
+                if place in WRAPPERS:
+                    self._array = state
+                    self.arrays += 1
+                elif place == STORAGE_INFO and isinstance(state, dict):
+                    self.items.append(state)
+        elif isinstance(obj, Global):
+            self._named(obj.module, obj.name).uses.add("attributes")
+        elif not isinstance(obj, Unread):
+            self.note(f"a BUILD of a {type(obj).__name__}, which has no state")
+        return obj
+
+    def append(self, obj: object, values: list[object]) -> None:
+        self._method(obj, "append")
+
+    def set_items(self, obj: object, flat: list[object]) -> None:
+        self._method(obj, "setitem")
+
+    def add(self, obj: object, values: list[object]) -> None:
+        self._method(obj, "additem")
+
+    def persistent(self, pid: object) -> object:
+        """A storage or a tensor, which nobody here needs; or a class, named together with its source text."""
+        if type(pid) is tuple:
+            if len(pid) == 4 and type(pid[0]) is str and pid[0] == "module":
+                return pid[1]
+            if len(pid) == 3 and isinstance(pid[0], Global):
+                return pid[0]
+        return Unread()
+
+    def behind(self, data: bytes, start: int, stop: int) -> int:
+        """The elements of an array of joblib, or the pickle of its objects."""
+        state, self._array = self._array, None
+        if not self.joblib or state is None:
+            return 0
+        return self._elements(state, data, start, stop)
+
+    # How it is noted.
+
+    def _named(self, module: str, name: str) -> Seen:
+        seen = self.seen.get((module, name))
+        if seen is None:
+            if len(self.seen) >= GLOBALS:
+                raise LimitExceeded(f"more than {GLOBALS:,} different globals in one pickle", expected=GLOBALS)
+            seen = self.seen[module, name] = Seen(Global(module, name), self.offset)
+        return seen
+
+    def _make(self, what: object, args: tuple[object, ...], use: str) -> object:
+        if type(what) is Global:
+            root = self._named(what.module, what.name)
+        elif isinstance(what, Made):
+            root, use = what.root, "result"
+        else:
+            if not isinstance(what, Unread):
+                self.note(f"a {type(what).__name__} where a class or a function belongs")
+            return Unread()
+        root.uses.add(use)
+        place = (root.what.module, root.what.name)
+        if len(root.calls) < KEPT:
+            made = Made(what, args, root)
+            root.calls.append(made)
+            return made
+        if place in KEEPERS:
+            self.spending.container()
+            return Made(what, args, root)
+        if root.shared is None:
+            root.shared = Made(root.what, (), root)
+        return root.shared
+
+    def _method(self, obj: object, use: str) -> None:
+        if isinstance(obj, Made):
+            obj.root.uses.add(use)
+        elif isinstance(obj, Global):
+            self._named(obj.module, obj.name).uses.add(use)
+        elif not isinstance(obj, Unread | list | dict | set | bytearray):
+            self.note(f"an {use} to a {type(obj).__name__}")
+
+    def _encode(self, what: object, args: tuple[object, ...]) -> object:
+        """Bytes as protocols 0 to 2 write them; each text once, however often it is named."""
+        if len(args) == 2 and type(args[0]) is str and type(args[1]) is str and args[1] in ("latin1", "latin-1"):
+            known = self._encoded.get(id(args[0]))
+            if known is not None:
+                return known[1]
+            try:
+                raw = args[0].encode("latin-1")
+            except UnicodeEncodeError:
+                raise PickleError("bytes written as text that is not Latin-1") from None
+            self._encoded[id(args[0])] = (args[0], raw)  # with the text, so that its id stays its own
+            self._named("_codecs", "encode").uses.add("call")
+            return raw
+        return self._make(what, args, "call")
+
+    def _nest(self, place: tuple[str, str], args: tuple[object, ...]) -> None:
+        seen = self._named(*place)
+        if len(args) != 1 or not isinstance(args[0], bytes | bytearray):
+            self.unread.append(seen)
+        elif id(args[0]) not in self._followed:
+            self._followed[id(args[0])] = args[0]
+            self.nested.append((bytes(args[0]), seen, self.offset))
+
+    # Arrays of joblib.
+
+    def _elements(self, state: object, data: bytes, start: int, stop: int) -> int:
+        if not isinstance(state, dict):
+            raise PickleError("an array of joblib whose state is no dict")
+        shape, dtype = state.get("shape"), state.get("dtype")
+        if not isinstance(shape, tuple) or len(shape) > 64 or not all(type(n) is int and n >= 0 for n in shape):
+            raise PickleError("an array of joblib with an odd shape")
+        width = _item_nbytes(dtype, 0)
+        if width is None:
+            # joblib hands the rest of the file to pickle for one object.
+            inner = interpret(data, RecordingTable(parent=self), limits=self.limits, stream="array", start=start, max_nbytes=stop - start)
+            return inner.stop - start
+        padding = 0
+        if type(state.get("numpy_array_alignment_bytes")) is int:
+            if start >= stop:
+                raise Truncated("the stream ends before the elements of an array", offset=stop)
+            padding = 1 + data[start]
+        nbytes = padding + width * math.prod(shape)
+        if nbytes > stop - start:
+            raise Truncated("the stream ends inside the elements of an array", offset=stop)
+        return nbytes
+
+
+def _item_nbytes(dtype: object, depth: int) -> int | None:
+    """Bytes of one element of a dtype as it was pickled; None where there are Python objects in it."""
+    if not isinstance(dtype, Made) or not dtype.args or type(dtype.args[0]) is not str or depth > 8:
+        raise PickleError("an array of joblib of an odd type")
+    code, state = dtype.args[0], dtype.state
+    kind, digits = code[:1], code[1:]
+    if kind == "O":
+        return None
+    if kind in SIZES and not digits:
+        return SIZES[kind]
+    if kind not in "biufcSUVmM" or not digits.isdigit() or len(digits) > 9:
+        raise PickleError(f"an array of joblib of the type {code[:20]!r}")
+    fields = state[4] if isinstance(state, tuple) and len(state) > 4 else None
+    if fields is not None:
+        if not isinstance(fields, dict) or len(fields) > 10_000:
+            raise PickleError("an array of joblib with odd fields")
+        for field in fields.values():
+            if not isinstance(field, tuple) or not field or _item_nbytes(field[0], depth + 1) is None:
+                return None
+    return int(digits) * (4 if kind == "U" else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one stream would do, as far as it could be read."""
+
+    table: RecordingTable
+    value: object
+    stop: int | None
+    """Behind its STOP; None where there was none."""
+    error: HoldfastError | None
+
+    @property
+    def cut(self) -> bool:
+        """Whether it broke off because the bytes ended."""
+        return isinstance(self.error, Truncated)
+
+    @property
+    def acts(self) -> bool:
+        """Whether a loader would have done more than name things."""
+        return any(seen.uses != {"mention"} for seen in self.table.seen.values())
+
+
+def record(data: bytes, *, limits: Limits, start: int = 0, joblib: bool = False) -> Recorded:
+    """Read the stream that begins at `start`. Raises nothing: what broke it off is in the answer."""
+    table = RecordingTable(joblib=joblib)
+    try:
+        done = interpret(data, table, limits=limits, stream="pickle", start=start, max_nbytes=limits.pickle_nbytes)
+    except HoldfastError as error:
+        return Recorded(table, None, None, error)
+    return Recorded(table, done.value, done.stop, None)
+
+
