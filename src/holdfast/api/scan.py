@@ -26,7 +26,7 @@ from holdfast.api.open import store_of
 from holdfast.api.scanning.allowed import Allowed
 from holdfast.api.scanning.findings import Finding
 from holdfast.api.scanning.spans import Span
-from holdfast.api.scanning.walk import Walk
+from holdfast.api.scanning.walk import WHOLE, Walk
 from holdfast.api.severity import Severity
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
@@ -49,7 +49,7 @@ POINTER = b"version https://git-lfs"
 SKIPPED = 10_000
 """Skipped files that are named; the others are counted."""
 
-TITLES = ("torchscript", "torch-package", "npz", "legacy", "npy", "zip", "tar", "gzip", "bzip2", "xz", "lzma", "zlib", "zstd", "pickle")
+TITLES = ("torchscript", "torch-zip", "torch-package", "npz", "legacy", "npy", "zip", "tar", "gzip", "bzip2", "xz", "lzma", "zlib", "zstd", "pickle")
 """What a file is called that `open` does not know, the first that fits."""
 
 
@@ -204,7 +204,7 @@ def _scan_bytes(path: Path, limits: Limits) -> FileReport:
         (key,) = store.list()
         span = Span(source, key, 0, store.size(key))
         walk = Walk(_for_index(limits) if is_index(path.name) else limits, span.nbytes)
-        walk.look(span, "pickle")
+        walk.look(span, WHOLE)
         opened = _open(path, limits)
         if span.read(0, len(POINTER)) == POINTER:
             opened = replace(opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`")
@@ -255,15 +255,16 @@ def _report(path: Path, walk: Walk, opened: Opened, paths: dict[str, tuple[str, 
     errors = list(walk.found.errors)
     findings = walk.found.sorted(paths)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
-    if other and not opened.format and not walk.streams and not findings:
+    if other and not opened.format and not walk.streams and not findings and not walk.kinds & {"npz", "torch-package"}:
         # An archive in which there is nothing for any loader: a wheel, a document, pictures.
         ordinary = not errors or "refused" in walk.kinds
         return FileReport(str(path), "", error=None if ordinary else _joined(errors))
-    if opened.refusal is not None and not (other and "refused" not in walk.kinds) and opened.refusal not in errors:
+    if opened.refusal is not None and not errors and not (other and "refused" not in walk.kinds):
         errors.append(opened.refusal)
     if not opened.format and walk.trailing is not None:
         errors.append(walk.trailing)
-    title = opened.format or next((kind for kind in TITLES if kind in walk.kinds), "")
+    known = {"torch-zip" if kind == "zip" and walk.torch_zip else kind for kind in walk.kinds}
+    title = opened.format or next((kind for kind in TITLES if kind in known), "")
     return FileReport(str(path), title, findings, _joined(errors), walk.streams)
 
 

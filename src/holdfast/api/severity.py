@@ -15,6 +15,7 @@ it is called. So a name that nobody thought of is never "clean". The lists of ba
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from functools import cache
 from typing import Literal
@@ -155,7 +156,7 @@ def _built() -> frozenset[tuple[str, str]]:
 def judge(what: Global, uses: Collection[str], *, telling: bool = False) -> tuple[Severity, str]:
     """The severity of a global that was used in these ways, and the reason in a few words.
 
-    `telling` says whether `__new__` got text or bytes, where it was called.
+    `telling` says whether `__new__` got text or bytes, or a call more than one word or number.
 
     >>> judge(Global("os", "system"), ("call",))
     ('dangerous', 'runs commands')
@@ -208,6 +209,9 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, telling: bo
     reason = _module_reason(full) if not _under(full, KNOWN_UNDER) else None
     if reason is not None:
         return "dangerous", reason
+    known = module.partition(".")[0] in (*sys.stdlib_module_names, "torch", "numpy")
+    if not known and not telling and CALLED & set(uses) == {"call"} and all(map(_classlike, name.split("."))):
+        return "unknown", "a class that nothing here knows, made of one word or number as enumerations are"
     return _judge_name(name, uses, telling=telling)
 
 

@@ -60,15 +60,17 @@ examples:
 """
 
 SCAN = """\
-Say what files would have done if they had been loaded with pickle: each foreign global, how bad, and where.
-Nothing is loaded, imported or called to find out. In directories, what is no checkpoint and no pickle is skipped.
+Say what files would have done if a trusting loader had loaded them: each foreign global, how bad, and where.
+Nothing is loaded, imported or called to find out. In directories, what no loader would do anything with is skipped, and named.
 """
 
 SCAN_EXAMPLES = """\
 exit codes:
-  0  clean: nothing dangerous or suspicious (with --strict: nothing unknown either)
-  1  something dangerous or suspicious
-  2  a file could not be read, was refused, or ends too early
+  0  clean: all of it was read, and nothing was found
+  1  something dangerous or suspicious (with --strict: or unknown), whatever else could not be read
+  2  something could not be read to its end, or was refused
+  3  something unknown, and nothing worse
+  4  nothing scanned: no file that any loader would do anything with
 
 examples:
   holdfast scan model.pt
@@ -251,7 +253,10 @@ def _add_scan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("paths", metavar="PATH", type=places.path, nargs="+", help="files, and directories to search")
     verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
     verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
-    verb.add_argument("--json", action="store_true", help=JSON_HELP)
+    verb.add_argument("--allow", metavar="FILE", type=Path, help="patterns for module.name, one a line: shown as allowed, not counted")
+    form = verb.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help=JSON_HELP)
+    form.add_argument("--sarif", action="store_true", help="as SARIF 2.1.0")
     verb.set_defaults(run=_run_scan)
 
 
@@ -360,7 +365,10 @@ def _run_read(options: argparse.Namespace) -> int:
 def _run_scan(options: argparse.Namespace) -> int:
     from holdfast.cli.scan import run
 
-    return run(options.paths, strict=options.strict, everything=options.all, as_json=options.json)
+    return run(
+        options.paths, strict=options.strict, everything=options.all, as_json=options.json, as_sarif=options.sarif,
+        allow=options.allow,
+    )  # fmt: skip
 
 
 def _run_verify(options: argparse.Namespace) -> int:

@@ -1,30 +1,40 @@
-"""`holdfast scan`: the report of `holdfast.api.scan`, as lines and as JSON."""
+"""`holdfast scan`: the report of `holdfast.api.scan`, as lines, as JSON and as SARIF."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.api.scan import FileReport, Finding, ScanReport, scan
+from holdfast.api.scan import FileReport, Finding, ScanReport, Verdict, scan
 from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.text import clip, escape, plural
 
-__all__ = ["run", "scan_document", "scan_lines"]
+__all__ = ["EXIT", "run", "scan_document", "scan_lines"]
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when a field changes its meaning or goes away."""
 
 SHOWN = 50
 """Findings of one file that are shown unless `--all` is given; the worst stand first."""
 
+SKIPPED = 10
+"""Skipped files that are named unless `--all` is given."""
 
-EXIT = {"clean": 0, "suspicious": 1, "error": 2}
+EXIT: dict[Verdict, int] = {"clean": 0, "dangerous": 1, "suspicious": 1, "error": 2, "unknown": 3, "nothing scanned": 4}
+"""0 is for clean alone: whoever asks for nothing else must not let in what was not read, or is not known."""
 
 
-def run(paths: Sequence[Path], *, strict: bool, everything: bool, as_json: bool) -> int:
+def run(
+    paths: Sequence[Path], *, strict: bool, everything: bool, as_json: bool, as_sarif: bool = False, allow: Path | None = None
+) -> int:
     """The command; returns its exit code."""
-    report = scan(*paths)
-    if as_json:
+    report = scan(*paths, allow=allow)
+    if as_sarif:
+        from holdfast.cli.document import print_json
+        from holdfast.cli.sarif import sarif_document
+
+        print_json(sarif_document(report, strict=strict))
+    elif as_json:
         from holdfast.cli.document import print_json
 
         print_json(scan_document(report, strict=strict))
@@ -37,42 +47,49 @@ def scan_lines(report: ScanReport, *, everything: bool = False, strict: bool = F
     """The report for people: each file, its findings, and one line of totals."""
     for file in report.files:
         yield from _file_lines(file, everything)
-    yield [(_totals(report), "title")]
+    yield [(_totals(report, strict=strict), "title")]
+    if report.skipped:
+        named = report.skipped_paths if everything else report.skipped_paths[:SKIPPED]
+        more = f", and {report.skipped - len(named):,} more" if report.skipped > len(named) else ""
+        yield [(f"skipped, as no loader would do anything with it: {', '.join(escape(clip(p, 200)) for p in named)}{more}", "dim")]
     if report.count("unknown") and not strict:
         yield [
             (
                 "unknown: classes and functions that nothing here knows; unsafe loading would import their modules ",
                 "dim",
             ),
-            ("(--strict makes them count)", "dim"),
+            ("(--strict makes them count as suspicious, --allow FILE lets them pass)", "dim"),
         ]
 
 
 def _file_lines(file: FileReport, everything: bool) -> Iterator[Line]:
-    line: Line = [(escape(clip(file.path, 400)), "title"), (f"  {file.format}" if file.format else "", "dim")]
-    if file.error is not None:
-        yield line
-        yield [("  error      ", "error"), (escape(clip(file.error, 600)), "")]
-        return
-    if not file.findings:
-        line.append(("  clean", "clean"))
+    word = file.verdict()
+    known = sum(f.severity == "known" for f in file.findings)
+    line: Line = [(escape(clip(file.path, 400)), "title"), (f"  {file.format}" if file.format else "", "dim"), (f"  {word}", word)]
+    if known and not everything:
+        line.append((f"  ({known:,} known)", "dim"))
     yield line
-    shown = file.findings if everything else file.findings[:SHOWN]
+    if file.error is not None:
+        yield [("  error      ", "error"), (escape(clip(file.error, 600)), "")]
+    findings = [f for f in file.findings if everything or f.severity != "known"]
+    shown = findings if everything else findings[:SHOWN]
     for finding in shown:
         yield from _finding_lines(finding)
-    if len(shown) < len(file.findings):
-        yield [(f"  … {len(file.findings) - len(shown):,} more: use --all or --json", "dim")]
+    if len(shown) < len(findings):
+        yield [(f"  … {len(findings) - len(shown):,} more: use --all or --json", "dim")]
 
 
 def _finding_lines(finding: Finding) -> Iterator[Line]:
     what = finding.calls[0] if finding.calls else finding.what
-    where = f"{finding.stream} byte {finding.offset:,}"
+    where = f"{finding.stream} byte {finding.offset:,}" if finding.uses else finding.stream
     if finding.paths:
         where += f", at {', '.join(clip(p, 60) for p in finding.paths[:2])}"
+    uses = "+".join(u for u in finding.uses if u != "mention") or ("mention" if finding.uses else "")
     yield [
         (f"  {finding.severity:<10} ", finding.severity),
+        ("allowed  " if finding.allowed else "", "dim"),
         (escape(clip(what, 160)), ""),
-        (f"  {'+'.join(u for u in finding.uses if u != 'mention') or 'mention'}", "value"),
+        (f"  {uses}" if uses else "", "value"),
         (f"  {escape(where)}", "dim"),
     ]
     for call in finding.calls[1:]:
@@ -81,16 +98,19 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
         yield [(f"             {finding.reason}", "dim")]
 
 
-def _totals(report: ScanReport) -> str:
-    parts = [f"{plural(len(report.files), 'file')} scanned"]
+def _totals(report: ScanReport, *, strict: bool) -> str:
+    parts = [f"{plural(len(report.files), 'file')} scanned"] if report.files else ["nothing scanned"]
     for severity in ("dangerous", "suspicious", "unknown", "known"):
         number = report.count(severity)
         if number:
             parts.append(f"{number:,} {severity}")
+    allowed = sum(f.allowed for file in report.files for f in file.findings)
+    if allowed:
+        parts.append(f"{allowed:,} allowed")
     errors = sum(f.error is not None for f in report.files)
     if errors:
         parts.append(plural(errors, "error"))
-    if len(parts) == 1 and report.files:
+    if report.verdict(strict=strict) == "clean":
         parts.append("clean")
     if report.skipped:
         parts.append(f"{plural(report.skipped, 'other file')} skipped")
@@ -102,12 +122,16 @@ def scan_document(report: ScanReport, *, strict: bool = False) -> dict[str, obje
     return {
         "schema": SCHEMA,
         "verdict": report.verdict(strict=strict),
+        "exit_code": EXIT[report.verdict(strict=strict)],
         "skipped": report.skipped,
+        "skipped_paths": list(report.skipped_paths),
         "files": [
             {
                 "path": file.path,
                 "format": file.format,
+                "verdict": file.verdict(strict=strict),
                 "error": file.error,
+                "streams": file.streams,
                 "findings": [
                     {
                         "severity": f.severity,
@@ -118,6 +142,7 @@ def scan_document(report: ScanReport, *, strict: bool = False) -> dict[str, obje
                         "stream": f.stream,
                         "offset": f.offset,
                         "paths": list(f.paths),
+                        "allowed": f.allowed,
                     }
                     for f in file.findings
                 ],

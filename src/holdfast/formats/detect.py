@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.core.protocols import Format, Source
-from holdfast.errors import StoreError, UnknownFormat
+from holdfast.errors import FormatError, StoreError, UnknownFormat
 
 __all__ = ["detect", "formats"]
 
@@ -41,6 +41,41 @@ def formats() -> Iterator[Format]:
     yield SafetensorsDirectory()
 
 
+def _refuse_second_reading(source: Source, found: Format) -> None:
+    """Refuse a file that torch would read as something else: it tries zip, then tar, and then its old stream of pickles.
+
+    A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from its
+    first byte on, which the length at the start of safetensors can be made to allow.
+    """
+    from holdfast.formats.torch.tar import begins_like_tar
+
+    if found.name not in ("torch-legacy", "safetensors"):
+        return
+    (key,) = source.store.list()
+    head = source.bytes(key, 0, min(source.store.size(key), 512))
+    if begins_like_tar(head):
+        raise FormatError(
+            f"the file is {found.name} and a tar at once, and torch would load the tar: it was made to show one thing and load "
+            "another; `holdfast scan` shows what both would do",
+            file=key,
+        )
+    if found.name == "safetensors" and _unpickles(source, key):
+        raise FormatError(
+            "the file is safetensors and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what it would do",
+            file=key,
+        )
+
+
+def _unpickles(source: Source, key: str) -> bool:
+    """Whether an unpickler that is given this file does anything before it fails."""
+    from holdfast.formats.pickle.ahead import read_ahead
+    from holdfast.formats.torch.legacy import MAGIC
+
+    size = source.store.size(key)
+    found = read_ahead(lambda start, stop: source.bytes(key, start, min(stop, size)) if start < size else b"", size, source.limits)
+    return found.acts or found.value == MAGIC
+
+
 HINTS = (
     (b"\x80", "it begins like a bare pickle, which `holdfast scan` can look into"),
     (b"\x93NUMPY", "it is a numpy array file; use numpy.load"),
@@ -58,6 +93,7 @@ def detect(source: Source) -> Format:
     """The format whose content this is."""
     for candidate in formats():
         if candidate.matches(source):
+            _refuse_second_reading(source, candidate)
             return candidate
     keys = source.store.list()
     if not keys:

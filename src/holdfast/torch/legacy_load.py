@@ -26,6 +26,7 @@ from holdfast.errors import FormatError, HoldfastError, MetadataError, PickleErr
 from holdfast.formats.pickle.table import Table
 from holdfast.formats.torch.geometry import brief
 from holdfast.formats.torch.legacy import StorageIds, Window, locate_storages
+from holdfast.formats.torch.tar import begins_like_tar
 from holdfast.torch.opening import Opened
 from holdfast.torch.settings import MAGIC_NUMBER, PROTOCOL_VERSION, SourceChangeWarning
 from holdfast.torch.storages import FileStorages, Found, Placement, StorageName, parse_name, pretended, swap_bytes, typed, view_of
@@ -223,7 +224,8 @@ def _compare_source(kind: type, path: object, text: object) -> None:
 def looks_like_tar(file: Opened) -> bool:
     """Whether this is a tar, which only torch 0.1 wrote. torch looks for one in paths and real files only."""
     at, magic = TAR_MAGIC
-    return file.head(at + len(magic))[at:] == magic
+    head = file.head(512)
+    return head[at : at + len(magic)] == magic or begins_like_tar(head)
 
 
 def load_tar(file: Opened, place: Placement, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:

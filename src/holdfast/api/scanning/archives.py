@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from holdfast.api.scanning.packed import METHODS, unpack
 from holdfast.api.scanning.spans import Span
 from holdfast.errors import HoldfastError
+from holdfast.formats.torch.tar import begins_like_tar
 from holdfast.formats.zip.reader import read_archive
 
-__all__ = ["Entry", "Member", "begins_like_tar", "entries_of", "last_zip", "members_of"]
+__all__ = ["Entry", "Member", "entries_of", "last_zip", "members_of"]
 
 END = b"PK\5\6"
 ENTRY = b"PK\1\2"
@@ -59,11 +60,11 @@ def last_zip(span: Span, *, exact: bool) -> tuple[int, int] | None:
     at = tail_start + found
     nbytes, offset = struct.unpack("<2I", tail[found + 12 : found + 20])
     directory_end = at
-    if 0xFFFFFFFF in (nbytes, offset) or tail[found + 8 : found + 10] == b"\xff\xff":
-        wide = span.read(at - 76, at - 20)
-        if wide[:4] == b"PK\6\6" and len(wide) == 56:
-            nbytes, offset = struct.unpack("<2Q", wide[40:56])
-            directory_end = at - 76
+    wide = span.read(at - 76, at) if at >= 76 else b""
+    if wide[:4] == b"PK\6\6" and wide[56:60] == b"PK\6\7":
+        # torch writes these records always, and then says the same twice.
+        nbytes, offset = struct.unpack("<2Q", wide[40:56])
+        directory_end = at - 76
     comment = int.from_bytes(tail[found + 20 : found + 22], "little")
     start = directory_end - nbytes - offset
     if start < 0 or span.read(directory_end - nbytes, directory_end - nbytes + 4) not in (ENTRY, END, b"PK\6\6"):
@@ -160,18 +161,6 @@ class Member:
     name: str
     kind: bytes
     span: Span
-
-
-def begins_like_tar(head: bytes) -> bool:
-    """Whether CPython's tarfile takes the first block for a header: by its checksum, whatever else is in it."""
-    if len(head) < BLOCK or head[:BLOCK] == bytes(BLOCK):
-        return False
-    field = head[148:156].split(b"\0", 1)[0].strip(b" ")
-    if not field or any(c not in b"01234567" for c in field):
-        return False
-    unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK])
-    signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK])
-    return int(field, 8) in (unsigned, signed)
 
 
 def members_of(span: Span) -> Iterator[Member | str]:

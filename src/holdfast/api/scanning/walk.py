@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from holdfast.api.scanning.archives import Entry, Member, begins_like_tar, entries_of, last_zip, members_of
+from holdfast.api.scanning.archives import Entry, Member, entries_of, last_zip, members_of
 from holdfast.api.scanning.findings import Findings
 from holdfast.api.scanning.packed import UNREADABLE, Unpacking, compression, unpack
 from holdfast.api.scanning.pickles import Row, Stream, read_pickle, read_row
@@ -22,8 +22,12 @@ from holdfast.api.scanning.texts import expressions, native_code, torchscript
 from holdfast.core.limits import Limits
 from holdfast.formats.torch.legacy import MAGIC
 from holdfast.formats.torch.table import storage_dtype
+from holdfast.formats.torch.tar import begins_like_tar
 
-__all__ = ["Walk"]
+__all__ = ["WHOLE", "Walk"]
+
+WHOLE = "pickle"
+"""The label of a file that is looked at by itself; its records go by their own names."""
 
 HEAD = 1 << 12
 DEEPEST = 6
@@ -71,14 +75,14 @@ class Walk:
             return {"unread"}
         head = span.read(0, HEAD)
         kinds: set[str] = set()
+        if not head.startswith(b"PK\3\4"):  # PERSID, at which an unpickler stops that was pointed at a file
+            kinds |= self._pickles(span, label, depth)
         if begins_like_tar(head):
             kinds |= self._tar(span, label, depth)
         kinds |= self._zips(span, head, label, depth)
         if head.startswith(NPY):
             kinds |= self._npy(span, head, label)
         kinds |= self._compressed(span, head, label, depth)
-        if not head.startswith(b"PK\3\4"):
-            kinds |= self._pickles(span, label, depth)
         if depth == 0:
             self.kinds |= kinds
         several = sorted(kinds & {"pickle", "legacy", "tar", "zip", "npy", "compressed"})
@@ -133,7 +137,8 @@ class Walk:
         for note in last.table.notes:
             self.found.error(f"{label}: {note}; no writer does that")
         if last.error is not None:
-            self.found.error(f"{label}: {last.error}" if stream.begin == 0 else f"{label} from byte {stream.begin:,}: {last.error}")
+            where = label if stream.begin == 0 else f"{label} from byte {stream.begin:,}"
+            self.found.error(f"{where}: {str(last.error).removeprefix('pickle: ')}")
 
     def _nested(self, nested: Iterable[tuple[bytes, object, int]], label: str, depth: int) -> set[int]:
         """Follow files that are handed to a loader as bytes; the loaders of those that could not be read."""
@@ -158,6 +163,7 @@ class Walk:
                 return {"zip"}
             return set()
         before = self.streams
+        place_end = place[1]
         ranges = []
         stop = span.nbytes
         while place is not None:
@@ -169,6 +175,8 @@ class Walk:
         for start, end in reversed(ranges):
             self.zips.add((span.key, span.start + start, span.start + end))
             kinds |= self._zip(span.part(start, end), label if len(ranges) == 1 else f"{label} at byte {start:,}", depth)
+        if stop > 0 and place_end < span.nbytes:
+            return set()  # inside of something, such as the bytes of a pickle; its records were read all the same
         if stop > 0 and (self.streams > before or kinds & {"code"}):
             if not self._empty(span, stop):
                 self.found.tell("suspicious", f"an archive behind {stop:,} bytes of something else",
@@ -195,19 +203,19 @@ class Walk:
                 self.found.error(f"{label}: more than {TOTAL_RECORDS:,} records; not read further")
                 break
             lower = entry.name.lower()
-            inner = entry.name if not depth else f"{label} > {entry.name}"
+            inner = _short(entry.name) if label == WHOLE else f"{label} > {_short(entry.name)}"
             if lower.endswith(".py") and script:
                 self._script(entry, inner)
             elif lower.endswith((".py", ".pyc")) and package:
                 sources += 1
             else:
-                self._record(entry, _short(entry.name) if not depth else inner, depth)
+                self._record(entry, inner, depth)
         if sources:
             self.found.tell("suspicious", f"Python source in {sources:,} records",
                             "torch.package runs this code when the package is loaded", stream=label)  # fmt: skip
         kinds = {"code"} if sources or script else set()
         if refusal is not None and (self.streams > before or kinds or depth == 0):
-            self.found.error(f"{label}: {refusal}" if depth else refusal)
+            self.found.error(refusal if label == WHOLE else f"{label}: {refusal}")
             kinds |= {"refused"}
         if depth == 0:
             kinds |= self._title(names, script=script, package=package)

@@ -70,7 +70,7 @@ class Seen:
         self.uses: set[str] = {"mention"}
         self.calls: list[Opaque] = []
         self.telling = False
-        """Whether `__new__` got text or bytes: something that code could act on."""
+        """Whether `__new__` got text, or a call more than one word or number: something that code could act on."""
         self.shared: Made | None = None
 
 
@@ -248,6 +248,8 @@ class RecordingTable(Table):
                 self.note(f"a {type(what).__name__} where a class or a function belongs")
             return Unread()
         root.uses.add(use)
+        if use == "call" and not root.telling:
+            root.telling = not _a_word(args)
         place = (root.what.module, root.what.name)
         if len(root.calls) < KEPT:
             made = Made(what, args, root)
@@ -313,6 +315,14 @@ class RecordingTable(Table):
         if nbytes > stop - start:
             raise Truncated("the stream ends inside the elements of an array", offset=stop)
         return nbytes
+
+
+def _a_word(args: tuple[object, ...]) -> bool:
+    """Whether a call has one word or number: how a member of an enumeration is pickled."""
+    if len(args) != 1:
+        return False
+    value = args[0]
+    return type(value) is int or (type(value) is str and len(value) <= 40 and value.replace("-", "_").isidentifier())
 
 
 def _item_nbytes(dtype: object, depth: int) -> int | None:

@@ -315,4 +315,5 @@ VALUES = _known()
 def buildable() -> frozenset[tuple[str, str]]:
     """The globals that become values of ours. Not the graph modules, which torch makes by running their source text."""
     plain = PlainTable()
-    return frozenset({*plain.values, *plain.calls, *plain.news, *VALUES, *CALLS, *NEWS, ("torch._tensor", "_rebuild_from_type_v2")})
+    methods = (("torch._tensor", "_rebuild_from_type_v2"), ("torch._utils", "_rebuild_meta_tensor_no_storage"))
+    return frozenset({*plain.values, *plain.calls, *plain.news, *VALUES, *CALLS, *NEWS, *methods})

@@ -22,7 +22,7 @@ from holdfast.formats.pickle.table import Table
 from holdfast.formats.torch.geometry import MAX_ELEMENTS, brief, strided_view
 from holdfast.formats.torch.table import TorchTable, storage_dtype
 
-__all__ = ["TorchTar"]
+__all__ = ["TorchTar", "begins_like_tar"]
 
 BLOCK = 512
 MEMBERS = ("storages", "tensors", "pickle")
@@ -115,6 +115,18 @@ def _checksum_ok(head: bytes) -> bool:
     if not field or any(c not in b"01234567" for c in field):
         return False
     return int(field, 8) == sum(head[:148]) + 8 * 32 + sum(head[156:])
+
+
+def begins_like_tar(head: bytes) -> bool:
+    """Whether CPython's tarfile takes the first block for a header: by its checksum, whatever else is in it."""
+    if len(head) < BLOCK or head[:BLOCK] == bytes(BLOCK):
+        return False
+    field = head[148:156].split(b"\0", 1)[0].strip(b" ")
+    if not field or any(c not in b"01234567" for c in field):
+        return False
+    unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK])
+    signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK])
+    return int(field, 8) in (unsigned, signed)
 
 
 class Cursor:
