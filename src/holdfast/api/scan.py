@@ -1,11 +1,12 @@
 """`scan`: what would these files have done, had a trusting loader loaded them?
 
-The rule: every byte that some stock loader (pickle, torch.load, torch.jit, torch.package, torch.export, DCP, joblib, numpy) would carry
-out is read by the closed interpreter, and what could not be read is said. "Clean" means that all of it was read and nothing was found.
+The rule: every byte that some stock loader (pickle, torch.load, torch.jit, torch.package, torch.export, DCP, joblib, numpy)
+would carry out is read by the closed interpreter, and what could not be read is said. "Clean" means that all of it was read and
+nothing was found.
 
 1. Directories are searched, and content decides: a file that no loader would do anything with is skipped, and named. A distributed
    checkpoint and a native directory are one thing each, with all their files.
-2. Each file is walked (`scanning/walk.py`): every container that it may be, every pickle in it, recorded and ranked (`severity.py`).
+2. Each file is walked (`scanning/walk.py`): every container that it may be, every pickle in it, recorded, ranked (`severity.py`).
 3. It is opened as well, by the one parser that `open` uses. That says what format it is and where in its tree things are; and what
    `open` refuses is an error here, unless it is something that only other loaders read and that was walked to its end.
 4. An error never outweighs a finding, and neither is ever "nothing found".
@@ -49,7 +50,23 @@ POINTER = b"version https://git-lfs"
 SKIPPED = 10_000
 """Skipped files that are named; the others are counted."""
 
-TITLES = ("torchscript", "torch-zip", "torch-package", "npz", "legacy", "npy", "zip", "tar", "gzip", "bzip2", "xz", "lzma", "zlib", "zstd", "pickle")
+TITLES = (
+    "torchscript",
+    "torch-zip",
+    "torch-package",
+    "npz",
+    "legacy",
+    "npy",
+    "zip",
+    "tar",
+    "gzip",
+    "bzip2",
+    "xz",
+    "lzma",
+    "zlib",
+    "zstd",
+    "pickle",
+)
 """What a file is called that `open` does not know, the first that fits."""
 
 
@@ -107,8 +124,8 @@ def scan(
     """Report on files and directories, or lists of them.
 
     Nothing in them is run, and nothing about them raises: errors are part of the report. `allow` is a file of patterns for
-    `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Raises for such a file that
-    cannot be read.
+    `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Raises `StoreError`
+    for such a file that cannot be read.
     """
     allowed = Allowed.given(allow)
     files: list[FileReport] = []
@@ -138,7 +155,7 @@ def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[Path]:
 def _search(directory: Path) -> Iterator[Path | FileReport]:
     """Every file below a directory, sorted; a folder that cannot be listed as an error.
 
-    A distributed checkpoint is one thing, and stands for its files, and so is a native directory. Links to folders are not followed.
+    A distributed checkpoint is one thing, and stands for its files; so is a native directory. Links to folders are not followed.
     """
     problems: list[OSError] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):
@@ -315,7 +332,9 @@ def _scan_items(walk: Walk, spans: dict[str, Span]) -> None:
         try:
             check_key(name)
         except StoreError:
-            walk.found.tell("suspicious", f"an item in the file {name[:200]!r}", "reads a file outside of the checkpoint", stream=".metadata")
+            walk.found.tell(
+                "suspicious", f"an item in the file {name[:200]!r}", "reads a file outside of the checkpoint", stream=".metadata"
+            )
             continue
         span = spans.get(name)
         if span is None or (span.key, offset, offset + length) in walk.zips:

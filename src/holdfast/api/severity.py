@@ -9,8 +9,8 @@ report shows to a person who wonders what some other, trusting loader would have
     known        part of ordinary checkpoints, and does nothing but hold data
     safe         what Holdfast builds itself, and `torch.load(weights_only=True)` allows; not worth a line
 
-The rule is the other way round from a denylist: what is not known to be harmless is at least `unknown`, and is `suspicious` as soon as
-it is called. So a name that nobody thought of is never "clean". The lists of bad names only make the report say `dangerous`.
+The rule is the other way round from a denylist: what is not known to be harmless is at least `unknown`, and is `suspicious` as
+soon as it is called. A name that nobody thought of is never "clean". The lists of bad names only make it say `dangerous`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ MODULES = {
         sys gc inspect unittest pytest _pytest IPython idlelib lib2to3 pydoc py_compile compileall sched threading
         _thread atexit signal numpy.testing numpy.f2py numpy.distutils torch._dynamo torch._inductor torch.testing
         torch.fx torch.package jinja2 types _xxsubinterpreters _interpreters torch.utils.benchmark torch.utils.model_dump
-        torch.utils.data.datapipes torch._export torch.export torch.onnx sympy.parsing sympy.utilities.lambdify pickletools tracemalloc faulthandler
+        torch.utils.data.datapipes torch._export torch.export torch.onnx sympy.parsing
+        sympy.utilities.lambdify pickletools tracemalloc faulthandler
         numexpr modulefinder symtable""",
     "calls into native code": "ctypes _ctypes cffi _cffi_backend torch.ops torch._ops torch.classes torch._classes torch._C._jit",
     "opens the network": """
@@ -74,11 +75,48 @@ NAMES = {
     "loads another pickle or module": "torch.load numpy.load pandas.read_pickle torch.storage._load_from_bytes",
 }
 
-MEMBERS = frozenset("""
-    tofile dump dumps from_file fromfile memmap save load open write write_bytes write_text unlink rmdir rename replace touch mkdir
-    chmod symlink_to hardlink_to link_to lchmod read_bytes read_text apply_ map_ map2_ _apply _write_file _set_from_file
-    _share_filename_cpu_ _new_shared_filename_cpu share_memory_ register_hook register_forward_hook format format_map
-""".split())  # fmt: skip
+MEMBERS = frozenset(
+    [
+        "tofile",
+        "dump",
+        "dumps",
+        "from_file",
+        "fromfile",
+        "memmap",
+        "save",
+        "load",
+        "open",
+        "write",
+        "write_bytes",
+        "write_text",
+        "unlink",
+        "rmdir",
+        "rename",
+        "replace",
+        "touch",
+        "mkdir",
+        "chmod",
+        "symlink_to",
+        "hardlink_to",
+        "link_to",
+        "lchmod",
+        "read_bytes",
+        "read_text",
+        "apply_",
+        "map_",
+        "map2_",
+        "_apply",
+        "_write_file",
+        "_set_from_file",
+        "_share_filename_cpu_",
+        "_new_shared_filename_cpu",
+        "share_memory_",
+        "register_hook",
+        "register_forward_hook",
+        "format",
+        "format_map",
+    ]
+)
 """Members of classes, known ones as well, that touch files, call what they are given, or reach attributes."""
 
 KNOWN = """
@@ -88,12 +126,14 @@ KNOWN = """
     copy_reg._reconstructor copyreg.__newobj__ copyreg.__newobj_ex__ decimal.Decimal fractions.Fraction uuid.UUID uuid.SafeUUID
     zoneinfo.ZoneInfo._unpickle builtins.object builtins.set builtins.frozenset builtins.list builtins.dict
     builtins.tuple builtins.int builtins.float builtins.complex builtins.bool builtins.str builtins.bytes builtins.type
-    builtins.bytearray builtins.slice builtins.range builtins.len builtins.sum builtins.abs builtins.NotImplemented builtins.Ellipsis
+    builtins.bytearray builtins.slice builtins.range builtins.len builtins.sum builtins.abs
+    builtins.NotImplemented builtins.Ellipsis
     builtins.memoryview torch.Size torch.device torch.dtype torch.Generator torch.Tensor torch.strided torch.layout
     torch.memory_format torch.Storage torch._tensor.Tensor torch.nn.parameter.Parameter torch._tensor._rebuild_from_type_v2
     torch.storage.TypedStorage torch.storage.UntypedStorage torch.storage._TypedStorage torch.torch_version.TorchVersion
     torch.serialization._get_layout numpy.dtype numpy.ndarray numpy.bool numpy.bool_
-    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar numpy.matrix numpy.ma.core.MaskedArray
+    numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
+    numpy.matrix numpy.ma.core.MaskedArray
     numpy.ma.core._mareconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer numpy.core.numeric._frombuffer
     numpy.recarray numpy.rec.recarray numpy.record numpy.poly1d functools.partial logging.getLogger re._compile
     omegaconf.base.ContainerMetadata omegaconf.base.Metadata typing.Any enum.Enum torch.jit._pickle.build_intlist
@@ -109,18 +149,44 @@ KNOWN = """
 """
 
 KNOWN_UNDER = (
-    "collections", "datetime", "numpy.random", "torch.nn", "torch.nested", "torch.optim", "torch._utils", "torch.amp",
-    "torch.cuda.amp", "torch.ao.nn", "torch.distributed.checkpoint.metadata", "torch.distributed.fsdp", "omegaconf",
-    "torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed.device_mesh", "torch.distributed._shard",
-    "torch.distributed._mesh_layout", "torch.distributed.checkpoint.storage", "torch.utils._pytree", "torch.torch_version",
-)  # fmt: skip
+    "collections",
+    "datetime",
+    "numpy.random",
+    "torch.nn",
+    "torch.nested",
+    "torch.optim",
+    "torch._utils",
+    "torch.amp",
+    "torch.cuda.amp",
+    "torch.ao.nn",
+    "torch.distributed.checkpoint.metadata",
+    "torch.distributed.fsdp",
+    "omegaconf",
+    "torch.distributed.tensor",
+    "torch.distributed._tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed._shard",
+    "torch.distributed._mesh_layout",
+    "torch.distributed.checkpoint.storage",
+    "torch.utils._pytree",
+    "torch.torch_version",
+)
 """Modules whose classes hold data. Known when they get their state; their constructors are another matter.
 
 Functions in them count as known only where the name says that they rebuild something.
 """
 
-PURE = ("torch._C._VariableFunctionsClass.", "torch._C._VariableFunctions.", "torch._C._nn.", "torch._C._special.", "torch._C._linalg.",
-        "torch._C._fft.", "torch.nn.functional.", "torch.nn.init.", "torch._VF.")  # fmt: skip
+PURE = (
+    "torch._C._VariableFunctionsClass.",
+    "torch._C._VariableFunctions.",
+    "torch._C._nn.",
+    "torch._C._special.",
+    "torch._C._linalg.",
+    "torch._C._fft.",
+    "torch.nn.functional.",
+    "torch.nn.init.",
+    "torch._VF.",
+)
 """Functions of tensors, which an activation or an initialisation names; `from_file` and its like are `MEMBERS`."""
 
 REBUILDERS = ("_rebuild_", "__randomstate_ctor", "__generator_ctor", "__bit_generator_ctor", "_pickle_")
@@ -128,7 +194,25 @@ REBUILDERS = ("_rebuild_", "__randomstate_ctor", "__generator_ctor", "__bit_gene
 CYTHON = "__pyx_unpickle_"
 """How Cython makes an object of a class of its own: `__pyx_unpickle_Tree(Tree, checksum, state)`."""
 
-REACHED = frozenset("os sys posix nt subprocess builtins shutil importlib socket ctypes pickle io runpy codecs operator".split())
+REACHED = frozenset(
+    [
+        "os",
+        "sys",
+        "posix",
+        "nt",
+        "subprocess",
+        "builtins",
+        "shutil",
+        "importlib",
+        "socket",
+        "ctypes",
+        "pickle",
+        "io",
+        "runpy",
+        "codecs",
+        "operator",
+    ]
+)
 """Modules that other modules have as attributes, under such a name or with an underscore before it."""
 
 CALLED = frozenset({"call", "result", "append", "setitem", "additem"})

@@ -44,8 +44,8 @@ def formats() -> Iterator[Format]:
 def _refuse_second_reading(source: Source, found: Format) -> None:
     """Refuse a file that torch would read as something else: it tries zip, then tar, and then its old stream of pickles.
 
-    A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from its
-    first byte on, which the length at the start of safetensors can be made to allow.
+    A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from
+    its first byte on, which the length at the start of safetensors can be made to allow.
     """
     from holdfast.formats.torch.tar import begins_like_tar
 
@@ -61,7 +61,8 @@ def _refuse_second_reading(source: Source, found: Format) -> None:
         )
     if found.name == "safetensors" and _unpickles(source, key):
         raise FormatError(
-            "the file is safetensors and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what it would do",
+            "the file is safetensors and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what that "
+            "would do",
             file=key,
         )
 

@@ -119,7 +119,7 @@ def _payload(span: Span, header: int) -> int | None:
     raw = span.read(header, header + 30)
     if len(raw) < 30 or raw[:4] != LOCAL:
         return None
-    return header + 30 + sum(struct.unpack("<2H", raw[26:30]))
+    return header + 30 + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
 
 
 def _by_headers(span: Span) -> Iterator[Entry]:
@@ -191,5 +191,3 @@ def members_of(span: Span) -> Iterator[Member | str]:
         # tarfile goes by the size of what has content, and links have none.
         at += BLOCK + (-(-nbytes // BLOCK) * BLOCK if kind not in b"1234" else 0)
     yield f"more than {MEMBERS:,} members"
-
-

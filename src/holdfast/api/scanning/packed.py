@@ -10,7 +10,7 @@ import bz2
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 from holdfast.api.scanning.spans import Span
 
@@ -115,7 +115,9 @@ def _unpack_zstd(span: Span, most: int) -> bytes:
     except ImportError:
         raise Unpacking("compressed with zstd, which takes the package zstandard: pip install 'holdfast[zstd]'") from None
     made = bytearray()
-    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(_Reader(span), read_across_frames=True)
+    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(
+        cast(IO[bytes], _Reader(span)), read_across_frames=True
+    )
     try:
         while len(made) < most and (piece := stream.read(min(BLOCK, most - len(made)))):
             made += piece

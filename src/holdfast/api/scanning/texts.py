@@ -1,8 +1,8 @@
 """What loaders carry out besides pickles: expressions, TorchScript, Python source, native code.
 
 torch.export hands every `expr_str` of a program to sympy, which evaluates it as Python. A plain one is arithmetic of symbols and
-a few functions, and everything else is reported. TorchScript is no Python, but its `__setstate__` runs when the file is loaded, and its
-functions can write files. torch.package imports the Python in its archive. A compiled model is a library that is loaded.
+a few functions, and everything else is reported. TorchScript is no Python, but its `__setstate__` runs when the file is loaded,
+and its functions can write files. torch.package imports the Python in its archive. A compiled model is a library that is loaded.
 """
 
 from __future__ import annotations
@@ -18,14 +18,69 @@ Told = tuple[str, str, str]
 
 EXPRESSION = re.compile(r"(?:[A-Za-z][A-Za-z0-9_]*|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+*/%(),<>=!&|~^ \t\n])*")
 CALL = re.compile(r"([A-Za-z][A-Za-z0-9_]*)[ \t\n]*\(")
-FUNCTIONS = frozenset("""
-    Abs And BitwiseFn_bitwise_and BitwiseFn_bitwise_or CeilDiv CeilToInt CleanDiv Eq FloatPow FloatTrueDiv FloorDiv FloorToInt Ge Gt
-    Identity IntTrueDiv IsNonOverlappingAndDenseIndicator LShift Le Lt Max Min Mod ModularIndexing Ne Not OpaqueUnaryFn_acos
-    OpaqueUnaryFn_cos OpaqueUnaryFn_exp OpaqueUnaryFn_log OpaqueUnaryFn_sin OpaqueUnaryFn_sqrt OpaqueUnaryFn_tan Or Piecewise Pow
-    PowByNatural PythonMod RShift RoundDecimal RoundToInt ToFloat TruncToFloat TruncToInt Where Xor ceiling exp floor log max min sqrt
-    Rational Integer Float Symbol Tuple
-""".split())  # fmt: skip
-WORDS = frozenset("and or not True False None if else in is".split())
+FUNCTIONS = frozenset(
+    [
+        "Abs",
+        "And",
+        "BitwiseFn_bitwise_and",
+        "BitwiseFn_bitwise_or",
+        "CeilDiv",
+        "CeilToInt",
+        "CleanDiv",
+        "Eq",
+        "FloatPow",
+        "FloatTrueDiv",
+        "FloorDiv",
+        "FloorToInt",
+        "Ge",
+        "Gt",
+        "Identity",
+        "IntTrueDiv",
+        "IsNonOverlappingAndDenseIndicator",
+        "LShift",
+        "Le",
+        "Lt",
+        "Max",
+        "Min",
+        "Mod",
+        "ModularIndexing",
+        "Ne",
+        "Not",
+        "OpaqueUnaryFn_acos",
+        "OpaqueUnaryFn_cos",
+        "OpaqueUnaryFn_exp",
+        "OpaqueUnaryFn_log",
+        "OpaqueUnaryFn_sin",
+        "OpaqueUnaryFn_sqrt",
+        "OpaqueUnaryFn_tan",
+        "Or",
+        "Piecewise",
+        "Pow",
+        "PowByNatural",
+        "PythonMod",
+        "RShift",
+        "RoundDecimal",
+        "RoundToInt",
+        "ToFloat",
+        "TruncToFloat",
+        "TruncToInt",
+        "Where",
+        "Xor",
+        "ceiling",
+        "exp",
+        "floor",
+        "log",
+        "max",
+        "min",
+        "sqrt",
+        "Rational",
+        "Integer",
+        "Float",
+        "Symbol",
+        "Tuple",
+    ]
+)
+WORDS = frozenset(["and", "or", "not", "True", "False", "None", "if", "else", "in", "is"])
 
 LONGEST = 10_000
 """Characters of an expression. Sizes of tensors make a few hundred."""

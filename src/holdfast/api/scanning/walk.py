@@ -1,8 +1,8 @@
 """The walk: from the bytes of a file to everything in it that some stock loader would carry out.
 
 1. Bytes are looked at for every container that they may be, not for the first that fits: a pickle or several, a zip at the start
-   or at the end or several one behind the other, a tar, an array of numpy, something compressed. One file may be two of them, and which
-   one is loaded depends on who loads it: then both are read, and that is a finding of its own.
+   or at the end or several one behind the other, a tar, an array of numpy, something compressed. One file may be two of them, and
+   which one is loaded depends on who loads it: then both are read, and that is a finding of its own.
 2. What is inside of a container is looked at in the same way, whatever its name, to a depth and within a budget.
 3. Every pickle goes through the closed interpreter, which records what it would do (`formats/pickle/recording.py`).
 4. What could not be read is an error of the file. It never takes a finding away.
@@ -87,8 +87,12 @@ class Walk:
             self.kinds |= kinds
         several = sorted(kinds & {"pickle", "legacy", "tar", "zip", "npy", "compressed"})
         if len(several) > 1:
-            self.found.tell("suspicious", f"one file, several formats: {', '.join(several)}",
-                            "which one is loaded depends on who loads it; torch tries tar first", stream=label)  # fmt: skip
+            self.found.tell(
+                "suspicious",
+                f"one file, several formats: {', '.join(several)}",
+                "which one is loaded depends on who loads it; torch tries tar first",
+                stream=label,
+            )
         return kinds
 
     # Pickles.
@@ -164,7 +168,7 @@ class Walk:
             return set()
         before = self.streams
         place_end = place[1]
-        ranges = []
+        ranges: list[tuple[int, int]] = []
         stop = span.nbytes
         while place is not None:
             start, end = place
@@ -179,8 +183,12 @@ class Walk:
             return set()  # inside of something, such as the bytes of a pickle; its records were read all the same
         if stop > 0 and (self.streams > before or kinds & {"code"}):
             if not self._empty(span, stop):
-                self.found.tell("suspicious", f"an archive behind {stop:,} bytes of something else",
-                                "torch.jit, torch.package and zipfile read the archive, others what is before it", stream=label)  # fmt: skip
+                self.found.tell(
+                    "suspicious",
+                    f"an archive behind {stop:,} bytes of something else",
+                    "torch.jit, torch.package and zipfile read the archive, others what is before it",
+                    stream=label,
+                )
         elif stop > 0:
             return set()  # an archive that nobody loads, such as a document at the end of something
         return {"zip", *kinds}
@@ -211,8 +219,12 @@ class Walk:
             else:
                 self._record(entry, inner, depth)
         if sources:
-            self.found.tell("suspicious", f"Python source in {sources:,} records",
-                            "torch.package runs this code when the package is loaded", stream=label)  # fmt: skip
+            self.found.tell(
+                "suspicious",
+                f"Python source in {sources:,} records",
+                "torch.package runs this code when the package is loaded",
+                stream=label,
+            )
         kinds = {"code"} if sources or script else set()
         if refusal is not None and (self.streams > before or kinds or depth == 0):
             self.found.error(refusal if label == WHOLE else f"{label}: {refusal}")
@@ -298,10 +310,16 @@ class Walk:
                 continue
             inner = f"{label}/{member.name}" if depth else member.name
             if member.kind in (b"1", b"2"):
-                self.found.tell("suspicious", f"a link {member.name!r} in a tar", "torch unpacks it and reads where it leads", stream=label)
+                self.found.tell(
+                    "suspicious", f"a link {member.name!r} in a tar", "torch unpacks it and reads where it leads", stream=label
+                )
             elif member.kind not in (b"0", b"\0", b"7", b"5"):
-                self.found.tell("suspicious", f"a tar member {member.name!r} of type {member.kind!r}",
-                                "it can rename or resize what follows", stream=label)  # fmt: skip
+                self.found.tell(
+                    "suspicious",
+                    f"a tar member {member.name!r} of type {member.kind!r}",
+                    "it can rename or resize what follows",
+                    stream=label,
+                )
             if member.name.rpartition("/")[2].encode() in TAR_NUMBERS:
                 self._tar_numbers(member, inner, depth)
             else:

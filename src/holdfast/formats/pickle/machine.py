@@ -7,7 +7,7 @@
 3. PROTO may be missing, and stands nowhere but at the start. STOP leaves exactly one value and no MARK.
 4. Cost is linear in the stream: the stack and the memo hold references, marks are counted, a memo index is at most the number of
    opcodes so far + 1, integers are short, and whatever costs more than its bytes goes through `Spending`.
-5. A table that is `tolerant` (a scan's) is given what CPython would go on with where others refuse: the oddity is noted, not raised.
+5. A table that is `tolerant` (a scan's) goes on where CPython does and others are refused: the oddity is noted, not raised.
 6. An object that only BUILD finishes is replaced where it stands and where it is remembered; a reference to it inside of its
    own state stays an `Opaque`.
 

@@ -50,10 +50,20 @@ STORAGE_INFO = ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 KEEPERS = {DTYPE, *WRAPPERS, STORAGE_INFO}
 """Whose state is looked at afterwards."""
 
-NESTED = {("torch.storage", "_load_from_bytes"), ("pickle", "loads"), ("dill", "loads"), ("dill._dill", "loads"), ("cloudpickle", "loads")}
+NESTED = {
+    ("torch.storage", "_load_from_bytes"),
+    ("pickle", "loads"),
+    ("dill", "loads"),
+    ("dill._dill", "loads"),
+    ("cloudpickle", "loads"),
+}
 """Loaders that take a whole file as bytes."""
 
-CALLERS = {("torch._tensor", "_rebuild_from_type_v2"), ("torch._tensor", "_rebuild_from_type"), ("torch.tensor", "_rebuild_from_type")}
+CALLERS = {
+    ("torch._tensor", "_rebuild_from_type_v2"),
+    ("torch._tensor", "_rebuild_from_type"),
+    ("torch.tensor", "_rebuild_from_type"),
+}
 """Known functions that call their first argument."""
 
 SIZES = {"?": 1, "b": 1, "B": 1}
@@ -304,7 +314,9 @@ class RecordingTable(Table):
         width = _item_nbytes(dtype, 0)
         if width is None:
             # joblib hands the rest of the file to pickle for one object.
-            inner = interpret(data, RecordingTable(parent=self), limits=self.limits, stream="array", start=start, max_nbytes=stop - start)
+            inner = interpret(
+                data, RecordingTable(parent=self), limits=self.limits, stream="array", start=start, max_nbytes=stop - start
+            )
             return inner.stop - start
         padding = 0
         if type(state.get("numpy_array_alignment_bytes")) is int:
@@ -376,5 +388,3 @@ def record(data: bytes, *, limits: Limits, start: int = 0, joblib: bool = False)
     except HoldfastError as error:
         return Recorded(table, None, None, error)
     return Recorded(table, done.value, done.stop, None)
-
-
