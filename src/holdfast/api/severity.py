@@ -133,7 +133,7 @@ KNOWN = """
     torch.storage.TypedStorage torch.storage.UntypedStorage torch.storage._TypedStorage torch.torch_version.TorchVersion
     torch.serialization._get_layout numpy.dtype numpy.ndarray numpy.bool numpy.bool_
     numpy.core.multiarray._reconstruct numpy._core.multiarray._reconstruct numpy.core.multiarray.scalar
-    numpy.matrix numpy.ma.core.MaskedArray
+    numpy.matrix numpy.ma.core.MaskedArray numpy.ma.MaskedArray torch._C._VariableFunctionsClass
     numpy.ma.core._mareconstruct numpy._core.multiarray.scalar numpy._core.numeric._frombuffer numpy.core.numeric._frombuffer
     numpy.recarray numpy.rec.recarray numpy.record numpy.poly1d functools.partial logging.getLogger re._compile
     omegaconf.base.ContainerMetadata omegaconf.base.Metadata typing.Any enum.Enum torch.jit._pickle.build_intlist
@@ -254,6 +254,8 @@ def judge(what: Global, uses: Collection[str], *, telling: bool = False) -> tupl
         return "dangerous", "changes a class or a module itself"
     if module == "<copyreg extension>":
         return "suspicious", "a global by a number: which one depends on the process that loads it"
+    if full == "builtins.getattr" and set(uses) == {"mention", "resolved"}:
+        return "known", "reaches a name that is judged by itself"
     if full in _NAMES:
         return "dangerous", _NAMES[full]
     if not full.isascii():
@@ -287,6 +289,8 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, telling: bo
         uses = {"new"} if not _bad(full) else uses
         full = f"{module}.{name}"
         telling = False
+    if module == "numpy" and "." not in name and set(uses) <= {"mention"}:
+        return "known", "a function or a class of numpy, named and not called"
     rebuilds = last.startswith(REBUILDERS) and "." not in name
     if _under(full, KNOWN_UNDER) and "." not in name and (rebuilds or (_classlike(last) and not CALLED & set(uses))):
         return "known", "part of ordinary checkpoints"

@@ -17,9 +17,18 @@ Told = tuple[str, str, str]
 """Severity, what it is, and why that matters."""
 
 EXPRESSION = re.compile(r"(?:[A-Za-z][A-Za-z0-9_]*|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+*/%(),<>=!&|~^ \t\n])*")
+SYMBOL = re.compile(r"\bSymbol\('[A-Za-z][A-Za-z0-9_]*'")
 CALL = re.compile(r"([A-Za-z][A-Za-z0-9_]*)[ \t\n]*\(")
 FUNCTIONS = frozenset(
     [
+        "Add",
+        "Equality",
+        "GreaterThan",
+        "LessThan",
+        "Mul",
+        "StrictGreaterThan",
+        "StrictLessThan",
+        "Unequality",
         "Abs",
         "And",
         "BitwiseFn_bitwise_and",
@@ -129,12 +138,16 @@ def expressions(text: bytes) -> Iterator[Told]:
 def plain(expression: str) -> bool:
     """Whether an expression is arithmetic of symbols and of functions that sizes are made with.
 
-    >>> plain("2*s0 + Max(1, s1//3)"), plain("().__class__"), plain("f(1)"), plain("'a'")
-    (True, False, False, False)
+    >>> plain("2*s0 + Max(1, s1//3)"), plain("Mul(Integer(2), Symbol('s0', positive=True))")
+    (True, True)
+    >>> plain("().__class__"), plain("f(1)"), plain("'a'"), plain("s0.real")
+    (False, False, False, False)
     """
-    if len(expression) > LONGEST or "__" in expression or not EXPRESSION.fullmatch(expression):
+    if len(expression) > LONGEST or "__" in expression:
         return False
-    return all(name in FUNCTIONS or name in WORDS for name in CALL.findall(expression))
+    # As sympy writes out a symbol: its name is the one text that belongs here.
+    unquoted = SYMBOL.sub("Symbol(s", expression)
+    return EXPRESSION.fullmatch(unquoted) is not None and all(name in FUNCTIONS or name in WORDS for name in CALL.findall(unquoted))
 
 
 def torchscript(text: str) -> Iterator[Told]:

@@ -20,7 +20,8 @@ from holdfast.api.scanning.pickles import Row, Stream, read_pickle, read_row
 from holdfast.api.scanning.spans import Span, span_of
 from holdfast.api.scanning.texts import expressions, native_code, torchscript
 from holdfast.core.limits import Limits
-from holdfast.formats.torch.legacy import MAGIC
+from holdfast.errors import HoldfastError
+from holdfast.formats.torch.legacy import MAGIC, TorchLegacy
 from holdfast.formats.torch.table import storage_dtype
 from holdfast.formats.torch.tar import begins_like_tar
 
@@ -123,8 +124,16 @@ class Walk:
             text = f"{label}: {behind:,} bytes behind the end of the pickle, at byte {row.stop:,}, that are no pickle"
             if depth == 0 and legacy:
                 self.trailing = text
-            else:
+            elif not (legacy and self._old_container(span)):
                 self.found.error(text)
+
+    def _old_container(self, span: Span) -> bool:
+        """Whether what is behind the pickles are the storages of torch's old container, each with its length."""
+        try:
+            TorchLegacy().describe(span_of(span.read(0, span.nbytes), self.limits).source)
+        except HoldfastError:
+            return False
+        return True
 
     def stream(self, stream: Stream, label: str, depth: int) -> None:
         """Take over what one pickle does."""

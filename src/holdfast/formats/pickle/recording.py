@@ -6,6 +6,7 @@ The table of a scan builds nothing. It notes each global with everything that th
     call         REDUCE, INST, OBJ: it is called                                 methods of what came out of it are called
     new          NEWOBJ, NEWOBJ_EX: `__new__` is called             attributes   BUILD on the class or the module itself
     build        its state is set, or handed to `__setstate__`      result       what came out of a call is called
+    resolved     `getattr` of a class: as if the dotted name stood there
 
 What is popped again, or stands before a break, is noted like anything else. Time and memory are linear in the bytes: a global keeps
 three calls to show, and whatever else comes out of it is one shared object.
@@ -164,6 +165,7 @@ class RecordingTable(Table):
             cls = args[0]
             name = f"{cls.name}.{args[1]}"
             if len(name) <= LONG_KEY:
+                self._named(*place).uses.add("resolved")
                 return self.find(cls.module, name)
         if place == ("builtins", "type") and len(args) == 1:
             return self._named(*place).what  # the type of None and its like, as every writer has it
