@@ -709,6 +709,32 @@ def where() -> Iterator[Attack]:
     yield attack("DCP item", "dcp items", lambda m: dcp_with(torch_zip(whole(m), {})), "")
 
 
+def joblib_array(code_: str, elements: bytes, *, aligned: bool = True) -> bytes:
+    """An array as joblib writes it: its description, and the elements behind that, outside of all opcodes."""
+    dtype = call("numpy", "dtype", text(code_), b"\x89", b"\x88")
+    state = tuple_of(integer(3), text("|"), NONE, NONE, NONE, integer(-1), integer(-1), integer(63 if code_ == "O8" else 0))
+    described = dict_of(
+        text("subclass"), named("numpy", "ndarray"), text("shape"), tuple_of(integer(1)), text("order"), text("C"),
+        text("dtype"), dtype + state + BUILD, text("allow_mmap"), b"\x89",
+        *((text("numpy_array_alignment_bytes"), integer(16)) if aligned else ()),
+    )  # fmt: skip
+    return named("joblib.numpy_pickle", "NumpyArrayWrapper") + EMPTY_TUPLE + NEWOBJ + described + BUILD + elements
+
+
+def in_joblib() -> Iterator[Attack]:
+    """joblib and pickle read one file differently: what is an element to one is an opcode to the other."""
+
+    def attack(name: str, loader: str, body: Callable[[str], bytes]) -> Attack:
+        return Attack(f"joblib {name}", loader, lambda m: stream(body(m)), ".joblib")
+
+    yield attack("plain", "joblib", system)
+    yield attack("behind an array", "joblib", lambda m: joblib_array("u1", b"\x01\xff\xfe") + POP + system(m))
+    yield attack("behind an old array", "joblib", lambda m: joblib_array("u1", b"\xfe", aligned=False) + POP + system(m))
+    yield attack("an array of objects", "joblib", lambda m: joblib_array("O8", stream(system(m)), aligned=False))
+    yield attack("elements that are opcodes", "joblib pickle", lambda m: joblib_array("S200", POP + system(m) + STOP + bytes(200)))
+    yield Attack("joblib zlib", "joblib", lambda m: zlib.compress(stream(joblib_array("u1", b"\x00\xff") + POP + system(m))))
+
+
 def old_header(raw: bytes) -> bytes:
     """A tar member without the mark of POSIX, as tars had before 1988."""
     head = bytearray(raw[:512])
@@ -763,4 +789,4 @@ def safetensors_of_pickle(marker: str) -> bytes:
     return struct.pack("<Q", nbytes) + bytes(header) + payload
 
 
-ATTACKS: tuple[Attack, ...] = (*functions(), *how(), *broken(), *where())
+ATTACKS: tuple[Attack, ...] = (*functions(), *how(), *broken(), *where(), *in_joblib())

@@ -137,7 +137,7 @@ LOADERS = {
     "pickle": pickle_one, "pickle all": pickle_all, "python pickle": python_pickle, "torch": torch_load, "package": torch_package,
     "jit": torch_jit, "export": torch_export, "sympy": sympified, "dcp": dcp, "dcp rank": dcp_rank, "dcp items": dcp_items,
     "numpy": numpy_load, "gzip": unpacked("gzip"), "bz2": unpacked("bz2"), "lzma": unpacked("lzma"), "zlib": zlib_pickle,
-    "zip": zip_pickle, "joblib": joblib_load,
+    "zip": zip_pickle, "joblib": joblib_load, "joblib pickle": pickle_one,
 }  # fmt: skip
 
 

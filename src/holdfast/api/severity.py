@@ -139,6 +139,12 @@ KNOWN = """
     omegaconf.base.ContainerMetadata omegaconf.base.Metadata typing.Any enum.Enum torch.jit._pickle.build_intlist
     torch.jit._pickle.build_tensorlist torch.jit._pickle.build_doublelist torch.jit._pickle.build_boollist
     torch.jit._pickle.build_tensor_from_id torch.jit._pickle.restore_type_tag
+    pandas._libs.internals._unpickle_block pandas.core.indexes.base._new_Index pandas.core.indexes.datetimes._new_DatetimeIndex
+    pandas.core.internals.managers.BlockManager pandas.StringDtype pandas.core.arrays.string_.StringDtype
+    pandas._libs.tslibs.timestamps._unpickle_timestamp pandas._libs.tslibs.timedeltas._timedelta_unpickle
+    sklearn.tree._tree.Tree sklearn.neighbors._kd_tree.newObj sklearn.neighbors._ball_tree.newObj
+    sklearn.metrics._dist_metrics.newObj sklearn._loss._loss.CyHalfBinomialLoss sklearn._loss._loss.CyHalfSquaredError
+    sklearn._loss._loss.CyHalfMultinomialLoss
     joblib.numpy_pickle.NumpyArrayWrapper sklearn.externals.joblib.numpy_pickle.NumpyArrayWrapper
     torch.distributed.checkpoint.filesystem._StorageInfo torch.distributed.checkpoint.filesystem._StoragePrefix
     transformers.training_args.OptimizerNames transformers.trainer_utils.IntervalStrategy transformers.trainer_utils.SaveStrategy

@@ -18,6 +18,7 @@ Told = tuple[str, str, str]
 
 EXPRESSION = re.compile(r"(?:[A-Za-z][A-Za-z0-9_]*|[0-9]+(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+*/%(),<>=!&|~^ \t\n])*")
 SYMBOL = re.compile(r"\bSymbol\('[A-Za-z][A-Za-z0-9_]*'")
+ATTRIBUTE = re.compile(r"(?:\b[A-Za-z_]\w*|\))\s*\.|\.\s*[A-Za-z_(]")
 CALL = re.compile(r"([A-Za-z][A-Za-z0-9_]*)[ \t\n]*\(")
 FUNCTIONS = frozenset(
     [
@@ -143,7 +144,7 @@ def plain(expression: str) -> bool:
     >>> plain("().__class__"), plain("f(1)"), plain("'a'"), plain("s0.real")
     (False, False, False, False)
     """
-    if len(expression) > LONGEST or "__" in expression:
+    if len(expression) > LONGEST or "__" in expression or ATTRIBUTE.search(expression):
         return False
     # As sympy writes out a symbol: its name is the one text that belongs here.
     unquoted = SYMBOL.sub("Symbol(s", expression)

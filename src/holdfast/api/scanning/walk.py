@@ -144,7 +144,10 @@ class Walk:
             self.items += table.items
             followed = self._nested(reading.table.nested, label, depth)
             unread = {id(seen) for seen in table.unread} | followed
-            for seen in table.seen.values():
+            for place, seen in table.seen.items():
+                before = stream.readings[0].table.seen.get(place)
+                if before is not None and before is not seen and seen.uses <= before.uses:
+                    continue
                 nested = seen.what.name == "_load_from_bytes" and "call" in seen.uses and id(seen) not in unread
                 self.found.seen(seen, label, stream.begin, ordinary=READ_AS_WELL if nested else "")
         for note in last.table.notes:
