@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
 import io
 import json
 import os
 import pickle
 import struct
 import sys
+import uuid
 import zipfile
+import zlib
 
 import numpy as np
 import pytest
@@ -18,6 +21,10 @@ import pytest
 from holdfast.api.scan import ScanReport, scan
 from holdfast.api.severity import judge
 from holdfast.core.opaque import Global
+from tests.formats.dcp import craft_dcp
+from tests.hostile.craft_pickle import NONE, call, stream, text
+from tests.hostile.craft_torch import torch_zip
+from tests.hostile.scan_attacks import ATTACKS, write
 
 
 class Calls:
@@ -219,6 +226,100 @@ def test_a_tensor_pickled_without_torch_save_is_followed(tmp_path, golden_dir):
         ("known", "torch.storage._load_from_bytes"),
     ]
     assert file.findings[0].stream == "pickle > byte 1,439 > data.pkl"
+
+
+def test_a_native_directory_is_one_thing(tmp_path):
+    import holdfast
+
+    holdfast.save(tmp_path / "native", {"w": np.arange(6.0), "step": 3}, format="native")
+    report = scan(tmp_path)
+    assert [(f.format, f.error, f.findings) for f in report.files] == [("native", None, ())]
+    assert report.verdict() == "clean"
+    assert scan(tmp_path / "native").verdict() == "clean"
+
+
+def test_lists_of_paths(tmp_path):
+    for name in ("a.pkl", "b.pkl", "c.pkl"):
+        (tmp_path / name).write_bytes(pickle.dumps(1))
+    report = scan([tmp_path / "a.pkl", str(tmp_path / "b.pkl")], tmp_path / "c.pkl")
+    assert [os.path.basename(f.path) for f in report.files] == ["a.pkl", "b.pkl", "c.pkl"]
+
+
+def test_an_item_inside_of_an_item(tmp_path):
+    """The index of a distributed checkpoint may point anywhere: into the elements of a tensor, or out of the folder."""
+    evil = torch_zip(stream(call("os", "system", text("true"))), {})
+    outer = torch_zip(stream(NONE), {"0": b"\x00" * 64 + evil + b"\x00" * 64})
+    place = craft_dcp.index("step", None, None)
+    offset = outer.index(evil)
+    for name, item in (("inside", craft_dcp.info(craft_dcp.FILE, offset, len(evil))), ("outside", craft_dcp.info("../x", 0, 10))):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(craft_dcp.metadata({"step": craft_dcp.value()}, [(place, item)]))
+        (folder / craft_dcp.FILE).write_bytes(outer)
+    inside, outside = scan(tmp_path).files
+    assert [(f.severity, f.what) for f in inside.findings] == [("dangerous", "os.system")]
+    assert inside.findings[0].stream == f"{craft_dcp.FILE} at byte {offset:,} > data.pkl"
+    assert [f.severity for f in outside.findings] == ["suspicious"]
+
+
+@pytest.mark.parametrize("name", ["where tar that begins as a legacy stream", "where safetensors that is a pickle"])
+def test_open_refuses_what_torch_would_read_otherwise(tmp_path, name):
+    import holdfast
+    from holdfast import errors
+
+    (attack,) = [a for a in ATTACKS if a.name == name]
+    path = write(attack, tmp_path, "/nowhere")
+    with pytest.raises(errors.FormatError, match="at once"):
+        holdfast.open(path)
+    assert any("several formats" in f.what or f.severity == "dangerous" for f in scan(path).files[0].findings)
+
+
+def test_a_legacy_stream_that_is_a_tar_is_both(tmp_path):
+    (attack,) = [a for a in ATTACKS if a.name == "where tar that begins as a legacy stream"]
+    report = scan(write(attack, tmp_path, "/nowhere"))
+    assert {"one file, several formats: legacy, tar", "posix.system"} <= {f.what for f in report.files[0].findings}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.random.default_rng(0),
+        collections.defaultdict(collections.Counter),
+        functools.partial(int, base=2),
+        np.tanh,
+        type(None),
+        uuid.UUID(int=1),
+    ],
+)
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_what_is_ordinary_is_clean(bare, value, protocol):
+    assert bare(value, protocol=protocol).verdict(strict=True) == "clean"
+
+
+def test_more_than_can_be_listed_is_said(bare, monkeypatch):
+    monkeypatch.setattr("holdfast.api.scanning.findings.MOST", 100)
+    content = b"".join(b"cm%d\nf\n)R0" % i for i in range(150)) + b"N."
+    report = bare(content)
+    assert len(report.files[0].findings) == 100
+    assert "50 more findings" in report.files[0].error
+    assert bare(b"N." * 10_050).verdict() == "error"
+
+
+def test_compressed_bombs_are_bounded(tmp_path):
+    from holdfast import Limits
+
+    (tmp_path / "x").write_bytes(zlib.compress(b"\x80\x04B" + struct.pack("<I", 50 << 20) + bytes(30 << 20), 9))
+    assert "unpacks to more" in scan(tmp_path / "x", limits=Limits(pickle_nbytes=1 << 20)).files[0].error
+
+
+def test_a_surprise_takes_no_finding_away(bare, monkeypatch):
+    def surprise(*_, exact):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("holdfast.api.scanning.walk.last_zip", surprise)
+    report = bare(Calls(os.system, "x"))
+    assert report.verdict() == "dangerous"
+    assert "a bug" in report.files[0].error
 
 
 def test_scanning_imports_nothing(bare):

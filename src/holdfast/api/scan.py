@@ -14,12 +14,13 @@ nothing was found.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from holdfast.api.evidence import gather
 from holdfast.api.open import open as open_checkpoint
@@ -31,7 +32,7 @@ from holdfast.api.scanning.walk import WHOLE, Walk
 from holdfast.api.severity import Severity
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
-from holdfast.errors import HoldfastError, StoreError, UnknownFormat
+from holdfast.errors import HoldfastError, UnknownFormat
 from holdfast.formats.dcp.directory import DATA_SUFFIX
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.manifest import MANIFEST
@@ -40,7 +41,9 @@ from holdfast.stores.local import check_key
 
 __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
 
-Verdict = Literal["dangerous", "suspicious", "error", "unknown", "nothing scanned", "clean"]
+Verdict = Literal["dangerous", "suspicious", "unknown", "error", "nothing scanned", "clean"]
+
+T = TypeVar("T")
 
 AnyPath = str | os.PathLike[str]
 
@@ -89,9 +92,9 @@ class FileReport:
             return "dangerous"
         if "suspicious" in counted or (strict and "unknown" in counted):
             return "suspicious"
-        if self.error is not None:
-            return "error"
-        return "unknown" if "unknown" in counted else "clean"
+        if "unknown" in counted:
+            return "unknown"
+        return "clean" if self.error is None else "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +112,12 @@ class ScanReport:
         return sum(f.severity == severity and f.allowed == allowed for file in self.files for f in file.findings)
 
     def verdict(self, *, strict: bool = False) -> Verdict:
-        """The worst word for any file: `dangerous`, `suspicious`, `error` (something could not be read), `unknown`, `clean`.
+        """The first word for any file: `dangerous`, `suspicious`, `unknown`, `error` (something could not be read), `clean`.
 
         `nothing scanned` where there was no file to say anything about. With `strict`, unknown globals are suspicious.
         """
         words = {file.verdict(strict=strict) for file in self.files}
-        order: tuple[Verdict, ...] = ("dangerous", "suspicious", "error", "unknown", "clean")
+        order: tuple[Verdict, ...] = ("dangerous", "suspicious", "unknown", "error", "clean")
         return next((word for word in order if word in words), "nothing scanned")
 
 
@@ -202,15 +205,25 @@ def _scan_file(path: Path, limits: Limits) -> FileReport:
         return replace(report, error=str(error))
 
 
-def _guarded(path: Path, look: object) -> FileReport:
+def _guarded(path: Path, look: Callable[[], FileReport]) -> FileReport:
     """A scan of a thousand files does not end at the first surprise; even a bug of ours is reported as an error of this file."""
     try:
-        report: FileReport = look()  # type: ignore[operator]  # one of the two above
+        return look()
     except HoldfastError as error:
         return FileReport(str(path), "", error=str(error))
     except Exception as error:
         return FileReport(str(path), "", error=f"{type(error).__name__}: {error}")
-    return report
+
+
+def _keeping(walk: Walk, look: Callable[[], T]) -> T | None:
+    """Go on with what was found where something unforeseen breaks a walk off, which is an error of the file."""
+    try:
+        return look()
+    except HoldfastError as error:
+        walk.found.error(str(error))
+    except Exception as error:
+        walk.found.error(f"{type(error).__name__}: {error}")
+    return None
 
 
 def _scan_bytes(path: Path, limits: Limits) -> FileReport:
@@ -221,7 +234,7 @@ def _scan_bytes(path: Path, limits: Limits) -> FileReport:
         (key,) = store.list()
         span = Span(source, key, 0, store.size(key))
         walk = Walk(_for_index(limits) if is_index(path.name) else limits, span.nbytes)
-        walk.look(span, WHOLE)
+        _keeping(walk, lambda: walk.look(span, WHOLE))
         opened = _open(path, limits)
         if span.read(0, len(POINTER)) == POINTER:
             opened = replace(opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`")
@@ -269,8 +282,8 @@ def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
 
 
 def _report(path: Path, walk: Walk, opened: Opened, paths: dict[str, tuple[str, ...]]) -> FileReport:
-    errors = list(walk.found.errors)
     findings = walk.found.sorted(paths)
+    errors = list(walk.found.errors)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
     if other and not opened.format and not walk.streams and not findings and not walk.kinds & {"npz", "torch-package"}:
         # An archive in which there is nothing for any loader: a wheel, a document, pictures.
@@ -305,19 +318,20 @@ def _scan_folder(folder: Path, limits: Limits) -> FileReport:
             (key,) = store.list()
             spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
             walk.limits = _for_index(limits) if is_index(name) else limits
-            kinds = walk.look(spans[name], name)
+            kinds = _keeping(walk, functools.partial(walk.look, spans[name], name))
             if not kinds and not native and spans[name].nbytes:
                 walk.found.error(f"{name}: neither a pickle nor an archive; not read")
         walk.limits = limits
-        _scan_items(walk, spans)
+        _keeping(walk, lambda: _scan_items(walk, spans))
     finally:
         for store in stores:
             store.close()
     opened = _open(folder, limits)
+    findings = walk.found.sorted(opened.paths or {})
     errors = [*walk.found.errors, *([opened.refusal] if opened.refusal else [])]
     if not opened.format and opened.refusal is None:
         errors.append("the index of a distributed checkpoint, or its data, without the other")
-    return FileReport(str(folder), opened.format, walk.found.sorted(opened.paths or {}), _joined(errors), walk.streams)
+    return FileReport(str(folder), opened.format, findings, _joined(errors), walk.streams)
 
 
 def _scan_items(walk: Walk, spans: dict[str, Span]) -> None:
@@ -331,7 +345,7 @@ def _scan_items(walk: Walk, spans: dict[str, Span]) -> None:
         done.add((name, offset, length))
         try:
             check_key(name)
-        except StoreError:
+        except HoldfastError:
             walk.found.tell(
                 "suspicious", f"an item in the file {name[:200]!r}", "reads a file outside of the checkpoint", stream=".metadata"
             )

@@ -68,8 +68,8 @@ SCAN_EXAMPLES = """\
 exit codes:
   0  clean: all of it was read, and nothing was found
   1  something dangerous or suspicious (with --strict: or unknown), whatever else could not be read
-  2  something could not be read to its end, or was refused
-  3  something unknown, and nothing worse
+  2  nothing was found, but something could not be read to its end, or was refused
+  3  something unknown, and nothing worse was found
   4  nothing scanned: no file that any loader would do anything with
 
 examples:
