@@ -17,14 +17,14 @@ import zlib
 
 import numpy as np
 import pytest
-
-from holdfast.api.scan import ScanReport, scan
-from holdfast.api.severity import judge
-from holdfast.core.opaque import Global
 from tests.formats.dcp import craft_dcp
 from tests.hostile.craft_pickle import NONE, call, stream, text
 from tests.hostile.craft_torch import torch_zip
 from tests.hostile.scan_attacks import ATTACKS, write
+
+from holdfast.api.scan import ScanReport, scan
+from holdfast.api.severity import judge
+from holdfast.core.opaque import Global
 
 
 class Calls:

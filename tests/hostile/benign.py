@@ -46,12 +46,28 @@ def python(folder: Path) -> None:
     from collections import Counter, OrderedDict, defaultdict, deque
 
     values = {
-        "counters": defaultdict(Counter, a=Counter(b=1)), "partial": functools.partial(int, base=2), "when": datetime.datetime.now(),
-        "zone": datetime.timezone.utc, "number": decimal.Decimal("1.5"), "third": fractions.Fraction(1, 3), "id": uuid.uuid4(),
-        "options": argparse.Namespace(lr=1), "space": types.SimpleNamespace(a=1), "recent": deque([1], 3), "path": Path("/a"),
-        "order": OrderedDict(a=1), "nothing": type(None), "pattern": re.compile("a+"), "log": logging.getLogger("train"),
-        "set": {1, 2}, "bytes": b"x", "array": bytearray(b"y"), "flag": enum.Enum, "complex": 1j, "range": range(3),
-    }  # fmt: skip
+        "counters": defaultdict(Counter, a=Counter(b=1)),
+        "partial": functools.partial(int, base=2),
+        "when": datetime.datetime.now(),
+        "zone": datetime.UTC,
+        "number": decimal.Decimal("1.5"),
+        "third": fractions.Fraction(1, 3),
+        "id": uuid.uuid4(),
+        "options": argparse.Namespace(lr=1),
+        "space": types.SimpleNamespace(a=1),
+        "recent": deque([1], 3),
+        "path": Path("/a"),
+        "order": OrderedDict(a=1),
+        "nothing": type(None),
+        "pattern": re.compile("a+"),
+        "log": logging.getLogger("train"),
+        "set": {1, 2},
+        "bytes": b"x",
+        "array": bytearray(b"y"),
+        "flag": enum.Enum,
+        "complex": 1j,
+        "range": range(3),
+    }
     dump(values, folder / "values")
 
 
@@ -67,6 +83,7 @@ def torch(folder: Path) -> None:
     activations = [torch.tanh, torch.nn.functional.relu, functools.partial(torch.nn.functional.gelu, approximate="tanh")]
     torch.save({"activations": activations, "dtype": torch.float16, "device": torch.device("cpu")}, folder / "activations.pt")
     dump(torch.arange(3), folder / "tensor")
+
 
 def training(folder: Path) -> None:
     """What takes torch half a minute to import for."""
@@ -99,7 +116,10 @@ def dtensor(folder: Path) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
-        made = {"a": DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]), "b": DTensor.from_local(torch.zeros(2), mesh, [Replicate()])}
+        made = {
+            "a": DTensor.from_local(torch.zeros(2), mesh, [Shard(0)]),
+            "b": DTensor.from_local(torch.zeros(2), mesh, [Replicate()]),
+        }
         torch.save(made, folder / "dtensor.pt")
     finally:
         torch.distributed.destroy_process_group()
@@ -124,7 +144,9 @@ def scipy(folder: Path) -> None:
 def pandas(folder: Path) -> None:
     import pandas as pd
 
-    frame = pd.DataFrame({"a": [1, 2], "b": ["x", "y"], "t": pd.to_datetime(["2020-01-01", "2020-01-02"]), "c": pd.Categorical(["u", "v"])})
+    frame = pd.DataFrame(
+        {"a": [1, 2], "b": ["x", "y"], "t": pd.to_datetime(["2020-01-01", "2020-01-02"]), "c": pd.Categorical(["u", "v"])}
+    )
     for name in ("frame.pkl", "frame.pkl.gz", "frame.pkl.bz2", "frame.pkl.xz"):
         frame.to_pickle(folder / name)
     dump(frame.set_index("t"), folder / "indexed")
@@ -132,6 +154,7 @@ def pandas(folder: Path) -> None:
 
 
 def sklearn(folder: Path) -> None:
+    import numpy as np
     from sklearn.compose import ColumnTransformer
     from sklearn.ensemble import GradientBoostingClassifier, RandomForestClassifier
     from sklearn.feature_extraction.text import TfidfVectorizer
@@ -141,10 +164,14 @@ def sklearn(folder: Path) -> None:
     from sklearn.preprocessing import FunctionTransformer, StandardScaler
     from sklearn.svm import SVC
 
-    import numpy as np
-
     x, y = np.random.default_rng(0).standard_normal((40, 3)), np.arange(40) % 2
-    for model in (RandomForestClassifier(3), GradientBoostingClassifier(n_estimators=3), LogisticRegression(), SVC(), KNeighborsClassifier()):
+    for model in (
+        RandomForestClassifier(3),
+        GradientBoostingClassifier(n_estimators=3),
+        LogisticRegression(),
+        SVC(),
+        KNeighborsClassifier(),
+    ):
         dump(model.fit(x, y), folder / type(model).__name__)
     dump(make_pipeline(StandardScaler(), FunctionTransformer(np.tanh), LogisticRegression()).fit(x, y), folder / "pipeline")
     dump(ColumnTransformer([("a", StandardScaler(), [0])]).fit(x), folder / "columns")
@@ -228,9 +255,14 @@ def lightning(folder: Path) -> None:
 
     data = framework.utils.data.DataLoader(framework.utils.data.TensorDataset(framework.zeros(4, 2)))
     trainer = library.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        max_epochs=1,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
         callbacks=[ModelCheckpoint(folder, save_last=True), EarlyStopping("loss")],
-    )  # fmt: skip
+    )
     trainer.fit(Model(), data)
 
 
@@ -249,10 +281,27 @@ def transformers(folder: Path) -> None:
 PACKAGES: dict[str, Callable[[Path], None]] = {
     made.__name__: made
     for made in (
-        python, numpy, torch, training, export, dtensor, safetensors, scipy, pandas, sklearn, joblib, xgboost, lightgbm, networkx, statsmodels, spacy,
-        sympy, lightning, transformers,
+        python,
+        numpy,
+        torch,
+        training,
+        export,
+        dtensor,
+        safetensors,
+        scipy,
+        pandas,
+        sklearn,
+        joblib,
+        xgboost,
+        lightgbm,
+        networkx,
+        statsmodels,
+        spacy,
+        sympy,
+        lightning,
+        transformers,
     )
-}  # fmt: skip
+}
 
 
 def make(name: str, folder: Path) -> None:

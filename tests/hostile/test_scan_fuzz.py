@@ -111,7 +111,9 @@ def damaged(draw: st.DrawFn, made: list[bytes]) -> bytes:
                 case 1:
                     del data[at : at + draw(st.integers(1, 8))]
                 case 2:
-                    data[at:at] = draw(st.sampled_from([b"0", b"2", b"(", b"t", b"R", b".", b"\x94", b"\x81", b"b", b"a", b"e", b"N", b")"]))
+                    data[at:at] = draw(
+                        st.sampled_from([b"0", b"2", b"(", b"t", b"R", b".", b"\x94", b"\x81", b"b", b"a", b"e", b"N", b")"])
+                    )
                 case _:
                     del data[at:]
     return bytes(data)
@@ -123,7 +125,8 @@ def test_never_clean_where_cpython_calls(data: bytes) -> None:
     called = oracle(data)
     verdict = scanned(data)
     if called:
-        assert verdict in ("dangerous", "suspicious", "unknown"), (verdict, called)
+        # An error where our machine stops earlier: Python's unpickler takes a line that has no end for a name.
+        assert verdict in ("dangerous", "suspicious", "unknown", "error"), (verdict, called)
 
 
 @settings(max_examples=100)
@@ -147,7 +150,24 @@ def test_the_oracle_sees_calls() -> None:
     assert not [c for c in PICKLES if not oracle(c) and c[:2] == b"cp" and b"tR" in c]
 
 
-@pytest.mark.parametrize("name", [b"LICENSE", b"csv,with,commas\nand,rows\n", b"import os\nos.system('x')\n", b"(c) 2020 Somebody\n", b"I am a text.\n", b"N.B. a note\n", b"Version 1.\n", b"]\n", b"{}\n", b"0.\n", b"\n", b"Some. text", b"cat\ndog\nbird\n"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        b"LICENSE",
+        b"csv,with,commas\nand,rows\n",
+        b"import os\nos.system('x')\n",
+        b"(c) 2020 Somebody\n",
+        b"I am a text.\n",
+        b"N.B. a note\n",
+        b"Version 1.\n",
+        b"]\n",
+        b"{}\n",
+        b"0.\n",
+        b"\n",
+        b"Some. text",
+        b"cat\ndog\nbird\n",
+    ],
+)
 def test_texts_are_no_pickles(name: bytes, tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(name)
     report = scan(tmp_path)

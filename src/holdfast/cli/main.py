@@ -1,8 +1,8 @@
 """The `holdfast` command: its exit codes, and the one place where an error becomes a line on stderr.
 
 Exit codes: 0 done (for `scan`: clean; for `diff`: the same), 1 `scan` found something suspicious, `verify` something damaged,
-`diff` something different, 2 an error or wrong usage, 130 interrupted, 141 nobody reads our output any more. There is no
-traceback unless `--traceback` asks for one.
+`diff` something different, 2 an error or wrong usage, 3 and 4 `scan` found only what is unknown, or nothing to scan, 130
+interrupted, 141 nobody reads our output any more. There is no traceback unless `--traceback` asks for one.
 """
 
 from __future__ import annotations

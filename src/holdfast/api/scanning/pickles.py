@@ -60,7 +60,8 @@ class Row:
     def counts(self, nbytes: int) -> bool:
         """Whether this is a pickle, as said above."""
         everything = [*self.streams, *([self.broken] if self.broken else [])]
-        return self.declared or self.more or any(s.acts for s in everything) or (bool(self.streams) and self.stop == nbytes and not self._odd())
+        plainly = bool(self.streams) and self.stop == nbytes and not self._odd()
+        return self.declared or self.more or plainly or any(s.acts for s in everything)
 
     def _odd(self) -> bool:
         return any(s.last.table.notes for s in self.streams)
