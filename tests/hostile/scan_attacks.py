@@ -684,6 +684,8 @@ def where() -> Iterator[Attack]:
     yield attack(
         "gzip of a large pickle", "gzip", lambda m: gzip.compress(stream(binbytes(bytes(300_000)) + POP + system(m))), ".gz"
     )
+    yield attack("gzip, cut", "gzip", lambda m: gzip.compress(whole(m) + bytes(range(256)) * 40)[:-60], ".gz")
+    yield attack("zlib of a small window", "zlib", lambda m: small_window(whole(m)), ".z")
     yield attack("a zip of pickles", "zip", lambda m: packed_zip("notes.txt", whole(m)), ".zip")
     yield attack(
         "a zip of pickles, behind other bytes", "zip", lambda m: b"#!/bin/sh\n" + packed_zip("notes.txt", whole(m)), ".zip"
@@ -742,6 +744,11 @@ def old_header(raw: bytes) -> bytes:
     head[148:156] = b" " * 8
     head[148:156] = b"%06o\0 " % sum(head)
     return bytes(head) + raw[512:]
+
+
+def small_window(data: bytes) -> bytes:
+    packer = zlib.compressobj(9, zlib.DEFLATED, 9)
+    return packer.compress(data) + packer.flush()
 
 
 def commented(archive: bytes) -> bytes:

@@ -287,7 +287,7 @@ def _report(path: Path, walk: Walk, opened: Opened, paths: dict[str, tuple[str, 
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
     if other and not opened.format and not walk.streams and not findings and not walk.kinds & {"npz", "torch-package"}:
         # An archive in which there is nothing for any loader: a wheel, a document, pictures.
-        ordinary = not errors or "refused" in walk.kinds
+        ordinary = not errors or ("refused" in walk.kinds and len(errors) == 1)
         return FileReport(str(path), "", error=None if ordinary else _joined(errors))
     if opened.refusal is not None and not errors and not (other and "refused" not in walk.kinds):
         errors.append(opened.refusal)

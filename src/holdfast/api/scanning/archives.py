@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from holdfast.api.scanning.packed import METHODS, unpack
+from holdfast.api.scanning.packed import METHODS, Unpacked, unpack
 from holdfast.api.scanning.spans import Span
 from holdfast.errors import HoldfastError
 from holdfast.formats.torch.tar import begins_like_tar
@@ -41,10 +41,10 @@ class Entry:
     nbytes: int
     """Of its content, as the archive claims."""
 
-    def content(self, most: int) -> tuple[bytes, bool]:
-        """At most `most` bytes of its content, and whether that is all. Raises `Unpacking`."""
+    def content(self, most: int) -> Unpacked:
+        """At most `most` bytes of its content."""
         if self.method == 0:
-            return self.span.read(0, most), self.span.nbytes <= most
+            return Unpacked(self.span.read(0, most), self.span.nbytes <= most, None)
         return unpack(self.span, METHODS.get(self.method, f"zip method {self.method}"), most)
 
 

@@ -10,11 +10,12 @@ import bz2
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import IO, Protocol, cast
 
 from holdfast.api.scanning.spans import Span
 
-__all__ = ["MAGICS", "UNREADABLE", "Unpacking", "compression", "unpack"]
+__all__ = ["UNREADABLE", "Unpacked", "compression", "unpack"]
 
 BLOCK = 1 << 18
 """Packed bytes that are read at a time."""
@@ -25,10 +26,6 @@ MAGICS: tuple[tuple[bytes, str], ...] = (
     (b"\xfd7zXZ\0", "xz"),
     (b"]\0\0", "lzma"),
     (b"\x28\xb5\x2f\xfd", "zstd"),
-    (b"x\x01", "zlib"),
-    (b"x\x5e", "zlib"),
-    (b"x\x9c", "zlib"),
-    (b"x\xda", "zlib"),
 )
 
 UNREADABLE: tuple[tuple[bytes, str], ...] = ((b"\x04\x22\x4d\x18", "lz4"),)
@@ -36,6 +33,16 @@ UNREADABLE: tuple[tuple[bytes, str], ...] = ((b"\x04\x22\x4d\x18", "lz4"),)
 
 WINDOW = 8 << 20
 """How far back a zstd stream may refer, as for the items of distributed checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """What compressed bytes hold."""
+
+    data: bytes
+    whole: bool
+    """Whether that is all, or all up to the problem."""
+    problem: str | None
 
 
 class Unpacking(Exception):
@@ -71,13 +78,24 @@ def compression(head: bytes) -> str | None:
     """How content that begins like this is compressed, if it is."""
     if head.startswith(b"]\0\0") and (len(head) < 13 or head[12] not in (0, 0xFF)):
         return None  # an LZMA stream has its length there, or eight times 0xFF
-    return next((name for magic, name in MAGICS if head.startswith(magic)), None)
+    found = next((name for magic, name in MAGICS if head.startswith(magic)), None)
+    # zlib has no magic, but a method, a window, and a remainder of zero.
+    zlib_like = (
+        len(head) > 1 and head[0] & 0x0F == 8 and head[0] < 0x80 and not head[1] & 0x20 and (head[0] << 8 | head[1]) % 31 == 0
+    )
+    return found or ("zlib" if zlib_like else None)
 
 
-def unpack(span: Span, kind: str, most: int) -> tuple[bytes, bool]:
-    """At most `most` bytes of what a span unpacks to, and whether that is all. Raises `Unpacking`."""
-    made = _unpack_zstd(span, most + 1) if kind == "zstd" else b"".join(_pieces(span, kind, most + 1))
-    return made[:most], len(made) <= most
+def unpack(span: Span, kind: str, most: int) -> Unpacked:
+    """At most `most` bytes of what a span unpacks to. What came before damage is kept: a loader that streams has read it."""
+    made = bytearray()
+    problem = None
+    try:
+        for piece in _zstd_pieces(span, most + 1) if kind == "zstd" else _pieces(span, kind, most + 1):
+            made += piece
+    except Unpacking as error:
+        problem = str(error)
+    return Unpacked(bytes(made[:most]), len(made) <= most, problem)
 
 
 def _pieces(span: Span, kind: str, most: int) -> Iterator[bytes]:
@@ -109,21 +127,19 @@ def _pieces(span: Span, kind: str, most: int) -> Iterator[bytes]:
             raise Unpacking(f"ends too early for {kind}")
 
 
-def _unpack_zstd(span: Span, most: int) -> bytes:
+def _zstd_pieces(span: Span, most: int) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
         raise Unpacking("compressed with zstd, which takes the package zstandard: pip install 'holdfast[zstd]'") from None
-    made = bytearray()
-    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(
-        cast(IO[bytes], _Reader(span)), read_across_frames=True
-    )
+    reader = cast(IO[bytes], _Reader(span))
+    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(reader, read_across_frames=True)
     try:
-        while len(made) < most and (piece := stream.read(min(BLOCK, most - len(made)))):
-            made += piece
+        while most > 0 and (piece := stream.read(min(BLOCK, most))):
+            most -= len(piece)
+            yield piece
     except zstandard.ZstdError as error:
         raise Unpacking(f"does not unpack as zstd: {error}") from None
-    return bytes(made)
 
 
 class _Reader:

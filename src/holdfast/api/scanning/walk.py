@@ -15,12 +15,13 @@ from collections.abc import Iterable
 
 from holdfast.api.scanning.archives import Entry, Member, entries_of, last_zip, members_of
 from holdfast.api.scanning.findings import Findings
-from holdfast.api.scanning.packed import UNREADABLE, Unpacking, compression, unpack
+from holdfast.api.scanning.packed import UNREADABLE, compression, unpack
 from holdfast.api.scanning.pickles import Row, Stream, read_pickle, read_row
 from holdfast.api.scanning.spans import Span, span_of
 from holdfast.api.scanning.texts import expressions, native_code, torchscript
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError
+from holdfast.formats.pt2.archive import OLD_PROGRAM
 from holdfast.formats.torch.legacy import MAGIC, TorchLegacy
 from holdfast.formats.torch.table import storage_dtype
 from holdfast.formats.torch.tar import begins_like_tar
@@ -215,6 +216,7 @@ class Walk:
         package = ".data/extern_modules" in names or (".data/version" in names and "data.pkl" not in names and not script)
         if depth == 0 and any(name.lower() == "data.pkl" for name in names):
             self.torch_zip = True
+        exported = "archive_format" in names or OLD_PROGRAM in {entry.name for entry in entries}
         before = self.streams
         sources = 0
         for entry in entries:
@@ -229,7 +231,7 @@ class Walk:
             elif lower.endswith((".py", ".pyc")) and package:
                 sources += 1
             else:
-                self._record(entry, inner, depth)
+                self._record(entry, inner, depth, exported=exported)
         if sources:
             self.found.tell(
                 "suspicious",
@@ -252,31 +254,27 @@ class Walk:
             return {"torch-package"}
         return {"npz"} if any(name.endswith(".npy") for name in names) else set()
 
-    def _record(self, entry: Entry, label: str, depth: int) -> None:
+    def _record(self, entry: Entry, label: str, depth: int, *, exported: bool) -> None:
+        head = entry.content(CONTENT_HEAD if entry.method else 16)
+        if head.problem is not None:
+            self.found.error(f"{label}: {head.problem}; not read to its end")
+        self._code(head.data, label)
+        if exported and entry.name.lower().endswith(".json"):
+            self._json(entry, label)
         if entry.method == 0:
-            head = entry.span.read(0, 16)
-            self._code(head, label)
-            if head[:1] == b"{" and entry.name.lower().endswith(".json"):
-                self._json(entry, label)
             self.look(entry.span, label, depth + 1)
-            return
-        try:
-            head, whole = entry.content(CONTENT_HEAD)
-            self._code(head, label)
-            if head[:1] == b"{" and entry.name.lower().endswith(".json"):
-                self._json(entry, label)
-            if whole or self._promising(head):
-                self.look(span_of(head if whole else self._whole(entry, label), self.limits), label, depth + 1)
-        except Unpacking as problem:
-            self.found.error(f"{label}: {problem}; not read")
+        elif head.whole or self._promising(head.data):
+            self.look(span_of(head.data if head.whole else self._whole(entry, label), self.limits), label, depth + 1)
 
     def _whole(self, entry: Entry, label: str) -> bytes:
         most = max(min(self.limits.pickle_nbytes, self._unpacked), 0)
-        data, whole = entry.content(most)
-        self._unpacked -= len(data)
-        if not whole:
+        content = entry.content(most)
+        self._unpacked -= len(content.data)
+        if not content.whole:
             self.found.error(f"{label}: unpacks to more than the {most:,} bytes that may be read; not read to its end")
-        return data
+        if content.problem is not None:
+            self.found.error(f"{label}: {content.problem}; not read to its end")
+        return content.data
 
     def _promising(self, head: bytes) -> bool:
         """Whether the first bytes of something may be the start of what a loader carries out."""
@@ -300,11 +298,7 @@ class Walk:
                 self.found.tell("dangerous", what, reason, stream=label)
 
     def _script(self, entry: Entry, label: str) -> None:
-        try:
-            text = self._whole(entry, label).decode("utf-8", "replace")
-        except Unpacking as problem:
-            self.found.error(f"{label}: {problem}; not read")
-            return
+        text = self._whole(entry, label).decode("utf-8", "replace")
         for severity, what, reason in torchscript(text):
             if severity == "dangerous":
                 self.found.tell("dangerous", what, reason, stream=label)
@@ -392,22 +386,20 @@ class Walk:
                 self.found.error(f"{label}: compressed as {unread}, which the scan does not unpack; not read")
                 return {"compressed", "unread"}
             return set()
-        try:
-            content, whole = unpack(span, kind, CONTENT_HEAD)
-            if not whole and not self._promising(content):
+        content = unpack(span, kind, CONTENT_HEAD)
+        if not content.whole:
+            if not self._promising(content.data):
                 return set()
-            if not whole:
-                most = max(min(self.limits.pickle_nbytes, self._unpacked), 0)
-                content, whole = unpack(span, kind, most)
-                if not whole:
-                    self.found.error(f"{label}: unpacks to more than the {most:,} bytes that may be read; not read to its end")
-        except Unpacking as problem:
-            if kind == "zlib" or depth:
-                return set()  # two bytes that begin other things as well, and elements of tensors
-            self.found.error(f"{label}: {problem}; not read")
-            return {"unread"}
-        self._unpacked -= len(content)
-        inside = self.look(span_of(content, self.limits), f"{label} unpacked", depth + 1)
+            most = max(min(self.limits.pickle_nbytes, self._unpacked), 0)
+            content = unpack(span, kind, most)
+            if not content.whole:
+                self.found.error(f"{label}: unpacks to more than the {most:,} bytes that may be read; not read to its end")
+        self._unpacked -= len(content.data)
+        inside = self.look(span_of(content.data, self.limits), f"{label} unpacked", depth + 1)
+        # Two bytes look like zlib that begin other things as well, and elements of tensors like anything.
+        if content.problem is not None and (inside or (kind != "zlib" and depth == 0)):
+            self.found.error(f"{label}: {content.problem}; not read to its end")
+            return {"compressed", kind, "unread"}
         return {"compressed", kind} if inside else set()
 
 
