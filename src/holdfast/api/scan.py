@@ -32,12 +32,13 @@ from holdfast.api.scanning.walk import WHOLE, Walk
 from holdfast.api.severity import Severity
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
-from holdfast.errors import HoldfastError, UnknownFormat
+from holdfast.errors import BadPath, HoldfastError, UnknownFormat
 from holdfast.formats.dcp.directory import DATA_SUFFIX
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.manifest import MANIFEST
 from holdfast.formats.pickle import PlainTable, interpret
 from holdfast.stores.local import check_key
+from holdfast.stores.paths import found_path, local_path
 
 __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
 
@@ -133,7 +134,12 @@ def scan(
     allowed = Allowed.given(allow)
     files: list[FileReport] = []
     skipped: list[str] = []
-    for path in _flat(paths):
+    for given in _flat(paths):
+        try:
+            path = Path(local_path(given))
+        except BadPath as error:
+            files.append(FileReport(str(given), "", error=str(error)))
+            continue
         if not os.path.isdir(path):
             files.append(_scan_file(path, limits or Limits()))
             continue
@@ -147,12 +153,12 @@ def scan(
     return ScanReport(marked, len(skipped), tuple(skipped[:SKIPPED]))
 
 
-def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[Path]:
+def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
     for path in paths:
         if isinstance(path, str | os.PathLike):
-            yield Path(path)
+            yield path
         else:
-            yield from map(Path, path)
+            yield from path
 
 
 def _search(directory: Path) -> Iterator[Path | FileReport]:
@@ -199,7 +205,7 @@ def _scan_file(path: Path, limits: Limits) -> FileReport:
     if report.format or report.findings or report.error:
         return report
     try:
-        with open_checkpoint(path, limits=limits):
+        with open_checkpoint(found_path(str(path)), limits=limits):
             return report
     except HoldfastError as error:
         return replace(report, error=str(error))
@@ -228,7 +234,7 @@ def _keeping(walk: Walk, look: Callable[[], T]) -> T | None:
 
 def _scan_bytes(path: Path, limits: Limits) -> FileReport:
     """One file, walked and opened."""
-    store = store_of(path, limits)
+    store = store_of(found_path(str(path)), limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()
@@ -260,7 +266,7 @@ class Opened:
 
 def _open(path: Path, limits: Limits) -> Opened:
     try:
-        with open_checkpoint(path, limits=limits) as checkpoint:
+        with open_checkpoint(found_path(str(path)), limits=limits) as checkpoint:
             paths = {str(what): tuple(seen.paths) for what, seen in gather(checkpoint.tree).items()} if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             return Opened(checkpoint.format, None, paths)
@@ -313,7 +319,7 @@ def _scan_folder(folder: Path, limits: Limits) -> FileReport:
     spans: dict[str, Span] = {}
     try:
         for name in wanted:
-            store = store_of(folder / name, limits)
+            store = store_of(found_path(str(folder / name)), limits)
             stores.append(store)
             (key,) = store.list()
             spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))

@@ -253,7 +253,7 @@ def _add_scan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("paths", metavar="PATH", type=places.path, nargs="+", help="files, and directories to search")
     verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
     verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
-    verb.add_argument("--allow", metavar="FILE", type=Path, help="patterns of module.name, one a line: shown, not counted")
+    verb.add_argument("--allow", metavar="FILE", type=places.path, help="patterns of module.name, one a line: shown, not counted")
     form = verb.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help=JSON_HELP)
     form.add_argument("--sarif", action="store_true", help="as SARIF 2.1.0")

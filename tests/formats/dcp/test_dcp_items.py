@@ -300,11 +300,11 @@ def test_a_scan_asks_every_item(tmp_path):
         for key, raw in content.items():
             (tmp_path / name / key).write_bytes(raw)
     report = holdfast.scan(tmp_path)
-    assert [(file.path.rsplit("/", 1)[1], file.format, file.error is None) for file in report.files] == [
-        ("evil", "", False),
-        ("good", "dcp", True),
+    assert [(file.path.rsplit("/", 1)[1], file.format, file.verdict()) for file in report.files] == [
+        ("evil", "dcp", "dangerous"),
+        ("good", "dcp", "clean"),
     ]
-    assert "os.system" in report.files[0].error
+    assert [finding.what for finding in report.files[0].findings] == ["os.system"]
 
 
 def test_verify_names_every_damage(tmp_path):

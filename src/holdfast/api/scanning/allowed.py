@@ -18,6 +18,7 @@ from fnmatch import translate
 
 from holdfast.api.scanning.findings import Finding
 from holdfast.errors import StoreError
+from holdfast.stores.paths import local_path
 
 __all__ = ["Allowed"]
 
@@ -49,12 +50,13 @@ class Allowed:
         return any(pattern.match(what) for pattern in self.patterns)
 
 
-def _lines(path: str | os.PathLike[str]) -> list[str]:
+def _lines(given: str | os.PathLike[str]) -> list[str]:
+    path = local_path(given)
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MOST_NBYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"the list of what is allowed cannot be read: {error}", file=os.fspath(path)) from None
+        raise StoreError(f"the list of what is allowed cannot be read: {error}", file=path) from None
     if len(text) > MOST_NBYTES:
-        raise StoreError(f"a list of what is allowed of more than {MOST_NBYTES:,} characters", file=os.fspath(path))
+        raise StoreError(f"a list of what is allowed of more than {MOST_NBYTES:,} characters", file=path)
     return text.splitlines()

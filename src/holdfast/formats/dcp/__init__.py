@@ -5,6 +5,5 @@ index       the metadata of a directory, checked        tiling      do the chunk
 item        one torch zip inside of a data file         frame       items that are alike are compared, not parsed
 lazy        chunks that are found when they are read    inflate     items that were compressed
 values      what is no tensor                           tree        names back to a nested state
-directory   the format                                  examine     every item, for a scan
-vocabulary  the metadata as `holdfast.metadata` says it
+directory   the format                                  vocabulary  the metadata as `holdfast.metadata` says it
 """
