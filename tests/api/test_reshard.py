@@ -10,7 +10,8 @@ import pytest
 import holdfast
 from holdfast.api.reshard import local_box, parse_mesh, parse_rule, reshard
 from holdfast.cli.main import main
-from holdfast.core.box import Box, tiles
+from holdfast.core.box import Box
+from holdfast.core.tiling import tiles
 from holdfast.errors import BadPlacement
 
 STATE = {

@@ -5,7 +5,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.box import Box, tiles
+from holdfast.core.box import Box
+from holdfast.core.tiling import tiles
 
 
 def points(box):

@@ -20,7 +20,7 @@ from holdfast.core.collector import resting_collector
 from holdfast.core.composite import Composite
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import FREE_CHARACTERS, NAMES, Path, dotted, module_children, step
+from holdfast.core.tree import FREE_CHARACTERS, NAMES, Path, contents, dotted, module_contents
 from holdfast.errors import LimitExceeded
 from holdfast.metadata import (
     BytesStorageMetadata,
@@ -37,6 +37,9 @@ __all__ = ["metadata_of"]
 
 ALONE = "value"
 """The name of a value that was saved by itself, with nothing around it."""
+
+INNER = object()
+"""The kind of a dict that holds the attributes of an object: it has no name of its own."""
 
 NOTHING = object()
 """Instead of a tree, where there is none beside the tensors; None would be a value."""
@@ -99,10 +102,19 @@ def _leaves(tree: object) -> Iterator[tuple[Path, object]]:
             yield path, value
         elif id(value) not in seen:
             seen.add(id(value))
-            inside = list(_children(value) or ())
+            inside: list[tuple[Path, object]] = []
+            # A module has None where a parameter is missing, or a buffer is not saved.
+            filled, module = False, _is_module(value)
+            for owner, children in contents(value) or ():
+                # What an object holds may be another's as well: it is listed where it is met first.
+                if owner is value or id(owner) not in seen:
+                    seen.add(id(owner))
+                    inside += [((*path, key), child) for key, child in children if not (module and child is None)]
+                else:
+                    filled = True
             # Backwards onto the stack: the first child comes off first.
-            waiting += [((*path, key), child) for key, child in reversed(inside)]
-            if not inside:
+            waiting += reversed(inside)
+            if not inside and not filled:
                 yield path, value
 
 
@@ -115,18 +127,25 @@ def _worth_entering(tree: object) -> set[int]:
     """Containers with a tensor directly inside."""
     while waiting:
         value = waiting.pop()
-        if id(value) in kinds:
+        if kinds.get(id(value), INNER) is not INNER:
             continue
-        inside = _children(value)
+        inside = contents(value)
         if inside is None:
             continue
         kinds[id(value)] = value
-        for _, child in inside:
-            if isinstance(child, LazyTensor):
-                filled.append(id(value))
-            elif isinstance(child, dict | list | tuple | Opaque | Composite):
-                parents.setdefault(id(child), []).append(id(value))
-                waiting.append(child)
+        for owner, children in inside:
+            if owner is not value:
+                # A dict that is an object's, and perhaps another's as well: a container of its own, looked into once.
+                parents.setdefault(id(owner), []).append(id(value))
+                if id(owner) in kinds:
+                    continue
+                kinds[id(owner)] = INNER
+            for _, child in children:
+                if isinstance(child, LazyTensor):
+                    filled.append(id(owner))
+                elif isinstance(child, dict | list | tuple | Opaque | Composite):
+                    parents.setdefault(id(child), []).append(id(owner))
+                    waiting.append(child)
     mappings = {each for each, kind in kinds.items() if isinstance(kind, dict) or _is_module(kind)}
     lists = {each for each, kind in kinds.items() if isinstance(kind, list)}
     holding = _upward(filled, parents, set(kinds))
@@ -146,20 +165,5 @@ def _upward(start: Iterable[int], parents: dict[int, list[int]], through: set[in
 
 
 def _is_module(value: object) -> bool:
-    return isinstance(value, Opaque) and module_children(value) is not None
+    return isinstance(value, Opaque) and module_contents(value) is not None
 
-
-def _children(value: object) -> Iterator[tuple[str | int, object]] | None:
-    """What is inside a container, or None for a leaf."""
-    match value:
-        case dict():
-            return ((step(key), child) for key, child in value.items())
-        case list() | tuple():
-            return iter(enumerate(value))
-        case Composite():
-            return iter(value.children())
-        case Opaque():
-            module = module_children(value)
-            return value.children() if module is None else iter(module)
-        case _:
-            return None

@@ -9,19 +9,24 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.cli.outline import Branch, Leaf, leaves, outline
 from holdfast.cli.survey import survey
+from holdfast.cli.text import clip
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import FREE_CHARACTERS
 
 __all__ = ["SCHEMA", "document", "dumps", "print_json"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
+
+LONGEST = 1024
+"""Characters of a name where it only says which other one is meant."""
 
 LISTED = 1000
 """Items of a plain list that are given in full; of a longer one, the text in short and the count."""
@@ -42,6 +47,7 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
     found = survey(checkpoint)
     root = outline(checkpoint, found.ties, split=False)
     everywhere = list(leaves(root))
+    values = _Values(FREE_CHARACTERS + checkpoint.stored_nbytes)
     roles = {leaf.name: leaf.role for leaf in everywhere if leaf.role}
     return {
         "schema": SCHEMA,
@@ -53,7 +59,7 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
             for name, tensor in found.tensors.items()
             if wanted(name)
         ],
-        "values": [_value(leaf) for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)],
+        "values": [values.entry(leaf) for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)],
         "objects": [
             {"name": b.name, "kind": b.kind, "class": b.text}
             for b in _branches(root)
@@ -116,17 +122,35 @@ def _sparse(storage: SparseStorage) -> dict[str, object]:
     return {"encoding": encoding.name, "sizes": list(encoding.sizes), "stored_nbytes": storage.stored_nbytes, "parts": parts}
 
 
-def _value(leaf: Leaf) -> dict[str, object]:
-    if leaf.kind == "link":
-        return {"name": leaf.name, "type": "link", "to": leaf.text}
-    entry: dict[str, object] = {"name": leaf.name, "type": leaf.type, "text": leaf.text}
-    if isinstance(leaf.value, list | tuple):
-        entry["count"] = len(leaf.value)
-        if len(leaf.value) <= LISTED and all(_native(v) for v in leaf.value):
-            entry["value"] = list(leaf.value)
-    elif _native(leaf.value):
-        entry["value"] = leaf.value
-    return entry
+class _Values:
+    """Entries for plain values; `room` is how many characters and items are still given in full.
+
+    One long text may stand in a million places, so that the document would be that much longer than the file: what does not
+    fit is given in short.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def entry(self, leaf: Leaf) -> dict[str, object]:
+        if leaf.kind == "link":
+            return {"name": leaf.name, "type": "link", "to": clip(leaf.text, LONGEST)}
+        entry: dict[str, object] = {"name": leaf.name, "type": leaf.type, "text": leaf.text}
+        if isinstance(leaf.value, list | tuple):
+            entry["count"] = len(leaf.value)
+            if len(leaf.value) <= LISTED and self._fits(leaf.value) and all(map(_native, leaf.value)):
+                entry["value"] = list(leaf.value)
+        elif _native(leaf.value) and self._fits((leaf.value,)):
+            entry["value"] = leaf.value
+        return entry
+
+    def _fits(self, values: Sequence[object]) -> bool:
+        """Pay for writing these out, if that is still possible."""
+        price = sum(len(value) if isinstance(value, str) else 1 for value in values)
+        if price > self._room:
+            return False
+        self._room -= price
+        return True
 
 
 def _native(value: object) -> bool:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -18,12 +19,16 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import ALONE, module_children
+from holdfast.core.tree import ALONE, FREE_CHARACTERS, NAMES, Contents, contents, module_contents
+from holdfast.errors import LimitExceeded
 
 __all__ = ["Branch", "Leaf", "Node", "leaves", "outline", "total"]
 
 DEEPEST = 100
 """Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
+
+SETTINGS = 64
+"""Attributes of a module that are looked at for its sizes. `nn.Linear` has 16, of which the last three are its own."""
 
 SPLITS = 32
 """Dots of one name that open levels. A name with more of them stays in one piece."""
@@ -81,7 +86,7 @@ Node = Leaf | Branch
 
 def outline(checkpoint: Checkpoint, ties: Mapping[str, str], *, split: bool = True) -> Branch:
     """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece."""
-    root = _Walk(ties, split).node(checkpoint.tree, "", "", 0)
+    root = _Walk(ties, split, room=NAMES * checkpoint.stored_nbytes + FREE_CHARACTERS).node(checkpoint.tree, "", "", 0)
     if isinstance(root, Leaf):
         root.label = root.name = ALONE
         root = Branch("", "", "dict", children=[root])
@@ -119,14 +124,18 @@ class _Walk:
 
     ties: Mapping[str, str]
     split: bool
+    room: int
+    """Characters that the names may still take: a long key stands in the name of everything below it."""
     met: dict[int, str] = field(default_factory=dict)
+    plain: dict[int, bool] = field(default_factory=dict)
+    """Rows that were looked through, however often they are met, and whether there are only plain values in them."""
 
     def node(self, value: object, label: str, name: str, depth: int) -> Node:
         if isinstance(value, LazyTensor):
             traits = value.traits
             role = "parameter" if traits.parameter else "buffer" if traits.buffer else ""
             return Leaf(label, name, "tensor", tensor=value, role=role, tie=self.ties.get(name, ""))
-        if not isinstance(value, Mapping | list | tuple | Opaque | Composite) or _shown_in_place(value):
+        if not isinstance(value, Mapping | list | tuple | Opaque | Composite) or self._shown_in_place(value):
             kind, of = ("object", "object") if isinstance(value, Opaque) else ("value", type(value).__name__)
             return Leaf(label, name, kind, brief(value), of, value=value)
         if id(value) in self.met:
@@ -159,22 +168,49 @@ class _Walk:
         return branch
 
     def _object(self, value: Opaque, label: str, name: str, depth: int) -> Branch:
-        modules = module_children(value)
-        if modules is None:
+        module = module_contents(value)
+        if module is None:
             branch = Branch(label, name, "object", _class_of(value))
-            self._grow(branch, [(str(k), v) for k, v in value.children()], depth, False)
+            self._fill(branch, value, contents(value) or [], depth)
             return branch
-        state = value.attributes()
-        sizes = [f"{k}={brief(v, 20)}" for k, v in state.items() if not k.startswith("_") and _is_size(v)]
+        settings = itertools.chain.from_iterable(itertools.islice(state.items(), SETTINGS) for state in value.states())
+        sizes = [f"{k}={brief(v, 20)}" for k, v in settings if isinstance(k, str) and not k.startswith("_") and _is_size(v)]
         shown = f"({', '.join(sizes[:4])})" if sizes else ""
         branch = Branch(label, name, "module", _class_of(value).removeprefix("torch.nn.modules.") + shown)
-        self._grow(branch, list(modules), depth, False)
+        self._fill(branch, value, module, depth)
         for group, role in (("_parameters", "parameter"), ("_buffers", "buffer")):
-            held = state.get(group)
+            held = value.attribute(group)
             for child in branch.children:
                 if isinstance(child, Leaf) and isinstance(held, dict) and child.label in held:
                     child.role = role
         return branch
+
+    def _fill(self, branch: Branch, value: Opaque, inside: Contents, depth: int) -> None:
+        """Add what an object holds; of a dict that is another object's as well, only where that was met first."""
+        module = branch.kind == "module"
+        for owner, children in inside:
+            if owner is not value and id(owner) in self.met:
+                branch.children.append(Leaf("(shared)", f"{branch.name}.(shared)", "link", self.met[id(owner)] or "(the root)"))
+                continue
+            if owner is not value:
+                self.met[id(owner)] = branch.name
+            self._grow(branch, [(str(k), v) for k, v in children if not (module and v is None)], depth, False)
+
+    def _shown_in_place(self, value: object) -> bool:
+        """Whether a container reads better as a value: it is empty, a list of plain values, or a call with such."""
+        match value:
+            case list() | tuple():
+                found = self.plain.get(id(value))
+                if found is None:
+                    found = self.plain[id(value)] = all(scalar(v) for v in value)
+                return found
+            case Mapping():
+                return not value
+            case Opaque():
+                bare = not (value.kwargs or value.items or value.entries or value.state is not None)
+                return bare and self._shown_in_place(value.args)
+            case _:
+                return False
 
     def _grow(self, branch: Branch, items: list[tuple[str, object]], depth: int, split: bool) -> None:
         """Add children; with `split`, one level for each dot in a key."""
@@ -186,6 +222,9 @@ class _Walk:
                 prefix, _, label = key.rpartition(".")
                 parent = groups.get(prefix) or _open(groups, prefix, start)
                 level += key.count(".")
+            self.room -= len(start) + len(key)
+            if self.room < 0:
+                raise LimitExceeded("the names of the values take many times the characters that are stored")
             parent.children.append(self.node(value, label, start + key, level))
 
 
@@ -203,24 +242,10 @@ def _open(groups: dict[str, Branch], prefix: str, start: str) -> Branch:
     return branch
 
 
-def _shown_in_place(value: object) -> bool:
-    """Whether a container reads better as a value: it is empty, a list of plain values, or a call with such."""
-    match value:
-        case list() | tuple():
-            return all(scalar(v) for v in value)
-        case Mapping():
-            return not value
-        case Opaque():
-            bare = not (value.kwargs or value.items or value.entries or value.state is not None)
-            return bare and all(scalar(a) for a in value.args)
-        case _:
-            return False
-
-
 def _is_size(value: object) -> bool:
     """An attribute of a module that says how large it is: `in_features=4`, `kernel_size=(3, 3)`."""
     if isinstance(value, tuple):
-        return bool(value) and all(type(v) is int for v in value)
+        return 0 < len(value) <= 8 and all(type(v) is int for v in value)
     return type(value) is int
 
 

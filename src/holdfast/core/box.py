@@ -6,11 +6,11 @@ Everything that moves elements (slices, shards, chunks, copies) is said in boxes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
 
-__all__ = ["Box", "tiles"]
+__all__ = ["Box"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,24 +105,3 @@ class Box:
                 start[axis], stop[axis] = begin, begin + size
                 begin += size
                 yield Box(tuple(start), tuple(stop))
-
-
-def tiles(whole: Box, parts: Iterable[Box]) -> bool:
-    """Whether the parts cover every point of `whole` exactly once and nothing else. Empty parts do not matter.
-
-    The volumes must add up, every part must lie inside, and no two may overlap. Overlap is searched by a sweep along the
-    axis with the most distinct starts, so that a tensor cut along any one axis costs n log n.
-    """
-    boxes = [b for b in parts if b.count]
-    if sum(b.count for b in boxes) != whole.count or not all(whole.contains(b) for b in boxes):
-        return False
-    if whole.rank == 0 or len(boxes) < 2:
-        return True
-    axis = max(range(whole.rank), key=lambda d: len({b.start[d] for b in boxes}))
-    open_boxes: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.start[axis]):
-        open_boxes = [b for b in open_boxes if b.stop[axis] > box.start[axis]]
-        if any(b.intersect(box) is not None for b in open_boxes):
-            return False
-        open_boxes.append(box)
-    return True

@@ -129,9 +129,14 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
         from holdfast.api.inventory import metadata_of
 
-        store, description = self._source.store, self._description
-        stored = sum(map(store.size, store.list()))
-        return metadata_of(self, stored_nbytes=stored, flat=description.tree is description.tensors)
+        description = self._description
+        return metadata_of(self, stored_nbytes=self.stored_nbytes, flat=description.tree is description.tensors)
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Bytes of all files of the checkpoint: what bounds the cost of showing it."""
+        store = self._source.store
+        return sum(map(store.size, store.list()))
 
     @property
     def aliases(self) -> tuple[Alias, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -52,16 +53,32 @@ class Opaque:
     def name(self) -> str:
         return self.what.name if isinstance(self.what, Global | Opaque) else ""
 
-    def attributes(self) -> dict[str, object]:
-        """The state as attribute names and values, where it has that form: a dict, or the (dict, slots) pair."""
+    def states(self) -> tuple[dict[object, object], ...]:
+        """The dicts that would have become attributes: the state, or the parts of a (dict, slots) pair.
+
+        They are the stream's own, which many objects may share: whoever walks them counts each once.
+        """
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
-        return {k: v for part in parts if isinstance(part, dict) for k, v in part.items() if isinstance(k, str)}
+        dicts = tuple(part for part in parts if isinstance(part, dict))
+        return dicts[:1] if len(dicts) == 2 and dicts[0] is dicts[1] else dicts
+
+    def attribute(self, name: str) -> object:
+        """One attribute, or None; costs the same however many there are."""
+        return next((state[name] for state in reversed(self.states()) if name in state), None)
+
+    def attributes(self) -> dict[str, object]:
+        """A copy of the state as attribute names and values, where it has that form."""
+        return {k: v for state in self.states() for k, v in state.items() if isinstance(k, str)}
 
     def children(self) -> Iterator[tuple[str | int, object]]:
         """Everything inside, with the path element that leads to it; attributes first, as a person would look for them."""
-        attributes = self.attributes()
-        yield from attributes.items()
-        if self.state is not None and not attributes and not isinstance(self.state, dict):
+        for state in self.states():
+            yield from ((key if isinstance(key, str | int) else _label(key), value) for key, value in state.items())
+        yield from self.beside()
+
+    def beside(self) -> Iterator[tuple[str | int, object]]:
+        """Everything inside but the attributes, with the path element that leads to it."""
+        if self.state is not None and not self.states():
             yield "state", self.state
         if self.args:
             yield "args", self.args
@@ -77,9 +94,9 @@ class Opaque:
         if self.args:
             inside.append(f"{len(self.args)} args")
         if self.state is not None:
-            attributes = self.attributes()
-            inside.append("state: " + ", ".join(list(attributes)[:4]) + (", …" if len(attributes) > 4 else "")
-                          if attributes else "state")
+            some = [key for key in itertools.islice(itertools.chain(*self.states()), 5) if isinstance(key, str)]
+            shown = ", ".join(key[:64] for key in some[:4]) + (", …" if len(some) > 4 else "")
+            inside.append(f"state: {shown}" if some else "state")
         if self.items:
             inside.append(f"{len(self.items)} items")
         if self.entries:

@@ -8,6 +8,8 @@ trees: containers may be shared a million times, contain themselves, or nest wit
    budget of extra steps lasts, which is proportional to what was stored; after that it is left out, and a note says so.
 3. A container that contains itself is not entered again on its own path.
 4. Nesting beyond `limits.depth` is refused, and so are names that take many times the bytes they were made from.
+5. What an object holds is stored in dicts that other objects may hold as well: `contents` says which, and these are counted
+   like any container. So an object is paid for once, whoever refers to it.
 
 A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then persistent buffers, then submodules.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from holdfast.core.composite import Composite
 from holdfast.core.limits import Limits
@@ -23,7 +26,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import LimitExceeded
 
-__all__ = ["Named", "Path", "dotted", "module_children", "name_tensors", "step"]
+__all__ = ["Contents", "Named", "Path", "contents", "dotted", "module_contents", "name_tensors", "step"]
 
 Path = tuple[str | int, ...]
 
@@ -66,18 +69,44 @@ class Named:
     """Length of all names together."""
 
 
-def module_children(opaque: Opaque) -> list[tuple[str, object]] | None:
+Contents = list[tuple[object, Iterator[tuple[str | int, object]]]]
+"""The containers that a value is stored in, itself first, each with its children and the path elements that lead to them."""
+
+
+def contents(value: object) -> Contents | None:
+    """What is inside of a value; None for a leaf. Costs the same whatever is inside, and nothing is copied.
+
+    Values stay referenced by the tree, so a container's identity is that of the object which is given with its children.
+    """
+    match value:
+        case dict():
+            return [(value, ((step(k), v) for k, v in value.items()))]
+        case list() | tuple():
+            return [(value, iter(enumerate(value)))]
+        case Opaque():
+            module = module_contents(value)
+            if module is not None:
+                return [(value, iter(())), *module]
+            states: Contents = [(state, ((step(k), v) for k, v in state.items())) for state in value.states()]
+            return [(value, iter(())), *states, (value, value.beside())]
+        case Composite():
+            return [(value, iter(value.children()))]
+        case _:
+            return None
+
+
+def module_contents(opaque: Opaque) -> Contents | None:
     """What `state_dict()` of a pickled `nn.Module` would descend into; None when this is no module."""
-    state = opaque.attributes()
-    parameters, buffers, modules = state.get("_parameters"), state.get("_buffers"), state.get("_modules")
-    if not (isinstance(parameters, dict) and isinstance(buffers, dict) and isinstance(modules, dict)):
+    groups = [opaque.attribute(name) for name in ("_parameters", "_buffers", "_modules")]
+    dicts = [group for group in groups if isinstance(group, dict)]
+    if len(dicts) != len(groups):
         return None
-    skipped = state.get("_non_persistent_buffers_set")
-    transient = skipped if isinstance(skipped, set | frozenset) else set()
-    children: list[tuple[str, object]] = []
-    for group in (parameters, {k: v for k, v in buffers.items() if k not in transient}, modules):
-        children += [(k, v) for k, v in group.items() if isinstance(k, str) and v is not None]
-    return children
+    skipped = opaque.attribute("_non_persistent_buffers_set")
+    transient = skipped if isinstance(skipped, set | frozenset) else frozenset[object]()
+    # A buffer that is left out is None in its place, as torch writes one that is not set.
+    kept = ((step(k), None if k in transient else v) for k, v in dicts[1].items())
+    parameters, modules = (((step(k), v) for k, v in group.items()) for group in (dicts[0], dicts[2]))
+    return [(dicts[0], parameters), (dicts[1], kept), (dicts[2], modules)]
 
 
 def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
@@ -89,14 +118,14 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
     room = NAMES * stored + FREE_CHARACTERS
     left_out = 0
     # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
-    levels: list[tuple[Iterator[tuple[str | int, object]], int, bool]] = [(iter([("", tree)]), 0, False)]
+    levels: list[tuple[Iterator[tuple[str | int, object]], set[int], bool]] = [(iter([("", tree)]), set(), False)]
     path: list[str | int] = []
     while levels:
-        children, owner, again = levels[-1]
+        children, owners, again = levels[-1]
         step = next(children, None) if spare >= 0 or not again else None
         if step is None:
             levels.pop()
-            on_path.discard(owner)
+            on_path -= owners
             if path:
                 path.pop()
             continue
@@ -111,28 +140,28 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
                     found=named.characters,
                 )
             continue
-        if id(value) in on_path:
+        inside = contents(value)
+        if inside is None:
             continue
-        again = id(value) in seen
+        owners = {id(owner) for owner, _ in inside}
+        if owners & on_path:
+            continue
+        if isinstance(value, Opaque) and id(value) not in seen:
+            named.opaques.append(((*path[1:], *((key,) if levels[1:] else ())), value))
+        again = not owners.isdisjoint(seen)
+        seen |= owners
         if again:
-            spare -= _cost(value)
+            spare -= 1
             if spare < 0:
                 left_out += 1
                 continue
-        inside = _children(value)
-        if inside is None:
-            continue
-        if not again:
-            seen.add(id(value))
-            if isinstance(value, Opaque):
-                named.opaques.append(((*path[1:], *((key,) if levels[1:] else ())), value))
         if len(levels) > limits.depth:
             raise LimitExceeded(
                 f"the state nests deeper than Limits(depth={limits.depth})", expected=limits.depth, found=len(levels)
             )
-        on_path.add(id(value))
+        on_path |= owners
         path.append(key)
-        levels.append((inside, id(value), again))
+        levels.append((inside[0][1] if len(inside) == 1 else chain.from_iterable(part for _, part in inside), owners, again))
     if left_out:
         named.notes.append(
             f"{left_out:,} further references to shared containers were not listed by name; they are in the tree"
@@ -157,32 +186,6 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
     named.tensors[name] = tensor
     named.paths[name] = path
     named.characters += len(name)
-
-
-def _cost(value: object) -> int:
-    """Steps that only beginning to look into a container takes: an object collects its attributes first."""
-    if not isinstance(value, Opaque):
-        return 1
-    states = value.state if isinstance(value.state, tuple) and len(value.state) == 2 else (value.state,)
-    dicts = [state for state in states if isinstance(state, dict)]
-    groups = [state.get(key) for state in dicts for key in ("_parameters", "_buffers", "_modules")]
-    return 1 + sum(len(inside) for inside in (*dicts, *groups) if isinstance(inside, dict))
-
-
-def _children(value: object) -> Iterator[tuple[str | int, object]] | None:
-    """What is inside a container, or None for a leaf."""
-    match value:
-        case dict():
-            return ((step(k), v) for k, v in value.items())
-        case list() | tuple():
-            return iter(enumerate(value))
-        case Opaque():
-            module = module_children(value)
-            return iter(module) if module is not None else value.children()
-        case Composite():
-            return iter(value.children())
-        case _:
-            return None
 
 
 def step(key: object) -> str | int:

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.core.box import Box, tiles
+from holdfast.core.box import Box
+from holdfast.core.tiling import tiles
 
 __all__ = ["Defect", "defects"]
 
@@ -34,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 MAX_CORNERS = 1 << 26
-"""Corners that are compared together, 8 bytes each. One tensor that has more is left to `core.box.tiles`."""
+"""Corners that are compared together, 8 bytes each. One tensor that has more is left to `core.tiling`."""
 
 MAX_CUT = 16
 """Dimensions cut at once, by the same reasoning. Coordinates then stay far below 2^63: they have one more value than elements."""

@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from holdfast.core.arrangement import common_axis, first_overlap, joined_shape, surrounding
-from holdfast.core.box import Box, tiles
+from holdfast.core.box import Box
+from holdfast.core.tiling import tiles
 from holdfast.errors import Unsupported
 from holdfast.metadata import Places, Sought
 from holdfast.torch.shard_views import resolved_shape, viewed_offsets

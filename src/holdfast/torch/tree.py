@@ -11,7 +11,7 @@ from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.core.tree import module_children
+from holdfast.core.tree import module_contents
 from holdfast.core.values import Device, Size
 from holdfast.torch.tensors import torch_dtype
 
@@ -71,8 +71,9 @@ def _child(value: object, key: str) -> object:
         case list() | tuple():
             return value[number] if number is not None and number < len(value) else ABSENT
         case Opaque():
-            children = module_children(value)
-            return next((inner for name, inner in children if name == key), ABSENT) if children is not None else ABSENT
+            groups = module_contents(value) or ()
+            found = (group[key] for group, _ in groups if isinstance(group, dict) and group.get(key) is not None)
+            return next(found, ABSENT)
         case _:
             return ABSENT
 

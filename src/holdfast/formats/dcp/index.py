@@ -23,6 +23,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Foreign, Source
+from holdfast.core.tiling import covers
 from holdfast.errors import (
     HeaderError,
     HoldfastError,
@@ -36,7 +37,6 @@ from holdfast.errors import (
 )
 from holdfast.formats.dcp.records import Item, Metadata, Place, Properties, StoredBox, StoredBytes, StoredTensor
 from holdfast.formats.dcp.table import MetadataTable
-from holdfast.formats.dcp.tiling import covers
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.geometry import checked_shape
 

@@ -13,7 +13,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from holdfast.core.box import Box, tiles
+from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES, DType
@@ -21,6 +21,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tiling import tiles
 from holdfast.errors import (
     Corrupted,
     HeaderError,

@@ -200,6 +200,8 @@ def _scalar(args: tuple[object, ...], table: Table) -> object:
             raise PickleError("a numpy scalar with other arguments than a dtype and its bytes")
     if dtype.itemsize == 0 and not data:
         return np.str_("") if dtype.kind == "U" else np.bytes_(b"") if dtype.kind == "S" else NotImplemented
+    # An element is a copy, where an array only looks at the bytes.
+    table.spending.copy(len(data))
     made = _array(data, dtype, (), fortran=False, table=table)
     if not isinstance(made, np.ndarray):
         return made
@@ -253,7 +255,10 @@ def _array(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran:
         made = np.ndarray(sizes, dtype, buffer=data, order="F" if fortran else "C")
     except (TypeError, ValueError, OverflowError) as error:
         raise PickleError(f"an array that numpy refuses: {error}") from None
-    _check_text(made)
+    if made.dtype.kind == "U" or made.dtype.names:
+        # Looked through for every array that is made over these bytes, and there may be many.
+        table.spending.copy(len(data) * max(len(made.dtype.names or ()), 1))
+        _check_text(made)
     return made
 
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.core.box import Box, tiles
+from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tiling import tiles
 from holdfast.errors import HeaderError, MetadataError, located
 from holdfast.formats.safetensors.layout import ADDRESSABLE, addressable
 from holdfast.formats.safetensors.strict_json import kind, parse, pointer, quoted

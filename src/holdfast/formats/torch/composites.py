@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from holdfast.core.composite import Composite
+from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.errors import MetadataError, PickleError
-from holdfast.formats.torch.geometry import brief, checked_ints, strided_view
+from holdfast.formats.torch.geometry import brief, checked_shape, strided_view
 
 __all__ = ["QSCHEMES", "SPARSE_PARTS", "arity", "jagged", "nested", "quantized", "sparse"]
 
@@ -48,7 +49,8 @@ def sparse(args: Args) -> object:
     parts, rest = data[: len(names)], data[len(names) :]
     if len(parts) != len(names) or not all(isinstance(p, LazyTensor) for p in parts) or not 1 <= len(rest) <= 2:
         raise PickleError(f"a {layout.name} tensor needs {', '.join(names)} and a size", found=len(data))
-    shape = checked_ints(rest[0], "size")
+    first = parts[0]
+    shape = checked_shape(rest[0], first.source.limits if isinstance(first, LazyTensor) else Limits())
     tensors = {n: p for n, p in zip(names, parts, strict=True) if isinstance(p, LazyTensor)}
     _check_sparse(layout.name, shape, tensors)
     coalesced = {"coalesced": rest[1] is True} if len(rest) == 2 else {}

@@ -14,13 +14,15 @@ probability of rank / p at the most (Schwartz and Zippel). The values are drawn 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import urandom
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["covers"]
+from holdfast.core.box import Box
+
+__all__ = ["covers", "tiles"]
 
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes."""
@@ -30,6 +32,19 @@ PRIME = (1 << 31) - 1
 
 TRIALS = 3
 """(64 / 2^31)^3 is one in 10^22."""
+
+
+def tiles(whole: Box, parts: Iterable[Box]) -> bool:
+    """Whether the parts cover every point of `whole` exactly once and nothing else. Empty parts do not matter.
+
+    >>> tiles(Box((2,), (6,)), [Box((4,), (6,)), Box((2,), (4,))]), tiles(Box((2,), (6,)), [Box((2,), (5,))])
+    (True, False)
+    """
+    boxes = [box for box in parts if box.count]
+    if sum(box.count for box in boxes) != whole.count or not all(whole.contains(box) for box in boxes):
+        return False
+    origin = whole.start
+    return covers(whole.shape, [(tuple(a - o for a, o in zip(b.start, origin, strict=True)), b.shape) for b in boxes])
 
 
 def covers(size: tuple[int, ...], boxes: Sequence[Extent]) -> bool:
