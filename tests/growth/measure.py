@@ -83,7 +83,6 @@ def _convert(name: str) -> Verb:
 def _open(path: Path, twin: Path) -> object:
     with holdfast.open(path) as opened:
         list(opened)
-        repr(opened.tree)[:0] if isinstance(opened.tree, int) else opened.tree
         opened.describe()
     return "done"
 

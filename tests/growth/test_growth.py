@@ -14,8 +14,11 @@ import pytest
 from tests.growth.compose import CASES, DIRECTORIES, compose, make_directory
 from tests.growth.measure import VERBS, cost
 
-SMALL = 1500
+SMALL = 1000
 TIMES = 4
+
+SIDE = 300
+"""Of a square that is cut into twice as many boxes. Its elements grow with the square of that: only what opens is measured."""
 
 MARGIN = 2
 """Noise, and the logarithm: what grows as it should takes 4 to 5 times as much, what is quadratic 16 times."""
@@ -38,7 +41,7 @@ def chosen(names, request):
 
 def grows(small: Path, large: Path, verb: str) -> str | None:
     """What grows faster than the file does, or None."""
-    for attempt in range(2):
+    for _ in range(2):
         one, four = (cost(VERBS[verb], path, path.with_name("twin-" + path.name)) for path in (small, large))
         seconds = four.seconds > TIMES * MARGIN * one.seconds + FREE_SECONDS
         nbytes = four.nbytes > TIMES * MARGIN * one.nbytes + FREE_NBYTES
@@ -60,3 +63,14 @@ def test_sharing_costs_nothing(case, tmp_path, request):
         paths.append(tmp_path / f"{n}.pt")
     found = [grows(*paths, verb) for verb in verbs]
     assert not any(found), [text for text in found if text]
+
+
+@pytest.mark.parametrize("case", DIRECTORIES)
+@pytest.mark.parametrize("verb", ["open", "show", "show --json", "diff", "stats", "convert .safetensors"])
+def test_boxes_cost_what_they_take(case, verb, tmp_path):
+    paths = []
+    for n in (SIDE, TIMES * SIDE):
+        path = make_directory(case, tmp_path / str(n), n)
+        make_directory(case, tmp_path / f"twin-{n}", n)
+        paths.append(path)
+    assert grows(*paths, verb) is None

@@ -70,12 +70,6 @@ class Opaque:
         """A copy of the state as attribute names and values, where it has that form."""
         return {k: v for state in self.states() for k, v in state.items() if isinstance(k, str)}
 
-    def children(self) -> Iterator[tuple[str | int, object]]:
-        """Everything inside, with the path element that leads to it; attributes first, as a person would look for them."""
-        for state in self.states():
-            yield from ((key if isinstance(key, str | int) else _label(key), value) for key, value in state.items())
-        yield from self.beside()
-
     def beside(self) -> Iterator[tuple[str | int, object]]:
         """Everything inside but the attributes, with the path element that leads to it."""
         if self.state is not None and not self.states():

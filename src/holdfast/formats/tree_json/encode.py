@@ -41,6 +41,18 @@ LEAF_DEPTH = 2
 FREE_STEPS = 100_000
 """Values that may be written again because the container around them stands in several places."""
 
+FREE_NBYTES = 1 << 20
+"""Bytes of long leaves that may be written again, because one text or buffer stands in several places."""
+
+AGAIN = 8
+"""How many times what is stored once may be written in all, beyond what is free."""
+
+LONG = 64
+"""Characters or bytes from which on a leaf is remembered. Shorter ones take about as much as a reference to them."""
+
+PROBLEM_CHARACTERS = 4 << 20
+"""Characters of problems that are listed one by one; the rest is counted."""
+
 FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "OrderedDict"}
 """What fills a defaultdict, and its name."""
 
@@ -64,6 +76,8 @@ def encode_tree(tree: object, paths: Mapping[str, Path], *, limits: Limits | Non
         # A caller may have raised `limits.depth` above what the interpreter has left.
         value = encoder.problem((), "nested too deeply")
     notes = []
+    if encoder.unlisted:
+        encoder.problems.append(f"and {encoder.unlisted:,} more of the same kinds")
     if encoder.repeated:
         notes.append(f"{encoder.repeated:,} containers stand in several places; each place gets its own copy")
     return EncodedTree(value, tuple(encoder.problems), tuple(notes))
@@ -79,14 +93,25 @@ class Encoder:
             self.names.setdefault(paths[name], []).append(name)
         self.problems: list[str] = []
         self.repeated = 0
+        self.unlisted = 0
+        """Problems that are too many to be listed."""
+        self.room = PROBLEM_CHARACTERS
         self.steps = 0
+        self.leaves: set[int] = set()
+        self.once_nbytes = self.again_nbytes = 0
+        """Bytes of long leaves, each counted once; and those of leaves that were written before."""
         self.seen: set[int] = set()
         self.on_path: set[int] = set()
         self.spending = Spending(limits, 0)
 
     def problem(self, path: Path, what: str) -> object:
         """Note what has no form, and give null in its place, so that the walk goes on and finds all of them."""
-        self.problems.append(f"{dotted(path) or 'the state itself'}: {what}")
+        self.room -= sum(len(step) for step in path if isinstance(step, str)) + len(what)
+        if self.room < 0:
+            # A long key stands in every path below it.
+            self.unlisted += 1
+        else:
+            self.problems.append(f"{dotted(path) or 'the state itself'}: {what}")
         return None
 
     def node(self, value: object, path: Path) -> object:
@@ -212,7 +237,26 @@ class Encoder:
         return node
 
     def leaf(self, value: object, path: Path) -> object:
-        """A value without parts."""
+        """A value without parts; a long one is paid for before it is written again."""
+        if isinstance(value, str | bytes | bytearray | np.ndarray | np.generic) and self.too_often(value):
+            return self.problem(path, "one of too many places that share a long value; written out, they have no end")
+        return self.written(value, path)
+
+    def too_often(self, value: str | bytes | bytearray | np.ndarray | np.generic) -> bool:
+        """Whether a leaf stands in so many places that writing it out again is not worth it."""
+        nbytes = value.nbytes if isinstance(value, np.ndarray | np.generic) else len(value)
+        if nbytes <= LONG:
+            return False
+        # Arrays are made anew over one buffer: its owner is what is shared.
+        shared = id(value.base if isinstance(value, np.ndarray) and value.base is not None else value)
+        if shared not in self.leaves:
+            self.leaves.add(shared)
+            self.once_nbytes += nbytes
+            return False
+        self.again_nbytes += nbytes
+        return self.again_nbytes > FREE_NBYTES + AGAIN * self.once_nbytes
+
+    def written(self, value: object, path: Path) -> object:
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -253,13 +297,13 @@ class Encoder:
                 if len(str(value)) > PATH_CHARACTERS or pure(str(value)) != value:
                     # `//://` on Windows is another path once it has been text (Python 3.11).
                     return self.problem(path, f"a path of more than {PATH_CHARACTERS} characters, or not given back by its text")
-                return {TAG: "path", "flavour": flavour, "path": self.leaf(str(value), path)}
+                return {TAG: "path", "flavour": flavour, "path": self.written(str(value), path)}
         raise TypeError(f"no leaf: {kind.__name__}")
 
     def numpy(self, value: np.generic | np.ndarray | np.dtype[np.generic], path: Path) -> object:
         if isinstance(value, np.str_):
             # Not by its dtype, and not by `str`: both lose the NUL characters at its end (numpy 2.4).
-            return {TAG: "numpy.str", "value": self.leaf("".join(value), path)}
+            return {TAG: "numpy.str", "value": self.written("".join(value), path)}
         if isinstance(value, np.bytes_):
             return {TAG: "numpy.bytes", "base64": scalars.bytes_text(bytes(value))}
         form = scalars.dtype_form(value if isinstance(value, np.dtype) else value.dtype)
