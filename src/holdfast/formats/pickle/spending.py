@@ -3,8 +3,8 @@
 Two opcodes, five bytes, can name a value of any size that is already in the memo, so every operation whose price depends on the
 size of its argument is counted here:
 
-1. **Copies.** `set(list)`, `bytearray(bytes)`, `encode(text)`, a numpy scalar copy their argument. A writer copies each value once, so all copies
-   together are at most the stream's own size; `copy` refuses what goes far beyond.
+1. **Copies.** `set(list)`, `bytearray(bytes)`, `encode(text)`, a numpy scalar copy their argument. A writer copies each value
+   once, so all copies together are at most the stream's own size; `copy` refuses what goes far beyond.
 2. **Hashes.** Hashing a tuple costs its expanded size, so the values inside one key are counted before it is hashed.
 3. **Collisions.** Integers, floats and tuples of them hash without a secret: a file can choose a million keys that meet in one
    slot of a dict, and filling it is then quadratic. Such keys are paid for as if each met all others in its container. Text
