@@ -39,7 +39,7 @@ __all__ = ["Bound", "Case", "Count", "Files", "Outcome", "Race", "Skipped", "Sta
 SPARE_NBYTES = 1 << 30
 """Disk that must stay free for others."""
 
-OUR_MODULES = ("numpy", "holdfast.api.open", "holdfast.api.convert")
+OUR_MODULES = ("numpy", "holdfast.inspect.open", "holdfast.rewrite.convert")
 """What a process of ours imports before it is measured, unless the case says otherwise."""
 
 PROBE_SECONDS = 600

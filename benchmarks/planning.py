@@ -25,9 +25,9 @@ from functools import partial
 import numpy as np
 
 from benchmarks.report import machine
-from holdfast.plan.described import Catalogue, RankState
-from holdfast.plan.ranks import plan_ranks
-from holdfast.plan.wire import decode_all, encode
+from holdfast.ranks.plan import plan_ranks
+from holdfast.ranks.state import Catalogue, RankState
+from holdfast.ranks.wire import decode_all, encode
 
 LAYOUTS = ("sharded", "hybrid", "mesh", "replicated")
 COLUMNS = 8

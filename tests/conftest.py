@@ -29,7 +29,7 @@ settings.load_profile("holdfast")
 REPEATED = {
     "test_memory": "tests/hostile/test_attacks.py",
     "test_weights_only": "tests/hostile/test_torch_load.py",
-    "test_hostile_pickles": "tests/torch/test_weights_attacks.py",
+    "test_hostile_pickles": "tests/torch/serialization/test_weights_attacks.py",
     "test_the_nth_call_fails": "tests/crash/test_nth_call.py",
 }
 """Tests whose every case is asked more elsewhere: `test_attack` opens all attacks, and all writers crash in the model."""

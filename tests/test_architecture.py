@@ -1,6 +1,6 @@
 """The shape of the package, held by tests: which layer may import which, who may import torch, who may print.
 
-    errors < core < metadata, plan, stores < formats, engine < api < holdfast < cli, torch
+    errors < core < metadata, plan, stores < formats, engine < ranks, inspect < rewrite < pruning < holdfast < cli, torch
 
 Imports are found with `ast` in every module under `src/holdfast`, also those inside functions. Blocks under
 `TYPE_CHECKING` are not imports at run time and are left out.
@@ -22,6 +22,9 @@ MODULES = sorted(ROOT.rglob("*.py"))
 
 MAX_LINES = 500
 
+BYTES = {"errors", "core", "metadata", "plan", "stores", "formats", "engine"}
+VERBS = {*BYTES, "inspect", "rewrite", "pruning"}
+
 BELOW = {
     "errors": set(),
     "core": {"errors"},
@@ -30,24 +33,27 @@ BELOW = {
     "stores": {"errors", "core"},
     "formats": {"errors", "core", "metadata", "plan"},
     "engine": {"errors", "core", "metadata", "plan", "stores"},
-    "api": {"errors", "core", "metadata", "plan", "stores", "formats", "engine"},
-    "": {"errors", "core", "metadata", "plan", "stores", "formats", "engine", "api"},
-    "cli": {"errors", "core", "metadata", "plan", "stores", "formats", "engine", "api", ""},
-    "torch": {"errors", "core", "metadata", "plan", "stores", "formats", "engine", "api", ""},
+    "ranks": {*BYTES},
+    "inspect": {*BYTES},
+    "rewrite": {*BYTES, "inspect"},
+    "pruning": {*BYTES, "inspect", "rewrite"},
+    "": {*VERBS},
+    "cli": {*VERBS, ""},
+    "torch": {*VERBS, "ranks", ""},
 }
 """Layer to the layers that it may import besides itself; "" is `holdfast/__init__.py`."""
 
 UPWARD = {
-    ("core/tensor.py", "holdfast.torch.tensors"),
-    ("core/composite.py", "holdfast.torch.tensors"),
-    ("core/checkpoint.py", "holdfast.api.inventory"),
-    ("api/state.py", "holdfast.torch.state"),
+    ("core/tensor.py", "holdfast.torch.tensors.from_lazy"),
+    ("core/composite.py", "holdfast.torch.tensors.from_lazy"),
+    ("core/checkpoint.py", "holdfast.inspect.describe"),
+    ("rewrite/state.py", "holdfast.torch.tensors.to_lazy"),
 }
 """The only arrows that point up: `torch()` imports the adapter when it is called, a save when the caller has torch, and
 a checkpoint is described in terms of `holdfast.metadata` when asked."""
 
 
-ENDS = "torch/handles.py"
+ENDS = "torch/ranks/handles.py"
 """It puts something behind `sys.stderr`, whose last flush decides the exit status, and writes nothing to it."""
 
 
@@ -251,7 +257,7 @@ def test_threads_are_seen(source: str, wrong: bool):
         ("from holdfast import errors", ["holdfast.errors"]),
         ("from holdfast import open", ["holdfast"]),
         ("from . import box", ["holdfast.core"]),
-        ("from ..api.open import open", ["holdfast.api.open"]),
+        ("from ..inspect.open import open", ["holdfast.inspect.open"]),
     ],
 )
 def test_imports_are_found(source: str, names: list[str]):
@@ -262,12 +268,12 @@ def test_imports_are_found(source: str, names: list[str]):
 @pytest.mark.parametrize(
     ("module", "imported", "wrong"),
     [
-        ("holdfast.core.box", "holdfast.api.open", True),
+        ("holdfast.core.box", "holdfast.inspect.open", True),
         ("holdfast.core.box", "holdfast", True),
         ("holdfast.plan.runs", "holdfast.stores.local", True),
         ("holdfast.engine.execute", "holdfast.formats.zip", True),
-        ("holdfast.cli.main", "holdfast.torch.tensors", True),
-        ("holdfast.api.open", "holdfast.core.box", False),
+        ("holdfast.cli.main", "holdfast.torch.tensors.from_lazy", True),
+        ("holdfast.inspect.open", "holdfast.core.box", False),
         ("holdfast.core.box", "holdfast.core.chunk", False),
         ("holdfast.core.box", "numpy", False),
     ],
@@ -300,4 +306,4 @@ def test_one_function_says_what_a_path_is():
         for node in ast.walk(ast.parse(path.read_text("utf-8")))
         if isinstance(node, ast.Attribute) and node.attr in taken
     }
-    assert found == {"cli/main.py", "stores/paths.py", "torch/opening.py", "torch/save.py"}
+    assert found == {"cli/main.py", "stores/paths.py", "torch/serialization/opening.py", "torch/serialization/save.py"}

@@ -10,18 +10,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast import errors
-    from holdfast.api.compact import Compacted, compact
-    from holdfast.api.convert import Conversion, convert
-    from holdfast.api.diff import Diff, diff
-    from holdfast.api.edit import edit
-    from holdfast.api.open import open, read
-    from holdfast.api.package import package
-    from holdfast.api.prune import Pruned, prune
-    from holdfast.api.replace_weights import replace_weights
-    from holdfast.api.save import Saved, save
-    from holdfast.api.scan import ScanReport, scan
-    from holdfast.api.tie import Tied, tie
-    from holdfast.api.verify import VerifyReport, verify
     from holdfast.core.box import Box
     from holdfast.core.checkpoint import Alias, Checkpoint
     from holdfast.core.chunk import Chunk, Storage
@@ -32,6 +20,18 @@ if TYPE_CHECKING:
     from holdfast.core.opaque import Global, Opaque
     from holdfast.core.tensor import LazyTensor
     from holdfast.errors import HoldfastError
+    from holdfast.inspect.diff import Diff, diff
+    from holdfast.inspect.open import open, read
+    from holdfast.inspect.scan import ScanReport, scan
+    from holdfast.inspect.verify import VerifyReport, verify
+    from holdfast.pruning.prune import Pruned, prune
+    from holdfast.rewrite.compact import Compacted, compact
+    from holdfast.rewrite.convert import Conversion, convert
+    from holdfast.rewrite.edit import edit
+    from holdfast.rewrite.package import package
+    from holdfast.rewrite.replace_weights import replace_weights
+    from holdfast.rewrite.save import Saved, save
+    from holdfast.rewrite.tie import Tied, tie
 
 __version__ = "0.1.0"
 
@@ -41,36 +41,36 @@ _WHERE = {
     "Box": "core.box",
     "Checkpoint": "core.checkpoint",
     "Chunk": "core.chunk",
-    "Compacted": "api.compact",
+    "Compacted": "rewrite.compact",
     "Composite": "core.composite",
-    "Conversion": "api.convert",
+    "Conversion": "rewrite.convert",
     "DType": "core.dtype",
-    "Diff": "api.diff",
+    "Diff": "inspect.diff",
     "Digest": "core.digest",
     "Global": "core.opaque",
     "HoldfastError": "errors",
     "LazyTensor": "core.tensor",
     "Limits": "core.limits",
     "Opaque": "core.opaque",
-    "Pruned": "api.prune",
-    "Saved": "api.save",
-    "ScanReport": "api.scan",
+    "Pruned": "pruning.prune",
+    "Saved": "rewrite.save",
+    "ScanReport": "inspect.scan",
     "Storage": "core.chunk",
-    "Tied": "api.tie",
-    "VerifyReport": "api.verify",
-    "compact": "api.compact",
-    "convert": "api.convert",
-    "diff": "api.diff",
-    "edit": "api.edit",
-    "open": "api.open",
-    "package": "api.package",
-    "prune": "api.prune",
-    "read": "api.open",
-    "replace_weights": "api.replace_weights",
-    "save": "api.save",
-    "scan": "api.scan",
-    "tie": "api.tie",
-    "verify": "api.verify",
+    "Tied": "rewrite.tie",
+    "VerifyReport": "inspect.verify",
+    "compact": "rewrite.compact",
+    "convert": "rewrite.convert",
+    "diff": "inspect.diff",
+    "edit": "rewrite.edit",
+    "open": "inspect.open",
+    "package": "rewrite.package",
+    "prune": "pruning.prune",
+    "read": "inspect.open",
+    "replace_weights": "rewrite.replace_weights",
+    "save": "rewrite.save",
+    "scan": "inspect.scan",
+    "tie": "rewrite.tie",
+    "verify": "inspect.verify",
 }
 """The module of each public name."""
 

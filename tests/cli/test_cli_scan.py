@@ -6,9 +6,9 @@ import json
 import os
 import pickle
 
-from holdfast.api.scan import FileReport, Finding, ScanReport
 from holdfast.cli.lines import plain
 from holdfast.cli.scan import scan_lines
+from holdfast.inspect.scan import FileReport, Finding, ScanReport
 
 
 def test_clean_dangerous_and_error(run, golden_dir):

@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 
-from holdfast.api.diff import ABSENT, Content, Diff, Rename, TensorChange, ValueChange
-from holdfast.api.save import save
 from holdfast.cli.diff import diff_document, diff_lines
 from holdfast.cli.document import dumps
 from holdfast.cli.lines import plain
+from holdfast.inspect.diff import ABSENT, Content, Diff, Rename, TensorChange, ValueChange
+from holdfast.rewrite.save import save
 
 
 def test_the_same(run, golden_dir):

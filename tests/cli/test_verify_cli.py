@@ -17,10 +17,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import holdfast
-from holdfast.api.verify import Damage, Problem, VerifyReport
 from holdfast.cli import progress
 from holdfast.cli.lines import plain
 from holdfast.cli.verify import verify_lines
+from holdfast.inspect.verify import Damage, Problem, VerifyReport
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def slow(self, key, start, out):
         time.sleep(0.3)
     read(self, key, start, out)
 local.LocalStore.read = slow
-from holdfast.engine import sweep
+from holdfast.engine import checksums as sweep
 sweep.Sweep.__init__.__kwdefaults__["block"] = 4096
 sys.exit(main.main(["verify", sys.argv[1]]))
 """

@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 import holdfast.torch
-from holdfast.engine.commit import DirectoryTransaction, FileTransaction
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import SaveError
 from tests.crash.programs import begin, child, content, must_end, run, same, slowly, status, writing
 

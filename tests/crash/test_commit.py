@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.commit import DirectoryTransaction, FileTransaction, recover
-from holdfast.engine.temporaries import temporary_name
+from holdfast.engine.commit.temporaries import temporary_name
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, recover
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
 from holdfast.stores.files import Found, OsFiles, is_temporary
 

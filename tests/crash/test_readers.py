@@ -138,7 +138,7 @@ def test_a_file_that_is_mapped_is_the_one_that_was_read(tmp_path: Path, monkeypa
         os.replace(tmp_path / "y.pt", tmp_path / "x.pt")
         return found
 
-    module = sys.modules["holdfast.torch.load"]
+    module = sys.modules["holdfast.torch.serialization.load"]
     real = module.read_archive
     monkeypatch.setattr(module, "read_archive", read_archive)
     with pytest.raises(Replaced):

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 
 import holdfast
-from holdfast.api.save import write_plan
-from holdfast.api.state import describe_state
-from holdfast.api.targets import Options, format_for, plan_save
-from holdfast.engine.commit import DirectoryTransaction, FileTransaction
-from holdfast.formats.pt2.lay_out import lay_out_pt2, models_of
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.plan.saves import SavePlan
+from holdfast.rewrite.formats import Options, format_for, plan_save
+from holdfast.rewrite.save import write_plan
+from holdfast.rewrite.state import describe_state
 from holdfast.stores.files import Files
-from holdfast.torch.save import plan_object
+from holdfast.torch.serialization.save import plan_object
 from tests.crash.model import ROOT, Model, Tree
 
 BLOCK = 3_000

@@ -8,13 +8,13 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from holdfast.api.open import read
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.execute import TASK_NBYTES, run_all
 from holdfast.engine.source import OpenSource
 from holdfast.errors import StoreError
+from holdfast.inspect.open import read
 from holdfast.plan.coalesce import Policy
 from holdfast.stores.memory import MemoryStore
 

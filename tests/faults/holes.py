@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.api.targets import Options, plan_save
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import combine, crc32
 from holdfast.core.dtype import DTYPES
@@ -17,6 +16,7 @@ from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.plan.saves import Data, FilePlan, Late, Literal
+from holdfast.rewrite.formats import Options, plan_save
 from holdfast.stores.memory import MemoryStore
 
 

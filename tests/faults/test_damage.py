@@ -17,11 +17,11 @@ import safetensors
 import safetensors.numpy
 
 import holdfast
-from holdfast.api.reshard import reshard
 from holdfast.cli.main import main
 from holdfast.core.composite import Composite
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, HeaderError, HoldfastError
+from holdfast.rewrite.reshard import reshard
 from tests.golden import earlier
 
 SAMPLE = 200

@@ -87,7 +87,7 @@ def test_files_of_many_ranks_are_taken_over(tmp_path: Path):
     run(
         """
 limit()
-from holdfast.engine.commit import DirectoryTransaction
+from holdfast.engine.commit.transactions import DirectoryTransaction
 with DirectoryTransaction(sys.argv[1], durable=False) as folder:
     for i in range(200):
         with open(os.path.join(folder.folder, f"x{i}"), "wb") as file:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 import holdfast
-from holdfast.api.reshard import reshard
+from holdfast.rewrite.reshard import reshard
 
 
 def state(*, packed: bool = False) -> dict[str, object]:

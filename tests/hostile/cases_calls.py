@@ -86,7 +86,7 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "reduce-operator-attrgetter": (call("operator", "attrgetter", text("system")), "operator.attrgetter"),
     "reduce-types-codetype": (call("types", "CodeType", integer(0)), "types.CodeType"),
     "reduce-functools-partial": (call("functools", "partial", named("os", "system"), SHELL), "functools.partial"),
-    "reduce-holdfast-itself": (call("holdfast.api.open", "open", text("/etc/passwd")), "holdfast.api.open.open"),
+    "reduce-holdfast-itself": (call("holdfast.inspect.open", "open", text("/etc/passwd")), "holdfast.inspect.open.open"),
     "dotted-name": (call("os", "path.os.system", SHELL), "os.path.os.system"),
     "dotted-allowed-prefix": (call("collections", "OrderedDict.fromkeys", EMPTY_LIST), "collections.OrderedDict.fromkeys"),
     "dotted-torch": (call("torch", "serialization.os.system", SHELL), "torch.serialization.os.system"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.api.scan import scan
+from holdfast.inspect.scan import scan
 
 from .harness import WATCH
 from .scan_attacks import ATTACKS, Attack, write

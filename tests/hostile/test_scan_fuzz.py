@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.api.scan import scan
-from holdfast.api.severity import judge
 from holdfast.core.opaque import Global
 from holdfast.formats.pickle.names import modern
+from holdfast.inspect.scan import scan
+from holdfast.inspect.severity import judge
 
 from .scan_attacks import ATTACKS
 from .scan_attacks import FUNCTIONS as NAMED

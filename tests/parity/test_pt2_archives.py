@@ -20,14 +20,14 @@ from torch.export.pt2_archive._package import TensorProperties, Weights, load_pt
 
 import holdfast
 from holdfast import errors
-from holdfast.api.save import write_plan
-from holdfast.api.state import describe_state
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.engine.source import OpenSource
-from holdfast.formats.pt2.describe import read_programs
-from holdfast.formats.pt2.lay_out import Part, lay_out_pt2, models_of
+from holdfast.formats.pt2.read import read_programs
 from holdfast.formats.pt2.replace import lay_out_replaced
+from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
+from holdfast.rewrite.save import write_plan
+from holdfast.rewrite.state import describe_state
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program
 from tests.parity.compare import assert_leaf, elements, shared

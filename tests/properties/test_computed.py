@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.dtype import DTYPES
+from holdfast.engine.arrays import Resident
+from holdfast.engine.blocks import pack, read_slab, slabs
 from holdfast.engine.computed import Computed, flat_boxes, read_flat
-from holdfast.engine.resident import Resident
-from holdfast.engine.slabs import pack, read_slab, slabs
 
 shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -21,13 +21,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.api.alias import rejoin
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State
 from holdfast.core.tensor import AliasView
 from holdfast.engine import assembled
+from holdfast.engine.arrays import Resident
 from holdfast.engine.assembled import Assembled, Copy
-from holdfast.engine.resident import Resident
+from holdfast.rewrite.rejoin import rejoin
 from tests.golden.expect import short
 from tests.parity.compare import assert_same_tree, elements, named_tensors, shared
 from tests.parity.test_generated_states import plain, pools, views

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.api.values import compare_values
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.values import Device, Size
 from holdfast.errors import CannotHold
+from holdfast.inspect.compare_values import compare_values
 
 LONG = "x" * 1000
 

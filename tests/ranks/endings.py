@@ -21,9 +21,9 @@ import torch.distributed.tensor
 from torch.distributed._shard.sharded_tensor import api as _api  # noqa: F401  (imported before the forks, like all that they use)
 
 from holdfast.stores.files import OsFiles
-from holdfast.torch import group
-from holdfast.torch import state as _state  # noqa: F401
-from holdfast.torch.sharded import save_sharded
+from holdfast.torch.ranks import group
+from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.tensors import to_lazy as _state  # noqa: F401
 
 __all__ = ["CONTENT", "main"]
 

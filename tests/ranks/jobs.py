@@ -8,8 +8,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_sharded
+from holdfast.torch.ranks.load_sharded import load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import World
 from tests.ranks.states import check, state_of
 

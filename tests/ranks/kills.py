@@ -33,9 +33,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import holdfast
 from holdfast.stores.files import OsFiles, is_temporary
-from holdfast.torch import group
-from holdfast.torch import state as _state_module  # noqa: F401
-from holdfast.torch.sharded import save_sharded
+from holdfast.torch.ranks import group
+from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.tensors import to_lazy as _state_module  # noqa: F401
 
 __all__ = ["DEADLINE", "main"]
 

@@ -54,9 +54,9 @@ PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
     "holdfast.torch",
-    "holdfast.torch.local_shards",
-    "holdfast.torch.sharded",
-    "holdfast.torch.sharded_load",
+    "holdfast.torch.ranks.local_shards",
+    "holdfast.torch.ranks.save_sharded",
+    "holdfast.torch.ranks.load_sharded",
 ]
 """What the fork server imports. DTensor imports dynamo when it is first used, which takes each process seconds."""
 

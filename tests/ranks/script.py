@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_sharded
+from holdfast.torch.ranks.load_sharded import load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 
 
 def main(folder: str) -> None:

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard
 import holdfast
 from holdfast.errors import RanksFailed
 from holdfast.torch import load_into
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_sharded
+from holdfast.torch.ranks.load_sharded import load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

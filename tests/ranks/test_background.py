@@ -17,9 +17,9 @@ from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.stores.files import OsFiles
-from holdfast.torch import sharded_save
 from holdfast.torch.cuda.stage import ROOM, Room
-from holdfast.torch.sharded import save_sharded
+from holdfast.torch.ranks import saving as sharded_save
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.endings import CONTENT
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import bits, check, sharded, state_of
@@ -77,7 +77,7 @@ def _tensors(state: object) -> list[torch.Tensor]:
 
 
 def load_and_check(world: World, path: str, nested: bool) -> None:
-    from holdfast.torch.sharded_load import load_sharded
+    from holdfast.torch.ranks.load_sharded import load_sharded
 
     state = state_of(world, nested=nested, blank=True)
     load_sharded(path, state, group=world.group)
@@ -282,7 +282,7 @@ def test_the_caller_waits_for_no_other_rank(pool: Pool, tmp_path: Path):
 
 def share_first(world: World, path: str) -> int:
     """Replicas: each rank copies its share alone."""
-    from holdfast.torch import pieces
+    from holdfast.torch.ranks import pieces
 
     state = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
     with instead(pieces, "COMMON_NBYTES", 0):

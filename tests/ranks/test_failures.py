@@ -15,11 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 import holdfast
-from holdfast.engine.commit import DirectoryTransaction
+from holdfast.engine.commit.transactions import DirectoryTransaction
 from holdfast.stores.files import OsFiles
-from holdfast.torch import sharded_load, sharded_save
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_sharded
+from holdfast.torch.ranks import load_sharded as sharded_load
+from holdfast.torch.ranks import saving as sharded_save
+from holdfast.torch.ranks.load_sharded import load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Failure, Pool, World, failures, good
 from tests.ranks.states import bits, sharded
 

@@ -26,9 +26,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
-from holdfast.torch.local_shards import LocalShardsWrapper
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_full, load_sharded
+from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+from holdfast.torch.ranks.local_shards import LocalShardsWrapper
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.jobs import load, load_stock
 from tests.ranks.pool import WORLDS, Pool, World, good
 from tests.ranks.states import bits, sharded

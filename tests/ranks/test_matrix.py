@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.torch.sharded_load import load_full, load_sharded
+from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from tests.ranks.jobs import FORMATS, load
 from tests.ranks.pool import WORLDS, Pool, good
 from tests.ranks.states import NESTED, WHOLE, bits

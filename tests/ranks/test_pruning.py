@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_full, load_sharded
+from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.sparsity import BaseSparsifier, CubicSL, MagnitudeSparsifier, WeightNormSparsifier
 from tests.ranks.pool import Failure, Pool, World, good
 

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 import torch
 
-from holdfast.torch import sharded_load
-from holdfast.torch.replicas import WORTH_NBYTES, Offer, Share, spread
-from holdfast.torch.sharded_load import load_sharded
+from holdfast.torch.ranks import load_sharded as sharded_load
+from holdfast.torch.ranks.load_sharded import load_sharded
+from holdfast.torch.ranks.replicas import WORTH_NBYTES, Offer, Share, spread
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import check, state_of
 
@@ -105,7 +105,7 @@ def test_auto(device: str, machines: bool, nbytes: int, handed: bool):
 
 
 def test_bytes_of_every_dtype_are_sent():
-    from holdfast.torch.replicas import _octets
+    from holdfast.torch.ranks.replicas import _octets
 
     for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64):
         for shape in ((), (3,), (2, 3)):

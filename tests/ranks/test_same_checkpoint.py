@@ -10,9 +10,9 @@ from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.errors import Replaced
-from holdfast.torch.same_checkpoint import marked, unmarked
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_sharded
+from holdfast.torch.ranks.load_sharded import load_sharded
+from holdfast.torch.ranks.same_checkpoint import marked, unmarked
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

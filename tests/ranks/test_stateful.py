@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import CannotHold, RanksFailed
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_full, load_sharded
+from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Pool, World, good
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

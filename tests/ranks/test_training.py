@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_full, load_sharded
+from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Pool, World, good
 from tests.ranks.states import bits
 

@@ -15,9 +15,9 @@ import holdfast
 from holdfast.core.limits import Limits
 from holdfast.errors import RanksFailed
 from holdfast.formats.dcp import values as dcp_values
-from holdfast.torch.merged_trees import flat_tree, merge_trees
-from holdfast.torch.sharded import save_sharded
-from holdfast.torch.sharded_load import load_full, load_sharded
+from holdfast.ranks.trees import flat_tree, merge_trees
+from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+from holdfast.torch.ranks.save_sharded import save_sharded
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -116,7 +116,7 @@ def test_gradients_are_remembered(tmp_path: Path):
 
 @pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
 def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str):
-    monkeypatch.setattr("holdfast.torch.sharded_save.FILE_NBYTES", 4000)
+    monkeypatch.setattr("holdfast.torch.ranks.saving.FILE_NBYTES", 4000)
     state = {f"w{i}": torch.full((100 * (i + 1),), float(i)) for i in range(9)} | {"empty": torch.zeros(0)}
     saved = save_sharded(tmp_path / "step", state, format=format, threads=16)
     assert len(saved.files) == 4

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.api.prune import prune
-from holdfast.api.reshard import reshard
-from holdfast.api.stats import stats
 from holdfast.cli.main import main
 from holdfast.errors import BadPath, HoldfastError, NotAPath, NotCommitted, Refused, StoreError
+from holdfast.inspect.stats import stats
+from holdfast.pruning.prune import prune
+from holdfast.rewrite.reshard import reshard
 from holdfast.stores.paths import found_path, local_path
 from holdfast.torch import load, load_into, load_sharded, save, save_sharded
 from holdfast.torch import open as open_torch

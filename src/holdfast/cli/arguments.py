@@ -15,7 +15,7 @@ from holdfast.cli import compact, package, places, prune, reshard, stats, tie
 from holdfast.cli.planned import add_sparse
 
 if TYPE_CHECKING:
-    from holdfast.api.transform import Edits
+    from holdfast.rewrite.transform import Edits
 
 __all__ = ["parse"]
 
@@ -327,8 +327,8 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _size(text: str) -> int:
-    from holdfast.api.targets import byte_count
     from holdfast.errors import Unsupported
+    from holdfast.rewrite.formats import byte_count
 
     try:
         return byte_count(text)
@@ -386,9 +386,9 @@ def _run_diff(options: argparse.Namespace) -> int:
 
 
 def _run_convert(options: argparse.Namespace) -> int:
-    from holdfast.api.models import Selection
-    from holdfast.api.targets import Options
     from holdfast.cli.convert import run
+    from holdfast.rewrite.formats import Options
+    from holdfast.rewrite.models import Selection
 
     selection = Selection(options.model, options.constants, options.sample_inputs)
     return run(
@@ -400,8 +400,8 @@ def _run_convert(options: argparse.Namespace) -> int:
 
 
 def _run_edit(options: argparse.Namespace) -> int:
-    from holdfast.api.edit import metadata_changes
     from holdfast.cli.edit import run
+    from holdfast.rewrite.edit import metadata_changes
 
     return run(
         options.path, options.output, edits=_edits(options), metadata=metadata_changes(dict(options.set), options.unset),
@@ -412,7 +412,7 @@ def _run_edit(options: argparse.Namespace) -> int:
 
 
 def _edits(options: argparse.Namespace) -> Edits:
-    from holdfast.api.transform import Edits, dtype_named
+    from holdfast.rewrite.transform import Edits, dtype_named
 
     dtype = dtype_named(options.dtype) if options.dtype else None
     return Edits(tuple(options.keep), tuple(options.drop), tuple(options.rename), dtype, options.tensors_only)

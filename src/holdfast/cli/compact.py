@@ -31,8 +31,8 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.api.compact import planned_compact
     from holdfast.cli.text import nbytes
+    from holdfast.rewrite.compact import planned_compact
 
     with planned_compact(options.path, output=options.output, writing=writing(options)) as planned:
         dropped = max(planned.before_nbytes - planned.plan.nbytes, 0)

@@ -6,14 +6,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.api.convert import Conversion, PlannedConversion, plan_conversion
-from holdfast.api.models import Selection
-from holdfast.api.open import open as open_checkpoint
-from holdfast.api.targets import Options
-from holdfast.api.transform import Edits
 from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.progress import bar
 from holdfast.cli.text import clip, escape, nbytes, plural
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.rewrite.convert import Conversion, PlannedConversion, plan_conversion
+from holdfast.rewrite.formats import Options
+from holdfast.rewrite.models import Selection
+from holdfast.rewrite.transform import Edits
 
 __all__ = ["carry_out", "conversion_document", "done_line", "run"]
 

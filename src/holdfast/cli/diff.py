@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from holdfast.api.brief import brief
-from holdfast.api.diff import Absent, Comparison, Content, Diff, TensorChange, ValueChange
-from holdfast.api.open import open as open_checkpoint
 from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.progress import bar
 from holdfast.cli.text import clip, count, escape, plural, width
 from holdfast.core.tensor import LazyTensor
+from holdfast.inspect.brief import brief
+from holdfast.inspect.diff import Absent, Comparison, Content, Diff, TensorChange, ValueChange
+from holdfast.inspect.open import open as open_checkpoint
 
 __all__ = ["diff_document", "diff_lines", "run"]
 
@@ -141,7 +141,7 @@ def _value(change: ValueChange) -> tuple[str, str, str, list[str]]:
 
 
 def _text(value: object) -> str:
-    from holdfast.api.values import Kind
+    from holdfast.inspect.compare_values import Kind
 
     return escape(str(value) if isinstance(value, Kind) else brief(value))
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.api.edit import plan_edit
-from holdfast.api.open import open as open_checkpoint
-from holdfast.api.transform import Edits
 from holdfast.cli.convert import carry_out
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.rewrite.edit import plan_edit
+from holdfast.rewrite.transform import Edits
 
 __all__ = ["run"]
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable
 
-from holdfast.api.values import compare_values
 from holdfast.cli.outline import Branch, Leaf, Node
 from holdfast.core.sparse.storage import packing_of
+from holdfast.inspect.compare_values import compare_values
 
 __all__ = ["fold", "ranges"]
 

@@ -14,13 +14,13 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.api.brief import brief, scalar
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import ALONE, FREE_CHARACTERS, NAMES, Contents, contents, module_contents
 from holdfast.errors import LimitExceeded
+from holdfast.inspect.brief import brief, scalar
 
 __all__ = ["Branch", "Leaf", "Node", "leaves", "outline", "total"]
 

@@ -43,9 +43,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _package(options: argparse.Namespace) -> int:
-    from holdfast.api.package import planned_package
     from holdfast.cli.progress import bar
     from holdfast.errors import Unsupported
+    from holdfast.rewrite.package import planned_package
 
     if options.output is None:
         raise Unsupported("say where to write: -o bundle.pt2")
@@ -65,8 +65,8 @@ def _package(options: argparse.Namespace) -> int:
 
 
 def _replace(options: argparse.Namespace) -> int:
-    from holdfast.api.replace_weights import planned_replacement
     from holdfast.errors import Unsupported
+    from holdfast.rewrite.replace_weights import planned_replacement
 
     if options.content or options.format:
         raise Unsupported("--replace keeps the format and the sharing of the new weights; leave out --content and --format")

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast.api.planned import PlannedSave, Writing
-    from holdfast.api.save import Saved
+    from holdfast.rewrite.planned import PlannedSave, Writing
+    from holdfast.rewrite.save import Saved
 
 __all__ = ["SCHEMA", "add_sparse", "add_writing", "carry_out", "say", "writing"]
 
@@ -39,7 +39,7 @@ def add_sparse(verb: argparse.ArgumentParser) -> None:
 
 def writing(options: argparse.Namespace) -> Writing:
     """Those options, for the library."""
-    from holdfast.api.planned import Writing
+    from holdfast.rewrite.planned import Writing
 
     return Writing(options.overwrite, not options.no_durable, options.threads)
 

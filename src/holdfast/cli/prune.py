@@ -12,8 +12,8 @@ from holdfast.cli import places
 from holdfast.cli.planned import add_sparse
 
 if TYPE_CHECKING:
-    from holdfast.api.prune import Pruned
     from holdfast.cli.lines import Line
+    from holdfast.pruning.prune import Pruned
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -64,10 +64,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.api.open import open as open_checkpoint
-    from holdfast.api.prune import plan_prune
     from holdfast.cli.lines import print_lines
     from holdfast.cli.progress import bar
+    from holdfast.inspect.open import open as open_checkpoint
+    from holdfast.pruning.prune import plan_prune
 
     lines = options.rules.read_text("utf-8").splitlines() if options.rules else []
     rules = [*options.rule, *(line for line in (text.partition("#")[0].strip() for text in lines) if line)]

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.api.open import open as open_checkpoint
 from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.show import matcher, short_dtype
 from holdfast.cli.text import clip, escape, nbytes, plural
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.tensor import LazyTensor
+from holdfast.inspect.open import open as open_checkpoint
 
 __all__ = ["run"]
 

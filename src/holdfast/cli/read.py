@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.api.open import open as open_checkpoint
 from holdfast.cli.arrays import as_text, widens, write_npy, write_npz
 from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.show import matcher
@@ -16,6 +15,7 @@ from holdfast.cli.text import escape, nbytes, plural
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import BadTarget, located
+from holdfast.inspect.open import open as open_checkpoint
 
 __all__ = ["choose", "run", "show_tensors", "write_tensors"]
 

@@ -40,11 +40,11 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.api.open import open as open_checkpoint
-    from holdfast.api.reshard import parse_mesh, parse_rule, plan_reshard, reshard
     from holdfast.cli.lines import print_lines
     from holdfast.cli.progress import bar
     from holdfast.cli.text import clip, escape, nbytes, plural
+    from holdfast.inspect.open import open as open_checkpoint
+    from holdfast.rewrite.reshard import parse_mesh, parse_rule, plan_reshard, reshard
 
     mesh = parse_mesh(options.mesh)
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import PurePath
 from urllib.parse import quote
 
-from holdfast.api.scan import FileReport, Finding, ScanReport
 from holdfast.cli.text import clip, escape
+from holdfast.inspect.scan import FileReport, Finding, ScanReport
 
 __all__ = ["sarif_document"]
 

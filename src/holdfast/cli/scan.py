@@ -1,13 +1,13 @@
-"""`holdfast scan`: the report of `holdfast.api.scan`, as lines, as JSON and as SARIF."""
+"""`holdfast scan`: the report of `holdfast.scan`, as lines, as JSON and as SARIF."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.api.scan import FileReport, Finding, ScanReport, Verdict, scan
 from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.text import clip, escape, plural
+from holdfast.inspect.scan import FileReport, Finding, ScanReport, Verdict, scan
 
 __all__ = ["EXIT", "run", "scan_document", "scan_lines"]
 

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.api.open import open as open_checkpoint
 from holdfast.cli.fold import fold
 from holdfast.cli.lines import Line, guides, print_lines
 from holdfast.cli.outline import Branch, Leaf, Node, leaves, outline, total
@@ -28,6 +27,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.sparse.storage import packing_of
+from holdfast.inspect.open import open as open_checkpoint
 
 __all__ = ["LINES", "matcher", "run", "short_dtype", "show_table", "show_tree"]
 

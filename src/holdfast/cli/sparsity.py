@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.api.open import open as open_checkpoint
-from holdfast.api.sparsity import TensorSparsity, sparsity
 from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.progress import bar
 from holdfast.cli.show import LINES, matcher
 from holdfast.cli.text import clip, escape, plural, width
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.sparsity import TensorSparsity, sparsity
 
 __all__ = ["run"]
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from holdfast.cli import places
 
 if TYPE_CHECKING:
-    from holdfast.api.stats import TensorStats
     from holdfast.cli.lines import Line
+    from holdfast.inspect.stats import TensorStats
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "draw", "run"]
 
@@ -57,11 +57,11 @@ def _bins(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.api.open import open as open_checkpoint
-    from holdfast.api.stats import measure
     from holdfast.cli.lines import print_lines
     from holdfast.cli.progress import bar
     from holdfast.cli.show import matcher
+    from holdfast.inspect.open import open as open_checkpoint
+    from holdfast.inspect.stats import measure
 
     wanted = matcher("*" if options.filter is None else options.filter)
     with open_checkpoint(options.path, threads=1) as checkpoint:

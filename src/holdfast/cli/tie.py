@@ -11,7 +11,7 @@ from holdfast.cli import places
 from holdfast.cli.planned import SCHEMA, add_writing, carry_out, say, writing
 
 if TYPE_CHECKING:
-    from holdfast.api.tie import Tied
+    from holdfast.rewrite.tie import Tied
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -38,10 +38,10 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.api.tie import planned_tie
     from holdfast.cli.document import print_json
     from holdfast.cli.progress import bar
     from holdfast.errors import Unsupported
+    from holdfast.rewrite.tie import planned_tie
 
     if options.in_place and options.output:
         raise Unsupported("--in-place and -o exclude each other")

@@ -127,7 +127,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def describe(self) -> Metadata:
         """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
-        from holdfast.api.inventory import metadata_of
+        from holdfast.inspect.describe import metadata_of
 
         description = self._description
         return metadata_of(self, stored_nbytes=self.stored_nbytes, flat=description.tree is description.tensors)

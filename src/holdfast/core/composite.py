@@ -38,7 +38,7 @@ class Composite:
 
     def torch(self) -> torch.Tensor:
         """The whole as a torch tensor of its kind, its indices checked; imports torch."""
-        from holdfast.torch.tensors import tensor_from_composite
+        from holdfast.torch.tensors.from_lazy import tensor_from_composite
 
         return tensor_from_composite(self)
 

@@ -213,7 +213,7 @@ class LazyTensor:
 
     def torch(self) -> torch.Tensor:
         """The elements as a torch tensor; imports torch, which is the one thing here that needs it."""
-        from holdfast.torch.tensors import tensor_from_lazy
+        from holdfast.torch.tensors.from_lazy import tensor_from_lazy
 
         return tensor_from_lazy(self)
 

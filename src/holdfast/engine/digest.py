@@ -16,9 +16,9 @@ from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.crc import combine, crc32, of_runs
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
+from holdfast.engine.checksums import Progress, Span, Sweep
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.slabs import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
-from holdfast.engine.sweep import Progress, Span, Sweep
 from holdfast.errors import HoldfastError, located
 
 __all__ = ["recorded_crc", "tensor_crcs"]

@@ -9,9 +9,9 @@ import numpy as np
 
 from holdfast.core.digest import canonical
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.checksums import Progress
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.slabs import contiguous_bytes
-from holdfast.engine.sweep import Progress
 from holdfast.errors import located
 
 __all__ = ["same_bytes"]

@@ -18,7 +18,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.memory import memory_at
 from holdfast.core.protocols import Gathering, Store
 from holdfast.engine.checks import Checks
-from holdfast.engine.place import place
+from holdfast.engine.scatter import place
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError
 from holdfast.plan.reads import Batch, Fetch, FileReads, Ints, ReadPlan, Strip, tooth_chunk, tooth_index

@@ -21,8 +21,8 @@ from holdfast.core.sparse.elements import Elements, element_type
 from holdfast.core.sparse.encoding import Encoding, spread, where_total
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.blocks import contiguous_bytes, mapped_bytes
 from holdfast.engine.computed import read_flat
-from holdfast.engine.slabs import contiguous_bytes, mapped_bytes
 from holdfast.engine.source import OpenSource
 from holdfast.errors import StoreError, Unsupported
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from holdfast.core.crc import combine, crc32
+from holdfast.engine.blocks import slab_block, slab_bytes, slabs
 from holdfast.engine.execute import default_threads
-from holdfast.engine.slabs import slab_block, slab_bytes, slabs
 from holdfast.engine.threads import Beside, run_all
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 

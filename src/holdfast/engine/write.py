@@ -18,8 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from holdfast.core.crc import combine, crc32
+from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.execute import cached_nbytes, default_threads, run_all
-from holdfast.engine.slabs import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
 from holdfast.errors import located
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
 

@@ -25,16 +25,16 @@ def formats() -> Iterator[Format]:
     yield TorchLegacy()
     yield TorchTar()
 
-    from holdfast.formats.safetensors.file import SafetensorsFile
+    from holdfast.formats.safetensors.read import SafetensorsFile
 
     yield SafetensorsFile()
 
     # A native directory holds safetensors files and an index of them as well, so it is looked for first.
-    from holdfast.formats.native.directory import NativeDirectory
+    from holdfast.formats.native.read import NativeDirectory
 
     yield NativeDirectory()
 
-    from holdfast.formats.dcp.directory import DcpDirectory
+    from holdfast.formats.dcp.read import DcpDirectory
     from holdfast.formats.safetensors.directory import SafetensorsDirectory
 
     yield DcpDirectory()

@@ -2,7 +2,7 @@
 
 A save is proved by putting something else in its place: a model that builds every state a crash may leave, a saboteur that fails
 the Nth call (`tests/crash`). So each method here is one system call, or as near to it as can be, and decides nothing: an `OSError`
-passes with its code as it is. What to do about it is `engine/commit.py`'s business.
+passes with its code as it is. What to do about it is `engine/commit/transactions.py`'s business.
 
 Names are relative to an open directory (`at`), so a parent that is moved during a save cannot lead it elsewhere. Nothing here
 follows a link but `resolve`, which is asked once, before anything is written.
@@ -342,7 +342,7 @@ def copy_all(files: Files, source: int, target: int, nbytes: int, *, source_offs
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of those that saves use for what is not, or no longer, a checkpoint (`engine/temporaries.py`).
+    """Whether a name is one of those that saves use for what is not, or no longer, a checkpoint (`engine/commit/temporaries.py`).
 
     >>> is_temporary(".model.pt.0123456789abcdef.tmp"), is_temporary(".metadata")
     (True, False)

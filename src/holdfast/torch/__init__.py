@@ -15,27 +15,26 @@ from __future__ import annotations
 
 import importlib
 
-from holdfast.torch.allowed import (
+from holdfast.torch.cuda.stage import free_host_memory
+from holdfast.torch.modules.load_into import Loaded, load_into
+from holdfast.torch.serialization.allowed import (
     add_safe_globals,
     clear_safe_globals,
     get_safe_globals,
     get_unsafe_globals_in_checkpoint,
     safe_globals,
 )
-from holdfast.torch.cuda.stage import free_host_memory
-from holdfast.torch.into import Loaded, load_into
-from holdfast.torch.load import load
-from holdfast.torch.locations import (
+from holdfast.torch.serialization.load import load
+from holdfast.torch.serialization.locations import (
     default_restore_location,
     location_tag,
     register_package,
     validate_cuda_device,
     validate_hpu_device,
 )
-from holdfast.torch.open import TorchCheckpoint, open
-from holdfast.torch.patching import install, uninstall
-from holdfast.torch.save import save
-from holdfast.torch.settings import (
+from holdfast.torch.serialization.patching import install, uninstall
+from holdfast.torch.serialization.save import save
+from holdfast.torch.serialization.settings import (
     DEFAULT_PROTOCOL,
     MAGIC_NUMBER,
     PROTOCOL_VERSION,
@@ -55,7 +54,8 @@ from holdfast.torch.settings import (
     skip_data,
     storage_to_tensor_type,
 )
-from holdfast.torch.tensors import tensor_from_composite, tensor_from_lazy, torch_dtype
+from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
+from holdfast.torch.tensors.open import TorchCheckpoint, open
 
 __all__ = [
     "DEFAULT_PROTOCOL",
@@ -107,12 +107,12 @@ __all__ = [
 ]
 
 _WHERE = {
-    "LocalShardsWrapper": "local_shards",
-    "SaveHandle": "background",
-    "load_full": "sharded_load",
-    "load_sharded": "sharded_load",
-    "package_program": "packaging",
-    "save_sharded": "sharded",
+    "LocalShardsWrapper": "ranks.local_shards",
+    "SaveHandle": "ranks.background",
+    "load_full": "ranks.load_sharded",
+    "load_sharded": "ranks.load_sharded",
+    "package_program": "export.packaging",
+    "save_sharded": "ranks.save_sharded",
 }
 """Names whose modules import `torch.distributed` or `torch.export`, which take as long as all the rest."""
 

@@ -19,9 +19,9 @@ from holdfast import errors
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.formats.dcp import values as values_module
-from holdfast.formats.dcp.directory import DcpDirectory
 from holdfast.formats.dcp.item import ItemReader, Window
 from holdfast.formats.dcp.lazy import Unread
+from holdfast.formats.dcp.read import DcpDirectory
 from holdfast.stores.memory import MemoryStore
 
 SQUARE = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}

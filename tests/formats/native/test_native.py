@@ -33,9 +33,9 @@ from holdfast.errors import (
     UnsafePath,
     Unsupported,
 )
-from holdfast.formats.native.directory import check_files
-from holdfast.formats.native.layout import lay_out_native
-from holdfast.formats.native.manifest import parse_exact, parse_fast, parse_manifest
+from holdfast.formats.native.read import check_files
+from holdfast.formats.native.schema import parse_exact, parse_fast, parse_manifest
+from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.seal import seal
 from holdfast.formats.tree_json import json_limits
 

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from tests.formats.slow_save import Memory, execute, raw_bytes, reopen, state_of
 
 import holdfast
-from holdfast.api.reshard import reshard
-from holdfast.api.state import describe_state
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -29,8 +27,10 @@ from holdfast.engine.sparse_choice import choose, count_blocks, parse_wanted
 from holdfast.errors import Closed, Corrupted, HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Unsupported
 from holdfast.formats.detect import detect
 from holdfast.formats.native import unpacked
-from holdfast.formats.native.directory import check_files
-from holdfast.formats.native.layout import lay_out_native
+from holdfast.formats.native.read import check_files
+from holdfast.formats.native.write import lay_out_native
+from holdfast.rewrite.reshard import reshard
+from holdfast.rewrite.state import describe_state
 from holdfast.stores.memory import MemoryStore
 
 MANIFEST = "holdfast.json"

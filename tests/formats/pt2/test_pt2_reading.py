@@ -18,10 +18,10 @@ import holdfast
 from holdfast.cli.show import show_tree
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
-from holdfast.formats.pt2 import config as configs
+from holdfast.formats.pt2 import schema as configs
 from holdfast.formats.pt2.archive import Pt2Archive
-from holdfast.formats.pt2.config import parse_config
 from holdfast.formats.pt2.program import summarise
+from holdfast.formats.pt2.schema import parse_config
 from holdfast.formats.zip.writer import lay_out_zip
 from holdfast.plan.saves import Hole, Late
 from holdfast.stores.local import LocalStore

@@ -21,7 +21,7 @@ from holdfast.errors import (
     Unsupported,
 )
 from holdfast.formats.safetensors.directory import SafetensorsDirectory
-from holdfast.formats.safetensors.file import SafetensorsFile
+from holdfast.formats.safetensors.read import SafetensorsFile
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

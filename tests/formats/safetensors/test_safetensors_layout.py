@@ -21,7 +21,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import AliasView, Traits
 from holdfast.errors import CannotHold, HeaderError, MetadataError
 from holdfast.formats.safetensors.pieces import ORDER
-from holdfast.formats.safetensors.save import is_flat, lay_out_safetensors
+from holdfast.formats.safetensors.write import is_flat, lay_out_safetensors
 from holdfast.formats.seal import seal
 from holdfast.formats.sharing import find_sharing
 

@@ -27,8 +27,8 @@ from holdfast.core.tree import name_tensors
 from holdfast.core.values import Device, Size
 from holdfast.engine.source import OpenSource
 from holdfast.errors import CannotHold
-from holdfast.formats.torch.layout import archive_name, lay_out_torch_zip
 from holdfast.formats.torch.serialization_id import mistaken_crc, serialization_id
+from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
 from holdfast.plan.saves import Data, Literal, SavePlan
 from holdfast.stores.memory import MemoryStore
 

@@ -21,7 +21,7 @@ from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, sp
 from holdfast.core.sparse.storage import SparseParts, SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError
-from holdfast.formats.native.manifest import StoredChunk, StoredPart, StoredSparse
+from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
 
 __all__ = [
     "Place",

@@ -15,8 +15,7 @@ import msgspec
 from holdfast.core.box import Box
 from holdfast.core.protocols import State
 from holdfast.formats.native.chunks import stored_chunk
-from holdfast.formats.native.layout import OWN, carried, what_is_kept
-from holdfast.formats.native.manifest import (
+from holdfast.formats.native.schema import (
     FORMAT,
     MANIFEST,
     VERSION,
@@ -26,6 +25,7 @@ from holdfast.formats.native.manifest import (
     StoredTensor,
     encode_manifest,
 )
+from holdfast.formats.native.write import OWN, carried, what_is_kept
 from holdfast.formats.safetensors.pieces import FileLayout, plan_file
 from holdfast.plan.saves import FilePlan, Late, SavePlan
 

@@ -50,7 +50,7 @@ class Pt2Archive:
         return first == OLD_PROGRAM.encode() or _names_it(_directory(source, key, size))
 
     def describe(self, source: Source) -> Description:
-        from holdfast.formats.pt2.describe import describe_pt2
+        from holdfast.formats.pt2.read import describe_pt2
 
         return describe_pt2(source)
 

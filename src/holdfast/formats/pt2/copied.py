@@ -15,8 +15,7 @@ from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Unsupported
 from holdfast.formats.pt2.archive import OLD_PROGRAM
-from holdfast.formats.pt2.config import TENSOR, WEIGHT, parse_config
-from holdfast.formats.pt2.describe import (
+from holdfast.formats.pt2.read import (
     CONSTANTS,
     CONSTANTS_CONFIG,
     EXTRAS,
@@ -28,7 +27,8 @@ from holdfast.formats.pt2.describe import (
     WEIGHTS,
     WEIGHTS_CONFIG,
 )
-from holdfast.formats.pt2.lay_out import Pickled
+from holdfast.formats.pt2.schema import TENSOR, WEIGHT, parse_config
+from holdfast.formats.pt2.write import Pickled
 from holdfast.formats.safetensors.strict_json import parse
 from holdfast.formats.torch.zip import record_bytes
 from holdfast.formats.zip.reader import Archive, Record, read_archive

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.errors import MetadataError
-from holdfast.formats.pt2.config import SCALARS
+from holdfast.formats.pt2.schema import SCALARS
 from holdfast.formats.safetensors.strict_json import quoted
 
 __all__ = ["Program", "TensorValue", "check_weights", "summarise"]

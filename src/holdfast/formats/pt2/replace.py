@@ -15,11 +15,11 @@ from dataclasses import replace
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.formats.pt2.config import WEIGHT, parse_config
 from holdfast.formats.pt2.copied import copied, pickled_weights
-from holdfast.formats.pt2.describe import VERSION_RECORD, WEIGHTS, WEIGHTS_CONFIG, Model, Pt2Reader
-from holdfast.formats.pt2.lay_out import HEADER, Pickled, lay_out_records, place_weights
-from holdfast.formats.torch.layout import SERIALIZATION_ID
+from holdfast.formats.pt2.read import VERSION_RECORD, WEIGHTS, WEIGHTS_CONFIG, Model, Pt2Reader
+from holdfast.formats.pt2.schema import WEIGHT, parse_config
+from holdfast.formats.pt2.write import HEADER, Pickled, lay_out_records, place_weights
+from holdfast.formats.torch.write import SERIALIZATION_ID
 from holdfast.formats.torch.zip import record_bytes
 from holdfast.formats.zip.reader import Archive, read_archive
 from holdfast.formats.zip.writer import Payload

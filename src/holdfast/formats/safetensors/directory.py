@@ -20,8 +20,8 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, MetadataError, UnknownFormat, located
 from holdfast.formats.recorded import Recorded, restore
-from holdfast.formats.safetensors.file import Header, read_header, refuse_orphans
 from holdfast.formats.safetensors.index_file import INDEX_SUFFIX, choose_index, read_index
+from holdfast.formats.safetensors.read import Header, read_header, refuse_orphans
 from holdfast.formats.safetensors.record import About, Record, read_record
 from holdfast.formats.safetensors.sharding import SHARDING_INFO, join, saved_offsets
 from holdfast.formats.safetensors.strict_json import pointer, quoted

@@ -29,7 +29,7 @@ from holdfast.formats.safetensors.layout import ADDRESSABLE, addressable
 from holdfast.formats.safetensors.strict_json import kind, parse, pointer, quoted
 
 if TYPE_CHECKING:
-    from holdfast.formats.safetensors.file import Header
+    from holdfast.formats.safetensors.read import Header
 
 __all__ = ["SHARDING_INFO", "join", "saved_offsets"]
 

@@ -19,15 +19,15 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
-from holdfast.engine.slabs import contiguous_bytes, slabs
+from holdfast.engine.blocks import contiguous_bytes, slabs
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark
 from holdfast.torch.cuda.streams import Lane, Side, refuse_capture
-from holdfast.torch.parts import flat
-from holdfast.torch.regions import BYTES
-from holdfast.torch.tensors import carrier_dtype, torch_dtype
+from holdfast.torch.tensors.from_lazy import carrier_dtype, torch_dtype
+from holdfast.torch.tensors.scratch import flat
+from holdfast.torch.tensors.shared_regions import BYTES
 
 __all__ = ["GpuSource"]
 

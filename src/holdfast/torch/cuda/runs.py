@@ -22,9 +22,9 @@ import torch
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.slabs import contiguous_bytes
-from holdfast.torch.parts import Fill, Part, flat, in_file_order, parts_of
-from holdfast.torch.tensors import torch_dtype
+from holdfast.engine.blocks import contiguous_bytes
+from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.scratch import Fill, Part, flat, in_file_order, parts_of
 
 __all__ = ["Gathered", "Piece", "Read", "Taken", "Task", "pieces_of", "tasks_of"]
 

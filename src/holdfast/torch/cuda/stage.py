@@ -19,8 +19,8 @@ import torch
 
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.blocks import Slab, slabs
 from holdfast.engine.execute import default_threads, run_all
-from holdfast.engine.slabs import Slab, slabs
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.pipeline import Mark

@@ -13,7 +13,7 @@ from torch.sparse import SparseSemiStructuredTensor, to_sparse_semi_structured
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Unsupported
-from holdfast.torch.tensors import carrier_dtype
+from holdfast.torch.tensors.from_lazy import carrier_dtype
 
 __all__ = ["from_semi_structured", "is_two_of_four", "to_semi_structured"]
 

@@ -1,0 +1,164 @@
+"""`Target`: the name that a save is for, and the words for why a save could not have it.
+
+A path is followed through every link to the real place, once; its parent is opened, and from then on every name is relative to that
+descriptor. What no save could ever end at (a missing folder, a name that is too long, links in a circle, a name that looks like one
+of our temporaries) is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from holdfast.engine.commit.temporaries import Kept, repair
+from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
+from holdfast.stores.files import Files, Found, is_temporary, split_path
+
+__all__ = ["Target", "not_committed", "open_target", "refusal", "refusing", "uncertain"]
+
+ADVICE = {
+    errno.ENOSPC: "the disk is full; make room or save elsewhere",
+    errno.EDQUOT: "the disk quota is used up; make room or save elsewhere",
+    errno.EROFS: "the file system is read-only; save elsewhere",
+    errno.EIO: "the disk reports an input/output error; do not trust it, save elsewhere",
+    errno.EACCES: "permission denied; check who may write into the folder",
+    errno.EPERM: "the operation is not permitted; check who may write into the folder",
+    errno.ENOENT: "the folder, or something in it, is not there; create it, or see who removes files there",
+    errno.ENOTDIR: "a part of the path is no folder",
+    errno.EISDIR: "there is a folder with this name",
+    errno.EEXIST: "something with this name exists; pass overwrite=True to replace it",
+    errno.ENAMETOOLONG: "the name is too long for this file system",
+    errno.ELOOP: "links that go round in circles",
+    errno.EFBIG: "the file is larger than the file system or the user's limit allows",
+    errno.EMFILE: "too many open files; raise `ulimit -n`",
+    errno.EINTR: "a signal interrupted it; save again",
+    errno.EBUSY: "it is in use (a mount point?)",
+}
+"""What was found and what to do about it, by error code."""
+
+
+def refusal(message: str, path: str, code: int | None = None) -> NotCommitted:
+    """A save that changed nothing, with the code that the file system gave or would have given."""
+    refused = NotCommitted(message, file=path)
+    refused.errno = code
+    return refused
+
+
+def not_committed(error: OSError, doing: str, path: str) -> NotCommitted:
+    """A save that changed nothing, from what the file system said."""
+    reason = ADVICE.get(error.errno or 0, error.strerror or str(error))
+    return refusal(f"{doing}: {reason}; nothing changed at the target", path, error.errno)
+
+
+def uncertain(message: str, path: str, error: OSError) -> DurabilityUncertain:
+    """A save that is in place and may not be on disk."""
+    raised = DurabilityUncertain(f"{message}: {error.strerror or error}; save again before you rely on it", file=path)
+    raised.errno = error.errno
+    return raised
+
+
+@contextmanager
+def refusing(doing: str, path: str) -> Iterator[None]:
+    """Turn what the file system says into `NotCommitted`; errors that are ours already pass."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, HoldfastError):
+            raise
+        raise not_committed(error, doing, path) from error
+    except UnicodeError as error:
+        raise refusal("the path has a character that the file system cannot hold", path, errno.EINVAL) from error
+
+
+NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What chown(2) answers to those who may not, for a user that this namespace does not have, and without owners at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The name that a save is for."""
+
+    files: Files
+    path: str
+    """What the caller said."""
+    name: str
+    at: int
+    """The parent directory, open."""
+    longest: int
+    """How many bytes a name may have there."""
+    existing: Found | None
+    """What there was when the save began."""
+
+    def holds(self, temporary: Kept) -> bool:
+        """Whether the name stands for what was to be published now, or cannot be looked at."""
+        try:
+            found = self.files.stat(self.name, at=self.at)
+        except OSError:
+            return True
+        return found is not None and found.identity == temporary.identity
+
+    def keep_access(self, descriptor: int, like: Found | None) -> None:
+        """Give what is to replace something its user, its group and its permission bits, as far as we may.
+
+        Nobody may do more with it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the
+        setgid and the sticky bit, too.
+        """
+        if like is None:
+            return
+        bits = 0o3777 if like.kind == "directory" else 0o777
+        wanted = like.mode & bits
+        with refusing("giving it the permissions of what it replaces", self.path):
+            found = self.files.inspect(descriptor)
+            # Before the bits: what it is opened for is then opened for the right group.
+            if found.owner != like.owner and not self._give(descriptor, found, like):
+                wanted &= 0o1707 | (wanted & 0o007) << 3
+            # A file system without permissions (vfat) refuses to change them, and shows the same for everything.
+            if found.mode & bits != wanted:
+                self.files.chmod(descriptor, wanted)
+
+    def _give(self, descriptor: int, found: Found, like: Found) -> bool:
+        """Whether it has the group of what it replaces, after trying to give it that and the user."""
+        user, group = like.owner
+        for one in (user, -1):  # a user is given by root alone, a group by each of its members
+            try:
+                self.files.chown(descriptor, one, group)
+            except OSError as error:
+                if error.errno not in NOT_GIVEN:
+                    raise
+            else:
+                return True
+        return found.owner[1] == group
+
+    def close(self) -> None:
+        """Let go of the parent."""
+        with suppress(OSError):
+            self.files.close(self.at)
+
+
+def open_target(files: Files, path: str) -> Target:
+    """Find the real target, undo what a crash left half-done there, and refuse what no save could end at."""
+    if not path or "\0" in path:
+        raise refusal("a path is needed, without NUL characters", path, errno.EINVAL)
+    with refusing(f"opening the folder to save into ({split_path(path)[0] or '.'})", path):
+        parent, name = split_path(files.resolve(path))
+        if not name:
+            raise refusal("the root of the file system is no place for a checkpoint", path, errno.EINVAL)
+        at = files.open_directory(parent)
+    try:
+        with refusing("looking at the target", path):
+            longest = files.longest_name(at)
+            if len(name.encode("utf-8", "surrogateescape")) > longest:
+                raise OSError(errno.ENAMETOOLONG, "File name too long")
+            if is_temporary(name):
+                raise refusal("names of this form are temporaries, which saves remove; choose another", path, errno.EINVAL)
+            repair(files, name, at=at, longest=longest)
+            existing = files.stat(name, at=at)
+            if existing is not None and existing.kind == "link":
+                raise OSError(errno.ELOOP, "Too many levels of symbolic links")
+            return Target(files, path, name, at, longest, existing)
+    except BaseException:
+        with suppress(OSError):
+            files.close(at)
+        raise

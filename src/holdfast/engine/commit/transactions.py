@@ -1,0 +1,487 @@
+"""The commit: before it nothing at the target has changed, after it everything is there.
+
+One file, `FileTransaction`:
+
+    1  open the parent directory                        4  write
+    2  repair and clean what dead processes left        5  fsync the file
+    3  create and lock `.name.<random>.tmp`             6  rename: the one visible step
+                                                        7  fsync the parent directory
+
+A directory, `DirectoryTransaction`, does the same with a hidden sibling directory:
+
+    4a  write the data files, fsync each, fsync the directory (`seal_data`)
+    4b  write the index files, which therefore never name data that is not on disk
+    5   fsync each, fsync the directory
+    6   rename to a name that does not exist, or exchange with the directory that is to be replaced
+    7   fsync the parent directory
+    8   only now remove what was replaced
+
+What goes wrong before step 6 raises `NotCommitted`: the temporary is gone, the target as it was. What goes wrong after it raises
+`DurabilityUncertain`. A failed fsync is never tried again, because the kernel may have dropped the pages and would then report
+success. Leaving the `with` block without `commit()`, or with any exception, gives everything up. `docs/design/004` has the reasons.
+
+With `durable=False` the fsyncs of steps 4, 5 and 7 are left out: what a killed process leaves is still the old or the new, what a
+power cut leaves is not promised.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import reduce
+from operator import and_
+from types import TracebackType
+from typing import Self
+
+from holdfast.engine.commit.new_file import NewFile
+from holdfast.engine.commit.target import Target, not_committed, open_target, refusal, refusing, uncertain
+from holdfast.engine.commit.temporaries import (
+    Kept,
+    claim,
+    clean,
+    empty,
+    locked,
+    plain_names,
+    recover,
+    set_aside,
+    temporary_name,
+)
+from holdfast.errors import HoldfastError, SaveError
+from holdfast.stores.files import Buffer, Files, Found, OsFiles, is_temporary
+from holdfast.stores.paths import AnyPath, local_path
+
+__all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
+
+NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+"""What link(2) answers on a file system without hard links."""
+
+OPEN = 16
+"""Files of a directory that stay open although they are complete: the kernel writes them out while the next ones are made."""
+
+
+class FileTransaction:
+    """One file, written beside its target and moved there by `commit`.
+
+    A path that is a link means the file behind it, as it does for `torch.save`; that file is replaced and the link stays. The new
+    file has the permission bits of the one that it replaces. Further hard links to the old file keep the old content.
+    """
+
+    def __init__(self, path: AnyPath, *, durable: bool = True, overwrite: bool = True, files: Files | None = None) -> None:
+        self.path = local_path(path)
+        self.durable = durable
+        self.overwrite = overwrite
+        self._files: Files = files or OsFiles()
+        self._target: Target | None = None
+        self._temporary: Kept | None = None
+        self._file: NewFile | None = None
+        self._published = False
+
+    def __enter__(self) -> Self:
+        if self.path.endswith("/"):
+            raise refusal("a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR)
+        target = self._target = open_target(self._files, self.path)
+        try:
+            with refusing("creating a temporary file beside the target", self.path):
+                self._check_target(target)
+                clean(target.files, target.name, at=target.at, directories=False, longest=target.longest)
+                private = target.existing is not None
+                temporary = claim(target.files, target.name, at=target.at, directory=False, private=private, longest=target.longest)
+                self._temporary = temporary
+                self._file = NewFile(target.files, temporary.descriptor, path=self.path)
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leave()
+        if isinstance(error, OSError) and not isinstance(error, HoldfastError) and not self._published:
+            raise not_committed(error, "saving", self.path) from error
+
+    @property
+    def file(self) -> NewFile:
+        """What is being written."""
+        return self._working()[2]
+
+    @property
+    def descriptor(self) -> int:
+        """The open file, for reading back and for calls that need a number."""
+        return self.file.descriptor
+
+    def allocate(self, nbytes: int) -> None:
+        """As `NewFile.allocate`."""
+        self.file.allocate(nbytes)
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """As `NewFile.write`."""
+        self.file.write(offset, data)
+
+    def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
+        """As `NewFile.copy`."""
+        self.file.copy(source, nbytes, source_offset=source_offset, offset=offset)
+
+    def commit(self) -> None:
+        """Make what was written the content of the target; the module's docstring says what a failure means."""
+        target, temporary, file = self._working()
+        if file.failed:
+            raise refusal("a write to this file failed before; nothing changed at the target", self.path, errno.EIO)
+        target.keep_access(file.descriptor, target.existing)
+        if self.durable:
+            file.sync()
+        try:
+            self._publish(target, temporary)
+        except OSError as error:
+            # NFS may lose the answer to a rename that it has done: look, before saying that nothing changed.
+            if isinstance(error, HoldfastError):
+                raise
+            if not target.holds(temporary):
+                raise not_committed(error, "giving the finished file its name", self.path) from error
+            self._published = True
+            raise uncertain("the new file is in place, but the rename reported a failure", self.path, error) from error
+        self._published = True
+        try:
+            if self.durable:
+                target.files.sync(target.at)
+            else:
+                # NFS reports late failures of writing when a file is closed; after a successful fsync there are none.
+                file.finish(durable=False)
+        except OSError as error:
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            raise uncertain("the new file is in place, but may not survive a power cut", self.path, cause) from cause
+
+    def _working(self) -> tuple[Target, Kept, NewFile]:
+        if self._target is None or self._temporary is None or self._file is None:
+            raise SaveError("a transaction is used inside its `with` block", file=self.path)
+        if self._published:
+            raise SaveError("this save is committed already", file=self.path)
+        return self._target, self._temporary, self._file
+
+    def _check_target(self, target: Target) -> None:
+        found = target.existing
+        if found is None:
+            return
+        if found.kind == "directory":
+            raise refusal("a file was to be saved and there is a folder with this name", self.path, errno.EISDIR)
+        if found.kind != "file":
+            raise refusal("the target is no plain file (a device, a pipe or a socket)", self.path, errno.EINVAL)
+        if not self.overwrite:
+            raise refusal("the file exists; pass overwrite=True to replace it", self.path, errno.EEXIST)
+        if not found.mode & 0o222:
+            raise refusal("the file is marked read-only; allow writing to it or save elsewhere", self.path, errno.EACCES)
+
+    def _publish(self, target: Target, temporary: Kept) -> None:
+        files = target.files
+        if self.overwrite:
+            files.rename(temporary.name, target.name, at=target.at)
+        elif not files.rename_new(temporary.name, target.name, at=target.at):
+            try:
+                # A second name, which is refused where there is one already. The first goes when the transaction ends.
+                files.link(temporary.name, target.name, at=target.at)
+            except OSError as error:
+                if error.errno not in NO_LINKS:
+                    raise
+                message = "this file system cannot promise to replace nothing; pass overwrite=True if that is meant"
+                raise refusal(message, self.path, error.errno) from error
+
+    def _leave(self) -> None:
+        """Close everything, and remove the temporary name where there still is one."""
+        target, temporary, file = self._target, self._temporary, self._file
+        self._target = self._temporary = self._file = None
+        if target is not None and temporary is not None:
+            with suppress(OSError):
+                target.files.unlink(temporary.name, at=target.at)
+        if file is not None:
+            file.give_up()
+        if target is not None:
+            target.close()
+
+
+class DirectoryTransaction:
+    """A directory of plain files, written beside its target and moved there by `commit`.
+
+    With `overwrite=True` an existing directory is replaced as a whole, if all that is in it are plain files whose names pass
+    `replaceable`: the caller's word that a name belongs to a checkpoint. If one does not pass, nothing is written. Without
+    `replaceable` only an empty directory is replaced.
+    """
+
+    def __init__(
+        self,
+        path: AnyPath,
+        *,
+        durable: bool = True,
+        overwrite: bool = False,
+        replaceable: Callable[[str], bool] | None = None,
+        files: Files | None = None,
+    ) -> None:
+        self.path = local_path(path)
+        self.durable = durable
+        self.overwrite = overwrite
+        self._replaceable = replaceable or (lambda name: False)
+        self._files: Files = files or OsFiles()
+        self._target: Target | None = None
+        self._temporary: Kept | None = None
+        self._created: dict[str, NewFile | None] = {}
+        self._open: deque[NewFile] = deque()
+        self._failed = False
+        self._synced = False
+        self._published = False
+        self._old: Kept | None = None
+        self._old_names: list[str] = []
+        self._replaced: dict[str, Found] = {}
+        self._common: Found | None = None
+
+    def __enter__(self) -> Self:
+        target = self._target = open_target(self._files, self.path)
+        try:
+            with refusing("creating a temporary folder beside the target", self.path):
+                self._check_target(target)
+                clean(target.files, target.name, at=target.at, directories=True, longest=target.longest)
+                private = target.existing is not None
+                self._temporary = claim(
+                    target.files, target.name, at=target.at, directory=True, private=private, longest=target.longest
+                )
+        except BaseException:
+            self._leave()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._leave()
+        if isinstance(error, OSError) and not isinstance(error, HoldfastError) and not self._published:
+            raise not_committed(error, "saving", self.path) from error
+
+    def create(self, key: str) -> NewFile:
+        """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
+        target, temporary = self._working()
+        label = f"{self.path.rstrip('/')}/{key}"
+        self._check_key(key, label)
+        with refusing("creating a file", label):
+            made = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label)
+        return self._keep(key, made)
+
+    def adopt(self, key: str, source: str) -> None:
+        """Give a finished file, at a path relative to the new folder, a second name in it: `key`."""
+        target, temporary = self._working()
+        label = f"{self.path.rstrip('/')}/{key}"
+        self._check_key(key, label)
+        with refusing("taking over a finished file", label):
+            target.files.link(source, key, at=temporary.descriptor)
+            taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+        self._keep(key, taken).complete = True
+
+    def join(self, key: str, nbytes: int) -> None:
+        """Take in a file that another process wrote into the new folder and has synced; it must have this length."""
+        target, temporary = self._working()
+        label = f"{self.path.rstrip('/')}/{key}"
+        self._check_key(key, label)
+        with refusing("taking in a file of another process", label):
+            found = target.files.stat(key, at=temporary.descriptor)
+            if found is None or found.kind != "file" or found.nbytes != nbytes:
+                what = "is not there" if found is None else f"is a {found.kind} of {found.nbytes:,} bytes"
+                raise refusal(f"a file of another rank should have {nbytes:,} bytes and {what}", label, errno.EIO)
+            taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
+        self._keep(key, taken).complete = True
+
+    def _keep(self, key: str, file: NewFile) -> NewFile:
+        """Note a file that was made, and finish the oldest where more than `OPEN` are open that nobody writes to any more."""
+        target, _ = self._working()
+        self._created[key] = file
+        target.keep_access(file.descriptor, self._like(key))
+        self._open.append(file)
+        while len(self._open) > OPEN and self._open[0].complete:
+            self._open.popleft().finish(durable=self.durable)
+        return file
+
+    @property
+    def folder(self) -> str:
+        """Where the new folder is until the commit, for other processes that write into it."""
+        target, temporary = self._working()
+        parent = target.files.resolve(self.path.rstrip("/") or "/").rpartition("/")[0]
+        return f"{parent}/{temporary.name}"
+
+    def _check_key(self, key: str, label: str) -> None:
+        if not key or "/" in key or "\\" in key or "\0" in key or key in (".", "..") or is_temporary(key):
+            raise refusal(f"{key!r} is no plain name for a file of a checkpoint", label, errno.EINVAL)
+        if key in self._created:
+            raise refusal(f"{key!r} is written twice", label, errno.EEXIST)
+        self._created[key] = None
+        self._synced = False
+
+    def seal_data(self) -> None:
+        """Come back when all files so far, and their names, are on disk; with `durable=False`, when they are closed."""
+        target, temporary = self._working()
+        for key, file in self._created.items():
+            if file is None or file.failed or self._failed:
+                raise refusal(f"writing {key!r} failed before; nothing changed at the target", self.path, errno.EIO)
+            file.finish(durable=self.durable)
+        if self.durable and not self._synced:
+            self._failed = True  # unless the next line is passed; what failed once is not tried again
+            with refusing("writing the folder to the disk (fsync)", self.path):
+                target.files.sync(temporary.descriptor)
+            self._failed = False
+        self._synced = True
+
+    def commit(self) -> None:
+        """Make the directory the target; the module's docstring says what a failure means."""
+        target, temporary = self._working()
+        target.keep_access(temporary.descriptor, target.existing)
+        self._synced = self._synced and target.existing is None
+        self.seal_data()
+        try:
+            with refusing("giving the finished folder its name", self.path):
+                self._publish(target, temporary)
+        except OSError as error:
+            if not target.holds(temporary):
+                raise
+            self._published = True
+            cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
+            raise uncertain("the new folder is in place, but the rename reported a failure", self.path, cause) from cause
+        self._published = True
+        try:
+            if self.durable:
+                target.files.sync(target.at)
+        except OSError as error:
+            kept = self._set_old_aside(target)
+            self._let_go()
+            raise uncertain(f"the new folder is in place, but may not survive a power cut{kept}", self.path, error) from error
+        self._remove_old(target)
+
+    def _working(self) -> tuple[Target, Kept]:
+        if self._target is None or self._temporary is None:
+            raise SaveError("a transaction is used inside its `with` block", file=self.path)
+        if self._published:
+            raise SaveError("this save is committed already", file=self.path)
+        return self._target, self._temporary
+
+    def _check_target(self, target: Target) -> None:
+        found = target.existing
+        if found is None:
+            return
+        if found.kind != "directory":
+            raise refusal("a folder was to be saved and something else has this name; remove it", self.path, errno.ENOTDIR)
+        if not self.overwrite:
+            raise refusal("the folder exists; pass overwrite=True to replace it", self.path, errno.EEXIST)
+        if not found.mode & 0o222:
+            raise refusal("the folder is marked read-only; allow writing to it or save elsewhere", self.path, errno.EACCES)
+        descriptor = target.files.open_directory(target.name, at=target.at)
+        try:
+            names = self._names_to_replace(target.files, descriptor)
+            there = ((name, target.files.stat(name, at=descriptor)) for name in names)
+            self._replaced = {name: inner for name, inner in there if inner is not None}
+            self._common = _in_common(list(self._replaced.values()), found.owner)
+        finally:
+            target.files.close(descriptor)
+
+    def _like(self, key: str) -> Found | None:
+        """What says who may read a file: the one of this name in the old directory; where there is none, all that are there.
+
+        A file under a new name may be read by those alone who may read all of the old ones.
+        """
+        return self._replaced.get(key, self._common)
+
+    def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
+        names = plain_names(files, descriptor)
+        foreign = [name for name in names or () if not self._replaceable(name)]
+        if names is None or foreign:
+            what = ", ".join(repr(name) for name in foreign[:5]) or "links or folders"
+            message = f"the folder to be replaced holds what is no part of a checkpoint ({what}); move it away or save elsewhere"
+            raise refusal(message, self.path, errno.ENOTEMPTY)
+        return names
+
+    def _publish(self, target: Target, temporary: Kept) -> None:
+        files, at = target.files, target.at
+        if files.stat(target.name, at=at) is None:
+            # Where the first is not supported: plain rename(2) replaces nothing but an empty directory.
+            if not files.rename_new(temporary.name, target.name, at=at):
+                files.rename(temporary.name, target.name, at=at)
+            return
+        if not self.overwrite:
+            raise FileExistsError(errno.EEXIST, "File exists")
+        old = self._old = Kept.open(files, target.name, at=at)
+        # Held to the end: no cleaner takes the old directory for a dead process's, no other save replaces it meanwhile.
+        if not locked(files, old.descriptor) or not old.in_place():
+            raise refusal("another save is replacing this folder; save again", self.path, errno.EBUSY)
+        self._old_names = self._names_to_replace(files, old.descriptor)
+        # Where the old one will be is noted before each step, so that an interrupt right after it finds everything.
+        old.name = temporary.name
+        if files.exchange(temporary.name, target.name, at=at):
+            return
+        if set_aside(files, target.name, at=at, longest=target.longest):
+            raise refusal("an older copy of this folder is set aside and cannot be removed; remove it", self.path, errno.EEXIST)
+        if self.durable:
+            # Else a power cut might bring back an `.old` that was removed before, and two of them tell nobody which one it is.
+            files.sync(at)
+        old.name = temporary_name(target.name, suffix="old", longest=target.longest)
+        files.rename(target.name, old.name, at=at)
+        files.rename(temporary.name, target.name, at=at)
+
+    def _remove_old(self, target: Target) -> None:
+        """Remove what was replaced, if it is where the commit put it. What cannot be removed waits for the next save's cleaning."""
+        if self._old is not None:
+            with suppress(OSError):
+                if self._old.in_place():
+                    empty(target.files, self._old, self._old_names)
+        self._let_go()
+
+    def _set_old_aside(self, target: Target) -> str:
+        """Keep what was replaced where no save but the next one to this name removes it, and say where that is.
+
+        A later fsync may report a success that this one did not have, so a save to another name must not trust its own.
+        """
+        old = self._old
+        if old is None:
+            return ""
+        with suppress(OSError):
+            if old.name.endswith(".tmp") and old.in_place():
+                aside = temporary_name(target.name, suffix="old", longest=target.longest)
+                target.files.rename(old.name, aside, at=target.at)
+                old.name = aside
+        return f" (what it replaced is kept as {old.name})"
+
+    def _let_go(self) -> None:
+        if self._old is not None:
+            with suppress(OSError):
+                self._old.close()
+        self._old = None
+
+    def _leave(self) -> None:
+        """Close everything and give up what was not committed; what is on disk decides, not how far the code believes to be."""
+        target, temporary = self._target, self._temporary
+        self._target = self._temporary = None
+        for file in self._created.values():
+            if file is not None:
+                file.give_up()
+        if target is not None and temporary is not None:
+            with suppress(OSError):
+                self._settle(target, temporary)
+            with suppress(OSError):
+                temporary.close()
+        self._let_go()
+        if target is not None:
+            target.close()
+
+    def _settle(self, target: Target, temporary: Kept) -> None:
+        files, at, old = target.files, target.at, self._old
+        if temporary.in_place():
+            if old is not None and files.stat(target.name, at=at) is None and old.in_place():
+                files.rename(old.name, target.name, at=at)
+            names = plain_names(files, temporary.descriptor)
+            if names is not None:
+                empty(files, temporary, names)
+        elif old is not None and target.holds(temporary):
+            # Interrupted after the visible step.
+            if self.durable:
+                files.sync(at)
+            self._remove_old(target)
+
+
+def _in_common(files: list[Found], owner: tuple[int, int]) -> Found | None:
+    """What may be done with all of these files, and whose they are: the owner's that is given, if not all are one's."""
+    if not files:
+        return None
+    mode = reduce(and_, (found.mode for found in files))
+    owners = {found.owner for found in files}
+    return replace(files[0], mode=mode | 0o400, owner=owners.pop() if len(owners) == 1 else owner)

@@ -1,0 +1,393 @@
+"""Read a native directory. Opening reads the manifest and measures the files; tensors are made when they are asked for.
+
+What the manifest says is checked before anything uses it: files that are there and as long as they should be, byte ranges inside of
+them that do not overlap, boxes that tile each tensor, bytes that fit dtype and shape. That the data files' own headers agree is
+for `check_files`, which a verification runs: it costs a read of every file, and no tensor depends on it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.crc import crc32
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Description, Source
+from holdfast.core.sparse.storage import SparseStorage
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tiling import tiles
+from holdfast.errors import (
+    Corrupted,
+    HeaderError,
+    HoldfastError,
+    LimitExceeded,
+    MetadataError,
+    StoreError,
+    Truncated,
+    UnsafePath,
+    located,
+)
+from holdfast.formats.native.chunks import check_sparse, sparse_storage
+from holdfast.formats.native.schema import (
+    MANIFEST,
+    SEALED_VERSION,
+    SPARSE_VERSION,
+    DataFile,
+    OtherFile,
+    Parsed,
+    StoredChunk,
+    StoredPart,
+    StoredTensor,
+    parse_manifest,
+)
+from holdfast.formats.native.unpacked import UnpackedStore
+from holdfast.formats.native.write import carried
+from holdfast.formats.recorded import restore
+from holdfast.formats.safetensors.header import PREFIX_NBYTES
+from holdfast.formats.safetensors.layout import ADDRESSABLE, addressable
+from holdfast.formats.safetensors.read import read_header
+from holdfast.formats.safetensors.strict_json import pointer, quoted
+from holdfast.formats.seal import hexadecimal
+
+__all__ = ["ManifestTensors", "NativeDirectory", "check_files"]
+
+CRC = re.compile(r"[0-9a-f]{8}\Z")
+
+BITS = {row.name: row.bits for row in DTYPES.rows}
+
+
+NOT_NEEDED = "nothing in it is needed to open the checkpoint"
+
+
+class ManifestTensors(Mapping[str, LazyTensor]):
+    """The tensors of a manifest that was checked. Each is made when it is asked for; iterating over names makes none."""
+
+    def __init__(self, manifest: Parsed, source: Source) -> None:
+        self._tensors = manifest.tensors
+        self._files = [file.name for file in manifest.files]
+        self._source = source
+        self._wholes: dict[tuple[int, ...], Box] = {}
+        """The box of each shape: a model has thousands of tensors and a dozen shapes."""
+        self._unpacked = UnpackedStore(source.store)
+        self._unpacking = source.over(self._unpacked)
+        """What reads tensors of which a chunk is stored packed."""
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        stored = self._tensors[name]
+        dtype = dtype_named(stored.dtype)
+        chunks = tuple([self._chunk(name, dtype, stored, chunk) for chunk in stored.chunks])
+        packed = any(chunk.sparse is not None for chunk in stored.chunks)
+        return LazyTensor(name, dtype, stored.shape, chunks, self._unpacking if packed else self._source)
+
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        stored = self._tensors[name]
+        return dtype_named(stored.dtype), stored.shape
+
+    def _chunk(self, name: str, dtype: DType, stored: StoredTensor, chunk: StoredChunk) -> Chunk:
+        start, stop = chunk.bytes
+        storage = Storage(self._files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name)
+        if chunk.sparse is not None:
+            shape = box_of(stored, chunk).shape
+            storage = packed = sparse_storage(name, chunk, chunk.sparse, dtype, shape, self._files)
+            self._unpacked.add(packed)
+        if chunk.start is not None:
+            box = box_of(stored, chunk)
+            return Chunk(box, storage, 0, c_strides(box.shape, dtype.bits))
+        whole = self._wholes.get(stored.shape)
+        if whole is None:
+            whole = self._wholes[stored.shape] = Box.whole(stored.shape)
+        return Chunk(whole, storage, 0, c_strides(stored.shape, dtype.bits))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors of {self._source.store.name!r}>"
+
+
+class NativeDirectory:
+    """The format of a directory with a manifest."""
+
+    name = "native"
+
+    def matches(self, source: Source) -> bool:
+        """Whether there is a `holdfast.json` at the top, whatever is in it: a damaged one is damaged, not another format."""
+        return MANIFEST in source.store.list()
+
+    def describe(self, source: Source) -> Description:
+        """Read the manifest and check everything that it says; only lengths are asked of the files."""
+        manifest = read_manifest(source)
+        with located(file=MANIFEST):
+            tensors, tree = restore(ManifestTensors(manifest, source), manifest.recorded, source)
+        return Description(self.name, tensors, tree, metadata=manifest.metadata)
+
+
+def read_manifest(source: Source) -> Parsed:
+    """The checked manifest of a directory."""
+    size = source.store.size(MANIFEST)
+    if size > source.limits.index_nbytes:
+        raise LimitExceeded(
+            f"a manifest of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})",
+            file=MANIFEST,
+            expected=source.limits.index_nbytes,
+            found=size,
+        )
+    raw = source.bytes(MANIFEST, 0, size)
+    with located(file=MANIFEST):
+        manifest = parse_manifest(raw, source.limits)
+        check_names(manifest.files, "files")
+        check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
+        present = set(source.store.list())
+        missing = [file.name for file in manifest.files if file.name not in present]
+        if missing:
+            shown = ", ".join(map(quoted, missing[:5]))
+            raise StoreError(f"the manifest names files that are not there: {shown}", found=tuple(missing))
+        check_tensors(manifest, source.limits)
+    for file in manifest.files:
+        found = source.store.size(file.name)
+        if found != file.nbytes:
+            wrong = Truncated if found < file.nbytes else MetadataError
+            said = f"the manifest says {file.nbytes:,} bytes, the file has {found:,}"
+            raise wrong(said, file=file.name, expected=file.nbytes, found=found)
+    return manifest
+
+
+def check_names(files: Sequence[DataFile | OtherFile], field: str, *, first: int = 0) -> None:
+    """Refuse names that are not those of files in this directory, and lengths that are none; from the `first` one on."""
+    seen: set[str] = {file.name for file in files[:first]}
+    for i, file in enumerate(files[first:]):
+        name = file.name
+        if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+            at = pointer(field, i, "name")
+            raise UnsafePath(f"at {at}: {quoted(name)} is not the plain name of a file in the directory", found=name)
+        if name in seen or name == MANIFEST:
+            raise HeaderError(f"at {pointer(field, i, 'name')}: {quoted(name)} is there already")
+        if not 0 <= file.nbytes <= ADDRESSABLE:
+            raise HeaderError(f"at {pointer(field, i, 'nbytes')}: {file.nbytes} is no length")
+        seen.add(name)
+
+
+def check_tensors(manifest: Parsed, limits: Limits) -> None:
+    """Check every tensor, and that no two lie over each other. Written for the honest file; `_explain` says what is wrong."""
+    ends = [file.nbytes for file in manifest.files]
+    ranges: list[tuple[int, int, int]] = []
+    for name, stored in manifest.tensors.items():
+        shape, chunks = stored.shape, stored.chunks
+        bits = BITS.get(stored.dtype, 0)
+        if not bits or len(shape) > limits.rank or not chunks:
+            _explain(name, stored, limits)
+        count = bits
+        for n in shape:
+            if not 0 <= n <= ADDRESSABLE:
+                _explain(name, stored, limits)
+            count *= n
+        if count > ADDRESSABLE or (not count and not addressable(shape, bits)):
+            _explain(name, stored, limits)
+        for number, chunk in enumerate(chunks):
+            start, stop = chunk.bytes
+            file = chunk.file
+            if chunk.start is None and chunk.stop is None and len(chunks) == 1:
+                whole = (count + 7) // 8
+            else:
+                whole = _box_nbytes(name, stored, number, bits)
+            if chunk.sparse is not None:
+                ranges += _check_packed(name, manifest, number, limits)
+                continue
+            if not 0 <= file < len(ends) or not PREFIX_NBYTES <= start <= stop <= ends[file] or stop - start != whole:
+                _explain_chunk(name, number, chunk, ends, whole)
+            if not CRC.match(chunk.crc32):
+                _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
+            ranges.append((file, start, stop))
+        if len(chunks) > 1 and not tiles(Box.whole(shape), (box_of(stored, chunk) for chunk in chunks)):
+            _lie(name, f"{len(chunks):,} chunks do not cover {list(shape)} exactly once", "chunks")
+    _check_apart(ranges, manifest)
+
+
+def _box_nbytes(name: str, stored: StoredTensor, number: int, bits: int) -> int:
+    """Bytes of a chunk that says which box it is; refuses a box that is none, or not inside of the tensor."""
+    chunk, rank = stored.chunks[number], len(stored.shape)
+    start, stop = chunk.start, chunk.stop
+    if start is None or stop is None:
+        _refuse(name, "one of several chunks needs a start and a stop", "chunks", number)
+    if len(start) != rank or len(stop) != rank:
+        _refuse(name, f"a box of another rank than {rank}", "chunks", number)
+    if not all(0 <= a <= b <= n for a, b, n in zip(start, stop, stored.shape, strict=True)):
+        _lie(name, f"{list(start)} to {list(stop)} is no box in {list(stored.shape)}", "chunks", number)
+    if len(stored.chunks) == 1 and not tiles(Box.whole(stored.shape), [Box(start, stop)]):
+        _lie(name, f"one chunk does not cover {list(stored.shape)}", "chunks")
+    return (Box(start, stop).count * bits + 7) // 8
+
+
+def _check_packed(name: str, manifest: Parsed, number: int, limits: Limits) -> list[tuple[int, int, int]]:
+    """Check a chunk that is stored packed; the ranges of its parts."""
+    stored, ends = manifest.tensors[name], [file.nbytes for file in manifest.files]
+    chunk = stored.chunks[number]
+    sparse = chunk.sparse
+    if sparse is None or manifest.version < SPARSE_VERSION:
+        _refuse(name, f"a manifest of version {manifest.version} has no packed chunks", "chunks", number, "sparse")
+    parts = parts_of(chunk)
+    for part in parts:
+        _check_place(name, part, ends, number)
+    if not CRC.match(chunk.crc32):
+        _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
+    try:
+        check_sparse(chunk, sparse, dtype_named(stored.dtype), box_of(stored, chunk).shape, limits)
+    except HoldfastError as error:
+        error.message = f"at {pointer('tensors', name, 'chunks', number, 'sparse')}: {error.message}"
+        error.args, error.tensor = (error.message,), name
+        raise
+    return [(part.file, *part.bytes) for part in parts]
+
+
+def _check_place(name: str, part: StoredPart, ends: list[int], number: int) -> None:
+    start, stop = part.bytes
+    if not 0 <= part.file < len(ends):
+        _refuse(name, f"there are {len(ends):,} files, and no number {part.file}", "chunks", number)
+    if not PREFIX_NBYTES <= start <= stop <= ends[part.file]:
+        _lie(name, f"{start:,} to {stop:,} is not inside of a file of {ends[part.file]:,} bytes", "chunks", number)
+    if not CRC.match(part.crc32):
+        _refuse(name, f"{quoted(part.crc32)} is no CRC-32 in eight digits", "chunks", number, "sparse")
+
+
+def _check_apart(ranges: list[tuple[int, int, int]], manifest: Parsed) -> None:
+    """Refuse byte ranges that overlap: what is shared is said by `aliases`, and everything else has bytes of its own."""
+    places = np.array(ranges, np.int64).reshape(-1, 3)
+    files, starts, stops = places[places[:, 1] < places[:, 2]].T
+    order = np.lexsort((starts, files))
+    files, starts, stops = files[order], starts[order], stops[order]
+    over = np.flatnonzero((files[1:] == files[:-1]) & (starts[1:] < stops[:-1]))
+    if len(over):
+        wanted = (int(files[over[0] + 1]), int(starts[over[0] + 1]))
+        for name, stored in manifest.tensors.items():
+            for number, chunk in enumerate(stored.chunks):
+                for part in parts_of(chunk):
+                    if (part.file, part.bytes[0]) == wanted and part.bytes[0] < part.bytes[1]:
+                        _lie(name, "these bytes belong to another tensor as well", "chunks", number, "bytes")
+
+
+def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
+    """Raise for a tensor that cannot be true, naming the first field that shows it."""
+    if stored.dtype not in BITS:
+        _refuse(name, f"there is no dtype {quoted(stored.dtype)}", "dtype")
+    if len(stored.shape) > limits.rank:
+        raise LimitExceeded(
+            f"at {pointer('tensors', name, 'shape')}: {len(stored.shape):,} dimensions are more than Limits(rank={limits.rank})",
+            tensor=name,
+            expected=limits.rank,
+            found=len(stored.shape),
+        )
+    if not stored.chunks:
+        _refuse(name, "a tensor without chunks", "chunks")
+    for i, n in enumerate(stored.shape):
+        if not 0 <= n <= ADDRESSABLE:
+            _refuse(name, "this is no length", "shape", i)
+    _lie(name, "more than any file can hold", "shape")
+
+
+def _explain_chunk(name: str, number: int, chunk: StoredChunk, ends: list[int], whole: int) -> NoReturn:
+    start, stop = chunk.bytes
+    if not 0 <= chunk.file < len(ends):
+        _refuse(name, f"there are {len(ends):,} files, and no number {chunk.file}", "chunks", number, "file")
+    if not PREFIX_NBYTES <= start <= stop <= ends[chunk.file]:
+        _lie(name, f"{start:,} to {stop:,} is not inside of a file of {ends[chunk.file]:,} bytes", "chunks", number, "bytes")
+    _lie(name, f"{stop - start:,} bytes for elements that take {whole:,}", "chunks", number, "bytes")
+
+
+def _refuse(name: str, found: str, *steps: str | int) -> NoReturn:
+    """Raise for what is no value of its field."""
+    raise HeaderError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
+
+
+def _lie(name: str, found: str, *steps: str | int) -> NoReturn:
+    """Raise for numbers that cannot be true together."""
+    raise MetadataError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
+
+
+def dtype_named(name: str) -> DType:
+    dtype = DTYPES.name(name)
+    if dtype is None:  # the check has looked every name up
+        raise HeaderError(f"there is no dtype {quoted(name)}")
+    return dtype
+
+
+def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
+    """The part of a tensor that a chunk holds."""
+    return Box.whole(stored.shape) if chunk.start is None or chunk.stop is None else Box(chunk.start, chunk.stop)
+
+
+def check_files(source: Source) -> None:
+    """Check that the header of every data file is as it was written and says of each tensor what the manifest says, and that the
+    other files are as they were; reads headers and those.
+
+    Raises `MetadataError` or `Corrupted` for the first that does not.
+    """
+    manifest = read_manifest(source)
+    tensors = ManifestTensors(manifest, source)
+    headers = [read_header(source, file.name) for file in manifest.files]
+    for name, stored in manifest.tensors.items():
+        for chunk in stored.chunks:
+            box = box_of(stored, chunk)
+            if len(stored.chunks) > 1 and not box.count:
+                continue
+            tensor = tensors[name] if len(stored.chunks) == 1 else tensors[name][box.slices]
+            for file, part in zip(parts_of(chunk), stored_parts(tensor), strict=True):
+                header = headers[file.file]
+                entry = header.entries.get(part.name)
+                piece = carried(part.name, part)
+                begin, end = (place - header.data_start for place in file.bytes)
+                if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (piece.code, piece.shape, (begin, end)):
+                    raise MetadataError("the manifest and the file's own header do not say the same", file=header.key, tensor=name)
+    for header in headers:
+        if header.record.changed is not None:
+            raise header.record.changed
+        if manifest.version >= SEALED_VERSION and header.record.rest != MANIFEST:
+            raise Corrupted("the header has lost the record that was written with it; get the file again", file=header.key)
+    for other in manifest.others:
+        _check_other(other, source)
+
+
+def _check_other(other: OtherFile, source: Source) -> None:
+    """Compare a file that no tensor depends on with what the manifest says of it."""
+    if other.name not in source.store.list():
+        raise Corrupted(f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name)
+    found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
+    if f"{found:08x}" != other.crc32:
+        raise Corrupted(
+            f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}",
+            file=other.name,
+            expected=hexadecimal(other.crc32),
+            found=found,
+        )
+
+
+def parts_of(chunk: StoredChunk) -> list[StoredPart]:
+    """Where a chunk lies: in one place, or as values, marks and starts."""
+    sparse = chunk.sparse
+    if sparse is None:
+        return [StoredPart(chunk.file, chunk.bytes, chunk.crc32)]
+    parts = (StoredPart(chunk.file, chunk.bytes, sparse.values), sparse.where, sparse.starts)
+    return [part for part in parts if part is not None]
+
+
+def stored_parts(tensor: LazyTensor) -> list[LazyTensor]:
+    """A tensor of one chunk as it is in its file: itself, or its packed parts, each under the name that it has there."""
+    storage = tensor.chunks[0].storage
+    if not isinstance(storage, SparseStorage):
+        return [tensor]
+    dtypes = (tensor.dtype, dtype_named("uint8"), dtype_named("uint64"))
+    return [
+        LazyTensor.contiguous(part.label, dtype, (part.nbytes * 8 // dtype.bits,), part, tensor.source)
+        for part, dtype in zip(storage.parts, dtypes, strict=False)
+    ]

@@ -1,0 +1,425 @@
+"""A `.pt2` archive as a tree of lazy tensors: the weights and constants of every model in it. Nothing in it is run or imported.
+
+    data/weights/weight_0 …                     raw storages, each shared by all views of it
+    data/weights/<m>_weights_config.json        name → record, dtype, sizes, strides, offset                        (config.py)
+    data/constants/tensor_0 …                   the same for constants; custom_obj_N and opaque_obj_N are pickles   (payloads.py)
+    data/constants/<m>_constants_config.json
+    data/weights/<m>.pt, data/constants/<m>.pt  older archives: a whole torch.save in place of the above
+    models/<m>.json                             the program                                                         (program.py)
+    data/sample_inputs/<m>.pt                   a torch.save of the inputs that it was exported with
+    data/aotinductor/<m>/…                      compiled code, listed and never loaded; weights_config.json for its weights
+    extra/<name>                                texts of whoever wrote it
+    archive_format, archive_version             'pt2', '0'
+
+The tree of one model is its state dict, so that names are those of the module, and `convert` gives a state dict; what is no
+weight stands beside:
+
+    {"emb.weight": …, "head.weight": …, "constants": {"mask": …}, "sample_inputs": ((…,), {…})}
+
+Several models are `{"encoder": {…}, "decoder": {…}}`, so names are `encoder.emb.weight` and `decoder.constants.mask`. Compiled
+weights of a model that has others are under `aotinductor`. A key that a weight has already gets `#2`.
+
+The oldest are a plain zip of a few records (`OLD`), with one model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DType
+from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tree import name_tensors
+from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
+from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
+from holdfast.formats.pt2.payloads import Payloads
+from holdfast.formats.pt2.program import Program, check_weights, summarise
+from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, Entry, TensorMeta, about, blamed, parse_config
+from holdfast.formats.safetensors.strict_json import kind, parse, quoted
+from holdfast.formats.torch.geometry import beyond, checked_shape, reach, strided_view
+from holdfast.formats.torch.zip import PickleReader, record_bytes
+from holdfast.formats.zip.reader import Archive, Record, read_archive
+
+__all__ = ["Model", "Pt2Reader", "describe_pt2", "program_names", "read_programs"]
+
+VERSION_RECORD, VERSION = "archive_version", "0"
+MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
+    "models/", "data/weights/", "data/constants/", "data/sample_inputs/", "data/aotinductor/",
+)  # fmt: skip
+EXTRAS = ("extra/", "extra_files/")
+"""What whoever wrote the archive put into it; the second in the oldest ones."""
+
+LISTED = (COMPILED, *EXTRAS, "data/executorch/", "data/mtia", "xl_model_weights/")
+"""What is said to be there and not looked into."""
+WEIGHTS_CONFIG, CONSTANTS_CONFIG, COMPILED_CONFIG = "_weights_config.json", "_constants_config.json", "weights_config.json"
+
+OLD = {
+    "weights": ("serialized_state_dict.pt", "serialized_state_dict.json"),
+    "constants": ("serialized_constants.pt", "serialized_constants.json"),
+    "sample_inputs": ("serialized_example_inputs.pt",),
+}
+"""The records of the oldest archives. Those called `.json` are files of `torch.save` as well; torch 2.13 reads both."""
+
+DEFAULT_MODEL = "model"
+"""What torch calls the one program of `torch.export.save`."""
+
+OBJECTS = (OBJECT, OPAQUE)
+"""Constants that are no tensors."""
+
+TEXT_NBYTES, TEXTS = 4 << 10, 32
+"""Extra files up to this size, and so many of them, are metadata; others are listed."""
+
+Values = dict[str, object]
+
+
+@dataclass(slots=True)
+class Model:
+    """What belongs to one model."""
+
+    weights: Values = field(default_factory=dict)
+    constants: Values = field(default_factory=dict)
+    compiled: Values = field(default_factory=dict)
+    """Weights of code that AOTInductor compiled."""
+    sample_inputs: object = None
+    program: Program | None = None
+
+    def tree(self) -> Values:
+        """The weights under their names, and the rest beside."""
+        tree = dict(self.weights)
+        weights = self.compiled if not tree else {}
+        tree |= weights
+        rest: list[tuple[str, object]] = [("constants", self.constants), ("sample_inputs", self.sample_inputs)]
+        if not weights:
+            rest.append(("aotinductor", self.compiled))
+        for key, value in rest:
+            if value is None or (isinstance(value, dict) and not value):
+                continue
+            taken = any(name == key or name.startswith(f"{key}.") for name in tree)
+            tree[f"{key}#2" if taken else key] = value
+        return tree
+
+
+def describe_pt2(source: Source) -> Description:
+    """Read the directory, the configs, the programs and the pickles of an archive; tensors are only located."""
+    (key,) = source.store.list()
+    archive = read_archive(source, key)
+    reader = Pt2Reader(source, key, archive)
+    models = reader.old() if archive.get(OLD_PROGRAM) is not None and not archive.prefix else reader.models()
+    if len(models) == 1:
+        ((_, only),) = models.items()
+        tree = only.tree()
+    else:
+        tree = {name: model.tree() for name, model in models.items()}
+    named = name_tensors(tree, source.limits, reader.nbytes)
+    notes = (*_programs(models), *reader.notes, *named.notes)
+    return Description("pt2", named.tensors, tree, tuple(reader.payloads.foreign), notes, _metadata(models, reader.texts))
+
+
+def read_programs(source: Source) -> dict[str, Program]:
+    """The summary of every program in an archive, by the names of the models."""
+    (key,) = source.store.list()
+    reader = Pt2Reader(source, key, read_archive(source, key))
+    found = {name: reader.program(name, MODELS + name + ".json") for name in reader.names()}
+    return {name: program for name, program in found.items() if program is not None}
+
+
+def program_names(source: Source) -> list[str]:
+    """The models of an archive that have programs, whether these can be read or not. Reads the directory."""
+    (key,) = source.store.list()
+    archive = read_archive(source, key)
+    if archive.get(OLD_PROGRAM) is not None and not archive.prefix:
+        return [DEFAULT_MODEL]
+    return [name for name in Pt2Reader(source, key, archive).names() if archive.get(f"{MODELS}{name}.json") is not None]
+
+
+def _programs(models: Mapping[str, Model]) -> list[str]:
+    """A sentence for each program."""
+    return [f"model {quoted(name)} {model.program}" for name, model in models.items() if model.program is not None]
+
+
+def _metadata(models: Mapping[str, Model], texts: Mapping[str, str]) -> dict[str, str]:
+    """What is known of the programs, then what the archive's own records say."""
+    metadata = {"models": ", ".join(models)}
+    for name, model in models.items():
+        prefix = f"{name}." if len(models) > 1 else ""
+        if model.program is not None:
+            metadata |= {prefix + key: text for key, text in model.program.texts().items()}
+    return {**metadata, **{key: text for key, text in texts.items() if key not in metadata}}
+
+
+class Pt2Reader:
+    """Reads one archive."""
+
+    def __init__(self, source: Source, key: str, archive: Archive) -> None:
+        self._source, self._key, self._archive = source, key, archive
+        self.payloads = Payloads(source, key)
+        self.notes: list[str] = []
+        self.texts: dict[str, str] = {}
+        self._byteorder = "little"
+        self._configs = 0
+        self._raw: dict[str, tuple[DType, Storage, str]] = {}
+        """Each raw record that was used: its dtype, where it is, and the first name for it."""
+        self._empty = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that names came from."""
+        return self._configs + self.payloads.nbytes
+
+    def models(self) -> dict[str, Model]:
+        """Every model of an archive."""
+        self._check_header()
+        models: dict[str, Model] = {}
+        for name in self.names():
+            model = models[name] = Model(
+                self._part(name, WEIGHTS, WEIGHTS_CONFIG, "weight"),
+                self._part(name, CONSTANTS, CONSTANTS_CONFIG, "constant"),
+                self._compiled(name),
+                self._payload(INPUTS + name + ".pt", name, "sample inputs"),
+                self.program(name, MODELS + name + ".json"),
+            )
+            if model.program is not None:
+                self.notes += check_weights(model.program, name, model.weights, model.constants)
+        if self._empty:
+            self.notes.append(f"{self._empty:,} tensors were exported without data (fake tensors); torch loads zeros for them")
+        self._list_rest()
+        return models
+
+    def names(self) -> list[str]:
+        """The names of the models, in the order of the file."""
+        found: dict[str, None] = {}
+        patterns = (
+            (MODELS, ".json"), (WEIGHTS, WEIGHTS_CONFIG), (CONSTANTS, CONSTANTS_CONFIG), (WEIGHTS, ".pt"), (CONSTANTS, ".pt"),
+            (INPUTS, ".pt"),
+        )  # fmt: skip
+        for record in self._archive.names:
+            if not record.endswith((".json", ".pt")) and not record.startswith(COMPILED):
+                continue
+            for folder, suffix in patterns:
+                if record.startswith(folder) and record.endswith(suffix) and len(record) > len(folder) + len(suffix):
+                    found[record.removeprefix(folder).removesuffix(suffix)] = None
+                    break
+            else:
+                if record.startswith(COMPILED) and record.count("/") > COMPILED.count("/"):
+                    found[record.removeprefix(COMPILED).partition("/")[0]] = None
+        return list(found)
+
+    def old(self) -> dict[str, Model]:
+        """The one model of the oldest archives: a plain zip, with a torch.save for each part."""
+        model = Model(program=self.program(DEFAULT_MODEL, OLD_PROGRAM))
+        parts = {part: next((n for n in names if self._archive.get(n)), names[0]) for part, names in OLD.items()}
+        model.weights = self._names_of(self._payload(parts["weights"], DEFAULT_MODEL, "weights"), DEFAULT_MODEL, "weight")
+        model.constants = self._names_of(self._payload(parts["constants"], DEFAULT_MODEL, "constants"), DEFAULT_MODEL, "constant")
+        model.sample_inputs = self._payload(parts["sample_inputs"], DEFAULT_MODEL, "sample inputs")
+        version = self._archive.get("version")
+        if version is not None:
+            self.texts["version"] = self._bytes(version).decode("ascii", "backslashreplace").strip()
+        if model.program is not None:
+            self.notes += check_weights(model.program, DEFAULT_MODEL, model.weights, model.constants)
+        self._list_rest()
+        return {DEFAULT_MODEL: model}
+
+    def program(self, model: str, name: str) -> Program | None:
+        """The summary of a program, or None where there is none or where it cannot be had; a note says why."""
+        record = self._archive.get(name)
+        if record is None:
+            return None
+        if record.nbytes > self._source.limits.header_nbytes:
+            limit = f"Limits(header_nbytes={self._source.limits.header_nbytes:,})"
+            self.notes.append(f"the program of model {quoted(model)} is {record.nbytes:,} bytes, above {limit}: not looked at")
+            return None
+        try:
+            return summarise(self._bytes(record))
+        except ValueError as error:
+            self.notes.append(f"the program of model {quoted(model)} cannot be read: {str(error)[:200]}")
+            return None
+
+    def _check_header(self) -> None:
+        """The records that say what the archive is."""
+        if not self._archive.prefix:
+            raise ZipError("the records of a pt2 archive lie in one top folder; these do not", file=self._key)
+        if self._archive.get("data.pkl") is not None or self._archive.get("constants.pkl") is not None:
+            raise ZipError("a pt2 archive with a data.pkl: torch.load and torch.export.load read different things", file=self._key)
+        header = PickleReader(self._source, self._key, self._archive)
+        self._byteorder = header.byteorder
+        self.texts |= header.metadata
+        for name, expected in ((FORMAT_RECORD, "pt2"), (VERSION_RECORD, VERSION)):
+            record = self._archive.get(name)
+            found = None if record is None else self._bytes(record, 64).decode("ascii", "backslashreplace")
+            if found != expected:
+                raise HeaderError(f"the record {name} says {found!r} and not {expected!r}", expected=expected, found=found)
+            self.texts[name] = found
+
+    def _bytes(self, record: Record, most: int | None = None) -> bytes:
+        """A record of text, within the limits."""
+        limit = self._source.limits.header_nbytes
+        if most is not None and record.nbytes > most:
+            raise HeaderError(f"the record {record.name!r} is {record.nbytes:,} bytes long", found=record.nbytes)
+        if record.nbytes > limit:
+            raise LimitExceeded(
+                f"{record.name} is {record.nbytes:,} bytes, above Limits(header_nbytes={limit:,})",
+                expected=limit, found=record.nbytes,
+            )  # fmt: skip
+        return record_bytes(self._source, self._key, record)
+
+    def _part(self, model: str, folder: str, suffix: str, what: str) -> Values:
+        """The weights or the constants of a model."""
+        config, legacy = self._archive.get(folder + model + suffix), self._archive.get(f"{folder}{model}.pt")
+        if config is not None and legacy is not None:
+            raise HeaderError(f"the {what}s of model {quoted(model)} are described twice, by a config and by a torch.save")
+        if config is None:
+            return self._names_of(self._payload(f"{folder}{model}.pt", model, f"{what}s"), model, what)
+        raw = self._bytes(config)
+        self._configs += len(raw)
+        values: Values = {}
+        name = ""
+        entries = parse_config(raw, self._source.limits, model=model, what=what)
+        try:
+            for name, entry in entries.items():
+                values[name] = self._value(folder, model, name, entry)
+        except HoldfastError as error:
+            raise blamed(error, model, what, name) from None
+        return values
+
+    def _value(self, folder: str, model: str, name: str, entry: Entry) -> object:
+        record = self._archive.get(folder + entry.record)
+        if record is None:
+            raise MetadataError(f"there is no record {folder}{entry.record[:80]}", found=entry.record)
+        if folder == CONSTANTS and entry.record.startswith(OBJECTS):
+            return self.payloads.value(record)
+        if folder == CONSTANTS and not entry.record.startswith(TENSOR):
+            raise HeaderError(f"a constant in the record {quoted(entry.record)}, which is neither a tensor's nor an object's")
+        if entry.use_pickle:
+            return _checked(self.payloads.value(record), entry)
+        if entry.meta is None:
+            raise HeaderError("a raw tensor without tensor_meta")
+        return self._view(record, entry.meta, f"{model}.{name}", is_param=entry.is_param)
+
+    def _view(self, record: Record, meta: TensorMeta, name: str, *, is_param: bool) -> LazyTensor:
+        """A tensor over a raw record."""
+        traits = Traits(requires_grad=meta.requires_grad, parameter=is_param)
+        if not record.nbytes and 0 not in meta.sizes:
+            # A fake tensor had no bytes to write, and all that it had is here.
+            self._empty += 1
+            shape = checked_shape(meta.sizes, self._source.limits)
+            return LazyTensor("", meta.dtype, shape, (), self._source, replace(traits, meta=True))
+        known = self._raw.get(record.name)
+        if known is None:
+            known = self._raw[record.name] = (meta.dtype, self._storage(record, meta), name)
+        dtype, storage, first = known
+        if dtype is not meta.dtype:
+            raise MetadataError(
+                f"the record {record.name!r} is {dtype} for {quoted(first)} and {meta.dtype} here", expected=dtype.name,
+                found=meta.dtype.name,
+            )  # fmt: skip
+        shape, strides, offset, last = reach(meta.offset, meta.sizes, meta.strides, self._source.limits)
+        bits, room = dtype.bits, storage.nbytes * 8 // dtype.bits
+        if last >= room:
+            raise beyond(last, room)
+        if last < 0:
+            strides, offset = (0,) * len(shape), 0
+        chunk = Chunk(Box.whole(shape), storage, offset * bits, tuple([s * bits for s in strides]))
+        return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
+
+    def _storage(self, record: Record, meta: TensorMeta) -> Storage:
+        """All of a raw record."""
+        if not record.stored:
+            raise ZipError(f"the storage {record.name!r} is compressed", offset=record.header)
+        if record.nbytes * 8 % meta.dtype.bits:
+            raise MetadataError(
+                f"the record {record.name!r} has {record.nbytes:,} bytes, which are no whole elements of {meta.dtype}",
+                found=record.nbytes,
+            )
+        label = record.name.removeprefix(f"{self._archive.prefix}/")
+        return Storage(self._key, record.start, record.nbytes, self._byteorder, record.crc32, meta.location, label)
+
+    def _payload(self, name: str, model: str, what: str) -> object:
+        """What a `torch.save` in a record holds; None where there is no such record."""
+        record = self._archive.get(name)
+        if record is None or not record.nbytes:
+            # torch writes no bytes for a program without sample inputs.
+            return None
+        with about(model, f"the {what}"):
+            return self.payloads.value(record)
+
+    def _names_of(self, value: object, model: str, what: str) -> Values:
+        """A state that was pickled as a whole, which is a dict."""
+        if value is None:
+            return {}
+        if not isinstance(value, dict) or not all(isinstance(name, str) for name in value):
+            raise MetadataError(f"the {what}s of model {quoted(model)} are no dict of names", found=type(value).__name__)
+        return dict(value)
+
+    def _compiled(self, model: str) -> Values:
+        """The weights of compiled code: `{name: [record, sizes, strides, offset]}` over tensors that torch.save wrote."""
+        config = self._archive.get(f"{COMPILED}{model}/{COMPILED_CONFIG}")
+        if config is None:
+            return {}
+        raw = self._bytes(config)
+        self._configs += len(raw)
+        with about(model, "the config of the compiled weights"):
+            document = parse(raw, self._source.limits)
+        if not isinstance(document, dict):
+            raise HeaderError(f"the config of the compiled weights of model {quoted(model)} is {kind(document)}")
+        values: Values = {}
+        for name, row in document.items():
+            with about(model, "compiled weight", name):
+                values[name] = self._compiled_view(row)
+        return values
+
+    def _compiled_view(self, row: object) -> object:
+        match row:
+            case [str(path), list(sizes), list(strides), int(offset)] if type(offset) is int:
+                record = self._archive.get(WEIGHTS + path)
+            case _:
+                raise HeaderError(f"a record, sizes, strides and an offset were expected, not {kind(row)}")
+        if record is None:
+            raise MetadataError(f"there is no record {WEIGHTS}{path[:80]}", found=path)
+        saved = self.payloads.value(record)
+        if not isinstance(saved, LazyTensor) or len(saved.chunks) != 1:
+            raise MetadataError(f"the record {record.name!r} holds no plain tensor", found=type(saved).__name__)
+        storage, dtype = saved.chunks[0].storage, saved.dtype
+        whole = LazyTensor.contiguous("", dtype, (storage.nbytes * 8 // dtype.bits,), storage, self._source)
+        return strided_view(whole, dtype, offset, sizes, strides, Traits())
+
+    def _list_rest(self) -> None:
+        """Say what else is there: compiled code by model, extra files, folders of other programs."""
+        groups: dict[str, list[Record]] = {}
+        prefix = f"{self._archive.prefix}/" if self._archive.prefix else ""
+        room = TEXTS
+        for name in self._archive.records:
+            short = name.removeprefix(prefix)
+            if not short.startswith(LISTED):
+                continue
+            record = self._archive.records[name]
+            if short.startswith(COMPILED):
+                groups.setdefault(COMPILED + short.removeprefix(COMPILED).partition("/")[0], []).append(record)
+            elif short.startswith(EXTRAS):
+                if room and record.stored and record.nbytes <= TEXT_NBYTES:
+                    self.texts[short] = self._bytes(record).decode("utf-8", "backslashreplace")
+                    room -= 1
+                else:
+                    groups.setdefault("extra files", []).append(record)
+            else:
+                groups.setdefault("/".join(short.split("/")[:2]), []).append(record)
+        for folder, records in groups.items():
+            nbytes = sum(record.nbytes for record in records)
+            names = ", ".join(record.name.rpartition("/")[2][:40] for record in records[:3]) + (", …" if len(records) > 3 else "")
+            self.notes.append(f"{folder}: {len(records):,} files, {nbytes:,} bytes ({names}); listed, not loaded")
+
+
+def _checked(value: object, entry: Entry) -> object:
+    """What a pickled weight is, if that is what the config says."""
+    if isinstance(value, LazyTensor) and entry.meta is not None:
+        if value.dtype is not entry.meta.dtype or value.shape != entry.meta.sizes:
+            raise MetadataError(
+                f"the config says {entry.meta.dtype} {list(entry.meta.sizes)}, the pickle holds {value.dtype} {list(value.shape)}",
+                expected=(entry.meta.dtype.name, entry.meta.sizes),
+                found=(value.dtype.name, value.shape),
+            )
+        if entry.is_param != value.traits.parameter:
+            return replace(value, traits=replace(value.traits, parameter=entry.is_param))
+    return value

@@ -1,0 +1,275 @@
+"""What differs between two trees besides their tensors: plain values, containers, objects that were not built.
+
+Both trees are walked together, from pair to pair: what stands under one key on both sides is compared, what only one side has is
+listed. The trees may be hostile: shared a million times, cyclic, deep. So the walk is a loop, and containers that were compared are
+taken as one from then on (a union-find): each pair that could say something new is looked at once, and there are no more of them
+than containers. What two places share and where both differ from the other side is therefore said at the first of them.
+
+What is the same is decided by structure (structure.py), never by how a value prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from holdfast.core.collector import resting_collector
+from holdfast.core.opaque import Global
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import Path, dotted
+from holdfast.inspect.structure import Edge, Kind, Spent, edges, label, same_leaf
+
+__all__ = [
+    "ABSENT", "Absent", "Compared", "Kind", "TreeTensor", "ValueChange", "compare_metadata", "compare_trees", "compare_values",
+]  # fmt: skip
+
+SHOWN = 3
+"""Places that a note names."""
+
+
+class Absent(Enum):
+    """The one value that stands for no value."""
+
+    ABSENT = "absent"
+
+    def __repr__(self) -> str:
+        return "ABSENT"
+
+
+ABSENT = Absent.ABSENT
+
+
+@dataclass(frozen=True, slots=True)
+class ValueChange:
+    """A plain value that is not the same in both, or is in one of them only."""
+
+    path: Path
+    """Keys and positions; a key that is neither text nor an integer stands in brackets."""
+    a: object
+    """The value, or `ABSENT`. A container is shown by its kind."""
+    b: object
+
+    @property
+    def name(self) -> str:
+        """The dotted path."""
+        return dotted(self.path)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a value stands, as a chain back to the top: paths are written out only where something is said."""
+
+    above: Place | None
+    edge: Edge
+
+    def path(self) -> Path:
+        return tuple(e.shown for e in self._edges() if e.shown is not None)
+
+    def name(self) -> str:
+        """What a tensor is called here."""
+        return dotted(tuple(e.named for e in self._edges() if e.named is not None))
+
+    def _edges(self) -> Sequence[Edge]:
+        found, place = [], self
+        while place.above is not None:
+            found.append(place.edge)
+            place = place.above
+        return found[::-1]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeTensor:
+    """A tensor of a tree, and where it stands there."""
+
+    place: Place
+    tensor: LazyTensor
+
+
+@dataclass(slots=True)
+class Compared:
+    """The outcome of a walk."""
+
+    changes: list[ValueChange] = field(default_factory=list)
+    pairs: list[tuple[TreeTensor, TreeTensor]] = field(default_factory=list)
+    """Tensors at one place."""
+    alone: tuple[list[TreeTensor], list[TreeTensor]] = field(default_factory=lambda: ([], []))
+    """Tensors at places that only one side has."""
+    reordered: list[Path] = field(default_factory=list)
+    """Mappings with the same keys in another order."""
+    attributes: list[Path] = field(default_factory=list)
+    """What one format keeps beside a mapping or a tensor, and the other does not have: versions of modules, a subclass."""
+
+    def notes(self) -> tuple[str, ...]:
+        """What is no difference and yet worth a sentence."""
+        said = (
+            (self.reordered, "the keys of {} are in another order"),
+            (self.attributes, "{} has attributes on one side only"),
+        )
+        return tuple(text.format(_places(paths)) for paths, text in said if paths)
+
+
+def _places(paths: Sequence[Path]) -> str:
+    named = ", ".join(repr(dotted(path)) if path else "the whole" for path in paths[:SHOWN])
+    return named + (f" and {len(paths) - SHOWN:,} more" if len(paths) > SHOWN else "")
+
+
+def compare_values(a: object, b: object) -> tuple[tuple[ValueChange, ...], tuple[str, ...]]:
+    """Everything that differs but tensors, in the order of `a`, then of what only `b` has; and sentences for people."""
+    found = compare_trees(a, b)
+    return tuple(found.changes), found.notes()
+
+
+def compare_trees(a: object, b: object) -> Compared:
+    """Walk two trees together. Reads nothing but tensors in keys and sets, which have no names."""
+    walk = Walk()
+    # A walk makes many small things that live until it ends; a collector that walks through them each time costs more than it.
+    with resting_collector():
+        walk.run(a, b)
+    return walk.found
+
+
+TOP = Place(None, Edge(None, None, None, None))
+
+SEQUENCES = frozenset({"list", "tuple", "Size"})
+
+
+class Walk:
+    """One comparison."""
+
+    def __init__(self) -> None:
+        self.found = Compared()
+        self._spent = Spent()
+        self._same: dict[int, int] = {}
+        self._listed: tuple[set[int], set[int]] = (set(), set())
+        self._kept: list[object] = []
+        """What was made for the walk; its identity must not be taken by something else."""
+
+    def run(self, a: object, b: object) -> None:
+        waiting: list[tuple[Place, object, object]] = [(TOP, a, b)]
+        while waiting:
+            place, one, other = waiting.pop()
+            waiting.extend(reversed(list(self._pair(place, one, other))))
+
+    def _pair(self, place: Place, a: object, b: object) -> Iterator[tuple[Place, object, object]]:
+        """Compare two values by themselves, and give what is in both."""
+        if isinstance(a, Absent) or isinstance(b, Absent):
+            self._alone(place, *((b, 1) if isinstance(a, Absent) else (a, 0)))
+            return
+        if isinstance(a, LazyTensor) and isinstance(b, LazyTensor):
+            yield from self._tensors(place, a, b)
+            return
+        if isinstance(a, LazyTensor) or isinstance(b, LazyTensor):
+            self._alone(place, a, 0)
+            self._alone(place, b, 1)
+            return
+        kinds = label(a), label(b)
+        if kinds[0] is None or kinds[1] is None:
+            if kinds != (None, None) or not same_leaf(a, b, self._spent):
+                self._change(place, kinds[0] or a, kinds[1] or b)
+            return
+        if not self._join(a, b):
+            return
+        if kinds[0] != kinds[1]:
+            self._change(place, *kinds)
+            if type(kinds[0]) is not type(kinds[1]) or (_is_row(kinds[0]) != _is_row(kinds[1])):
+                return
+        yield from self._inside(place, a, b)
+
+    def _inside(self, place: Place, a: object, b: object) -> Iterator[tuple[Place, object, object]]:
+        mine, theirs = edges(a, self._spent), {edge.token: edge for edge in edges(b, self._spent)}
+        if not isinstance(a, dict | list | tuple):
+            self._kept.append((mine, [*theirs.values()]))
+        both = [edge for edge in mine if edge.token in theirs]
+        if isinstance(a, dict) and len(both) > 1:
+            keys = {edge.token for edge in both}
+            if [e.token for e in both] != [token for token in theirs if token in keys]:
+                self.found.reordered.append(place.path())
+        for edge in mine:
+            here = Place(place, edge)
+            if edge.token in theirs:
+                yield here, edge.value, theirs.pop(edge.token).value
+            elif isinstance(a, dict) and _is_attribute(edge):
+                self.found.attributes.append(place.path())
+            else:
+                yield here, edge.value, ABSENT
+        for edge in theirs.values():
+            if isinstance(b, dict) and _is_attribute(edge):
+                self.found.attributes.append(place.path())
+            else:
+                yield Place(place, edge), ABSENT, edge.value
+
+    def _tensors(self, place: Place, a: LazyTensor, b: LazyTensor) -> Iterator[tuple[Place, object, object]]:
+        self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
+        for name, one, other in (
+            ("<class>", a.traits.subclass, b.traits.subclass),
+            ("<attributes>", a.traits.state, b.traits.state),
+        ):
+            if one is not None and other is not None:
+                yield Place(place, Edge(name, name, name, None)), one, other
+            elif one is not other:
+                self.found.attributes.append(place.path())
+
+    def _alone(self, place: Place, value: object, side: int) -> None:
+        """List what only one side has: the leaves of a container, or the container itself where there are none."""
+        before = self._count(side)
+        waiting = [(place, value)]
+        while waiting:
+            here, one = waiting.pop()
+            if isinstance(one, LazyTensor):
+                self.found.alone[side].append(TreeTensor(here, one))
+                continue
+            kind = label(one)
+            if kind is None:
+                self._only(here, one, side)
+                continue
+            if id(one) in self._listed[side]:
+                continue
+            self._listed[side].add(id(one))
+            inside = edges(one, self._spent)
+            self._kept.append(inside)
+            if isinstance(kind, Global):
+                self._only(here, kind, side)
+            elif not inside:
+                self._only(here, one, side)
+            waiting += [(Place(here, edge), edge.value) for edge in reversed(inside)]
+        if self._count(side) == before:
+            self._only(place, label(value) or value, side)  # a loop, or something that is listed elsewhere
+
+    def _count(self, side: int) -> int:
+        return len(self.found.changes) + len(self.found.alone[side])
+
+    def _only(self, place: Place, value: object, side: int) -> None:
+        self._change(place, *((value, ABSENT) if side == 0 else (ABSENT, value)))
+
+    def _change(self, place: Place, a: object, b: object) -> None:
+        self.found.changes.append(ValueChange(place.path(), a, b))
+
+    def _join(self, a: object, b: object) -> bool:
+        """Take two containers as one from now on; False where they are already."""
+        first, second = self._root(id(a)), self._root(id(b))
+        if a is b or first == second:
+            # One container is the same as itself; its tensors are, too, whatever they are called on the two sides.
+            return False
+        self._same[first] = second
+        return True
+
+    def _root(self, number: int) -> int:
+        while (above := self._same.get(number, number)) != number:
+            # Halving the way keeps all ways short.
+            self._same[number] = number = self._same.get(above, above)
+        return number
+
+
+def _is_row(kind: object) -> bool:
+    return isinstance(kind, Kind) and kind.name in SEQUENCES
+
+
+def _is_attribute(edge: Edge) -> bool:
+    return isinstance(edge.token, tuple) and edge.token[0] == "attribute"
+
+
+def compare_metadata(a: Mapping[str, str], b: Mapping[str, str]) -> tuple[ValueChange, ...]:
+    """The text that two files carry about themselves."""
+    differing = [key for key in dict.fromkeys((*a, *b)) if a.get(key) != b.get(key)]
+    return tuple(ValueChange(("__metadata__", key), a.get(key, ABSENT), b.get(key, ABSENT)) for key in differing)

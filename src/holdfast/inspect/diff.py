@@ -1,0 +1,286 @@
+"""`diff`: what is different between two checkpoints, of whatever formats.
+
+1. Names that both have. Where both files record the checksum of a tensor's bytes and dtype and shape agree, equal checksums mean
+   the same content and nothing is read (`exact=True` compares the bytes all the same). Everything else of one shape is read, both
+   sides block by block, and counted. Of another shape it is changed, and nothing is read.
+2. Names that only one has. A tensor of the same digest under another name was renamed; digests are needed, and read where they are
+   not recorded, only of tensors whose dtype and shape occur on both sides. Of several candidates the nearest name wins.
+3. Everything that is no tensor: plain values and containers, by their places in the tree.
+
+Names are for people, and two places may have one name (`None` and "None" as keys, `a.b` and `b` in `a`). So tensors that stand at
+one place in both trees are compared whatever they are called, and a tensor that both name alike at two places is a difference: but
+not for a file that knows names and nothing else, which a nested state is often compared with.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.digest import Digest, canonical
+from holdfast.core.limits import Limits
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.checksums import Progress
+from holdfast.engine.compare import Content, Tally, blocks, compare_block
+from holdfast.engine.digest import recorded_crc, tensor_crcs
+from holdfast.engine.equal import same_bytes
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.errors import located
+from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
+from holdfast.inspect.open import Openable
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.renames import Rename, match_names
+
+__all__ = ["ABSENT", "Absent", "Comparison", "Content", "Diff", "Rename", "TensorChange", "ValueChange", "diff"]
+
+Pair = tuple[LazyTensor, LazyTensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    """A tensor that both checkpoints have under one name and that is not the same."""
+
+    name: str
+    dtypes: tuple[str, str]
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    content: Content | None
+    """How the elements differ; None where the shapes do, or where one of the two is on the meta device and has no elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Diff:
+    """What is different in `b`, seen from `a`."""
+
+    a: str
+    b: str
+    added: tuple[str, ...]
+    """Tensors that only `b` has, in its order."""
+    removed: tuple[str, ...]
+    """Tensors that only `a` has, in its order."""
+    renamed: tuple[Rename, ...]
+    changed: tuple[TensorChange, ...]
+    values: tuple[ValueChange, ...]
+    """What is no tensor and is not the same."""
+    same: int
+    """Tensors that are the same under the same name."""
+    same_by_checksum: int
+    """How many of them were not read, because both files record the same checksum."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """Whether there is no difference at all."""
+        return not (self.added or self.removed or self.renamed or self.changed or self.values)
+
+
+def diff(
+    a: Openable | Checkpoint,
+    b: Openable | Checkpoint,
+    *,
+    rename: bool = True,
+    exact: bool = False,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
+
+    With `rename=False` a tensor that moved to another name counts as removed and added. With `exact=True` no checksum is taken at
+    its word. `progress` is called with the number of bytes that were read since its last call, from any thread.
+    """
+    with ExitStack() as stack:
+        sides = [x if isinstance(x, Checkpoint) else stack.enter_context(open_checkpoint(x, limits=limits)) for x in (a, b)]
+        return Comparison(sides[0], sides[1], rename=rename, exact=exact).run(progress)
+
+
+class Comparison:
+    """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
+
+    def __init__(self, a: Checkpoint, b: Checkpoint, *, rename: bool = True, exact: bool = False) -> None:
+        self._a, self._b, self._exact = a, b, exact
+        left, right = dict(a), dict(b)
+        self._changes: dict[str, TensorChange] = {}
+        self._pairs: dict[str, Pair] = {}
+        self._same = self._by_checksum = 0
+        for name, tensor in left.items():
+            if name in right:
+                self._plan_pair(name, (tensor, right[name]))
+        self._trees = compare_trees(a.tree, b.tree)
+        self._plan_places(left, right)
+        self._removed = {name: t for name, t in left.items() if name not in right}
+        self._added = {name: t for name, t in right.items() if name not in left}
+        self._candidates = _candidates(self._removed.values(), self._added.values()) if rename else ([], [])
+        lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
+        self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(t.nbytes for t in lone)
+
+    def run(self, progress: Progress | None = None) -> Diff:
+        """Read what has to be read, and say what differs."""
+        found = compare_tensors(list(self._pairs.values()), progress)
+        changes, same = dict(self._changes), self._same
+        for (name, pair), content in zip(self._pairs.items(), found, strict=True):
+            if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
+                changes[name] = _change(name, pair, content)
+            elif name in self._a:
+                same += 1
+        renamed = self._renames(progress)
+        gone, come = {r.a for r in renamed}, {r.b for r in renamed}
+        moved, notes = self._moved()
+        values = (*self._trees.changes, *moved)
+        if self._a.format.startswith("safetensors") and self._b.format.startswith("safetensors"):
+            values += compare_metadata(self._a.metadata, self._b.metadata)
+        return Diff(
+            self._a.path,
+            self._b.path,
+            tuple(name for name in self._added if name not in come),
+            tuple(name for name in self._removed if name not in gone),
+            renamed,
+            (*(changes[name] for name in self._a if name in changes), *(c for name, c in changes.items() if name not in self._a)),
+            values,
+            same,
+            self._by_checksum,
+            (*self._trees.notes(), *notes),
+        )
+
+    def _plan_places(self, left: dict[str, LazyTensor], right: dict[str, LazyTensor]) -> None:
+        """Tensors at one place that are not compared by one name: without a name, or with that of another."""
+        for one, other in self._trees.pairs:
+            a, b = one.tensor, other.tensor
+            if a.name == b.name and _is(left.get(a.name), a) and _is(right.get(b.name), b):
+                continue
+            if not _is(a, b):
+                known, by_checksum = self._same, self._by_checksum
+                self._plan_pair(self._free_name(one), (a, b))
+                self._same, self._by_checksum = known, by_checksum  # counted under its name, if it has one
+
+    def _free_name(self, found: TreeTensor) -> str:
+        """A name for a place that no tensor of `a` has."""
+        path = found.place.path()
+        name = f"{found.place.name()} at {path!r}"
+        while name in self._a or name in self._pairs or name in self._changes:
+            name += "'"
+        return name
+
+    def _moved(self) -> tuple[list[ValueChange], list[str]]:
+        """Tensors that both have under one name, at two places: as differences, or as a note where one has names only."""
+        names = [{found.place.name() for found in side} for side in self._trees.alone]
+        both = {name for name in names[0] & names[1] if name in self._a and name in self._b}
+        if both and (_names_only(self._a) or _names_only(self._b)):
+            return [], [f"{len(both):,} tensors are nested on one side and have dotted names on the other"]
+        sides = [[found for found in side if found.place.name() in both] for side in self._trees.alone]
+        return [
+            *(ValueChange(found.place.path(), _kind(found.tensor), ABSENT) for found in sides[0]),
+            *(ValueChange(found.place.path(), ABSENT, _kind(found.tensor)) for found in sides[1]),
+        ], []
+
+    def _plan_pair(self, name: str, pair: Pair) -> None:
+        a, b = pair
+        alike = canonical(a.dtype, a.shape) == canonical(b.dtype, b.shape)
+        if a.traits.meta or b.traits.meta or canonical(a.dtype, a.shape)[1] != canonical(b.dtype, b.shape)[1]:
+            if alike and a.traits.meta and b.traits.meta:
+                self._same += 1
+            else:
+                self._changes[name] = _change(name, pair, None)
+            return
+        if alike and not self._exact:
+            known = recorded_crc(a)
+            if known is not None and known == recorded_crc(b):
+                self._same += 1
+                self._by_checksum += 1
+                return
+        self._pairs[name] = pair
+
+    def _renames(self, progress: Progress | None) -> tuple[Rename, ...]:
+        """Pairs of removed and added tensors with the same content."""
+        old, new = self._candidates
+        crcs = tensor_crcs([*old, *new], recorded=not self._exact, progress=progress)
+        digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip([*old, *new], crcs, strict=True)]
+        before = {t.name: d for t, d in zip(old, digests[: len(old)], strict=True)}
+        after = {t.name: d for t, d in zip(new, digests[len(old) :], strict=True)}
+        renames = match_names(before, after)
+        if self._exact:
+            found = compare_tensors([(self._removed[r.a], self._added[r.b]) for r in renames], None)
+            renames = [r for r, content in zip(renames, found, strict=True) if not content.changed]
+        order = {name: i for i, name in enumerate(self._removed)}
+        return tuple(sorted(renames, key=lambda r: order[r.a]))
+
+
+def _names_only(checkpoint: Checkpoint) -> bool:
+    """Whether this is a file of tensors and names, without a state around them."""
+    tree = checkpoint.tree
+    flat = isinstance(tree, dict) and all(type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items())
+    return flat and checkpoint.format.startswith(("safetensors", "dcp"))
+
+
+def _is(one: LazyTensor | None, other: LazyTensor) -> bool:
+    """Whether two are the same elements of one file, whatever they are called."""
+    if one is None or one.source is not other.source or one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    return one.chunks is other.chunks or one.chunks == other.chunks
+
+
+def _kind(tensor: LazyTensor) -> Kind:
+    return Kind(f"tensor {tensor.dtype} {list(tensor.shape)}")
+
+
+def _candidates(old: Iterable[LazyTensor], new: Iterable[LazyTensor]) -> tuple[list[LazyTensor], list[LazyTensor]]:
+    """The tensors on both sides whose dtype and shape the other side has too. Those without data look all alike: not them."""
+    sides = [[t for t in side if not t.traits.meta] for side in (old, new)]
+    kinds = [{canonical(t.dtype, t.shape) for t in side} for side in sides]
+    both = kinds[0] & kinds[1]
+    first, second = ([t for t in side if canonical(t.dtype, t.shape) in both] for side in sides)
+    return first, second
+
+
+def pair_dtypes(pair: Pair) -> tuple[str, str]:
+    """The canonical dtypes of both sides."""
+    first, second = (canonical(t.dtype, t.shape)[0].name for t in pair)
+    return first, second
+
+
+def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
+    shapes = tuple(canonical(t.dtype, t.shape)[1] for t in pair)
+    return TensorChange(name, pair_dtypes(pair), (shapes[0], shapes[1]), content)
+
+
+def compare_tensors(pairs: list[Pair], progress: Progress | None) -> list[Content]:
+    """The difference of each pair, in bounded memory: at most a block of each side a thread.
+
+    Most tensors of most pairs are the same, so their bytes are compared first, where that can be done without looking at
+    elements; only what differs is looked at element by element. What is the same has a content of nothing changed.
+    """
+    tallies = [Tally() for _ in pairs]
+    equal = same_bytes(pairs, progress)
+    lock = threading.Lock()
+
+    def task(number: int, start: int, stop: int) -> Callable[[], None]:
+        a, b = pairs[number]
+
+        def run() -> None:
+            with located(tensor=a.name):
+                found = compare_block(a, b, start, stop)
+            with lock:
+                tallies[number] += found
+            if progress is not None:
+                progress(a.dtype.nbytes(a.size * (stop - start) // count) + b.dtype.nbytes(b.size * (stop - start) // count))
+
+        count = elements_of(a)
+        return run
+
+    work = []
+    for number, (a, b) in enumerate(pairs):
+        if equal[number]:
+            continue
+        for tensor in (a, b):
+            with located(file=tensor.source.store.name, tensor=tensor.name):
+                tensor.check_expansion()
+        work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
+    if work:
+        run_all(work, default_threads())
+    return [tally.content() for tally in tallies]
+
+
+def elements_of(tensor: LazyTensor) -> int:
+    """How many elements it has, pairs counted as two."""
+    return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)

@@ -1,0 +1,143 @@
+"""`open` and `read`: from a path to a checkpoint, from lazy tensors to arrays."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+from collections.abc import Callable, Iterable
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.collector import resting_collector
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Request, Source, Store
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.source import OpenSource
+from holdfast.errors import HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located
+from holdfast.formats.detect import detect
+from holdfast.stores.local import LocalStore
+from holdfast.stores.memory import FileObjectStore, MemoryStore
+from holdfast.stores.paths import local_path
+
+__all__ = ["open", "read"]
+
+T = TypeVar("T")
+
+Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
+
+TRIES = 10
+"""How often a folder is opened again because it was replaced meanwhile; once is already a rare accident."""
+
+
+def open(
+    path: Openable,
+    *,
+    mmap: bool = False,
+    verify: bool = True,
+    limits: Limits | None = None,
+    threads: int | None = None,
+) -> Checkpoint:
+    """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
+
+    `path` is a file, a directory, the bytes themselves, or a seekable binary file object. With `mmap=True` arrays are
+    views of the mapped file (copied on write) where their layout allows, and checksums are not looked at. Otherwise, where the
+    file records a checksum and the whole of what it covers is read, it is compared (`verify=False` opts out). `limits` raises
+    what a file may cost; `threads` bounds the parallel reads.
+    """
+    limits = limits or Limits()
+
+    def describe(store: Store) -> Checkpoint:
+        source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify)
+        return _described(source)
+
+    try:
+        return steady(path, limits, describe)
+    except ZipError as error:
+        if isinstance(path, str | os.PathLike) and str(path).endswith(".distcp"):
+            # Several archives, one behind the other, of which the index beside them knows the places.
+            raise UnknownFormat("one of the data files of a distributed checkpoint; open the folder that it is in") from error
+        raise
+
+
+def _described(source: Source) -> Checkpoint:
+    """A checkpoint out of its source; also of one that came from another process."""
+    with located(file=source.store.name), resting_collector():
+        return Checkpoint(source, detect(source).describe(source), again=_described)
+
+
+def steady(path: Openable, limits: Limits, look: Callable[[Store], T]) -> T:
+    """What `look` makes of the store at a path; it takes the store over. An error closes it.
+
+    A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
+    been there, whatever was found is forgotten, and the path opened again.
+    """
+    for _ in range(TRIES):
+        store = store_of(path, limits)
+        try:
+            made = look(store)
+        except BaseException as error:
+            store.close()
+            if not isinstance(error, HoldfastError) or not is_incomplete(store):
+                raise
+            continue
+        if not is_incomplete(store):
+            return made
+        store.close()
+    message = f"the folder was replaced {TRIES} times while it was opened; open it when fewer saves go there"
+    raise Replaced(message, file=store.name)
+
+
+def is_incomplete(store: Store) -> bool:
+    """Whether a file of the store was gone when it was wanted, because the directory had been replaced."""
+    return isinstance(store, LocalStore) and store.gone
+
+
+def store_of(path: Openable, limits: Limits) -> Store:
+    """The store behind anything that `open` takes."""
+    if isinstance(path, bytes | bytearray | memoryview):
+        return MemoryStore({"bytes": path}, name="<bytes>")
+    if isinstance(path, str | os.PathLike):
+        return _local(local_path(path), limits)
+    if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
+        return FileObjectStore(path)
+    raise TypeError(f"expected a path, bytes or a seekable binary file, not {type(path).__name__}")
+
+
+def _local(path: str, limits: Limits) -> LocalStore:
+    """The store of a path; where nothing is there, that of what a save had set aside when it was cut off, or still has."""
+    absent = 0
+    while True:
+        try:
+            return LocalStore(path, max_files=limits.files)
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            missing = error
+        from holdfast.engine.commit.transactions import recover
+
+        kept = recover(path)
+        # A directory that is replaced in two steps has no name between them, and may have one by the time we look.
+        absent += kept is None and not os.path.exists(path)
+        if absent > 1:
+            raise missing
+        if kept is not None:
+            try:
+                return LocalStore(kept, max_files=limits.files, instead_of=os.path.realpath(path))
+            except StoreError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+
+
+def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
+    """Read many lazy tensors (slices, too) at once: in parallel, with neighbouring reads joined."""
+    wanted = list(tensors)
+    outs = [t.empty() for t in wanted]
+    by_source: dict[int, tuple[Source, list[Request]]] = {}
+    for tensor, out in zip(wanted, outs, strict=True):
+        by_source.setdefault(id(tensor.source), (tensor.source, []))[1].append(Request(tensor, out))
+    for source, requests in by_source.values():
+        source.read(requests)
+    return outs

@@ -1,0 +1,368 @@
+"""`scan`: what would these files have done, had a trusting loader loaded them?
+
+The rule: every byte that some stock loader (pickle, torch.load, torch.jit, torch.package, torch.export, DCP, joblib, numpy)
+would carry out is read by the closed interpreter, and what could not be read is said. "Clean" means that all of it was read and
+nothing was found.
+
+1. Directories are searched, and content decides: a file that no loader would do anything with is skipped, and named. A distributed
+   checkpoint and a native directory are one thing each, with all their files.
+2. Each file is walked (`scanning/walk.py`): every container that it may be, every pickle in it, recorded, ranked (`severity.py`).
+3. It is opened as well, by the one parser that `open` uses. That says what format it is and where in its tree things are; and what
+   `open` refuses is an error here, unless it is something that only other loaders read and that was walked to its end.
+4. An error never outweighs a finding, and neither is ever "nothing found".
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from holdfast.core.limits import Limits
+from holdfast.engine.source import OpenSource
+from holdfast.errors import BadPath, HoldfastError, UnknownFormat
+from holdfast.formats.dcp.index import is_index
+from holdfast.formats.dcp.read import DATA_SUFFIX
+from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.pickle import PlainTable, interpret
+from holdfast.inspect.evidence import gather
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import store_of
+from holdfast.inspect.scanning.allowed import Allowed
+from holdfast.inspect.scanning.findings import Finding
+from holdfast.inspect.scanning.spans import Span
+from holdfast.inspect.scanning.walk import WHOLE, Walk
+from holdfast.inspect.severity import Severity
+from holdfast.stores.local import check_key
+from holdfast.stores.paths import found_path, local_path
+
+__all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
+
+Verdict = Literal["dangerous", "suspicious", "unknown", "error", "nothing scanned", "clean"]
+
+T = TypeVar("T")
+
+AnyPath = str | os.PathLike[str]
+
+POINTER = b"version https://git-lfs"
+"""A file that stands for another one, which is not here: what it would do, nobody can tell."""
+
+SKIPPED = 10_000
+"""Skipped files that are named; the others are counted."""
+
+TITLES = (
+    "torchscript",
+    "torch-zip",
+    "torch-package",
+    "npz",
+    "legacy",
+    "npy",
+    "zip",
+    "tar",
+    "gzip",
+    "bzip2",
+    "xz",
+    "lzma",
+    "zlib",
+    "zstd",
+    "pickle",
+)
+"""What a file is called that `open` does not know, the first that fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """What one file holds. With an `error`, it was not read to its end and the findings are not complete."""
+
+    path: str
+    format: str
+    """As `Checkpoint.format`; `pickle`, `npz`, `torch-package`, … for what `open` does not know; empty where it is not known."""
+    findings: tuple[Finding, ...] = ()
+    error: str | None = None
+    streams: int = 0
+    """Pickles that were read in it."""
+
+    def verdict(self, *, strict: bool = False) -> Verdict:
+        """The worst that is to be said of this file; what is allowed does not count."""
+        counted = {finding.severity for finding in self.findings if not finding.allowed}
+        if "dangerous" in counted:
+            return "dangerous"
+        if "suspicious" in counted or (strict and "unknown" in counted):
+            return "suspicious"
+        if "unknown" in counted:
+            return "unknown"
+        return "clean" if self.error is None else "error"
+
+
+@dataclass(frozen=True, slots=True)
+class ScanReport:
+    """What all the files hold."""
+
+    files: tuple[FileReport, ...]
+    skipped: int = 0
+    """Files in directories that no loader would do anything with."""
+    skipped_paths: tuple[str, ...] = ()
+    """Their names; the first ten thousand."""
+
+    def count(self, severity: Severity, *, allowed: bool = False) -> int:
+        """Findings of one severity, without those that are allowed; or of those alone."""
+        return sum(f.severity == severity and f.allowed == allowed for file in self.files for f in file.findings)
+
+    def verdict(self, *, strict: bool = False) -> Verdict:
+        """The first word for any file: `dangerous`, `suspicious`, `unknown`, `error` (something could not be read), `clean`.
+
+        `nothing scanned` where there was no file to say anything about. With `strict`, unknown globals are suspicious.
+        """
+        words = {file.verdict(strict=strict) for file in self.files}
+        order: tuple[Verdict, ...] = ("dangerous", "suspicious", "unknown", "error", "clean")
+        return next((word for word in order if word in words), "nothing scanned")
+
+
+def scan(
+    *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None
+) -> ScanReport:
+    """Report on files and directories, or lists of them.
+
+    Nothing in them is run, and nothing about them raises: errors are part of the report. `allow` is a file of patterns for
+    `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Raises `StoreError`
+    for such a file that cannot be read.
+    """
+    allowed = Allowed.given(allow)
+    files: list[FileReport] = []
+    skipped: list[str] = []
+    for given in _flat(paths):
+        try:
+            path = Path(local_path(given))
+        except BadPath as error:
+            files.append(FileReport(str(given), "", error=str(error)))
+            continue
+        if not os.path.isdir(path):
+            files.append(_scan_file(path, limits or Limits()))
+            continue
+        for found in _search(path):
+            report = found if isinstance(found, FileReport) else _scan_found(found, limits or Limits())
+            if report is None:
+                skipped.append(str(found))
+            else:
+                files.append(report)
+    marked = tuple(replace(file, findings=allowed.mark(file.findings)) for file in files)
+    return ScanReport(marked, len(skipped), tuple(skipped[:SKIPPED]))
+
+
+def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
+    for path in paths:
+        if isinstance(path, str | os.PathLike):
+            yield path
+        else:
+            yield from path
+
+
+def _search(directory: Path) -> Iterator[Path | FileReport]:
+    """Every file below a directory, sorted; a folder that cannot be listed as an error.
+
+    A distributed checkpoint is one thing, and stands for its files; so is a native directory. Links to folders are not followed.
+    """
+    problems: list[OSError] = []
+    for folder, folders, names in os.walk(directory, onerror=problems.append):
+        folders.sort()
+        native = MANIFEST in names
+        distributed = any(map(is_index, names)) or any(name.endswith(DATA_SUFFIX) for name in names)
+        if native or distributed:
+            yield Path(folder)
+        for name in sorted(names):
+            if not native and not (distributed and _belongs(name)):
+                yield Path(folder, name)
+    for problem in problems:
+        yield FileReport(str(problem.filename), "", error=f"cannot list this folder: {problem.strerror}")
+
+
+def _belongs(name: str) -> bool:
+    return is_index(name) or name.endswith(DATA_SUFFIX)
+
+
+def _scan_found(path: Path, limits: Limits) -> FileReport | None:
+    """One file of a directory, or a folder that is one checkpoint; None when no loader would do anything with it."""
+    if path.is_dir():
+        return _guarded(path, lambda: _scan_folder(path, limits))
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            return None
+    except FileNotFoundError:
+        return None  # a link to nowhere: nobody can load it either
+    except OSError:
+        pass  # opening it says what is wrong
+    report = _guarded(path, lambda: _scan_bytes(path, limits))
+    return report if report.format or report.findings or report.error else None
+
+
+def _scan_file(path: Path, limits: Limits) -> FileReport:
+    """One file that must be something."""
+    report = _guarded(path, lambda: _scan_bytes(path, limits))
+    if report.format or report.findings or report.error:
+        return report
+    try:
+        with open_checkpoint(found_path(str(path)), limits=limits):
+            return report
+    except HoldfastError as error:
+        return replace(report, error=str(error))
+
+
+def _guarded(path: Path, look: Callable[[], FileReport]) -> FileReport:
+    """A scan of a thousand files does not end at the first surprise; even a bug of ours is reported as an error of this file."""
+    try:
+        return look()
+    except HoldfastError as error:
+        return FileReport(str(path), "", error=str(error))
+    except Exception as error:
+        return FileReport(str(path), "", error=f"{type(error).__name__}: {error}")
+
+
+def _keeping(walk: Walk, look: Callable[[], T]) -> T | None:
+    """Go on with what was found where something unforeseen breaks a walk off, which is an error of the file."""
+    try:
+        return look()
+    except HoldfastError as error:
+        walk.found.error(str(error))
+    except Exception as error:
+        walk.found.error(f"{type(error).__name__}: {error}")
+    return None
+
+
+def _scan_bytes(path: Path, limits: Limits) -> FileReport:
+    """One file, walked and opened."""
+    store = store_of(found_path(str(path)), limits)
+    try:
+        source = OpenSource(store, limits=limits, threads=1, mapped=False)
+        (key,) = store.list()
+        span = Span(source, key, 0, store.size(key))
+        walk = Walk(_for_index(limits) if is_index(path.name) else limits, span.nbytes)
+        _keeping(walk, lambda: walk.look(span, WHOLE))
+        opened = _open(path, limits)
+        if span.read(0, len(POINTER)) == POINTER:
+            opened = replace(opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`")
+        paths = opened.paths or _paths_of_pickle(walk, span)
+    finally:
+        store.close()
+    return _report(path, walk, opened, paths)
+
+
+def _for_index(limits: Limits) -> Limits:
+    return replace(limits, pickle_nbytes=max(limits.pickle_nbytes, limits.dcp_metadata_nbytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What `open` says of a file."""
+
+    format: str = ""
+    refusal: str | None = None
+    """Why it was refused; None where it was not, or where `open` does not know such files."""
+    paths: dict[str, tuple[str, ...]] | None = None
+
+
+def _open(path: Path, limits: Limits) -> Opened:
+    try:
+        with open_checkpoint(found_path(str(path)), limits=limits) as checkpoint:
+            paths = {str(what): tuple(seen.paths) for what, seen in gather(checkpoint.tree).items()} if checkpoint.foreign else {}
+            paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
+            return Opened(checkpoint.format, None, paths)
+    except UnknownFormat:
+        return Opened()
+    except HoldfastError as error:
+        return Opened("", str(error))
+
+
+def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
+    """Places in the tree of a bare pickle, where it can be read as data."""
+    if "pickle" not in walk.kinds or span.nbytes > walk.limits.pickle_nbytes:
+        return {}
+    try:
+        done = interpret(span.read(0, span.nbytes), PlainTable(), limits=walk.limits, stream="pickle")
+    except HoldfastError:
+        return {}
+    return {str(what): tuple(seen.paths) for what, seen in gather(done.value).items()}
+
+
+def _report(path: Path, walk: Walk, opened: Opened, paths: dict[str, tuple[str, ...]]) -> FileReport:
+    findings = walk.found.sorted(paths)
+    errors = list(walk.found.errors)
+    other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
+    if other and not opened.format and not walk.streams and not findings and not walk.kinds & {"npz", "torch-package"}:
+        # An archive in which there is nothing for any loader: a wheel, a document, pictures.
+        ordinary = not errors or ("refused" in walk.kinds and len(errors) == 1)
+        return FileReport(str(path), "", error=None if ordinary else _joined(errors))
+    if opened.refusal is not None and not errors and not (other and "refused" not in walk.kinds):
+        errors.append(opened.refusal)
+    if not opened.format and walk.trailing is not None:
+        errors.append(walk.trailing)
+    known = {"torch-zip" if kind == "zip" and walk.torch_zip else kind for kind in walk.kinds}
+    title = opened.format or next((kind for kind in TITLES if kind in known), "")
+    return FileReport(str(path), title, findings, _joined(errors), walk.streams)
+
+
+def _joined(errors: list[str]) -> str | None:
+    return "; ".join(dict.fromkeys(errors)) or None
+
+
+def _scan_folder(folder: Path, limits: Limits) -> FileReport:
+    """A distributed checkpoint or a native directory: all its files, and what its index says of them."""
+    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
+    native = MANIFEST in names
+    wanted = [name for name in names if native or _belongs(name)]
+    sizes = {name: (folder / name).stat().st_size for name in wanted}
+    walk = Walk(limits, sum(sizes.values()))
+    stores = []
+    spans: dict[str, Span] = {}
+    try:
+        for name in wanted:
+            store = store_of(found_path(str(folder / name)), limits)
+            stores.append(store)
+            (key,) = store.list()
+            spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
+            walk.limits = _for_index(limits) if is_index(name) else limits
+            kinds = _keeping(walk, functools.partial(walk.look, spans[name], name))
+            if not kinds and not native and spans[name].nbytes:
+                walk.found.error(f"{name}: neither a pickle nor an archive; not read")
+        walk.limits = limits
+        _keeping(walk, lambda: _scan_items(walk, spans))
+    finally:
+        for store in stores:
+            store.close()
+    opened = _open(folder, limits)
+    findings = walk.found.sorted(opened.paths or {})
+    errors = [*walk.found.errors, *([opened.refusal] if opened.refusal else [])]
+    if not opened.format and opened.refusal is None:
+        errors.append("the index of a distributed checkpoint, or its data, without the other")
+    return FileReport(str(folder), opened.format, findings, _joined(errors), walk.streams)
+
+
+def _scan_items(walk: Walk, spans: dict[str, Span]) -> None:
+    """What the index points at, where that is not one of the archives that were found in the data files."""
+    budget = 2 * sum(span.nbytes for span in spans.values())
+    done: set[tuple[object, object, object]] = set()
+    for item in walk.items:
+        name, offset, length = (item.get(field) for field in ("relative_path", "offset", "length"))
+        if type(name) is not str or type(offset) is not int or type(length) is not int or (name, offset, length) in done:
+            continue
+        done.add((name, offset, length))
+        try:
+            check_key(name)
+        except HoldfastError:
+            walk.found.tell(
+                "suspicious", f"an item in the file {name[:200]!r}", "reads a file outside of the checkpoint", stream=".metadata"
+            )
+            continue
+        span = spans.get(name)
+        if span is None or (span.key, offset, offset + length) in walk.zips:
+            continue
+        budget -= max(length, 0)
+        if budget < 0:
+            walk.found.error("the items of the index overlap; not all of them were read")
+            return
+        part = span.part(offset, offset + length)
+        if not walk.look(part, f"{name} at byte {offset:,}", 1) and part.nbytes:
+            walk.found.error(f"{name}: the item at byte {offset:,} is neither a pickle nor an archive; not read")

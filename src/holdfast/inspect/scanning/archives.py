@@ -1,0 +1,193 @@
+"""Zip and tar as scans see them: every record that *some* reader would find.
+
+An archive that the strict reader accepts, all readers see alike. One that it refuses is read by the directory, as CPython and
+miniz do, and by the local headers in the file besides, and the refusal is reported. Names decide nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from holdfast.errors import HoldfastError
+from holdfast.formats.torch.tar import begins_like_tar
+from holdfast.formats.zip.reader import read_archive
+from holdfast.inspect.scanning.packed import METHODS, Unpacked, unpack
+from holdfast.inspect.scanning.spans import Span
+
+__all__ = ["Entry", "Member", "entries_of", "last_zip", "members_of"]
+
+END = b"PK\5\6"
+ENTRY = b"PK\1\2"
+LOCAL = b"PK\3\4"
+COMMENT = 0xFFFF + 22
+SEARCHED = 1 << 24
+"""Bytes that are searched for local headers at a time."""
+
+BLOCK = 512
+MEMBERS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record of a zip."""
+
+    name: str
+    method: int
+    span: Span
+    """Its bytes as they are in the file."""
+    nbytes: int
+    """Of its content, as the archive claims."""
+
+    def content(self, most: int) -> Unpacked:
+        """At most `most` bytes of its content."""
+        if self.method == 0:
+            return Unpacked(self.span.read(0, most), self.span.nbytes <= most, None)
+        return unpack(self.span, METHODS.get(self.method, f"zip method {self.method}"), most)
+
+
+def last_zip(span: Span, *, exact: bool) -> tuple[int, int] | None:
+    """Where the archive lies that ends the span, as its end record says; `exact` where nothing may be behind that."""
+    tail_start = span.nbytes - 22 if exact else max(span.nbytes - COMMENT, 0)
+    if span.nbytes < 22:
+        return None
+    tail = span.read(tail_start, span.nbytes)
+    found = tail.rfind(END, 0, len(tail) - 18)
+    if found < 0 or (exact and tail[found + 20 : found + 22] != b"\0\0"):
+        return None
+    at = tail_start + found
+    nbytes, offset = struct.unpack("<2I", tail[found + 12 : found + 20])
+    directory_end = at
+    wide = span.read(at - 76, at) if at >= 76 else b""
+    if wide[:4] == b"PK\6\6" and wide[56:60] == b"PK\6\7":
+        # torch writes these records always, and then says the same twice.
+        nbytes, offset = struct.unpack("<2Q", wide[40:56])
+        directory_end = at - 76
+    comment = int.from_bytes(tail[found + 20 : found + 22], "little")
+    start = directory_end - nbytes - offset
+    if start < 0 or span.read(directory_end - nbytes, directory_end - nbytes + 4) not in (ENTRY, END, b"PK\6\6"):
+        start = 0  # offsets that lie, or count from elsewhere
+    return start, min(at + 22 + comment, span.nbytes)
+
+
+def entries_of(span: Span) -> tuple[list[Entry], str | None]:
+    """The records of the archive that is the whole span, and why the strict reader refuses it, if it does."""
+    try:
+        archive = read_archive(span.source, span.key, start=span.start, stop=span.stop)
+    except HoldfastError as error:
+        return _every_entry(span), str(error)
+    found = []
+    for record in archive.records.values():
+        place = Span(span.source, span.key, record.start, record.stop)
+        found.append(Entry(record.name, record.method, place, record.content_nbytes))
+    return found, None
+
+
+def _every_entry(span: Span) -> list[Entry]:
+    """Each record that a directory or a local header tells of, once for each place where it may lie."""
+    found: dict[tuple[int, int], Entry] = {}
+    for entry in (*_by_directory(span), *_by_headers(span)):
+        found.setdefault((entry.span.start, entry.method), entry)
+    return list(found.values())
+
+
+def _by_directory(span: Span) -> Iterator[Entry]:
+    place = last_zip(span, exact=False)
+    if place is None:
+        return
+    tail_start = max(span.nbytes - COMMENT, 0)
+    end = tail_start + span.read(tail_start, span.nbytes).rfind(END)
+    nbytes, offset = struct.unpack("<2I", span.read(end + 12, end + 20))
+    for start in dict.fromkeys((offset, end - nbytes, end - 76 - nbytes)):
+        directory = span.read(start, min(start + nbytes, end)) if 0 <= start < end else b""
+        at = 0
+        while directory[at : at + 4] == ENTRY and at + 46 <= len(directory):
+            method, packed, size = struct.unpack_from("<H8x2I", directory, at + 10)
+            lengths = struct.unpack_from("<3H", directory, at + 28)
+            (header,) = struct.unpack_from("<I", directory, at + 42)
+            name = directory[at + 46 : at + 46 + lengths[0]].decode("utf-8", "replace")
+            for base in {0, place[0]}:
+                payload = _payload(span, base + header)
+                if payload is not None:
+                    yield Entry(name, method, span.part(payload, payload + packed), size)
+            at += 46 + sum(lengths)
+
+
+def _payload(span: Span, header: int) -> int | None:
+    raw = span.read(header, header + 30)
+    if len(raw) < 30 or raw[:4] != LOCAL:
+        return None
+    return header + 30 + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
+
+
+def _by_headers(span: Span) -> Iterator[Entry]:
+    """By the local headers, as a reader does that repairs, or one that streams."""
+    at = 0
+    budget = 2 * span.nbytes
+    while at < span.nbytes and budget > 0:
+        block = span.read(at, at + SEARCHED)
+        for match in re.finditer(rb"PK\x03\x04", block):
+            header = at + match.start()
+            raw = span.read(header, header + 30)
+            if len(raw) < 30:
+                continue
+            flags, method, packed, size, name_nbytes, extra = struct.unpack("<2H8x2I2H", raw[6:30])
+            name = span.read(header + 30, header + 30 + min(name_nbytes, 1024)).decode("utf-8", "replace")
+            start = header + 30 + name_nbytes + extra
+            if flags & 8 or packed == 0xFFFFFFFF:
+                packed = _until_signature(span, start)
+            budget -= packed
+            yield Entry(name, method, span.part(start, start + packed), size)
+        at += max(len(block) - 3, 1)
+
+
+def _until_signature(span: Span, start: int) -> int:
+    """Bytes up to the next header of any kind: where the length of a record stands behind it."""
+    reach = 1 << 12
+    while True:
+        block = span.read(start, start + reach)
+        found = re.search(rb"PK(?:\x01\x02|\x03\x04|\x05\x06|\x07\x08)", block)
+        if found or len(block) < reach:
+            return found.start() if found else len(block)
+        reach *= 8
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of a tar."""
+
+    name: str
+    kind: bytes
+    span: Span
+
+
+def members_of(span: Span) -> Iterator[Member | str]:
+    """The members, one after the other; text for what broke the row."""
+    at = 0
+    for _ in range(MEMBERS):
+        head = span.read(at, at + BLOCK)
+        if len(head) < BLOCK or head == bytes(BLOCK):
+            return
+        if not begins_like_tar(head):
+            yield f"the tar breaks off at byte {at:,}: no header there"
+            return
+        raw = head[124:136]
+        if raw[0] & 0x80:
+            nbytes = int.from_bytes(raw[1:], "big")
+        else:
+            field = raw.split(b"\0", 1)[0].strip(b" ")
+            if any(c not in b"01234567" for c in field):
+                yield f"the tar breaks off at byte {at:,}: its size is no number"
+                return
+            nbytes = int(field or b"0", 8)
+        if at + BLOCK + nbytes > span.nbytes:
+            yield f"the tar ends inside of a member at byte {at:,}"
+            nbytes = span.nbytes - at - BLOCK
+        name = head[:100].split(b"\0", 1)[0].decode("utf-8", "replace")
+        kind = head[156:157]
+        yield Member(name, kind, span.part(at + BLOCK, at + BLOCK + nbytes))
+        # tarfile goes by the size of what has content, and links have none.
+        at += BLOCK + (-(-nbytes // BLOCK) * BLOCK if kind not in b"1234" else 0)
+    yield f"more than {MEMBERS:,} members"

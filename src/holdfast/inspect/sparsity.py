@@ -1,0 +1,182 @@
+"""`sparsity`: where the zeros of each tensor are, streamed, in parallel, in bounded memory.
+
+A tensor is seen as a matrix, its first axis by all others, and read in tiles of 64 rows and columns, or multiples: groups and
+blocks of up to 64 lie within one. Of a tile stay a few counts, and which rows and columns have anything in them.
+
+- N:M is found where every group of `m` along the last axis has at most `n` that are not zero, and nearly all groups are full: a
+  tensor with 90% of zeros anywhere is not called 8:16 because no group happens to have more.
+- A block shape is found where nearly all zeros lie in blocks that are all zeros; the largest such shape is told.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast.core.sparse.encoding import matrix_shape
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.checksums import Progress
+from holdfast.engine.computed import read_flat
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.errors import located
+from holdfast.inspect.stats import countable
+
+__all__ = ["TensorSparsity", "sparsity"]
+
+GROUPS = (2, 4, 8, 16)
+"""The `m` of patterns that are looked for."""
+
+BLOCKS = ((64, 64), (32, 32), (16, 16), (8, 8), (4, 4), (1, 64), (64, 1), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1), (2, 2))
+"""Block shapes that are looked for, the largest first."""
+
+TILE = 64
+TILE_COLUMNS = 1 << 13
+"""64 rows of as many are half a million elements."""
+
+EXPLAINED = 0.95
+"""The part of the zeros that a block shape has to explain, and of the groups' places that N:M has to fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSparsity:
+    """Where the zeros of one tensor are."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    zeros: int
+    pattern: tuple[int, int] | None
+    """N:M along the last axis: at most `n` of every `m` are not zero."""
+    block: tuple[int, int] | None
+    """Rows and columns of the blocks in which the zeros come."""
+    dead_rows: int
+    """Indices of the first axis with nothing but zeros."""
+    dead_columns: int
+    """The same of the other axes, taken as one."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(slots=True)
+class Found:
+    """What is known of one tensor while its tiles are looked at."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    zeros: int = 0
+    most: dict[int, int] = field(default_factory=dict)
+    """By `m`: how many of a group are not zero, at most."""
+    explained: dict[tuple[int, int], int] = field(default_factory=dict)
+    """By block shape: zeros in blocks that are all zeros."""
+
+
+def sparsity(
+    tensors: Iterable[LazyTensor], *, threads: int | None = None, progress: Progress | None = None
+) -> tuple[TensorSparsity, ...]:
+    """Look at every tensor whose elements are numbers."""
+    wanted = [tensor for tensor in tensors if countable(tensor) and tensor.dtype.name != "complex32"]
+    found = []
+    work: list[Callable[[], None]] = []
+    lock = threading.Lock()
+    for tensor in wanted:
+        with located(tensor=tensor.name):
+            tensor.check_expansion()
+        rows, columns = matrix_shape(tensor.shape) if tensor.ndim > 1 else (0, 0)
+        about = Found(np.zeros(rows, np.bool_), np.zeros(columns, np.bool_))
+        found.append(about)
+        work += [_task(tensor, about, tile, lock, progress) for tile in _tiles(tensor)]
+    if work:
+        run_all(work, threads or default_threads())
+    return tuple(_row(tensor, about) for tensor, about in zip(wanted, found, strict=True))
+
+
+Tile = tuple[int, int, int, int]
+
+
+def _tiles(tensor: LazyTensor) -> Iterator[Tile]:
+    """First and last row, first and last column."""
+    rows, columns = matrix_shape(tensor.shape)
+    if not tensor.size:
+        return
+    high = max(TILE_COLUMNS // max(columns, 1), 1) * TILE
+    for top in range(0, rows, high):
+        for left in range(0, columns, TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE):
+            yield top, min(top + high, rows), left, min(left + (TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE), columns)
+
+
+def _task(tensor: LazyTensor, about: Found, tile: Tile, lock: threading.Lock, progress: Progress | None) -> Callable[[], None]:
+    def run() -> None:
+        top, bottom, left, right = tile
+        columns = matrix_shape(tensor.shape)[1]
+        with located(tensor=tensor.name):
+            if (left, right) == (0, columns):
+                values = read_flat(tensor, top * columns, bottom * columns).reshape(bottom - top, columns)
+            else:
+                values = np.stack([read_flat(tensor, r * columns + left, r * columns + right) for r in range(top, bottom)])
+        zero = np.asarray(values == 0)
+        zeros = int(np.count_nonzero(zero))
+        counts = Counts(zero)
+        groups = [m for m in GROUPS if tensor.shape and tensor.shape[-1] % m == 0]
+        most = {m: m - int(counts.of(1, m).min()) if zeros else m for m in groups}
+        explained = _explained(counts, matrix_shape(tensor.shape)) if zeros else {}
+        with lock:
+            about.zeros += zeros
+            for m, n in most.items():
+                about.most[m] = max(about.most.get(m, 0), n)
+            for shape, count in explained.items():
+                about.explained[shape] = about.explained.get(shape, 0) + count
+            if about.rows.size:
+                about.rows[top:bottom] |= ~zero.all(axis=1)
+                about.columns[left:right] |= ~zero.all(axis=0)
+        if progress is not None:
+            progress(tensor.dtype.nbytes(zero.size))
+
+    return run
+
+
+class Counts:
+    """How many are set in each block of a tile, for sides that are powers of two; each is made of two of half its size."""
+
+    def __init__(self, tile: np.ndarray) -> None:
+        self.shape = tile.shape
+        self._made = {(1, 1): tile.astype(np.uint16)}
+
+    def of(self, height: int, width: int) -> np.ndarray:
+        """The counts; blocks at the lower and right edge are smaller."""
+        if (height, width) not in self._made:
+            half = self.of(height // 2, width) if height > 1 else self.of(1, width // 2).T
+            whole = half[::2].copy()
+            whole[: len(half) // 2] += half[1::2]
+            self._made[height, width] = whole if height > 1 else whole.T
+        return self._made[height, width]
+
+
+def _explained(counts: Counts, whole: tuple[int, int]) -> dict[tuple[int, int], int]:
+    """For each block shape that fits into the whole, the zeros in blocks that are all zeros."""
+    rows, columns = counts.shape
+    explained = {}
+    for height, width in BLOCKS:
+        if height <= whole[0] and width <= whole[1]:
+            sides = (np.diff(np.arange(0, n, step), append=n).astype(np.uint16) for n, step in ((rows, height), (columns, width)))
+            found = counts.of(height, width)
+            explained[height, width] = int(found.sum(where=found == np.multiply.outer(*sides), dtype=np.int64))
+    return explained
+
+
+def _row(tensor: LazyTensor, about: Found) -> TensorSparsity:
+    filled = tensor.size - about.zeros
+    fits = [(n / m, m, n) for m, n in about.most.items() if 0 < n < m and filled >= EXPLAINED * tensor.size * n / m]
+    pattern = min(fits, default=None)
+    block = None
+    if about.zeros and filled:
+        block = next((shape for shape in BLOCKS if about.explained.get(shape, 0) >= EXPLAINED * about.zeros), None)
+    dead = [int(alive.size - np.count_nonzero(alive)) for alive in (about.rows, about.columns)]
+    return TensorSparsity(
+        tensor.name, tensor.dtype.name, tensor.shape, about.zeros, (pattern[2], pattern[1]) if pattern else None, block, *dead
+    )

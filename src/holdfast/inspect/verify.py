@@ -1,0 +1,388 @@
+"""`verify`: is every byte of a checkpoint the one that was written?
+
+1. The checkpoint is opened, which checks its structure. A zip whose pickle is damaged still has its records.
+2. Every byte of its files is read once, in parallel. Ranges with a recorded checksum (the storages of tensors, each once however
+   many names it has; the other records of a zip) are summed; the bytes between them are read so that I/O errors show.
+3. Headers, indexes and manifests that Holdfast wrote carry checksums as well; what another program changed in them is reported.
+4. Everything that does not match is reported, not the first.
+
+In a directory, other checkpoint files that are no part of the checkpoint (a `pytorch_model.bin` beside safetensors) are verified
+too, each by itself; and where the directory as a whole does not open, all of them are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from holdfast.core.chunk import Storage
+from holdfast.core.collector import resting_collector
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Store
+from holdfast.core.sparse.storage import SparseStorage
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.checksums import Progress, Span, Sweep
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.source import OpenSource
+from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, located
+from holdfast.formats.detect import detect
+from holdfast.formats.native.read import check_files
+from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.native.unpacked import UnpackedStore
+from holdfast.formats.torch.zip import begins_like_zip
+from holdfast.formats.zip.inflate import inflated_crc
+from holdfast.formats.zip.reader import read_archive
+from holdfast.inspect.open import TRIES, Openable, is_incomplete, store_of
+from holdfast.stores.paths import local_path
+
+__all__ = ["Damage", "Problem", "VerifyReport", "verify"]
+
+SUFFIXES = (".bin", ".ckpt", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
+"""Files in a directory that are checkpoints by their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that do not have the checksum that was recorded for them."""
+
+    file: str
+    tensors: tuple[str, ...]
+    """Every name that uses the storage; none for other records of a zip."""
+    label: str
+    """What the file calls it: `data/17`, `data.pkl`."""
+    offset: int
+    """First byte in the file."""
+    nbytes: int
+    """How many bytes the checksum covers. Which of them changed, it cannot say."""
+    expected: int
+    found: int | None
+    """None where compressed bytes do not inflate any more."""
+    message: str = ""
+    """What it means and what to do, where it is no tensor's bytes: a manifest, a header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that kept a file, or a part of it, from being verified."""
+
+    file: str
+    message: str
+    kind: str
+    """The class of the error: `Truncated`, `StoreError`, …"""
+    tensors: tuple[str, ...] = ()
+    """Names that could not be read, where it is not the whole file."""
+    damaged: bool = False
+    """Whether the content is at fault, and not that nobody could look at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What `verify` found."""
+
+    path: str
+    format: str
+    """As `Checkpoint.format`; empty where nothing opened."""
+    damaged: tuple[Damage, ...] = ()
+    problems: tuple[Problem, ...] = ()
+    checked_nbytes: int = 0
+    """Bytes that were compared with a recorded checksum."""
+    unchecked: tuple[str, ...] = ()
+    """Tensors without a recorded checksum: they were read, and nothing can be said of their content."""
+    unchecked_nbytes: int = 0
+    files: int = 0
+    """Files that were read."""
+    skipped: tuple[str, ...] = ()
+    """Files in the directory that are no checkpoints."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as anyone can tell: see `unchecked` for how far that is."""
+        return not self.damaged and not self.problems
+
+
+def verify(
+    path: Openable, *, threads: int | None = None, limits: Limits | None = None, progress: Progress | None = None
+) -> VerifyReport:
+    """Verify a whole checkpoint of any format; nothing about its files raises, everything is in the report.
+
+    `progress` is called with the number of bytes that were read since its last call, from any thread.
+    """
+    check = Verification(limits or Limits(), threads or default_threads(), progress)
+    if not isinstance(path, str | os.PathLike):
+        check.one(path)
+        return check.report(f"<{type(path).__name__}>")
+    try:
+        path = local_path(path)
+    except BadPath as error:
+        check.refuse(str(path), error)
+        return check.report(str(path))
+    for _ in range(TRIES):
+        check = Verification(limits or Limits(), threads or default_threads(), progress)
+        if os.path.isdir(path):
+            check.directory(path)
+        else:
+            check.one(path)
+        if not check.replaced:
+            break
+    return check.report(path)
+
+
+@dataclass(slots=True)
+class Range:
+    """A span with what is known about it."""
+
+    span: Span
+    label: str
+    crc32: int | None
+    store: Store
+    tensors: list[str] = field(default_factory=list)
+    content_nbytes: int | None = None
+    """Length after inflating, for a compressed record."""
+
+
+class Verification:
+    """Collects what is found in one or several checkpoints."""
+
+    def __init__(self, limits: Limits, threads: int, progress: Progress | None) -> None:
+        self._limits, self._threads, self._progress = limits, threads, progress
+        self._formats: list[str] = []
+        self._damaged: list[Damage] = []
+        self._problems: list[Problem] = []
+        self._checked = self._unchecked_nbytes = self._files = 0
+        self._unchecked: dict[str, None] = {}
+        self._skipped: list[str] = []
+        self.replaced = False
+        """Whether another checkpoint took the place of the folder before all of it was read."""
+
+    def report(self, path: str) -> VerifyReport:
+        order = sorted(self._damaged, key=lambda d: (d.file, d.offset))
+        return VerifyReport(
+            path,
+            self._formats[0] if self._formats else "",
+            tuple(order),
+            tuple(self._problems),
+            self._checked,
+            tuple(self._unchecked),
+            self._unchecked_nbytes,
+            self._files,
+            tuple(self._skipped),
+        )
+
+    def directory(self, path: str) -> None:
+        """A directory as one checkpoint, and then what is in it besides."""
+        failed: HoldfastError | None = None
+        done: set[str] = set()
+        store = None
+        try:
+            store = store_of(path, self._limits)
+            keys = store.list()
+            try:
+                done = self._checkpoint(OpenSource(store, limits=self._limits, threads=self._threads), path)
+            except HoldfastError as error:
+                failed = error
+        except HoldfastError as error:
+            self.refuse(path, error)
+            return
+        finally:
+            if store is not None:
+                self.replaced = is_incomplete(store)
+                store.close()
+        if self.replaced:
+            self.refuse(path, failed or Replaced("the folder was replaced while it was read; verify it again", file=path))
+            return
+        found_before = len(self._formats)
+        for key in keys:
+            if key in done or key.rsplit("/", 1)[-1].startswith("."):
+                continue
+            file = os.path.join(path, key)
+            if key.lower().endswith(SUFFIXES):
+                self.one(file, optional=True, ours=MANIFEST in keys)
+            else:
+                self._skipped.append(file)
+        named = any(problem.file != path for problem in self._problems) and not isinstance(failed, Corrupted)
+        if failed is not None and not named and not (isinstance(failed, UnknownFormat) and len(self._formats) > found_before):
+            self.refuse(path, failed, ours=MANIFEST in keys)
+
+    def one(self, path: Openable, *, optional: bool = False, ours: bool = False) -> None:
+        """One file. With `optional`, one that is no checkpoint at all is passed over; `ours` as for `refuse`."""
+        label = path if isinstance(path, str) else f"<{type(path).__name__}>"
+        try:
+            store = store_of(path, self._limits)
+            try:
+                self._checkpoint(OpenSource(store, limits=self._limits, threads=self._threads), label)
+            finally:
+                self.replaced |= is_incomplete(store)
+                store.close()
+        except UnknownFormat as error:
+            if not optional:
+                self.refuse(label, error)
+            else:
+                self._skipped.append(label)
+        except HoldfastError as error:
+            self.refuse(label, error, ours=ours)
+
+    def refuse(self, file: str, error: HoldfastError, *, ours: bool = False) -> None:
+        """Enter an error of a file; what breaks a rule in `ours` is damage, since no other program writes such files."""
+        place = file if error.file in (None, file) else _label(file, error.file)
+        if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
+            self._damaged.append(Damage(place, (), "", error.offset or 0, 0, error.expected, error.found, error.message))
+        else:
+            damaged = isinstance(error, Corrupted) or (ours and isinstance(error, FormatError))
+            self._problems.append(Problem(place, error.message, type(error).__name__, damaged=damaged))
+
+    def _checkpoint(self, source: OpenSource, path: str) -> set[str]:
+        """Verify what one source holds; gives the keys of its files back. Raises where it does not open."""
+        zipped = begins_like_zip(source)
+        tensors: Mapping[str, LazyTensor] = {}
+        with located(file=path), resting_collector():
+            try:
+                description = detect(source).describe(source)
+                kind, tensors = description.format, dict(description.tensors)
+                for change in description.changed:
+                    self.refuse(path, change)
+            except FormatError as error:
+                if not zipped:
+                    raise
+                read_archive(source, source.store.list()[0])  # raises where the archive itself is at fault
+                self.refuse(path, error)
+                kind = "torch-zip"
+            except Corrupted:
+                if not zipped:
+                    raise
+                kind = "torch-zip"  # the record that is damaged is found again among all of them
+            if kind == "native":
+                try:
+                    check_files(source)
+                except HoldfastError as error:
+                    self.refuse(path, error, ours=True)
+        ranges = self._tensor_ranges(tensors, path)
+        keys = sorted({at.span.key for at in ranges.values() if at.store is source.store}) or list(source.store.list())[:1]
+        if kind == "dcp":
+            # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
+            keys = [key for key in source.store.list() if key.endswith(".distcp")]
+        if zipped:
+            _add_records(ranges, source, keys[0])
+        self._sweep(source, ranges, keys, path)
+        self._formats.append(kind)
+        self._files += len(keys)
+        return set(keys)
+
+    def _tensor_ranges(self, tensors: Mapping[str, LazyTensor], path: str) -> dict[object, Range]:
+        """The storages of all tensors, each once, with every name that uses it. One that cannot be found is a problem."""
+        ranges: dict[object, Range] = {}
+        for name, tensor in tensors.items():
+            for storage in _with_parts(tensor):
+                if storage.nbytes:
+                    try:
+                        place: Place = (storage.key, storage.start, storage.nbytes)
+                    except HoldfastError as error:
+                        self._lost(path, error, name)
+                        continue
+                    at = ranges.get(place)
+                    if at is None:
+                        span = Span(*place, summed=storage.crc32 is not None)
+                        at = ranges[place] = Range(span, storage.label, storage.crc32, _store_of(storage, tensor))
+                    at.tensors.append(name)
+        return ranges
+
+    def _lost(self, path: str, error: HoldfastError, name: str) -> None:
+        """Note a tensor whose bytes cannot be found, because what says where they are is damaged."""
+        file = _label(path, error.file) if error.file else path
+        if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
+            self._damaged.append(Damage(file, (name,), "", error.offset or 0, 0, error.expected, error.found))
+        else:
+            self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
+
+    def _sweep(self, source: OpenSource, ranges: Mapping[object, Range], keys: list[str], path: str) -> None:
+        known = [at for at in ranges.values() if at.content_nbytes is None and at.store is source.store]
+        packed = [at for at in ranges.values() if at.content_nbytes is not None]
+        between = list(_gaps([at.span for at in known], {key: source.store.size(key) for key in keys}))
+        sweep = Sweep(source.store, [*(at.span for at in known), *between])
+        work = sweep.tasks(self._progress)
+        # What is computed from the files (inflated items) is read through what computes it.
+        others = [at for at in ranges.values() if at.store is not source.store]
+        inflated = Sweep(others[0].store, [at.span for at in others]) if others else None
+        work += inflated.tasks(self._progress) if inflated is not None else []
+        if work:
+            run_all(work, self._threads)
+        for number, at in enumerate(known):
+            self._settle(at, sweep.outcome(number), path)
+        damaged = {name for damage in self._damaged for name in damage.tensors}
+        for number, at in enumerate(others):
+            # What is unpacked from damaged parts says nothing new.
+            if damaged.isdisjoint(at.tensors):
+                self._settle(at, inflated.outcome(number) if inflated is not None else None, path)
+        for number, span in enumerate(between, len(known)):
+            missed = sweep.outcome(number)
+            if isinstance(missed, HoldfastError):
+                self._problems.append(Problem(_label(path, span.key), missed.message, type(missed).__name__))
+        for at in packed:
+            outcome: int | HoldfastError | None
+            try:
+                outcome = inflated_crc(source, at.span.key, (at.span.start, at.span.stop), at.content_nbytes or 0)
+            except HoldfastError as error:
+                outcome = error
+            self._settle(at, outcome, path)
+
+    def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str) -> None:
+        """Enter the outcome of one range into the report."""
+        file, names = _label(path, at.span.key), tuple(at.tensors)
+        if isinstance(outcome, HoldfastError):
+            self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
+            return
+        if at.crc32 is None:
+            self._unchecked.update(dict.fromkeys(names))
+            self._unchecked_nbytes += at.span.nbytes if names else 0
+            return
+        self._checked += at.span.nbytes
+        if outcome != at.crc32:
+            self._damaged.append(Damage(file, names, at.label, at.span.start, at.span.nbytes, at.crc32, outcome))
+
+
+Place = tuple[str, int, int]
+
+
+def _with_parts(tensor: LazyTensor) -> Iterator[Storage]:
+    """The storages of a tensor; of one that is stored packed, its parts as well."""
+    for storage in tensor.storages:
+        if isinstance(storage, SparseStorage):
+            yield from storage.parts
+        yield storage
+
+
+def _store_of(storage: Storage, tensor: LazyTensor) -> Store:
+    """Where the bytes of a storage are: those of packed parts in the files, below what unpacks them."""
+    store = tensor.source.store
+    return store.below if isinstance(store, UnpackedStore) and not isinstance(storage, SparseStorage) else store
+
+
+def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> None:
+    """The records of a zip that are no tensor's storage."""
+    archive = read_archive(source, key)
+    cut = len(archive.prefix) + 1 if archive.prefix else 0
+    for name, record in archive.records.items():
+        if record.nbytes and record.crc32 is not None and (key, record.start, record.nbytes) not in ranges:
+            span = Span(key, record.start, record.nbytes)
+            length = None if record.stored else record.content_nbytes
+            ranges[key, record.start, record.nbytes] = Range(
+                span, name[cut:], record.crc32, source.store, content_nbytes=length
+            )
+
+
+def _gaps(spans: list[Span], sizes: Mapping[str, int]) -> Iterator[Span]:
+    """What the spans leave of files of these sizes."""
+    reached = dict.fromkeys(sizes, 0)
+    for span in sorted(spans, key=lambda s: s.start):
+        at = reached[span.key]
+        if span.start > at:
+            yield Span(span.key, at, span.start - at, summed=False)
+        reached[span.key] = max(at, span.stop)
+    for key, at in reached.items():
+        if at < sizes[key]:
+            yield Span(key, at, sizes[key] - at, summed=False)
+
+
+def _label(path: str, key: str) -> str:
+    """The file as a person would name it."""
+    return os.path.join(path, key) if os.path.isdir(path) else path

@@ -1,0 +1,348 @@
+"""`prune`: a checkpoint with some of its weights set to zero by rules, streamed from any format to any format.
+
+1. Rules are laid over the names. What does not fit is collected, and all of it refused, before anything is read or written.
+2. Passes over the tensors find what goes: a threshold for each tensor, one for all global rules together, a bit for each block
+   (`pruning/select.py`). N:M needs none.
+3. The checkpoint is written as in `save`, each block pruned while it is read, and what is lost is measured on the way. A dry run
+   measures it in a pass of its own.
+
+Memory is a few blocks a thread, and a bit for each block of block rules. Of equal magnitudes the one with the lowest index goes
+first, and over several tensors those of the tensor whose name sorts first. NaN counts as the largest of all: it goes last, and is
+counted in the report. What goes becomes +0.0; what stays keeps its bits, -0.0 and NaN included. Names of one and the same tensor
+(tied weights) are pruned as one, counted once, and stay tied.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import name_tensors
+from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.write import Progress
+from holdfast.errors import CannotHold
+from holdfast.inspect.open import Openable
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.pruning.jobs import Job, assign, conflicts, identity
+from holdfast.pruning.keys import PIECE, Magnitudes, RandomOrder, common_order
+from holdfast.pruning.loss import Loss, loss_of_counts, weighing
+from holdfast.pruning.masked import Masked
+from holdfast.pruning.rules import Block, Global, Groups, Magnitude, Random, Rule, parse_rule, tensor_seed
+from holdfast.pruning.select_masks import GroupMask, Mask, block_mask, threshold_masks
+from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save
+from holdfast.rewrite.save import Saved, unchanged, write_plan
+from holdfast.rewrite.state import describe_state, map_tensors
+from holdfast.stores.paths import local_path
+
+__all__ = ["MASKS", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
+
+MASKS = "holdfast.masks"
+"""The metadata of a file of masks: JSON, from the name of each tensor to its shape and rule."""
+
+MOST_VISITS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedTensor:
+    """What was done to one tensor."""
+
+    name: str
+    rule: str
+    """The pattern and the method that decided."""
+    dtype: str
+    shape: tuple[int, ...]
+    pruned: int
+    """Elements that the mask sets to zero, those included that were zero before."""
+    zeros: int
+    """Zeros afterwards."""
+    nonfinite: int
+    """NaN and infinities that were there."""
+    norm_lost: float
+    """The L2 norm of what went over that of the whole, 0 to 1; over what is finite."""
+    also: tuple[str, ...] = ()
+    """Other names of the same tensor."""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def sparsity(self) -> float:
+        """The part that is zero afterwards."""
+        return self.zeros / self.size if self.size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """What a pruning did, or would do; `saved` says which."""
+
+    source: str
+    target: str
+    tensors: tuple[PrunedTensor, ...]
+    kept: int
+    """Tensors that no rule changed."""
+    norm_lost: float
+    """Over all pruned tensors together."""
+    format: str
+    """Of the target."""
+    write_nbytes: int
+    """What is written there, masks beside it not counted."""
+    saved: Saved | None = None
+    masks: str | None = None
+    """Where the masks were written."""
+
+    @property
+    def size(self) -> int:
+        """Elements of all tensors that rules apply to."""
+        return sum(tensor.size for tensor in self.tensors)
+
+    @property
+    def sparsity(self) -> float:
+        """The part of them that is zero afterwards."""
+        return sum(tensor.zeros for tensor in self.tensors) / self.size if self.size else 0.0
+
+
+def prune(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str],
+    rules: Sequence[str | Rule],
+    *,
+    format: str | None = None,
+    masks: str | None = None,
+    sparse: str = "never",
+    overwrite: bool | None = None,
+    durable: bool = True,
+    dry_run: bool = False,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Pruned:
+    """Write a checkpoint with weights set to zero by rules (`pruning/rules.py`), the first that matches a name deciding.
+
+    `masks="beside"` writes the masks too, to a safetensors file beside the target, `NAME.mask` a tensor, of packed bits;
+    `masks="only"` writes that file to `dst` and no weights. A native directory may hold the zeros packed (`sparse`, as for `save`).
+    With `dry_run` everything is found out and nothing is written.
+
+    Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
+    """
+    target = local_path(dst)
+    source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1)
+    try:
+        planned = plan_prune(source, target, rules, format=format, masks=masks, sparse=sparse)
+        planned.measure(threads=threads, progress=progress)
+        if dry_run:
+            return planned.report(threads=threads, progress=progress)
+        return planned.run(overwrite=overwrite, durable=durable, threads=threads, progress=progress)
+    finally:
+        if source is not src:
+            source.close()
+
+
+def plan_prune(
+    source: Checkpoint,
+    target: str,
+    rules: Sequence[str | Rule],
+    *,
+    format: str | None = None,
+    masks: str | None = None,
+    sparse: str = "never",
+) -> Pruning:
+    """Lay the rules over an open checkpoint. Nothing is read."""
+    problems: list[str] = []
+    parsed: list[Rule] = []
+    for rule in rules:
+        try:
+            parsed.append(parse_rule(rule) if isinstance(rule, str) else rule)
+        except ValueError as error:
+            problems.append(str(error))
+    if not rules:
+        problems.append("there is no rule")
+    if masks not in (None, "beside", "only"):
+        problems.append(f"masks are written 'beside' or 'only' they are; found {masks!r}")
+    if os.path.exists(target) and os.path.exists(source.path) and os.path.samefile(target, source.path):
+        problems.append(f"the target {target!r} is the source; write beside it")
+    problems += conflicts(parsed)
+    state = describe_state(source)
+    jobs = assign(state, parsed, problems)
+    if problems:
+        raise CannotHold("these rules do not fit the checkpoint", problems, file=source.path)
+    # The format is asked now: a target that cannot hold the state is refused before anything is read.
+    if masks == "only":
+        return Pruning(source.path, target, state, jobs, "safetensors", masks, sum(-(-job.tensor.size // 8) for job in jobs))
+    chosen = format_for(target, format, Options(keep_tree=True))
+    check_sparse(target, chosen, sparse)
+    nbytes = plan_save(target, state, chosen, Options(keep_tree=True)).nbytes
+    return Pruning(source.path, target, state, jobs, chosen, masks, nbytes, sparse)
+
+
+class Pruning:
+    """A pruning that is laid out: `measure` finds the masks; `report` says what they do, or `run` writes and says it."""
+
+    def __init__(
+        self,
+        source: str,
+        target: str,
+        state: State,
+        jobs: list[Job],
+        format: str,
+        masks: str | None,
+        nbytes: int,
+        sparse: str = "never",
+    ) -> None:
+        self._source, self._target, self._state, self._jobs, self._format, self._masks = source, target, state, jobs, format, masks
+        self._sparse = sparse
+        self.nbytes = nbytes
+        """What is written, masks beside it not counted; where zeros are packed, no more than that."""
+
+    def measure(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
+        """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
+        workers = threads or default_threads()
+        tell = progress or _nothing
+        small = [job for job in self._jobs if job.tensor.size <= PIECE]
+        run_all([_finding(job, 1, tell) for job in small], workers)
+        for job in self._jobs:
+            if job.tensor.size > PIECE:
+                _finding(job, workers, tell)()
+        together = [job for job in self._jobs if isinstance(job.rule.method, Global)]
+        if together:
+            order = common_order([job.tensor.dtype.name for job in together])
+            level = max(job.rule.method.level for job in together if isinstance(job.rule.method, Global))
+            keys = [Magnitudes(job.tensor, order) for job in together]
+            width = together[0].tensor.dtype.bits // 8
+            masks = threshold_masks(keys, level, threads=workers, progress=lambda n: tell(n * width))
+            for job, mask in zip(together, masks, strict=True):
+                job.mask = mask
+
+    def _weigh(self, workers: int, tell: Progress) -> None:
+        """Measure what is lost of all tensors that were not read as a whole while they were written."""
+        left = [job for job in self._jobs if job.tally.whole() is None]
+        run_all([task for job in left for task in weighing(job.tensor, _mask(job), job.tally, tell)], workers)
+
+    def report(self, *, threads: int | None = None, progress: Progress | None = None) -> Pruned:
+        """What goes, and what is lost with it; after `measure`. Reads what `run` did not."""
+        self._weigh(threads or default_threads(), progress or _nothing)
+        losses = [job.loss for job in self._jobs]
+        rows = [
+            PrunedTensor(
+                job.names[0], f"{job.rule.pattern}: {job.rule.text or job.rule.method}", job.tensor.dtype.name, job.tensor.shape,
+                loss.pruned, loss.zeros, loss.nonfinite, loss.norm_lost, tuple(job.names[1:]),
+            )
+            for job, loss in zip(self._jobs, losses, strict=True)
+        ]  # fmt: skip
+        place = {name: at for at, name in enumerate(self._state.tensors)}
+        rows.sort(key=lambda row: place[row.name])
+        names = sum(len(job.names) for job in self._jobs)
+        total = sum(losses, Loss())
+        kept = len(self._state.tensors) - names
+        return Pruned(self._source, self._target, tuple(rows), kept, total.norm_lost, self._format, self.nbytes)
+
+    def run(
+        self, *, overwrite: bool | None = None, durable: bool = True, threads: int | None = None, progress: Progress | None = None
+    ) -> Pruned:
+        """Write what was measured, wholly or not at all."""
+        masked = Masked()
+        beside = self._target if self._masks == "only" else masks_path(self._target)
+
+        def write_masks() -> Saved:
+            plan = plan_save(beside, self._bits(masked), "safetensors", Options())
+            return write_plan(plan, beside, overwrite=overwrite, durable=durable, threads=threads, progress=progress)
+
+        def before_commit() -> None:
+            unchanged(self._state, self._target)
+            if self._masks == "beside":
+                # Last of all: when the weights only wait for their rename.
+                write_masks()
+
+        if self._masks == "only":
+            saved = write_masks()
+            return replace(self.report(threads=threads), saved=saved, masks=beside)
+        if self._masks == "beside" and overwrite is False and os.path.lexists(beside):
+            raise CannotHold("the masks have no place", [f"{beside!r} exists"], file=self._target)
+        options = Options(keep_tree=True, sparse=self._sparse)
+        saved = write_plan(
+            plan_save(self._target, self._pruned(masked), self._format, options), self._target, overwrite=overwrite,
+            durable=durable, threads=threads, progress=progress, before_commit=before_commit,
+        )  # fmt: skip
+        return replace(self.report(threads=threads), saved=saved, masks=beside if self._masks else None)
+
+    def _pruned(self, masked: Masked) -> State:
+        made: dict[object, LazyTensor] = {}
+        for job in self._jobs:
+            # What is packed is read several times, and told to nobody: it is weighed by itself.
+            told = job.told if self._sparse == "never" else None
+            made[identity(job.tensor)] = masked.tensor(job.tensor, _mask(job), told)
+        same: dict[int, LazyTensor] = {}
+
+        def change(tensor: LazyTensor) -> LazyTensor:
+            new = made.get(identity(tensor))
+            if new is None:
+                return tensor
+            if id(tensor) not in same:
+                traits = replace(tensor.traits, conj=False, neg=False, alias=None)
+                same[id(tensor)] = replace(new, name=tensor.name, traits=traits)
+            return same[id(tensor)]
+
+        tree = map_tensors(self._state.tree, change)
+        named = name_tensors(tree, Limits(), MOST_VISITS)
+        return State(tree, named.tensors, named.paths, self._state.metadata)
+
+    def _bits(self, masked: Masked) -> State:
+        notes: dict[str, object] = {}
+        tensors: dict[str, LazyTensor] = {}
+        for job in self._jobs:
+            for name in job.names:
+                tally = job.told if self._masks == "only" else None
+                tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally)
+                notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
+        return State(dict(tensors), tensors, {name: (name,) for name in tensors}, {MASKS: json.dumps(notes)})
+
+
+def masks_path(target: str) -> str:
+    """Where the masks of a target go.
+
+    >>> masks_path("out/model.safetensors"), masks_path("step-1/")
+    ('out/model.masks.safetensors', 'step-1.masks.safetensors')
+    """
+    stem, suffix = os.path.splitext(target.rstrip("/"))
+    return f"{stem if suffix in ('.safetensors', '.pt', '.pth', '.bin', '.ckpt') else stem + suffix}.masks.safetensors"
+
+
+def _nothing(nbytes: int) -> None:
+    """Nobody asked."""
+
+
+def _mask(job: Job) -> Mask:
+    if job.mask is None:
+        raise ValueError("a pruning is measured before it is run")
+    return job.mask
+
+
+def _finding(job: Job, threads: int, tell: Progress) -> Callable[[], None]:
+    """Finds the mask of one tensor; that of a global rule is found elsewhere."""
+    tensor, width = job.tensor, job.tensor.dtype.bits // 8
+
+    def read(count: int) -> None:
+        tell(count * width)
+
+    def run() -> None:
+        match job.rule.method:
+            case Magnitude(level):
+                (mask,) = threshold_masks([Magnitudes(tensor, tensor.dtype.name)], level, threads=threads, progress=read)
+                if mask.counts is not None:
+                    job.tally.add(0, tensor.size, loss_of_counts(mask.counts, tensor.dtype.name))
+                # Two counts of each key, half a megabyte: for all tensors they would be more than all else.
+                job.mask = replace(mask, counts=None)
+            case Groups(n, m):
+                job.mask = GroupMask(n, m, tensor.dtype.name)
+            case Block(height, width, level):
+                job.mask = block_mask(tensor, (height, width), level, threads=threads, progress=read)
+            case Random(level, seed):
+                job.mask = threshold_masks([RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))], level, threads=threads)[0]
+
+    return run

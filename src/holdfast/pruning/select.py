@@ -1,0 +1,224 @@
+"""The n-th lowest of all keys of some tensors, exactly, in passes that hold a few pieces at a time.
+
+1. A histogram of 16 leading bits finds the bucket that holds it. 16-bit floats are done with that.
+2. Where few keys are in the bucket, the next pass takes them out and sorts them; otherwise it counts by 16 more bits. The threshold
+   of random keys is known well enough to take out keys around it at once.
+3. Of equal keys the lowest index goes first, and the first tensor's. Equals are counted by parts of the work, so that only one part
+   is read again to find the index where that ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.engine.execute import run_all
+from holdfast.errors import NotCommitted
+from holdfast.pruning.keys import Keys
+
+__all__ = ["Counts", "Held", "Progress", "Threshold", "hold", "select"]
+
+FEW = 1 << 20
+"""As many keys as are held and sorted directly."""
+
+PARTS = 32
+"""Histograms of parts of the work: 256 KiB each."""
+
+SHIFTS = {15: (0,), 31: (15, 0), 63: (47, 31, 15, 0)}
+"""By the width of keys: the bits below those that each histogram counts by."""
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Counts:
+    """How often each key of 15 bits is there, and how often it goes."""
+
+    there: npt.NDArray[np.int64]
+    gone: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Threshold:
+    """What goes: every key below this one, and of those that are equal the ones before an index, which each tensor has."""
+
+    key: int
+    cuts: tuple[int, ...]
+    counts: Counts | None = None
+    """Where a single histogram was enough."""
+
+
+def select(sources: Sequence[Keys], count: int, *, threads: int = 1, progress: Progress | None = None) -> Threshold:
+    """The threshold below which exactly `count` of all keys are. All sources have keys of one width."""
+    if count <= 0:
+        return Threshold(0, (0,) * len(sources))
+    sweep = Sweep(sources, threads, progress)
+    around = sources[0].around(count) if len(sources) == 1 else None
+    found = _between(sweep, count, *around) if around else None
+    return found or _narrowed(sweep, count)
+
+
+class Sweep:
+    """Passes over the keys of several tensors, on threads."""
+
+    def __init__(self, sources: Sequence[Keys], threads: int, progress: Progress | None) -> None:
+        self.sources, self._threads, self._progress = sources, threads, progress
+        self.width = sources[0].width
+        self.total = sum(source.count for source in sources)
+        self.work = [(number, start, stop) for number, source in enumerate(sources) for start, stop in source.pieces()]
+
+    def read(self, at: int) -> np.ndarray:
+        """The keys of one piece of the work."""
+        number, start, stop = self.work[at]
+        return self.sources[number].read(start, stop)
+
+    def each(self, use: Callable[[np.ndarray, int], None]) -> None:
+        """Hand the keys of every piece, with its place in the work, to a function."""
+
+        def task(at: int) -> Callable[[], None]:
+            def run() -> None:
+                use(self.read(at), at)
+                if self._progress is not None:
+                    self._progress(self.work[at][2] - self.work[at][1])
+
+            return run
+
+        run_all([task(at) for at in range(len(self.work))], self._threads)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Keys that were computed once."""
+
+    keys: npt.NDArray[np.uint64]
+    ranges: Sequence[tuple[int, int]]
+    width = 63
+
+    @property
+    def count(self) -> int:
+        return len(self.keys)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        return iter(self.ranges)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.uint64]:
+        return self.keys[start:stop]
+
+    def around(self, count: int) -> None:
+        return None
+
+
+def hold(source: Keys, *, threads: int = 1, progress: Progress | None = None) -> Held:
+    """All keys of a tensor, for further passes."""
+    sweep = Sweep([source], threads, progress)
+    held = Held(np.empty(source.count, np.uint64), [(start, stop) for _, start, stop in sweep.work])
+
+    def put(keys: np.ndarray, at: int) -> None:
+        held.keys[slice(*held.ranges[at])] = keys
+
+    sweep.each(put)
+    return held
+
+
+def _narrowed(sweep: Sweep, count: int) -> Threshold:
+    """From histograms of more and more bits."""
+    prefix, known, left = 0, sweep.width, sweep.total
+    for shift in SHIFTS[sweep.width]:
+        if left <= FEW and sweep.width > 15:
+            break
+        parts = _histogram(sweep, prefix, known, shift)
+        bins = parts.sum(axis=0)
+        ends = bins.cumsum()
+        bucket = int(np.searchsorted(ends, count))
+        count -= int(ends[bucket] - bins[bucket])
+        prefix, known, left = (prefix << (known - shift)) + bucket, shift, int(bins[bucket])
+        if shift == 0:
+            found = _among_equals(sweep, prefix, count, parts[:, bucket].tolist())
+            return replace(found, counts=_counts(bins, bucket, count)) if len(SHIFTS[sweep.width]) == 1 else found
+    candidates: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
+
+    def gather(keys: np.ndarray, at: int) -> None:
+        candidates[at] = _with_prefix(keys, prefix, known, sweep.width)
+
+    sweep.each(gather)
+    return _sorted(sweep, candidates, count)
+
+
+def _counts(bins: npt.NDArray[np.int64], key: int, ties: int) -> Counts:
+    gone = np.where(np.arange(len(bins)) < key, bins, 0)
+    gone[key] = ties
+    return Counts(bins, gone)
+
+
+def _with_prefix(keys: np.ndarray, prefix: int, known: int, width: int) -> np.ndarray:
+    """The keys that begin with these bits, all but the last `known`."""
+    return keys if known == width else keys[(keys >> keys.dtype.type(known)) == prefix]
+
+
+def _histogram(sweep: Sweep, prefix: int, known: int, shift: int) -> np.ndarray:
+    """How many keys with a prefix there are by their next bits; by parts of the work if these bits are the last."""
+    parts = np.zeros((min(PARTS, len(sweep.work)) if shift == 0 else 1, 1 << (known - shift)), np.int64)
+    lock = threading.Lock()
+
+    def add(keys: np.ndarray, at: int) -> None:
+        low = _with_prefix(keys, prefix, known, sweep.width)
+        if shift:
+            low = low >> low.dtype.type(shift)
+        if known < sweep.width:
+            low = low & low.dtype.type(parts.shape[1] - 1)
+        own = np.bincount(low.astype(np.int64), minlength=parts.shape[1])
+        row = parts[at * len(parts) // len(sweep.work)]
+        with lock:
+            np.add(row, own, out=row)
+
+    sweep.each(add)
+    return parts
+
+
+def _between(sweep: Sweep, count: int, low: int, high: int) -> Threshold | None:
+    """From the keys of a range [low, high) alone; None if the threshold is not there, or they are many."""
+    below = [0] * len(sweep.work)
+    candidates: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
+    if sweep.total * (high - low) >> sweep.width > FEW:
+        return None
+
+    def gather(keys: np.ndarray, at: int) -> None:
+        # One comparison for both ends: what is below wraps around.
+        candidates[at] = keys[keys - np.uint64(low) < high - low]
+        below[at] = int(np.count_nonzero(keys < low))
+
+    sweep.each(gather)
+    rank = count - sum(below)
+    return _sorted(sweep, candidates, rank) if 0 < rank <= sum(map(len, candidates)) else None
+
+
+def _sorted(sweep: Sweep, candidates: Sequence[np.ndarray], count: int) -> Threshold:
+    """The `count`-th lowest of keys that were taken out of the pieces of the work."""
+    every = np.concatenate(candidates)
+    key = int(np.partition(every, count - 1)[count - 1])
+    equal = [int(np.count_nonzero(keys == key)) for keys in candidates]
+    return _among_equals(sweep, key, count - int(np.count_nonzero(every < key)), equal)
+
+
+def _among_equals(sweep: Sweep, key: int, ties: int, equal: Sequence[int]) -> Threshold:
+    """Where the first `ties` of the keys equal to this one end, knowing how many each part of the work has."""
+    if ties == sum(equal):
+        return Threshold(key, tuple(source.count for source in sweep.sources))
+    ends = np.cumsum(equal)
+    part = int(np.searchsorted(ends, ties))
+    ties -= int(ends[part]) - equal[part]
+    for at in range(-(-part * len(sweep.work) // len(equal)), len(sweep.work)):
+        places = np.flatnonzero(sweep.read(at) == key)
+        if ties <= len(places):
+            number, start, _ = sweep.work[at]
+            whole = [source.count for source in sweep.sources[:number]]
+            cut = start + int(places[ties - 1]) + 1
+            return Threshold(key, (*whole, cut, *(0 for _ in sweep.sources[number + 1 :])))
+        ties -= len(places)
+    raise NotCommitted(
+        "a tensor changed while its threshold was looked for; nothing was written: start again when nobody writes to it"
+    )

@@ -1,0 +1,246 @@
+"""The boxes of all ranks, some tensors at a time: which are the same, who has them, do they tile their tensors?
+
+All boxes of a *slab*, a stretch of the merged catalogue, are gathered from all ranks and sorted by one number: the place of their
+first element among all elements of the slab. Boxes with one number have one start; with the same sizes as well, they are replicas.
+
+    rank 0    w[0:4]  b[0:2]               box        w[0:4]   w[4:8]   b[0:2]
+    rank 1    w[4:8]  b[0:2]      ───►     holders    0  2     1  2     0  1
+    rank 2    w[0:4]  w[4:8]               as box     0  0     0  1     1  1
+
+A slab keeps memory bounded: what is left of it are, for each different box, its holders and where they have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from holdfast.core.dtype import DTYPES
+from holdfast.ranks.defects import Defect, defects
+from holdfast.ranks.merge import Held, say_ranks
+from holdfast.ranks.state import Catalogue
+
+__all__ = ["Slab", "cut_slabs", "survey"]
+
+Ints = npt.NDArray[np.int64]
+Int32s = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+
+SLAB_BOXES = 1 << 19
+"""Boxes in one slab, unless one tensor has more. A column of 4 MiB is sorted in the processor's cache."""
+
+SLAB_BOXES_A_RANK = 256
+"""Or as many a rank, if that is more: a stretch that is worth the Python that fetches it."""
+
+SLAB_TENSORS = 1 << 16
+"""numpy sorts 16-bit numbers in linear time."""
+
+SLAB_COUNT = 1 << 52
+"""Elements of the tensors in one slab: room above for the corners of `ranks/defects.py`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """The different boxes of some tensors, in the order of the catalogue and then in C order of their starts."""
+
+    heads: Ints
+    """Where the holders of each box begin; one more entry marks the end."""
+    ranks: Int32s
+    """The holders of each box, ascending."""
+    boxes: Int32s
+    """What each holder calls it: the number of the box in its own columns."""
+    nbytes: Ints
+    """Bytes of each box."""
+    problems: tuple[tuple[int, str], ...]
+    """What is wrong with a tensor, and which it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Boxes:
+    """Boxes of all ranks, one column each."""
+
+    tensors: Ints
+    """Numbered from the first of the slab."""
+    ranks: Int32s
+    boxes: Int32s
+    offsets: Ints
+    sizes: Ints
+
+    def at(self, where: Ints | Bools) -> _Boxes:
+        return _Boxes(self.tensors[where], self.ranks[where], self.boxes[where], *self.geometry(where))
+
+    def geometry(self, where: Ints | Bools) -> tuple[Ints, Ints]:
+        """Offsets and sizes. Row by row: numpy takes several rows at once more slowly."""
+        count = np.count_nonzero(where) if where.dtype == np.bool_ else len(where)
+        offsets, sizes = (np.empty((len(self.offsets), count), np.int64) for _ in range(2))
+        for d in range(len(self.offsets)):
+            offsets[d], sizes[d] = self.offsets[d][where], self.sizes[d][where]
+        return offsets, sizes
+
+
+def cut_slabs(held: Sequence[Held], catalogue: Catalogue) -> Ints:
+    """The places in the catalogue at which slabs begin; one more entry marks the end."""
+    boxes = np.zeros(len(catalogue), np.int64)
+    for h in held:
+        boxes += np.bincount(h.tensors, minlength=len(catalogue))
+    counts = catalogue.extents.prod(axis=0)
+    room = max(SLAB_BOXES, SLAB_BOXES_A_RANK * len(held))
+    edges, begin, width, count = [0], 0, 0, 0
+    for t, (n, c) in enumerate(zip(boxes.tolist(), counts.tolist(), strict=True)):
+        if t > begin and (width + n > room or t - begin >= SLAB_TENSORS or count + c > SLAB_COUNT):
+            edges.append(t)
+            begin, width, count = t, 0, 0
+        width, count = width + n, count + c
+    return np.array([*edges, len(catalogue)], np.int64)
+
+
+def survey(held: Sequence[Held], catalogue: Catalogue, left_out: Bools) -> Iterator[Slab]:
+    """Every slab of the catalogue in turn. The tensors that are `left_out` have no boxes and no problems."""
+    edges = cut_slabs(held, catalogue)
+    cuts = np.array([np.searchsorted(h.tensors, edges) for h in held], np.int64).reshape(len(held), len(edges))
+    bits = np.array([row.bits for row in map(DTYPES.name, catalogue.dtypes) if row is not None], np.int64)
+    for i, (begin, stop) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
+        gathered = _gather(held, cuts[:, i], cuts[:, i + 1], begin, catalogue.rank)
+        about = _About(catalogue, begin, catalogue.extents[:, begin:stop], bits[begin:stop])
+        yield about.slab(gathered, left_out[begin:stop].copy())
+
+
+def _gather(held: Sequence[Held], begins: Ints, stops: Ints, first: int, rank: int) -> _Boxes:
+    present = np.flatnonzero(stops > begins)
+    if not len(present):
+        none, no_columns = np.zeros(0, np.int32), np.zeros((rank, 0), np.int64)
+        return _Boxes(present, none, none, no_columns, no_columns)
+    parts = [(held[r], a, b) for r, a, b in zip(present.tolist(), begins[present].tolist(), stops[present].tolist(), strict=True)]
+    lengths = (stops - begins)[present]
+    tensors = np.concatenate([h.tensors[a:b] for h, a, b in parts])
+    tensors -= first
+    # Counted up from `begins` in each stretch; a rank whose boxes were not sorted has its own numbers.
+    boxes = np.arange(len(tensors)) + np.repeat(begins[present] - (np.cumsum(lengths) - lengths), lengths)
+    for (h, a, b), end in zip(parts, np.cumsum(lengths).tolist(), strict=True):
+        if h.order is not None:
+            boxes[end + a - b : end] = h.order[a:b]
+    ranks = np.repeat(present.astype(np.int32), lengths)
+    if all(h.order is None and len(h.state.offsets) == rank for h, _, _ in parts):
+        offsets = np.concatenate([h.state.offsets[:, a:b] for h, a, b in parts], axis=1)
+        sizes = np.concatenate([h.state.sizes[:, a:b] for h, a, b in parts], axis=1)
+    else:
+        offsets = np.concatenate([_filled(h.taken(h.state.offsets, a, b), rank, 0) for h, a, b in parts], axis=1)
+        sizes = np.concatenate([_filled(h.taken(h.state.sizes, a, b), rank, 1) for h, a, b in parts], axis=1)
+    return _Boxes(tensors, ranks, boxes.astype(np.int32), offsets, sizes)
+
+
+def _filled(columns: Ints, rank: int, value: int) -> Ints:
+    """The columns of a rank that has no tensor of so many dimensions, with those added."""
+    return np.concatenate((columns, np.full((rank - len(columns), columns.shape[1]), value, np.int64)))
+
+
+@dataclass(frozen=True, slots=True)
+class _About:
+    """The tensors of a slab."""
+
+    catalogue: Catalogue
+    first: int
+    extents: Ints
+    bits: Ints
+
+    def slab(self, boxes: _Boxes, left_out: Bools) -> Slab:
+        problems: list[tuple[int, str]] = []
+        boxes, outside = self._inside(boxes, left_out)
+        problems += outside
+        order, same = self._sorted(boxes)
+        heads = np.flatnonzero(np.concatenate((np.ones(min(len(order), 1), np.bool_), ~same)))
+        ranks = boxes.ranks[order]
+        different = order[heads]
+        twice = np.flatnonzero(same & (ranks[1:] == ranks[:-1]))
+        for i in _first_of_each(boxes.tensors[order[twice]], order[twice]):
+            where = f"{self._name(boxes, i)}: {say_ranks([int(boxes.ranks[i])])} has {self._box(boxes, i)} twice"
+            problems.append((int(boxes.tensors[i]), where))
+        tensors, (offsets, sizes) = boxes.tensors[different], boxes.geometry(different)
+        for defect in defects(self.extents, tensors, offsets, sizes):
+            if not left_out[defect.tensor]:
+                problems.append((defect.tensor, self._explain(defect, boxes, different)))
+        nbytes = self.bits[tensors]
+        for row in sizes:
+            nbytes *= row
+        nbytes = (nbytes + 7) // 8
+        placed = tuple((self.first + tensor, text) for tensor, text in problems)
+        return Slab(np.append(heads, len(order)), ranks, boxes.boxes[order], nbytes, placed)
+
+    def _inside(self, boxes: _Boxes, left_out: Bools) -> tuple[_Boxes, list[tuple[int, str]]]:
+        """The boxes that have elements, of the tensors all of whose boxes lie inside; the others are marked as left out."""
+        unwanted = left_out[boxes.tensors]
+        outside, empty = np.zeros_like(unwanted), np.zeros_like(unwanted)
+        for extent, offsets, sizes in zip(self.extents, boxes.offsets, boxes.sizes, strict=True):
+            # Not the sum of offset and size: it may not fit 64 bits.
+            outside |= offsets > extent[boxes.tensors] - sizes
+            empty |= sizes == 0
+        outside &= ~unwanted
+        problems = []
+        if outside.any():
+            beyond = np.flatnonzero(outside)
+            of_each = np.bincount(boxes.tensors[beyond], minlength=len(left_out))
+            firsts = _first_of_each(boxes.tensors[beyond], beyond)
+            owners = boxes.tensors[firsts].tolist()
+            problems = [(t, self._say_outside(boxes, i, int(of_each[t]))) for i, t in zip(firsts, owners, strict=True)]
+            left_out |= of_each > 0
+            unwanted = left_out[boxes.tensors]
+        unwanted |= empty
+        return (boxes.at(~unwanted) if unwanted.any() else boxes), problems
+
+    def _sorted(self, boxes: _Boxes) -> tuple[Ints, Bools]:
+        """The order by tensor, start and rank; and for each box but the first, whether it is the same as the one before."""
+        places = np.concatenate(([0], np.cumsum(self.extents.prod(axis=0))[:-1]))[boxes.tensors]
+        stride = np.ones(self.extents.shape[1], np.int64)
+        for extent, offsets in zip(self.extents[::-1], boxes.offsets[::-1], strict=True):
+            places += offsets * stride[boxes.tensors]
+            stride *= np.maximum(extent, 1)
+        # By tensor in linear time. Ranks mostly hold ascending parts, and then this was all.
+        order = np.argsort(boxes.tensors.astype(np.uint16), kind="stable")
+        places = places[order]
+        if not bool((places[1:] >= places[:-1]).all()):
+            again = np.argsort(places, kind="stable")
+            order, places = order[again], places[again]
+        same = places[1:] == places[:-1]
+        if same.any():
+            # One start and different sizes: they overlap, so it does not matter in which order they are.
+            one, other = order[:-1][same], order[1:][same]
+            alike = np.ones(len(one), np.bool_)
+            for sizes in boxes.sizes:
+                alike &= sizes[one] == sizes[other]
+            same[same] = alike
+        return order, same
+
+    def _name(self, boxes: _Boxes, i: int) -> str:
+        return repr(self.catalogue.names[self.first + int(boxes.tensors[i])])
+
+    def _box(self, boxes: _Boxes, i: int) -> str:
+        rank = len(self.catalogue.shapes[self.first + int(boxes.tensors[i])])
+        sides = zip(boxes.offsets[:rank, i].tolist(), boxes.sizes[:rank, i].tolist(), strict=True)
+        return "[" + ", ".join(f"{o}:{o + s}" for o, s in sides) + "]"
+
+    def _say_outside(self, boxes: _Boxes, i: int, count: int) -> str:
+        shape = self.catalogue.shapes[self.first + int(boxes.tensors[i])]
+        more = f"; {count - 1} more of its boxes are" if count > 1 else ""
+        return f"{self._name(boxes, i)}: rank {boxes.ranks[i]} has {self._box(boxes, i)}, which is outside of {shape}{more}"
+
+    def _explain(self, defect: Defect, boxes: _Boxes, different: Ints) -> str:
+        name, shape = self.catalogue.names[self.first + defect.tensor], self.catalogue.shapes[self.first + defect.tensor]
+        holders = np.unique(boxes.ranks[boxes.tensors == defect.tensor]).tolist()
+        if defect.point is None:
+            return f"{name!r}: the boxes of {say_ranks(holders)} do not cover {shape} exactly once"
+        point = defect.point[: len(shape)]
+        if defect.boxes is None:
+            who = f"of {say_ranks(holders)} none" if holders else "no rank"
+            return f"{name!r}: {who} covers {point} of {shape}"
+        (a, one), (b, other) = sorted((int(boxes.ranks[i]), self._box(boxes, i)) for i in different[list(defect.boxes)].tolist())
+        both = f"rank {a} has {one} and rank {b} has {other}" if a != b else f"rank {a} has both {one} and {other}"
+        return f"{name!r}: {both}, which overlap at {point} without being the same"
+
+
+def _first_of_each(groups: Ints, items: Ints) -> list[int]:
+    """The first item of each group, in the order of the groups."""
+    _, first = np.unique(groups, return_index=True)
+    return [int(i) for i in items[first]]

@@ -1,0 +1,283 @@
+"""`package`: the weights of several models in one checkpoint, each storage once.
+
+    holdfast.package("bundle.pt2", {"base": state, "tuned": "tuned.safetensors"})
+
+1. Every model is described, states in memory together, so that what they share is one storage. A file that is given twice is one.
+2. What files that copy each tensor say about shared storages is put back together (`rejoin`). With `deduplicate="content"`,
+   tensors that hold the same are tied as well (`tie`).
+3. The package is laid out: a `.pt2`, or a native directory with the names `<model>.<name>`. A model that comes from a `.pt2` brings
+   its program along; a `.pt2` of weights alone is one that Holdfast opens and stock torch refuses. All that stands in the way is
+   listed, by model and weight, before a file exists.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Source, State
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import name_tensors
+from holdfast.engine.write import Progress
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.formats.native.write import lay_out_native
+from holdfast.formats.pt2.copied import Beside, read_beside
+from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
+from holdfast.formats.torch.write import archive_name
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.plan.saves import Data, SavePlan
+from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in
+from holdfast.rewrite.planned import PlannedSave, Writing
+from holdfast.rewrite.rejoin import rejoin
+from holdfast.rewrite.save import Saved, unchanged
+from holdfast.rewrite.state import MOST_VISITS, describe_state
+from holdfast.rewrite.tie import changed, tie_state
+from holdfast.stores.local import LocalStore
+from holdfast.stores.paths import local_path
+
+__all__ = ["Deduplicate", "package", "planned_package", "share_files"]
+
+Deduplicate = Literal["storage", "content"]
+
+EXTRACT = "extract the weights alone first (convert)"
+
+
+def package(
+    path: str | os.PathLike[str],
+    models: Mapping[str, object],
+    *,
+    format: Literal["pt2", "native"] = "pt2",
+    deduplicate: Deduplicate = "storage",
+    overwrite: bool | None = None,
+    durable: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Save several models in one checkpoint, in which each storage is held once and every view is a view.
+
+    A model is a state (nested dicts of arrays, tensors, lazy tensors), a module, an open checkpoint, or the path of one. Parameters
+    are known by their type (`nn.Parameter`), or by what their file says. With `deduplicate="content"`, equal tensors are found
+    wherever they lie, compared byte by byte, and stored once.
+
+    Raises `CannotHold` with every problem, by model and weight; nothing is written then.
+    """
+    writing = Writing(overwrite, durable, threads)
+    with planned_package(path, models, format=format, deduplicate=deduplicate, writing=writing, progress=progress) as planned:
+        return planned.run(progress)
+
+
+@contextmanager
+def planned_package(
+    path: str | os.PathLike[str],
+    models: Mapping[str, object],
+    *,
+    format: str = "pt2",
+    deduplicate: str = "storage",
+    writing: Writing,
+    progress: Progress | None = None,
+) -> Iterator[PlannedSave]:
+    """A package laid out, as long as the block lasts. With `deduplicate="content"`, what looks equal is read and compared."""
+    if format not in ("pt2", "native"):
+        raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
+    if deduplicate not in ("storage", "content"):
+        raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
+    target = local_path(path)
+    with ExitStack() as stack:
+        members = _describe(models, stack, writing.threads)
+        state, notes = _deduplicated(members.state, deduplicate, progress)
+        if format == "native":
+            plan = _plan_native(replace(members, state=state))
+        else:
+            rejoined = rejoin(state)
+            plan = _plan_pt2(replace(members, state=rejoined.state), archive_name(target))
+            notes += rejoined.notes
+        plan = replace(plan, notes=(*notes, *plan.notes))
+        yield PlannedSave(plan, target, writing, lambda: unchanged(members.state, target))
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """The models of a package, as one state."""
+
+    state: State
+    beside: Mapping[str, Beside]
+    """For models that come from a `.pt2`: what else they have there."""
+
+
+def _deduplicated(state: State, deduplicate: str, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
+    problems = _incomplete(state)
+    if problems:
+        raise CannotHold("some weights of this package are not all there", problems)
+    state = share_files(state)
+    if deduplicate == "storage":
+        return state, ()
+    tied = tie_state(state, progress=progress)
+    return tied.state, tied.notes
+
+
+def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | None) -> _Members:
+    """All models as one state: those in memory together, so that they share what they share."""
+    if not isinstance(models, Mapping) or not models:
+        raise CannotHold("a package holds models by their names", ["there is no model"])
+    wrong = [f"{model!r} is no name for a model" for model in models if not isinstance(model, str) or not model]
+    if wrong:
+        raise CannotHold("a package holds models by their names", wrong)
+    opened: dict[str, Checkpoint] = {}
+    trees: dict[str, object] = {}
+    beside: dict[str, Beside] = {}
+    memory: dict[str, object] = {}
+    for model, value in models.items():
+        if isinstance(value, str | os.PathLike):
+            place = os.path.realpath(local_path(value))
+            if place not in opened:
+                opened[place] = stack.enter_context(open_checkpoint(value, threads=threads))
+            value = opened[place]
+        if isinstance(value, Checkpoint) and value.format == "pt2":
+            trees[model], beside[model] = _member(value)
+        elif isinstance(value, Checkpoint):
+            trees[model] = describe_state(value).tree
+        elif isinstance(value, State):
+            trees[model] = value.tree
+        else:
+            memory[model] = _state_dict(value)
+    described = describe_state(memory).tree if memory else {}
+    trees |= described if isinstance(described, dict) else {}
+    tree = {model: trees[model] for model in models}
+    named = name_tensors(tree, Limits(), MOST_VISITS)
+    return _Members(State(tree, named.tensors, named.paths), beside)
+
+
+def _state_dict(value: object) -> object:
+    """A module's state with its parameters told from its buffers; anything else as it is."""
+    state_dict = getattr(value, "state_dict", None)
+    return state_dict(keep_vars=True) if callable(state_dict) and not isinstance(value, Mapping) else value
+
+
+def _member(checkpoint: Checkpoint) -> tuple[object, Beside]:
+    """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
+    models = models_in(checkpoint, describe_state(checkpoint).tree)
+    if len(models) != 1:
+        problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=, --model)"
+        raise CannotHold("a model of a package is one state", [problem])
+    ((model, tree),) = models.items()
+    beside = read_beside(checkpoint.source, model)
+    apart = beside_keys(tree)
+    member = {name: value for name, value in tree.items() if name not in beside.weights and name not in apart}
+    for key in apart:
+        constants = tree[key] if key.removesuffix("#2") == CONSTANTS else None
+        if isinstance(constants, dict):
+            member[key] = {name: value for name, value in constants.items() if name not in beside.constants}
+    return member, beside
+
+
+def _plan_native(members: _Members) -> SavePlan:
+    problems = []
+    for model, beside in members.beside.items():
+        has = ["a program"] if beside.program is not None else []
+        has += ["sample inputs"] if beside.sample_inputs is not None else []
+        has += ["pickled objects"] if beside.weights or beside.constants else []
+        has += ["extra files"] if beside.extra else []
+        problems += [f"{model}: {', '.join(has)}"] if has else []
+        problems += [f"{model}: {problem}" for problem in beside.problems]
+    if problems:
+        raise CannotHold(f"a native package has no place for what these .pt2 files hold; {EXTRACT}", problems)
+    state = members.state
+    models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
+    return lay_out_native(replace(state, metadata={**state.metadata, "models": models}))
+
+
+def _plan_pt2(members: _Members, name: str) -> SavePlan:
+    parts = _parts(members.state)
+    problems: list[str] = []
+    extra: dict[str, bytes | Data] = {}
+    for model, beside in members.beside.items():
+        part = parts[model]
+        problems += [f"{model}: {problem}" for problem in beside.problems]
+        parts[model] = Part(
+            {**beside.weights, **part.weights}, {**part.constants, **beside.constants}, beside.program, beside.sample_inputs
+        )
+        # Two archives may have extra files of one name. Readers of zip archives ignore case.
+        taken = {key.casefold() for key in extra}
+        extra |= {f"{model}/{key}" if key.casefold() in taken else key: content for key, content in beside.extra.items()}
+    if problems:
+        raise CannotHold(f"a package has no place for what these .pt2 files hold; {EXTRACT}", problems)
+    return lay_out_pt2(parts, name=name, extra=extra)
+
+
+def _parts(state: State) -> dict[str, Part]:
+    """The models, with their constants where those of a program belong."""
+    if not isinstance(state.tree, dict):
+        return models_of(state)
+    trees, constants = {}, {}
+    for model, tree in state.tree.items():
+        key = _constants_key(tree)
+        trees[model] = tree if key is None else {name: value for name, value in tree.items() if name != key}
+        constants[model] = {} if key is None else tree[key]
+    parts = models_of(replace(state, tree=trees))
+    problems = _two_dtypes({model: part.weights for model, part in parts.items()})
+    if problems:
+        raise CannotHold("models of this package share storages in ways that a pt2 archive cannot say", problems)
+    return {model: replace(part, constants=constants[model]) for model, part in parts.items()}
+
+
+def _constants_key(tree: object) -> str | None:
+    """Where the constants of a model are in its tree; a weight may have the name."""
+    for key in (CONSTANTS, f"{CONSTANTS}#2"):
+        beside = tree.get(key) if isinstance(tree, dict) else None
+        if isinstance(beside, dict) and all(isinstance(value, LazyTensor) for value in beside.values()):
+            return key
+    return None
+
+
+def _incomplete(state: State) -> list[str]:
+    """Tensors of which there are only some elements, or none: a rank's own shards, the meta device."""
+    problems = []
+    for name, tensor in state.tensors.items():
+        here = sum(chunk.box.count for chunk in tensor.chunks)
+        if tensor.traits.meta:
+            problems.append(f"{name}: on the meta device it has no data")
+        elif here < math.prod(tensor.shape):
+            problems.append(f"{name}: {here:,} of {tensor.size:,} elements are here, and no member of its group has them all")
+    return problems
+
+
+def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """Weights over one storage that disagree in dtype, each with the first that they disagree with."""
+    first: dict[object, tuple[str, LazyTensor]] = {}
+    problems = []
+    for model, weights in models.items():
+        for name, tensor in weights.items():
+            if not isinstance(tensor, LazyTensor) or len(tensor.chunks) != 1 or not tensor.size:
+                continue
+            storage = tensor.chunks[0].storage
+            place = (id(tensor.source), storage.key, storage.start, storage.nbytes)
+            other, earlier = first.setdefault(place, (f"{model}.{name}", tensor))
+            if earlier.dtype is not tensor.dtype:
+                problems.append(f"{model}.{name}: {tensor.dtype} over the storage of {other}, which is {earlier.dtype}")
+    return problems
+
+
+def share_files(state: State) -> State:
+    """A file that was opened several times is one source, so that its storages are the same."""
+    sources: dict[str, Source] = {}
+    known: dict[int, Source] = {}
+    for tensor in state.tensors.values():
+        source = tensor.source
+        if id(source) not in known:
+            store = source.store
+            place = os.path.realpath(store.name) if isinstance(store, LocalStore) else f"{id(source)}"
+            known[id(source)] = sources.setdefault(place, source)
+    if len(sources) == len(known):
+        return state
+
+    def change(tensor: LazyTensor) -> LazyTensor:
+        source = known.get(id(tensor.source), tensor.source)
+        return tensor if source is tensor.source else replace(tensor, source=source)
+
+    return changed(state, change)

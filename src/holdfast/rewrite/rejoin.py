@@ -1,0 +1,101 @@
+"""Tensors that shared a storage before a format copied each of them share it again.
+
+safetensors and native directories note where in its storage each view lay (`Traits.alias`). A format with storages can have
+that back: the tensors of a group become views of one assembled storage (`engine/assembled.py`). Where copies meet they must hold
+the same bytes, which is looked at; where they do not, because someone edited the file, each stays by itself, and a note says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
+from holdfast.core.tensor import AliasView, LazyTensor
+from holdfast.engine.assembled import Assembled, Copy
+from holdfast.rewrite.state import map_tensors
+
+__all__ = ["Rejoined", "rejoin"]
+
+Group = tuple[int, int]
+"""A source, and the number that its file gave the storage."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejoined:
+    """A state with its storages back."""
+
+    state: State
+    notes: tuple[str, ...] = ()
+    """What could not be shared again."""
+
+
+def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
+    """Give the tensors of a state back the storages that they shared. Reads data only where copies of a storage overlap."""
+    limits = limits or Limits()
+    groups: dict[Group, list[LazyTensor]] = {}
+    for tensor in state.tensors.values():
+        if tensor.traits.alias is not None and not tensor.traits.meta:
+            groups.setdefault(_group(tensor, tensor.traits.alias), []).append(tensor)
+    if not groups:
+        return Rejoined(state)
+    assembled, storages, notes = Assembled(), dict[Group, Storage](), list[str]()
+    for group, tensors in groups.items():
+        made = _assemble(tensors, assembled, limits)
+        if isinstance(made, Storage):
+            storages[group] = made
+        else:
+            notes.append(made)
+    shared: dict[int, LazyTensor] = {}
+
+    def change(tensor: LazyTensor) -> LazyTensor:
+        view = tensor.traits.alias
+        if view is None:
+            return tensor
+        # One object stays one object: torch gives it one identity.
+        if id(tensor) not in shared:
+            shared[id(tensor)] = _viewed(tensor, view, storages.get(_group(tensor, view)), assembled)
+        return shared[id(tensor)]
+
+    named = {name: change(tensor) for name, tensor in state.tensors.items()}
+    return Rejoined(replace(state, tree=map_tensors(state.tree, change), tensors=named), tuple(notes))
+
+
+def _group(tensor: LazyTensor, view: AliasView) -> Group:
+    return id(tensor.source), view.group
+
+
+def _viewed(tensor: LazyTensor, view: AliasView, storage: Storage | None, assembled: Assembled) -> LazyTensor:
+    traits = replace(tensor.traits, alias=None)
+    if storage is None:
+        return replace(tensor, traits=traits)
+    chunk = Chunk(Box.whole(tensor.shape), storage, view.offset, view.strides)
+    return replace(tensor, chunks=(chunk,), source=assembled.source, traits=traits)
+
+
+def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -> Storage | str:
+    """The storage of these tensors, or why they cannot share one."""
+    views = {(tensor.chunks, tensor.traits.alias): tensor for tensor in tensors}  # names of one and the same copy count once
+    shown = ", ".join(repr(t.name) for t in tensors[:3]) + (f" and {len(tensors) - 3:,} more" if len(tensors) > 3 else "")
+    if any(tensor.dtype.packed for tensor in tensors):
+        return f"{shown} shared a storage of elements narrower than a byte; they are written apart"
+    copies = [Copy.of(tensor, tensor.traits.alias) for tensor in views.values() if tensor.traits.alias is not None]
+    filled = sorted((copy for copy in copies if copy.tensor.size), key=lambda copy: copy.offset)
+    nbytes = max(tensor.traits.alias.nbytes for tensor in tensors if tensor.traits.alias is not None)
+    storage = assembled.storage(nbytes, filled)
+    if not filled:
+        return storage
+    reached = max(copy.stop for copy in filled) - filled[0].offset
+    kept = sum(copy.tensor.nbytes for copy in filled)
+    if reached > max(limits.expansion * kept, limits.expansion_floor_nbytes):
+        return (
+            f"{shown} are {kept:,} bytes of a storage of {reached:,}; they are written apart "
+            "(Limits(expansion=…) allows the whole of it)"
+        )
+    overlap = any(a.stop > b.offset for a, b in pairwise(filled)) or any(copy.repeats for copy in filled)
+    if overlap and not assembled.agrees(storage.key):
+        return f"{shown} shared a storage once, and differ now where they overlapped; they are written apart"
+    return storage

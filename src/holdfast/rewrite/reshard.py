@@ -1,0 +1,158 @@
+"""`reshard`: write a checkpoint as a given mesh of ranks would have saved it, so that each of them reads one file.
+
+    mesh   dp=2,tp=4          the ranks are the points of a grid, counted with the last name fastest
+    rules  *.q_proj.weight: tp=0          shard dimension 0 over tp, replicate over dp
+           *.o_proj.weight: tp=1, dp=0    both; where two names shard one dimension, the first one of the mesh cuts first
+           *: replicate                   whole (which is also what happens to what no rule matches)
+
+The first rule that matches a name decides. Cuts are torch's: pieces of ceil(length / ranks), the last ones shorter or empty. A box
+that several ranks have is written once, by the first.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.core.box import Box
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.engine.write import Progress
+from holdfast.errors import BadPlacement
+from holdfast.formats.native.split import lay_out_split
+from holdfast.inspect.open import Openable
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.plan.saves import SavePlan
+from holdfast.rewrite.save import Saved, unchanged, write_plan
+from holdfast.rewrite.state import describe_state
+from holdfast.stores.paths import local_path
+
+__all__ = ["Rule", "parse_mesh", "parse_rule", "plan_reshard", "reshard"]
+
+REPLICATE = "replicate"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Names, and which dimension each axis of the mesh shards."""
+
+    pattern: str
+    axes: Mapping[str, int]
+    """From the name of a mesh axis to the dimension of the tensor; axes that are not here replicate."""
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """A mesh from text.
+
+    >>> parse_mesh("dp=2, tp=4")
+    {'dp': 2, 'tp': 4}
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, equals, size = part.partition("=")
+        name = name.strip()
+        if not equals or not name or not size.strip().isdecimal() or int(size) < 1 or name in mesh:
+            raise BadPlacement(f"a mesh is written like 'dp=2,tp=4', with each name once and at least one rank; not {text!r}")
+        mesh[name] = int(size)
+    return mesh
+
+
+def parse_rule(text: str) -> Rule:
+    """A rule from text.
+
+    >>> parse_rule("*.weight: tp=0, dp=1")
+    Rule(pattern='*.weight', axes={'tp': 0, 'dp': 1})
+    """
+    pattern, colon, placed = text.rpartition(":")
+    axes: dict[str, int] = {}
+    if colon and placed.strip() != REPLICATE:
+        for part in placed.split(","):
+            name, equals, dimension = part.partition("=")
+            if not equals or not dimension.strip().lstrip("-").isdecimal() or name.strip() in axes:
+                colon = ""
+                break
+            axes[name.strip()] = int(dimension)
+    if not colon or not pattern.strip():
+        raise BadPlacement(f"a rule is written like '*.weight: tp=0' or 'norm.*: replicate', not {text!r}")
+    return Rule(pattern.strip(), axes)
+
+
+def plan_reshard(source: Checkpoint, mesh: Mapping[str, int], rules: Sequence[Rule]) -> SavePlan:
+    """The plan of a native directory with a file for each rank of the mesh."""
+    known = ", ".join(mesh)
+    problems = [f"rule {r.pattern!r}: the mesh has no axis {a!r}, only {known}" for r in rules for a in r.axes if a not in mesh]
+    state = describe_state(source)
+    used: set[int] = set()
+    placed: dict[str, Mapping[str, int]] = {}
+    for name, tensor in state.tensors.items():
+        number = next((i for i, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern)), None)
+        if number is None:
+            placed[name] = {}
+            continue
+        used.add(number)
+        axes = rules[number].axes
+        bad = [d for d in axes.values() if not -tensor.ndim <= d < tensor.ndim]
+        problems += [f"{name}: no dimension {d} in a tensor of {list(tensor.shape)} (rule {rules[number].pattern!r})" for d in bad]
+        placed[name] = {} if bad else {axis: d % tensor.ndim for axis, d in axes.items()}
+    problems += [f"rule {rule.pattern!r} matches no tensor" for i, rule in enumerate(rules) if i not in used]
+    if problems:
+        raise BadPlacement("; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else ""))
+    parts: list[dict[str, Box]] = []
+    written: dict[str, set[Box]] = {name: set() for name in state.tensors}
+    for place in itertools.product(*(range(size) for size in mesh.values())):
+        at = dict(zip(mesh, place, strict=True))
+        own: dict[str, Box] = {}
+        for name, tensor in state.tensors.items():
+            box = local_box(tensor.shape, mesh, at, placed[name])
+            if (box.count or not math.prod(tensor.shape)) and box not in written[name]:
+                written[name].add(box)
+                own[name] = box
+        parts.append(own)
+    return lay_out_split(state, parts)
+
+
+def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, int], axes: Mapping[str, int]) -> Box:
+    """The part of a tensor that the rank at a point of the mesh has."""
+    start, stop = [0] * len(shape), list(shape)
+    for axis, size in mesh.items():
+        d = axes.get(axis)
+        if d is not None:
+            length = stop[d] - start[d]
+            step = -(-length // size)
+            first = start[d] + min(at[axis] * step, length)
+            start[d], stop[d] = first, min(first + step, stop[d])
+    return Box(tuple(start), tuple(stop))
+
+
+def reshard(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str],
+    *,
+    mesh: Mapping[str, int] | str,
+    rules: Sequence[Rule | str] = (),
+    overwrite: bool = False,
+    durable: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Write a checkpoint as a native directory with one data file for each rank of a mesh; streams, in bounded memory.
+
+    Raises `BadPlacement` for a mesh or a rule that makes no sense, with all that is wrong, before anything is written.
+    """
+    grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
+    parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]
+    source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=threads)
+    target = local_path(dst)
+    try:
+        state = describe_state(source)
+        plan = replace(plan_reshard(source, grid, parsed), holds=state.tensors)
+        return write_plan(
+            plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress,
+            before_commit=lambda: unchanged(state, target),
+        )
+    finally:
+        if source is not src:
+            source.close()

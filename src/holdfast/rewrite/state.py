@@ -1,0 +1,221 @@
+"""From whatever a caller hands to `save` to a `State`: the same tree, with a `LazyTensor` for every tensor in it.
+
+numpy arrays and torch tensors are wrapped, not copied; lazy tensors of an open checkpoint pass through and are streamed later.
+Containers keep their types, and an object with a `state_dict()` stands for it (rewrite/stateful.py). What is neither a tensor nor a
+container is left as it is: the target format knows whether it can hold it, and says so with the path.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.composite import Composite
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Opaque
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import Path, dotted, name_tensors
+from holdfast.engine.arrays import Resident
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.rewrite.stateful import state_dicts
+
+__all__ = ["describe_state", "map_tensors"]
+
+MOST_VISITS = 100_000
+"""Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
+
+OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native"})
+"""Formats whose metadata is text that someone put there."""
+
+Arrays = Literal["tensors", "values"]
+Leaf = Callable[[object], object]
+Remarks = Callable[[object], list[str]]
+
+SHOWN = 3
+"""Tensors that a note names."""
+
+
+def describe_state(
+    state: object, *, arrays: Arrays = "tensors", metadata: Mapping[str, str] | None = None, limits: Limits | None = None
+) -> State:
+    """Describe a state without copying its data.
+
+    `arrays="values"` leaves numpy arrays as plain values: in the tree of an opened torch file they were pickled as such.
+    """
+    limits = limits or Limits()
+    if isinstance(state, Checkpoint):
+        # What a torch file says about itself (its version, its byte order) is true of that file only.
+        own = state.metadata if state.format in OWN_METADATA else {}
+        metadata = {**own, **(metadata or {})}
+        state, arrays = state.tree, "values"
+    else:
+        state = state_dicts(state)
+    walk = Walk(_leaf(arrays), limits, _remarks())
+    tree = walk.convert(state, (), frozenset())
+    if walk.problems:
+        raise CannotHold("this state cannot be saved", walk.problems)
+    named = name_tensors(tree, limits, MOST_VISITS)
+    return State(tree, named.tensors, named.paths, dict(metadata or {}), walk.notes())
+
+
+def _leaf(arrays: Arrays) -> Leaf:
+    """The function that turns a leaf into a lazy tensor, or gives it back."""
+    resident = Resident()
+    foreign: Leaf | None = None
+    if "torch" in sys.modules:
+        # Only where the caller has torch can there be a torch tensor.
+        from holdfast.torch.tensors.to_lazy import torch_leaf
+
+        foreign = torch_leaf(resident)
+
+    def convert(value: object) -> object:
+        if isinstance(value, np.ndarray):
+            return resident.array(value) if arrays == "tensors" else value
+        if foreign is not None:
+            value = foreign(value)
+        if isinstance(value, LazyTensor | Composite | np.generic):
+            return value
+        if hasattr(value, "__array__") and not isinstance(value, type | np.ndarray):
+            return resident.array(np.asarray(value))
+        return value
+
+    return convert
+
+
+def _remarks() -> Remarks:
+    """The function that says what of a tensor is not kept."""
+    if "torch" not in sys.modules:
+        return lambda value: []
+    from holdfast.torch.tensors.to_lazy import unkept
+
+    return unkept
+
+
+PLAIN = (str, bytes, int, float, bool, complex, type(None))
+
+
+class Walk:
+    """Rebuilds a nested state, container by container, and collects everything that stands in the way."""
+
+    def __init__(self, leaf: Leaf, limits: Limits, remarks: Remarks) -> None:
+        self._leaf = leaf
+        self._remarks = remarks
+        self._unkept: dict[str, list[str]] = {}
+        """By what is not kept: the tensors that have it."""
+        self._limits = limits
+        self._made: dict[int, tuple[object, object]] = {}
+        """By identity: what was met and what was made of it. What stands in two places is made once and stays one."""
+        self.problems: list[str] = []
+
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about what is not kept."""
+        said = []
+        for what, names in self._unkept.items():
+            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            said.append(f"{what} is not kept of {', '.join(map(repr, names[:SHOWN]))}{more}".replace("its hooks is", "hooks are"))
+        return tuple(said)
+
+    def convert(self, value: object, path: Path, above: frozenset[int]) -> object:
+        if isinstance(value, PLAIN):
+            return value
+        if id(value) in self._made:
+            return self._made[id(value)][1]
+        made = self._convert(value, path, above)
+        self._made[id(value)] = (value, made)
+        return made
+
+    def _convert(self, value: object, path: Path, above: frozenset[int]) -> object:
+        if id(value) in above:
+            self.problems.append(f"{dotted(path) or 'the state'}: a {type(value).__name__} that contains itself")
+            return value
+        if len(path) > self._limits.depth:
+            self.problems.append(f"{dotted(path[:4])}…: nested deeper than Limits(depth={self._limits.depth})")
+            return value
+        inside = above | {id(value)}
+        match value:
+            case dict():
+                return self._dict(value, path, inside)
+            case list() if type(value) is list:
+                return [self.convert(v, (*path, i), inside) for i, v in enumerate(value)]
+            case tuple() if type(value) is tuple:
+                return tuple(self.convert(v, (*path, i), inside) for i, v in enumerate(value))
+            case LazyTensor() | Composite() | Opaque():
+                return value
+            case Mapping():
+                return {k: self.convert(v, (*path, _element(k)), inside) for k, v in value.items()}
+        try:
+            made = self._leaf(value)
+            for what in self._remarks(value):
+                self._unkept.setdefault(what, []).append(dotted(path))
+            return made
+        except Unsupported as error:
+            self.problems.append(f"{dotted(path) or 'the state'}: {error.message}")
+            return value
+
+    def _dict(self, value: dict[object, object], path: Path, inside: frozenset[int]) -> object:
+        items = [(k, self.convert(v, (*path, _element(k)), inside)) for k, v in value.items()]
+        if isinstance(value, OrderedDict):
+            made: OrderedDict[object, object] = OrderedDict(items)
+            # torch keeps the versions of a state_dict() here.
+            vars(made).update(vars(value))
+            return made
+        if isinstance(value, Counter):
+            return value
+        if isinstance(value, defaultdict):
+            copy = value.copy()
+            copy.update(items)
+            return copy
+        return dict(items)
+
+
+def _element(key: object) -> str | int:
+    return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
+
+
+def map_tensors(
+    tree: object, change: Callable[[LazyTensor], LazyTensor], *, skip: Callable[[Composite], bool] | None = None
+) -> object:
+    """The same tree with every tensor changed, but for the parts of composites that are skipped.
+
+    What stands in two places still does; what holds no changed tensor stays itself.
+    """
+    made: dict[int, object] = {}
+
+    def walk(value: object) -> object:
+        if isinstance(value, LazyTensor):
+            return change(value)
+        if not isinstance(value, Composite | dict | list | tuple):
+            return value
+        if id(value) not in made:
+            made[id(value)] = inside(value)
+        return made[id(value)]
+
+    def inside(value: object) -> object:
+        match value:
+            case Composite() if skip is not None and skip(value):
+                return value
+            case Composite():
+                parts = {name: change(part) for name, part in value.parts.items()}
+                return value if all(parts[name] is part for name, part in value.parts.items()) else replace(value, parts=parts)
+            case dict():
+                items = {key: walk(inner) for key, inner in value.items()}
+                if all(items[key] is inner for key, inner in value.items()):
+                    return value
+                copy = value.copy()
+                copy.update(items)
+                if isinstance(value, OrderedDict):
+                    vars(copy).update(vars(value))
+                return copy
+            case list() | tuple() if type(value) in (list, tuple):
+                inners = [walk(inner) for inner in value]
+                return value if all(a is b for a, b in zip(inners, value, strict=True)) else type(value)(inners)
+        return value
+
+    return walk(tree)

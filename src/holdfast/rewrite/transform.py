@@ -1,0 +1,241 @@
+"""Keep, drop, rename and cast: what `convert` and `edit` do to a state before it is saved. Nothing is read.
+
+Patterns are globs on dotted names (`model.layers.*.bias`). They apply to every leaf of the tree, tensors and plain values alike, so
+that `keep=["model.*"]` leaves the model and nothing of the optimizer. A rename is a pair of globs with as many stars on both sides
+(`model.*` → `*`): each star of the new name stands for what the star of the old one matched.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
+from holdfast.core.tree import Path, dotted, name_tensors, step
+from holdfast.errors import CannotHold, LimitExceeded, Unsupported
+from holdfast.rewrite.cast import Cast, Losses
+from holdfast.rewrite.state import MOST_VISITS, map_tensors
+
+__all__ = ["Edits", "dtype_named", "transform"]
+
+SHORT = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32",
+         "float": "float32", "f64": "float64", "double": "float64", "fp8": "float8_e4m3fn"}  # fmt: skip
+"""How people abbreviate the dtypes that they cast to."""
+
+
+MOST_LEAVES = 4_000_000
+"""Places in a tree that are looked at one by one; containers that stand in several places count several times."""
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """What to change."""
+
+    keep: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
+    dtype: DType | None = None
+    """Floating-point tensors are cast to this; integers, booleans and quantised ones stay as they are."""
+    tensors_only: bool = False
+    """Keep the tensors under their dotted names in a flat mapping and leave everything else out."""
+
+    def __bool__(self) -> bool:
+        return bool(self.keep or self.drop or self.rename or self.dtype or self.tensors_only)
+
+
+def dtype_named(name: str) -> DType:
+    """A floating-point dtype by its name or a usual abbreviation."""
+    found = DTYPES.name(SHORT.get(name, name))
+    if found is None or found.kind != "float" or found.packed:
+        known = [row.name for row in DTYPES.rows if row.kind == "float" and not row.packed]
+        near = difflib.get_close_matches(name, [*known, *SHORT], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise Unsupported(f"cannot cast to {name!r}; {hint}", found=name)
+    return found
+
+
+def transform(state: State, edits: Edits, limits: Limits | None = None, *, losses: Losses | None = None) -> State:
+    """The state with the edits applied. Raises `CannotHold` with every problem when they do not fit it.
+
+    What a cast loses is added to `losses` while the tensors are read.
+    """
+    if not edits:
+        return state
+    problems: list[str] = []
+    tree: object = dict(state.tensors) if edits.tensors_only else state.tree
+    if edits.keep or edits.drop or edits.rename:
+        tree = _reshape(tree, edits, problems)
+    if problems:
+        raise CannotHold("these edits do not fit the checkpoint", problems)
+    if edits.dtype is not None:
+        tree = _cast(tree, Cast(edits.dtype, state.tensors.values(), losses=losses))
+    named = name_tensors(tree, limits or Limits(), MOST_VISITS)
+    return State(tree, named.tensors, named.paths, state.metadata)
+
+
+def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    compiled = [_regex(p) for p in patterns]
+    return lambda name: any(r.fullmatch(name) for r in compiled)
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    return re.compile("(.*)".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
+
+
+def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
+    """Drop and rename leaves. Containers that end up empty because of it go as well; those without a change stay themselves."""
+    for old, new in edits.rename:
+        if old.count("*") != new.count("*"):
+            problems.append(f"the rename {old!r} → {new!r} needs as many * on both sides")
+    if problems:
+        return tree
+    leaves = [(path, dotted(path)) for path in _leaf_paths(tree)]
+    _check_patterns(edits, [name for _, name in leaves], problems)
+    moves = _moves(leaves, edits)
+    _check_names(leaves, moves, problems)
+    if not moves or problems:
+        return tree
+    if not isinstance(tree, dict):
+        problems.append(f"the top of this checkpoint is a {type(tree).__name__}; only a dict can be edited")
+        return tree
+    rebuilding = Rebuilding(moves, problems)
+    made = rebuilding.rebuild(tree, ())
+    top: dict[object, object] = made if isinstance(made, dict) else {}
+    for name, value in rebuilding.hoisted.items():
+        if name in top:
+            problems.append(f"renaming gives two things the name {name!r}")
+        top[name] = value
+    return top
+
+
+def _check_patterns(edits: Edits, names: Sequence[str], problems: list[str]) -> None:
+    """A pattern that matches nothing is a mistake."""
+    for pattern in (*edits.keep, *edits.drop, *(old for old, _ in edits.rename)):
+        regex = _regex(pattern)
+        if not any(regex.fullmatch(name) for name in names):
+            near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
+            problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
+
+
+def _moves(leaves: Iterable[tuple[Path, str]], edits: Edits) -> dict[Path, str | None]:
+    """The leaves that change: their new names, or None where they go."""
+    kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
+    rename = [(_regex(old), new.split("*")) for old, new in edits.rename]
+    moves: dict[Path, str | None] = {}
+    for path, name in leaves:
+        if (edits.keep and not kept(name)) or dropped(name):
+            moves[path] = None
+            continue
+        for regex, pieces in rename:
+            found = regex.fullmatch(name)
+            if found:
+                new = pieces[0] + "".join(g + p for g, p in zip(found.groups(), pieces[1:], strict=True))
+                if new != name:
+                    moves[path] = new
+                break
+    return moves
+
+
+def _check_names(leaves: Iterable[tuple[Path, str]], moves: Mapping[Path, str | None], problems: list[str]) -> None:
+    """No two things may have one name, unless they had it before. No name may be empty."""
+    taken: dict[str, int] = {}
+    for path, name in leaves:
+        now = moves.get(path, name)
+        if now is not None:
+            taken[now] = taken.get(now, 0) + 1
+    given = dict.fromkeys(new for new in moves.values() if new is not None)
+    problems += [f"renaming gives {taken[new]:,} things the name {new!r}" for new in given if taken[new] > 1]
+    if "" in given:
+        problems.append("renaming leaves nothing of a name")
+
+
+GONE = object()
+
+
+class Rebuilding:
+    """Makes a tree again with some of its leaves elsewhere or nowhere."""
+
+    def __init__(self, moves: Mapping[Path, str | None], problems: list[str]) -> None:
+        self._moves = moves
+        self._touched = {path[:n] for path in moves for n in range(len(path))}
+        self._problems = problems
+        self.hoisted: dict[str, object] = {}
+        """Leaves whose new names begin with another container's, for the top of the tree."""
+
+    def rebuild(self, value: object, path: Path) -> object:
+        """The value in its place, or `GONE`."""
+        if path in self._moves:
+            new, parent = self._moves[path], dotted(path[:-1])
+            if new is None:
+                return GONE
+            if path[:-1] and not new.startswith(parent + "."):
+                self.hoisted[new] = value
+                return GONE
+            return value
+        if path not in self._touched:
+            return value
+        if isinstance(value, dict):
+            return self._dict(value, path)
+        if isinstance(value, list | tuple):
+            return self._row(value, path)
+        return value
+
+    def _dict(self, value: dict[object, object], path: Path) -> object:
+        items: dict[object, object] = {}
+        for key, inner in value.items():
+            at = (*path, step(key))
+            made = self.rebuild(inner, at)
+            if made is GONE:
+                continue
+            new = self._moves.get(at)
+            name = key if new is None else new[len(dotted(path)) + 1 :] if path else new
+            if name in items:
+                self._problems.append(f"renaming gives two things the name {dotted((*path, str(name)))!r}")
+            items[name] = made
+        if not items:
+            return GONE
+        same = value.copy()
+        same.clear()
+        same.update(items)
+        if isinstance(value, OrderedDict):
+            vars(same).update(vars(value))
+        return same
+
+    def _row(self, value: list[object] | tuple[object, ...], path: Path) -> object:
+        inside = [self.rebuild(v, (*path, i)) for i, v in enumerate(value)]
+        if all(v is GONE for v in inside):
+            return GONE
+        if any(v is GONE for v in inside):
+            what = type(value).__name__
+            self._problems.append(f"{dotted(path)}: an element of a {what} cannot be taken out without moving the others")
+        elif any((*path, i) in self._moves for i in range(len(value))):
+            self._problems.append(f"{dotted(path)}: an element of a {type(value).__name__} has no name that could be changed")
+        return inside if isinstance(value, list) else tuple(inside)
+
+
+def _leaf_paths(tree: object) -> Iterator[Path]:
+    """The paths of everything that is no container with something in it."""
+    left = MOST_LEAVES
+    waiting: list[tuple[Path, object]] = [((), tree)]
+    while waiting:
+        path, value = waiting.pop()
+        left -= 1
+        if left < 0:
+            message = "this state refers to the same containers too often to be edited leaf by leaf"
+            raise LimitExceeded(message, expected=MOST_LEAVES)
+        if isinstance(value, dict) and value and not isinstance(value, Counter):
+            waiting += [((*path, step(key)), inner) for key, inner in reversed(value.items())]
+        elif type(value) in (list, tuple) and isinstance(value, list | tuple) and value:
+            waiting += [((*path, i), inner) for i, inner in reversed(list(enumerate(value)))]
+        else:
+            yield path
+
+
+def _cast(tree: object, cast: Cast) -> object:
+    """Quantised tensors stay as they are: their parts mean nothing in another dtype."""
+    return map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")

@@ -1,0 +1,175 @@
+"""Exported programs in a `.pt2` that stock torch loads: what `torch.export.save` and `package_pt2` write, each storage once.
+
+    holdfast.torch.package_program("model.pt2", torch.export.export(model, inputs))
+    holdfast.torch.package_program("heads.pt2", {"classify": first, "embed": second})     one encoder, stored once
+
+torch serialises the programs and their inputs; weights and constants are laid out and written here (formats/pt2/write.py): in
+parallel, checked, published by one rename. torch's own writer shares storages within a model; here models share them, too, and its
+reader does not mind.
+
+What differs from torch's writer: a fake tensor, for which torch writes nothing and loads zeros, is refused; and a record holds what
+its views reach, where torch writes all of a storage (`trim=False` does that, and gives torch's bytes for one model).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch._export.serde.serialize import _dataclass_to_dict, serialize, serialize_tensor_meta
+from torch._library.opaque_object import is_opaque_value
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+
+from holdfast.core.collector import resting_collector
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.write import Progress
+from holdfast.errors import CannotHold
+from holdfast.formats.pt2.program import summarise
+from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
+from holdfast.formats.pt2.write import Part, Pickled, lay_out_pt2
+from holdfast.formats.torch.write import archive_name
+from holdfast.rewrite.save import Saved, write_plan
+from holdfast.rewrite.state import describe_state
+from holdfast.stores.paths import local_path
+
+__all__ = ["package_program"]
+
+MODEL = "model"
+"""What torch calls a program that is given without a name, and what `torch.export.load` looks for."""
+
+PROTOCOL = 2
+"""Of the pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
+
+
+def package_program(
+    path: str | os.PathLike[str],
+    exported_programs: ExportedProgram | Mapping[str, ExportedProgram],
+    *,
+    sample_inputs: bool = True,
+    extra_files: Mapping[str, str | bytes] | None = None,
+    opset_version: Mapping[str, int] | None = None,
+    trim: bool = True,
+    overwrite: bool | None = None,
+    durable: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Saved:
+    """Save exported programs with their weights, so that `torch.export.load` and `torch.export.pt2_archive.load_pt2` load them.
+
+    One program is called `model`. Storages that several programs share are written once. With `sample_inputs=False` the inputs that
+    a program was exported with stay out of the file. Raises `CannotHold` with every weight that cannot be written or that a program
+    lacks, by model and name; nothing is written then.
+    """
+    target = local_path(path)
+    programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
+    wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
+    if wrong or not programs:
+        raise CannotHold("a package holds exported programs by their names", wrong or ["there is no program"])
+    # torch makes a hundred thousand objects of a program, and a collection among all of its own takes longer than that.
+    with resting_collector():
+        parts = _parts(programs, sample_inputs, dict(opset_version) if opset_version else None)
+    extra = {name: text.encode() if isinstance(text, str) else bytes(text) for name, text in (extra_files or {}).items()}
+    plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)
+    return write_plan(plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress)
+
+
+def _is_program(value: object) -> bool:
+    return isinstance(value, ExportedProgram)
+
+
+@dataclass(slots=True)
+class _Values:
+    """The weights or the constants of a program: what goes into raw records, and what is pickled."""
+
+    order: list[str] = field(default_factory=list)
+    raw: dict[str, torch.Tensor] = field(default_factory=dict)
+    pickled: dict[str, Pickled] = field(default_factory=dict)
+
+    def merged(self, described: Mapping[str, object]) -> dict[str, LazyTensor | Pickled]:
+        """All of them in their order, the raw ones as lazy tensors."""
+        merged: dict[str, LazyTensor | Pickled] = {}
+        for name in self.order:
+            value = self.pickled.get(name, described.get(name))
+            if isinstance(value, LazyTensor | Pickled):
+                merged[name] = value
+        return merged
+
+
+def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None) -> dict[str, Part]:
+    """The programs as parts of a package. Their tensors are described together, so that they share what they share."""
+    problems: list[str] = []
+    weights = {model: _sorted(model, program.state_dict, WEIGHT, problems) for model, program in programs.items()}
+    constants = {model: _sorted(model, program.constants, TENSOR, problems) for model, program in programs.items()}
+    for model, program in programs.items():
+        problems += _lacking(model, program)
+    if problems:
+        raise CannotHold("these programs cannot be packaged", problems)
+    tree = describe_state({model: {"weights": weights[model].raw, "constants": constants[model].raw} for model in programs}).tree
+    parts: dict[str, Part] = {}
+    for model, program in programs.items():
+        artifact = serialize(program, opset, PROTOCOL, serialize_state_dict=False, serialize_constants=False)
+        inner = tree[model] if isinstance(tree, dict) else {}
+        part = Part(
+            weights[model].merged(inner["weights"]),
+            constants[model].merged(inner["constants"]),
+            artifact.exported_program,
+            # What torch writes for a program that has none.
+            artifact.example_inputs if sample_inputs else b"",
+        )
+        problems += _unmet(model, part)
+        parts[model] = part
+    if problems:
+        raise CannotHold("these programs cannot be packaged", problems)
+    return parts
+
+
+def _sorted(model: str, values: Mapping[str, object], prefix: str, problems: list[str]) -> _Values:
+    """What goes where, as torch's writer has it: tensor subclasses and objects are pickled."""
+    found = _Values()
+    last: list[str] = []
+    for name, value in values.items():
+        if isinstance(value, FakeTensor):
+            problems.append(f"{model}.{name}: a fake tensor has no data, and torch would load zeros")
+        elif isinstance(value, torch.Tensor) and type(value.data) is torch.Tensor:
+            found.raw[name] = value
+            found.order.append(name)
+        elif isinstance(value, torch.Tensor):
+            buffer = io.BytesIO()
+            torch.save(value, buffer, pickle_protocol=PROTOCOL)
+            meta = _dataclass_to_dict(serialize_tensor_meta(value))
+            found.pickled[name] = Pickled(buffer.getvalue(), prefix, meta, isinstance(value, torch.nn.Parameter))
+            found.order.append(name)
+        elif prefix == TENSOR and isinstance(value, torch._C.ScriptObject):
+            found.pickled[name] = Pickled(torch._C._pickle_save(value), OBJECT)
+            last.append(name)
+        elif prefix == TENSOR and is_opaque_value(value):
+            found.pickled[name] = Pickled(pickle.dumps(value, protocol=PROTOCOL), OPAQUE)
+            last.append(name)
+        else:
+            problems.append(f"{model}.{name}: a {type(value).__name__}, which such a file has no place for")
+    found.order += last
+    return found
+
+
+def _lacking(model: str, program: ExportedProgram) -> list[str]:
+    """The weights that a program takes and does not have; torch would write it, and fail to load it."""
+    signature = program.graph_signature
+    known = {*program.state_dict, *program.constants}
+    wanted = (*signature.inputs_to_parameters.values(), *signature.inputs_to_buffers.values())
+    return [f"{model}.{name}: the program asks for it and does not have it" for name in wanted if name not in known]
+
+
+def _unmet(model: str, part: Part) -> list[str]:
+    """Weights that differ from what the serialised program says about them."""
+    program = summarise(part.program if isinstance(part.program, bytes) else b"")
+    problems = []
+    for name, value in program.weights.items():
+        weight = part.weights.get(name, part.constants.get(name))
+        if isinstance(weight, LazyTensor) and value.dtype and value.dtype != weight.dtype.name:
+            problems.append(f"{model}.{name}: {weight.dtype} where the program was exported with {value.dtype}")
+    return problems

@@ -1,0 +1,309 @@
+"""`load_into`: fill a module or a state from a checkpoint, without a second copy of the weights.
+
+1. The places to fill are listed: what `state_dict()` of the module would name (`slots.py`).
+2. Names, shapes and dtypes are compared, and everything that does not fit is reported at once, before anything changes (`fit.py`).
+3. Submodules with their own way of loading get their part as a state dict (`selves.py`).
+4. Bytes are read straight into the memory of the tensors that are there, or of fresh ones for those on the meta device (`fill.py`).
+5. When all of them are filled, fresh tensors take their places.
+
+    model = Transformer(config)                      or: with torch.device("meta")
+    print(load_into(model, "model.safetensors"))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.composite import Composite
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import HoldfastError
+from holdfast.inspect.open import Openable
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.torch.modules.match import Choice, Fit, Match, Names, fit
+from holdfast.torch.modules.own_loaders import Own, Versions, load_self
+from holdfast.torch.modules.targets import find_targets, module_slots
+from holdfast.torch.tensors.allocate import Want, check_dtype, make_fresh, read_tensors
+from holdfast.torch.tensors.fill import Fill, Progress, fill
+from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.open import TorchCheckpoint
+from holdfast.torch.tensors.tree import lazy_tensors, torch_tree
+
+__all__ = ["Loaded", "load_into"]
+
+COUNTER = "num_batches_tracked"
+"""The buffer that batch norm has had since version 2 of its state (torch 0.4.1)."""
+
+LISTED = 20
+"""Names of a kind that a printed report lists."""
+
+
+class Incompatible(NamedTuple):
+    """What torch hands to hooks that run after loading."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded. Print it."""
+
+    path: str
+    names: tuple[str, ...]
+    """The target's names that were filled."""
+    missing: tuple[str, ...] = ()
+    """The target's names that the checkpoint does not have."""
+    unexpected: tuple[str, ...] = ()
+    """The checkpoint's names that the target does not have."""
+    mismatched: tuple[str, ...] = ()
+    """Names whose dtype is another one in the checkpoint, and that were cast. Shapes that differ are an error."""
+    nbytes: int = 0
+    """Bytes of the tensors that were read, as the checkpoint has them."""
+    notes: tuple[str, ...] = ()
+    meta: tuple[str, ...] = ()
+    """The target's tensors that are still on the meta device, without elements: what the checkpoint does not have, and what no
+    checkpoint has (buffers with `persistent=False`, tensors that are plain attributes). Whoever made them must make them anew."""
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.names):,} tensors, {self.nbytes:,} bytes, from {self.path}"]
+        for word, names in (("missing", self.missing), ("unexpected", self.unexpected), ("cast", self.mismatched)):
+            if names:
+                lines.append(f"  {len(names):,} {word}: {_listed(names)}")
+        return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
+
+
+def load_into(
+    module_or_state: nn.Module | Mapping[str, object],
+    path: Openable | Checkpoint | TorchCheckpoint,
+    *,
+    strict: bool = True,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+    assign: bool = False,
+    prefix: str = "",
+    verify: bool = True,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    max_host_memory: int | None = None,
+) -> Loaded:
+    """Fill the parameters and persistent buffers of a module, or the tensors of a nested mapping, from any known checkpoint.
+
+    Tensors are filled in place; one whose dtype differs is cast, as `load_state_dict` does, but floating-point numbers, complex
+    numbers, integers and booleans do not become each other. Tensors on the meta device, and all of them with `assign=True`, are
+    replaced by fresh ones: on `device`, or where they were (the CPU for those on meta); of `dtype` where they are floating-point
+    and it is given, else of the checkpoint's dtype with `assign=True` and of their own without. With `dtype` given, integers may
+    become floating-point numbers of that dtype. `requires_grad` is kept, and tied parameters stay tied.
+
+    `prefix` selects the checkpoint's names that begin with it, and is taken off them. With `strict`, every name must be on both
+    sides; without, the report lists those that are not. `DoesNotFit` names everything that is wrong, before anything changes. (A
+    submodule that loads itself is asked when the rest is known to fit, and may then still refuse.) A damaged file is found while
+    it is read: tensors in place may have been written to by then, and fresh ones are thrown away.
+
+    `verify` and `threads` are as in `holdfast.open`; a checkpoint that is open already keeps its own. `progress` is called with
+    the number of bytes that were read since its last call. Memory beyond the target is at most 64 MiB and what the reading
+    threads hold, except for sparse and quantised tensors and for submodules that load themselves, which are built first. Tensors
+    on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
+    """
+    check_dtype(dtype)
+    choice = Choice(None if device is None else torch.device(device), dtype, assign)
+    if isinstance(path, TorchCheckpoint):
+        path = path.lazy
+    if isinstance(path, Checkpoint):
+        return Load(module_or_state, path, prefix, choice, max_host_memory).run(strict=strict, progress=progress)
+    with open_checkpoint(path, verify=verify, threads=threads) as checkpoint:
+        return Load(module_or_state, checkpoint, prefix, choice, max_host_memory).run(strict=strict, progress=progress)
+
+
+class Load:
+    """One call of `load_into`."""
+
+    def __init__(
+        self,
+        into: nn.Module | Mapping[str, object],
+        checkpoint: Checkpoint,
+        prefix: str,
+        choice: Choice,
+        max_host_memory: int | None,
+    ) -> None:
+        self._into = into
+        self._checkpoint = checkpoint
+        self._max_host_memory = max_host_memory
+        self._prefix = prefix
+        self._choice = choice
+        self._names = Names(checkpoint, prefix)
+        self._versions: Versions | None = None
+        self._targets = find_targets(into, self._is_current)
+
+    def run(self, *, strict: bool, progress: Progress | None) -> Loaded:
+        found = fit(self._targets, self._names, self._choice, strict=strict)
+        found.check(self._names, self._targets, strict=strict)
+        # What is built by itself is built before anything changes: its parts may turn out not to fit together.
+        built = [(match, match.found.torch()) for match in found.matches if _is_built(match.found)]
+        extras = self._read_extras(found)
+        selves = [
+            load_self(module, prefix, self._checkpoint, self._prefix, self._choice, progress)
+            for prefix, module in self._targets.selves.items()
+        ]
+        found.missing += [name for own in selves for name in own.missing]
+        found.unexpected += [name for own in selves for name in own.unexpected]
+        if selves:
+            found.check(self._names, self._targets, strict=strict, changed=True)
+        self._fill(found, {old: new for own in selves for old, new in own.replaced.items()}, progress)
+        for match, value in built:
+            self._place(match, value)
+        for module, extra in extras.items():
+            module.set_extra_state(extra)
+        self._tell(found)
+        return self._report(found, selves)
+
+    def _is_current(self, prefix: str, module: nn.Module) -> bool:
+        """Whether the checkpoint has a module's state as its present version writes it."""
+        if self._versions is None:
+            self._versions = Versions(self._checkpoint, self._prefix)
+        version = self._versions.of(prefix)
+        if version is None:
+            # Nothing recorded. Batch norm did without its counter once, and makes up for that; other names are simply missing.
+            return [slot.name for slot in module_slots(module, prefix) if slot.name not in self._names] != [prefix + COUNTER]
+        return version == module._version
+
+    def _read_extras(self, found: Fit) -> dict[nn.Module, object]:
+        lazies = {str(id(lazy)): lazy for value in found.extras.values() for lazy in lazy_tensors(value)}
+        made = read_tensors(lazies)
+
+        def tensor(value: LazyTensor | Composite) -> torch.Tensor:
+            return value.torch() if isinstance(value, Composite) else made[str(id(value))]
+
+        return {module: torch_tree(value, tensor) for module, value in found.extras.items()}
+
+    def _fill(self, found: Fit, replaced: dict[int, torch.Tensor], progress: Progress | None) -> None:
+        """Fill what is there, and fresh tensors for the rest; these take their places when everything is filled."""
+        choice = self._choice
+        fills: list[Fill] = []
+        wants: dict[str, Want] = {}
+        anew: list[Match] = []
+        for match in found.matches:
+            target, lazy = match.target, match.found
+            if not isinstance(lazy, LazyTensor) or _is_built(lazy) or id(target) in replaced:
+                continue
+            if choice.fresh(target):
+                # A tensor on meta is given in the order of elements that it has; a replaced one takes the file's.
+                strides = None if choice.assign or not _dense(target) else tuple(target.stride())
+                dtype = choice.dtype_for(target, torch_dtype(lazy.dtype))
+                wants[match.slots[0].name] = Want(lazy, dtype, choice.device_for(target), strides)
+                anew.append(match)
+            else:
+                fills.append(Fill(lazy, target))
+        fresh = make_fresh(wants)
+        found.notes += fresh.notes
+        try:
+            found.notes += fill([*fills, *fresh.fills], progress, max_host_memory=self._max_host_memory)
+        except HoldfastError as error:
+            if fills:
+                error.add_note("tensors that were to be filled in place may have been written to in part")
+            raise
+        for match in anew:
+            replaced[id(match.target)] = _like(match.target, fresh.tensors[match.slots[0].name])
+        for slot in [*(slot for match in found.matches for slot in match.slots), *found.followers]:
+            if id(slot.tensor) in replaced:
+                slot.put(replaced[id(slot.tensor)])
+
+    def _place(self, match: Match, value: torch.Tensor) -> None:
+        """Put a tensor that was built by itself into its slots."""
+        choice, target = self._choice, match.target
+        if not choice.fresh(target):
+            with torch.no_grad():
+                if value.dtype is torch.float4_e2m1fn_x2:
+                    target.view(torch.uint8).copy_(value.view(torch.uint8))
+                else:
+                    target.copy_(value)
+            return
+        value = value.to(choice.device_for(target))
+        if value.is_floating_point() and not value.is_quantized and not isinstance(match.found, LazyTensor):
+            value = value.to(choice.dtype_for(target, value.dtype))
+        made = _like(target, value)
+        for slot in match.slots:
+            slot.put(made)
+
+    def _tell(self, found: Fit) -> None:
+        """Run the hooks that modules have for the time after loading."""
+        for module in self._targets.listeners:
+            for hook in module._load_state_dict_post_hooks.values():
+                hook(module, Incompatible(list(found.missing), list(found.unexpected)))
+
+    def _report(self, found: Fit, selves: list[Own]) -> Loaded:
+        loaded = {slot.name for match in found.matches for slot in match.slots} | {slot.name for slot in found.followers}
+        names = [slot.name for slot in self._targets.slots if slot.name in loaded]
+        lazies = [part for match in found.matches for part in _parts(match.found)]
+        notes = list(found.notes)
+        for prefix in self._targets.selves:
+            notes += [f"{prefix.removesuffix('.') or 'the module'} has its own way of loading, and was handed a state dict"]
+        meta = self._still_meta()
+        if meta:
+            why = "for the checkpoint does not have them"
+            notes.append(f"{len(meta):,} tensors are still on the meta device, {why}: {_listed(meta)}")
+        return Loaded(
+            self._checkpoint.path,
+            (*names, *(name for own in selves for name in own.names)),
+            tuple(found.missing),
+            tuple(found.unexpected),
+            tuple(found.casts),
+            sum(lazy.nbytes for lazy in lazies) + sum(own.nbytes for own in selves),
+            tuple(notes),
+            tuple(meta),
+        )
+
+    def _still_meta(self) -> list[str]:
+        """What has no elements yet. Of a module everything is looked at, what a state dict would not list as well."""
+        if not isinstance(self._into, nn.Module):
+            return [slot.name for slot in find_targets(self._into, self._is_current).slots if slot.tensor.is_meta]
+        found = []
+        for prefix, module in self._into.named_modules(remove_duplicate=False):
+            held = {**module._parameters, **module._buffers, **vars(module)}
+            tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor) and value.is_meta]
+            found += [f"{prefix}.{name}" if prefix else name for name in tensors]
+        return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+    return f"{', '.join(names[:LISTED])}{more}"
+
+
+def _is_built(found: LazyTensor | Composite) -> bool:
+    """Whether a tensor is built by its own `torch()`: of several parts, or of elements that share bytes."""
+    return isinstance(found, Composite) or found.dtype.packed
+
+
+def _parts(found: LazyTensor | Composite) -> list[LazyTensor]:
+    return [found] if isinstance(found, LazyTensor) else list(found.parts.values())
+
+
+def _dense(target: torch.Tensor) -> bool:
+    """Whether a tensor's strides say no more than the order of its dimensions."""
+    room = 1
+    for n, stride in sorted(zip(target.shape, target.stride(), strict=True), key=lambda pair: pair[1]):
+        if n > 1:
+            if stride != room:
+                return False
+            room *= n
+    return target.numel() > 0
+
+
+def _like(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A fresh tensor as what stood in its place: a parameter, with the same gradients wanted and the same attributes."""
+    grad = old.requires_grad and (new.is_floating_point() or new.is_complex())
+    if isinstance(old, nn.Parameter):
+        made = (
+            nn.Parameter(new, requires_grad=grad)
+            if type(old) is nn.Parameter
+            else torch.Tensor._make_subclass(type(old), new, grad)
+        )
+        vars(made).update(vars(old))
+        return made
+    return new.requires_grad_() if grad else new

@@ -1,0 +1,154 @@
+"""A nested state as torch's distributed checkpoint flattens it: every leaf under one flat name, non-tensors as archives.
+
+    {"optim": {3: {"lr": 0.1}}, "list": [tensor, {}]}     "optim.3.lr"   ("optim", "3", "lr")     a value
+                                                          "list.0"       ("list", 0)              a tensor
+                                                          "list.1"       ("list", 1)              a value: an empty mapping
+
+Mappings are entered, and their keys become text; lists are entered where a tensor or a mapping is in them; tuples never (torch
+2.13, `_traverse.py`). torch drops empty mappings; here they are values. A value is a `torch.save` of the caller's own object.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.core.composite import Composite
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.stream import write_stream
+from holdfast.formats.torch.write import lay_out_torch_zip
+from holdfast.formats.tree_json import encode_tree
+from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
+from holdfast.torch.serialization.pickling import StorageIds, pickle_object
+from holdfast.torch.serialization.save import plan_object
+
+__all__ = ["FlatState", "Value", "common_problems", "flatten"]
+
+Path = tuple[str | int, ...]
+
+REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
+"""What to do about an object with tensors in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A leaf that is no tensor."""
+
+    raw: object
+    """The caller's own object."""
+    described: object
+    """The same without torch's classes."""
+
+    def digest(self) -> bytes:
+        """A hash that is the same on every rank that has an equal value. Raises ValueError for one that cannot be pickled."""
+        encoded = encode_tree(self.described, {})
+        # A pickle of equal values may differ: it tells whether two equal strings in them are one object.
+        content = self._pickled() if encoded.problems else msgspec.json.encode(encoded.value)
+        return hashlib.blake2b(content, digest_size=16).digest()
+
+    def _pickled(self) -> bytes:
+        ids = StorageIds()
+        kind = type(self.raw).__name__
+        try:
+            content = pickle_object(self.raw, ids, pickle, pickle.DEFAULT_PROTOCOL)
+        except Exception as error:  # whatever the object's own methods raise
+            raise ValueError(f"a {kind} that cannot be pickled ({type(error).__name__}: {error})") from error
+        if ids.storages:
+            raise ValueError(f"a {kind} with tensors in it, which would be out of reach in a pickle; {REMEDY}")
+        return content
+
+    def archive(self) -> bytes:
+        """What torch.save would write for it; later changes of the object do not reach it."""
+        out = io.BytesIO()
+        plan = lay_out_torch_zip(State(self.described, {}, {})) if _is_opened(self.raw) else plan_object(self.raw, None)
+        write_stream(plan.files[0], out)
+        return out.getvalue()
+
+
+@dataclass(slots=True)
+class FlatState:
+    """A state by flat names."""
+
+    values: dict[str, Value] = field(default_factory=dict)
+    paths: dict[str, Path] = field(default_factory=dict)
+    """The path of every leaf, tensors as well."""
+    problems: list[str] = field(default_factory=list)
+    """What has no form there."""
+
+    def digests(self) -> dict[str, bytes]:
+        """A hash of every value; what must not be pickled becomes a problem."""
+        found = {}
+        for name, value in self.values.items():
+            try:
+                found[name] = value.digest()
+            except ValueError as error:
+                self.problems.append(f"{name}: {error}")
+        return found
+
+
+def flatten(state: State, raw: object) -> FlatState:
+    """Flatten a described state. `raw` is what it describes."""
+    flat = FlatState()
+    _walk(state.tree, raw, (), flat)
+    for name in state.tensors:
+        if name not in flat.paths:
+            flat.problems.append(f"{name}: a tensor inside of a tuple; make it a list")
+    return flat
+
+
+def common_problems(state: State, flat: FlatState) -> list[str]:
+    """What no rank could say to the others, or no format could hold."""
+    problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
+    for name, tensor in state.tensors.items():
+        if tensor.traits.meta:
+            problems.append(f"{name}: it is on the meta device, without data")
+        if tensor.ndim > Limits().rank:
+            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={Limits().rank})")
+    names = dict.fromkeys([*state.tensors, *flat.paths])
+    return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
+
+
+def _walk(value: object, raw: object, path: Path, flat: FlatState) -> None:
+    if isinstance(value, Mapping) and isinstance(raw, Mapping) and (value or not path):
+        for (key, inner), own in zip(value.items(), raw.values(), strict=True):
+            _walk(inner, own, (*path, str(key)), flat)
+        return
+    if isinstance(value, list) and isinstance(raw, list) and _worth(value):
+        for i, (inner, own) in enumerate(zip(value, raw, strict=True)):
+            _walk(inner, own, (*path, i), flat)
+        return
+    name = ".".join(map(str, path))
+    if name in flat.paths:
+        flat.problems.append(f"{name}: the name of two things")
+    flat.paths[name] = path
+    if isinstance(value, Composite):
+        flat.problems.append(f"{name}: a {value.kind} tensor")
+        flat.paths |= {f"{name}.{part}": (*path, part) for part in value.parts}
+    elif not isinstance(value, LazyTensor):
+        flat.values[name] = Value(raw, value)
+
+
+def _is_opened(value: object) -> bool:
+    """Whether values of an open checkpoint are in it, which stand for torch's own and are written as those."""
+    waiting, seen = [value], set()
+    while waiting:
+        one = waiting.pop()
+        if type(one).__module__.startswith("holdfast."):
+            return True
+        if isinstance(one, list | tuple | set | frozenset | dict) and id(one) not in seen:
+            seen.add(id(one))
+            waiting += one
+            waiting += one.values() if isinstance(one, dict) else ()
+    return False
+
+
+def _worth(value: object) -> bool:
+    """Whether there is a tensor or a mapping in a list."""
+    return isinstance(value, LazyTensor | Composite | Mapping) or (isinstance(value, list) and any(map(_worth, value)))

@@ -1,0 +1,115 @@
+"""Do all ranks have the same elements where they have the same tensor? A checksum of each, told with everything else.
+
+A plain tensor is taken as replicated, and one rank writes it. Where the others have something else under its name, the state of a
+random number generator or a shard that nobody declared, theirs would be lost, so every rank sums up what it has whole:
+
+1. What is in the memory of this process, by the CRC-32 of its bytes in C order, at the speed of memory and on all threads.
+2. What is on a GPU, where it is: sums of weighted words, a row of them at a time, then a hash of those. A 512th of it is moved.
+
+Sums of one kind are compared; ranks of one save rarely differ in the kind. Most ranks tell the very same, which is looked at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import msgspec
+import torch
+
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.blocks import slabs
+from holdfast.engine.digest import tensor_crcs
+from holdfast.engine.source import OpenSource
+from holdfast.ranks.merge import say_ranks
+from holdfast.torch.cuda.host import BLOCK_NBYTES
+from holdfast.torch.cuda.memory import GpuSource
+
+__all__ = ["differing", "octet_sums", "replica_sums", "say_different"]
+
+ROW = 512
+"""Words of eight bytes that make one sum."""
+
+ALONE_NBYTES = 16 << 20
+"""Bytes that one thread sums up as soon as several would."""
+
+SMALL_NBYTES = 8 * ROW
+"""Bytes of a piece that is hashed as it is."""
+
+
+def replica_sums(tensors: Mapping[str, LazyTensor], *, threads: int) -> bytes:
+    """The sums of all tensors of which this rank has all elements, in memory or on a GPU, by name."""
+    host: dict[str, LazyTensor] = {}
+    gpu: dict[str, torch.Tensor] = {}
+    told: dict[str, list[int | bytes]] = {}
+    for name, tensor in tensors.items():
+        if not tensor.size or tensor.traits.meta or sum(chunk.box.count for chunk in tensor.chunks) != tensor.size:
+            continue
+        source = tensor.source
+        if isinstance(source, GpuSource):
+            gpu[name] = _on_gpu(tensor, source)
+        elif isinstance(source, OpenSource) and source.resident:
+            host[name] = tensor
+    some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
+    crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
+    told |= {name: [crc] for name, crc in zip(host, crcs, strict=True)}
+    told |= {name: [hashlib.blake2b(sums, digest_size=16).digest()] for name, sums in _fetched(gpu)}
+    return msgspec.msgpack.encode(told)
+
+
+def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
+    """The tensors that differ, from what all ranks told: for each, the ranks that have one and the same."""
+    alike: dict[bytes, list[int]] = {}
+    for rank, sums in enumerate(told):
+        if not sums:
+            continue  # it was told not to look
+        alike.setdefault(sums, []).append(rank)
+    found: dict[str, dict[int | bytes, list[int]]] = {}
+    for sums, ranks in alike.items():
+        for name, (one,) in msgspec.msgpack.decode(sums, type=dict[str, tuple[int | bytes]]).items():
+            found.setdefault(name, {}).setdefault(one, []).extend(ranks)
+    different: dict[str, list[list[int]]] = {}
+    for name, versions in found.items():
+        kinds = [type(one) for one in versions]
+        if len(kinds) > len(set(kinds)):
+            different[name] = list(versions.values())
+    return different
+
+
+def say_different(name: str, versions: Sequence[Sequence[int]]) -> str:
+    """One of them in words."""
+    return (
+        f"{name!r}: its elements differ between {', '.join(map(say_ranks, versions))}; pass per_rank=[{name!r}] to keep one for "
+        "each rank, or check_replicas=False to store one of them"
+    )
+
+
+def octet_sums(octets: torch.Tensor) -> torch.Tensor:
+    """The weighted sums of a row of bytes, on its device: one for every `ROW` words; what is left over follows as it is."""
+    body = octets.numel() // SMALL_NBYTES * SMALL_NBYTES
+    if not body:
+        return octets
+    words = octets[:body]
+    words = (words if words.data_ptr() % 8 == 0 and words.storage_offset() % 8 == 0 else words.clone()).view(torch.int64)
+    # Odd numbers without a pattern: a change of one word changes its sum, and so does an exchange of two.
+    weights = torch.arange(1, ROW + 1, dtype=torch.int64, device=octets.device) * 0x1E3779B97F4A7C15 | 1
+    sums = (words.view(-1, ROW) * weights).sum(1)
+    return torch.cat([sums.view(torch.uint8), octets[body:]])
+
+
+def _on_gpu(tensor: LazyTensor, source: GpuSource) -> torch.Tensor:
+    return torch.cat([octet_sums(octets) for octets in source.octets([slab.tensor for slab in slabs(tensor, BLOCK_NBYTES)])])
+
+
+def _fetched(sums: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, memoryview]]:
+    """Bytes from GPUs, all of a device in one piece: for each by itself this would wait, thousands of times."""
+    by_device: dict[torch.device, list[str]] = {}
+    for name, octets in sums.items():
+        by_device.setdefault(octets.device, []).append(name)
+    for names in by_device.values():
+        row = torch.cat([sums[name] for name in names]).cpu().numpy().data
+        start = 0
+        for name in names:
+            stop = start + sums[name].numel()
+            yield name, row[start:stop]
+            start = stop

@@ -1,0 +1,113 @@
+"""`save_sharded`: the state of all ranks as one checkpoint, now or in the background."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from holdfast.rewrite.formats import check_sparse
+from holdfast.rewrite.stateful import Stateful, state_dicts
+from holdfast.stores.paths import local_path
+from holdfast.torch.ranks.background import SaveHandle, begin, busy, give_back, versions
+from holdfast.torch.ranks.files import FORMATS
+from holdfast.torch.ranks.group import DEADLINE, ranks_of
+from holdfast.torch.ranks.saving import SavedShards, ShardedSave
+
+__all__ = ["save_sharded"]
+
+
+def save_sharded(
+    path: str | os.PathLike[str],
+    state: Stateful | Mapping[str, object],
+    *,
+    group: dist.ProcessGroup | None = None,
+    format: Literal["native", "dcp", "safetensors"] = "native",
+    overwrite: bool = False,
+    durable: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    values: Literal["agree", "first"] = "agree",
+    per_rank: str | Sequence[str] = (),
+    check_replicas: bool = True,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    deadline: float = DEADLINE,
+    block: bool = True,
+    max_host_memory: int | None = None,
+    when_busy: Literal["wait", "refuse"] = "wait",
+    sparse: str = "never",
+) -> SavedShards | SaveHandle:
+    """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
+
+    Plain tensors are taken as replicated and written once, spread over the ranks by bytes; of DTensors, ShardedTensors and
+    LocalShardsWrappers every rank writes what it has. Mappings of which each rank has some keys, such as pipeline stages, are put
+    together; values that are no tensors must be the same on all ranks that have them (`values="first"` takes those of the first),
+    and so must plain tensors, by checksums (`check_replicas=False` stores one of them unseen). What each rank is to keep for itself
+    is named by `per_rank`: patterns of dotted names, such as `["rng", "loader.*"]`.
+
+    Modules, optimizers and whatever else has `state_dict()` and `load_state_dict()` stand for their state dict, in the state and as
+    the state. In a DCP checkpoint other objects are pickled, and refused where there are tensors in them.
+
+    Raises `RanksFailed` on every rank where anything went wrong on one; a rank that shows no sign of life for `deadline` seconds,
+    or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
+
+    With `block=False` it returns when what this rank has has been copied, without waiting for the others unless much of it is
+    replicated: a `SaveHandle`, whose `wait()` comes back when the checkpoint is there, or raises. A second save waits for the one
+    before, or is refused on all ranks (`when_busy`). Tensors on a GPU are copied into page-locked memory, kept for the next save:
+    up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
+    the current stream is asked to do from then on comes behind them.
+    `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
+    """
+    where = local_path(path)
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    check_sparse(where, format, sparse)
+    # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
+    ranks = ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline)
+    saving = ShardedSave(
+        where,
+        ranks=ranks,
+        format=format,
+        overwrite=overwrite,
+        durable=durable,
+        threads=threads,
+        progress=progress,
+        max_host_memory=max_host_memory,
+        sparse=sparse,
+        values=values,
+        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        check_replicas=check_replicas,
+    )
+    before: list[tuple[torch.Tensor, int]] = []
+    turn = handed = False
+
+    def content() -> object:
+        nonlocal turn
+        busy(when_busy, where)
+        turn = True
+        found = state_dicts(state)
+        if not block:
+            before.extend(versions(found))
+        return found
+
+    try:
+        saving.describe(content, metadata=metadata)
+        if block or not saving.stages_first:
+            saving.plan()
+        if block:
+            return saving.write()
+        nbytes = saving.stage(before)
+        if saving.failed:
+            saving.plan()  # raises here what the others hear of when they wait
+        handle = begin(saving)
+        handle.staged_nbytes = nbytes
+        handed = True  # the thread ends it from here on
+        return handle
+    finally:
+        if not handed and saving.claim():
+            saving.close()
+            if turn:
+                give_back()

@@ -1,0 +1,213 @@
+"""What a `weights_only` load may build beyond the weights themselves: the list that the user adds to, and what a file asks for.
+
+1. The user's list is ours and not torch's. What was registered with torch's own functions counts as well (`user_globals`), but is
+   neither listed nor cleared here: it belongs to those functions.
+2. An item is a class or a function, known by its full name `module.qualname`, or a pair with the name to know it by. It is
+   checked when it is added; torch does so at the next load.
+3. Each `safe_globals` block takes away its own items when it ends and nothing else, so blocks may nest and overlap in threads. In
+   torch 2.13 a block also takes away what was there before it.
+4. `get_unsafe_globals_in_checkpoint` runs the closed interpreter over the pickle with a table that notes every name and builds
+   nothing. What is neither in the list of names that are always allowed nor in the user's is reported.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+from torch.serialization import get_safe_globals as _get_torchs  # now: `install()` puts ours in its place
+
+from holdfast.core.crc import crc32
+from holdfast.core.forks import renewed
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global
+from holdfast.errors import Corrupted, FormatError, ZipError, located
+from holdfast.formats.pickle import Table, interpret_whole
+from holdfast.formats.pickle.table import Name
+from holdfast.formats.zip.reader import read_archive
+from holdfast.torch.serialization.names import is_blocked, python3_name
+from holdfast.torch.serialization.opening import Opened, opened
+
+__all__ = [
+    "Item",
+    "add_safe_globals",
+    "clear_safe_globals",
+    "get_safe_globals",
+    "get_unsafe_globals_in_checkpoint",
+    "safe_globals",
+    "user_globals",
+]
+
+Item = Callable[..., object] | tuple[object, str]
+
+# The user's list.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """An item that was added once; equal to itself alone, so that it can be taken away again."""
+
+    name: str
+    """Its full name."""
+    found: object
+    item: Item
+    """As it was given."""
+
+
+_lock = renewed(threading.Lock())
+_added: list[Entry] = []
+
+
+def _entry(item: Item) -> Entry:
+    if isinstance(item, tuple):
+        if len(item) != 2:
+            raise ValueError(f"Expected tuple of length 2, an object and its full name, but got tuple of length: {len(item)}")
+        if not isinstance(item[1], str):
+            raise TypeError(f"Expected second item in tuple to be str, the full name of the first, but got: {type(item[1])}")
+        return Entry(item[1], item[0], item)
+    module, name = (getattr(item, attribute, None) for attribute in ("__module__", "__qualname__"))
+    if module is None:
+        # A method of a class that is written in C has none of its own: `ZoneInfo._unpickle`.
+        module = getattr(getattr(item, "__self__", None), "__module__", None)
+    if not isinstance(module, str) or not isinstance(name, str):
+        raise AttributeError(
+            f"a {type(item).__name__} has no attribute '__module__' or '__qualname__' to be known by; "
+            "give it together with its full name, as (object, 'module.name')"
+        )
+    return Entry(f"{module}.{name}", item, item)
+
+
+def add_safe_globals(safe_globals: Iterable[Item]) -> None:
+    """Allow a `weights_only` load to build these: to call the functions, to make and fill the classes."""
+    entries = [_entry(item) for item in safe_globals]
+    with _lock:
+        _added.extend(entries)
+
+
+def get_safe_globals() -> list[Item]:
+    """What was added here, each item once, the oldest first."""
+    with _lock:
+        once = {(e.name, id(e.found), isinstance(e.item, tuple)): e.item for e in _added}
+    return list(once.values())
+
+
+def clear_safe_globals() -> None:
+    """Forget what was added here. What was registered with torch's own functions is for those to clear."""
+    with _lock:
+        _added.clear()
+
+
+class safe_globals:  # noqa: N801 (torch's name)
+    """Allow these for the length of a `with` block; afterwards all is as it was before."""
+
+    def __init__(self, safe_globals: Iterable[Item]) -> None:
+        self._items = list(safe_globals)
+        for item in self._items:
+            _entry(item)
+        self._open: list[list[Entry]] = []
+        """One list for each block of this object that is open."""
+
+    def __enter__(self) -> None:
+        entries = [_entry(item) for item in self._items]
+        with _lock:
+            self._open.append(entries)
+            _added.extend(entries)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with _lock:
+            entries = set(self._open.pop())
+            _added[:] = [entry for entry in _added if entry not in entries]
+
+
+def user_globals() -> dict[str, object]:
+    """Everything that the user allowed, with our functions or with torch's, under its full name; ours wins."""
+    torchs = [_entry(item) for item in _get_torchs()]
+    with _lock:
+        return {entry.name: entry.found for entry in (*torchs, *_added)}
+
+
+# What a file asks for.
+
+
+class Mentions(Table):
+    """Notes what a stream names, and builds nothing: whatever it makes is one and the same placeholder."""
+
+    ANYTHING = Global("", "")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[Name, None] = {}
+        """A set that keeps the order of the first mention."""
+
+    def find(self, module: str, name: str) -> object:
+        self.names[python3_name(module, name)] = None
+        return self.ANYTHING
+
+    def call(self, what: object, args: tuple[object, ...]) -> object:
+        return self.ANYTHING
+
+    def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
+        return self.ANYTHING
+
+    def build(self, obj: object, state: object) -> object:
+        return obj
+
+    def append(self, obj: object, values: list[object]) -> None:
+        pass
+
+    def set_items(self, obj: object, flat: list[object]) -> None:
+        pass
+
+    def add(self, obj: object, values: list[object]) -> None:
+        pass
+
+    def persistent(self, pid: object) -> object:
+        return self.ANYTHING
+
+
+def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> list[str]:
+    """The full names that a zip checkpoint mentions and a `weights_only` load would refuse, in the order of first mention.
+
+    Nothing is built. A name that a file would only compute while it is loaded does not show, but what it computes with does.
+    A file object is read from where it stands, and stands there again afterwards. Raises `FormatError`, a ValueError, for what
+    is no checkpoint or a TorchScript archive.
+    """
+    with opened(f) as file, located(file=file.path):
+        table = Mentions()
+        interpret_whole(_pickle(file), table, limits=Limits())
+    allowed = _always_allowed() | user_globals().keys()
+    return [full for module, name in table.names if (full := f"{module}.{name}") not in allowed or is_blocked(module)]
+
+
+def _always_allowed() -> set[str]:
+    """The names that need no allowing: ours, as far as torch has them too."""
+    from holdfast.torch.serialization.weights import default_globals
+
+    names = set(default_globals())
+    # Looked up each time: a program, and torch's own tests, may have put another function there.
+    torchs = getattr(torch._weights_only_unpickler, "_get_allowed_globals", None)
+    return names if torchs is None else names & set(torchs())
+
+
+def _pickle(file: Opened) -> bytes:
+    """The pickle of a zip checkpoint."""
+    expected = "Expected input to be a checkpoint returned by torch.save"
+    if file.head(4) != b"PK\3\4":
+        raise FormatError(f"{expected}: it does not begin like a zip archive", found=file.head(4))
+    archive = read_archive(file.source, file.key, start=file.start)
+    if archive.get("constants.pkl") is not None:
+        raise FormatError(f"{expected} but got a torchscript checkpoint")
+    record = archive.get("data.pkl")
+    if record is None or not archive.prefix:
+        raise FormatError(f"{expected}: it is a zip archive without a data.pkl in its one top folder")
+    if not record.stored:
+        raise ZipError("data.pkl is compressed; torch stores it plainly", offset=record.header)
+    content = file.source.bytes(file.key, record.start, record.stop)
+    if record.crc32 is not None and crc32(content) != record.crc32:
+        raise Corrupted("data.pkl does not have its checksum", offset=record.start, expected=record.crc32, found=crc32(content))
+    return content

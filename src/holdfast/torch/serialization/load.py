@@ -1,0 +1,290 @@
+"""`load`: what `torch.load` does, on the closed interpreter, with checksums compared and reads in parallel.
+
+1. The arguments and torch's switches say how: `weights_only`, `mmap`, where storages go.
+2. The first bytes say what: a zip (a TorchScript one is refused or left to `torch.jit`), a safetensors file by its name, the tar of
+   torch 0.1, or the stream before 1.6.
+3. The pickle is read: by the closed interpreter with a table of torch's objects (`weights_only=True`), or by the caller's pickle
+   module, which runs what the file says.
+4. Storages are filled at the end, all at once (storages.py), or while the code of the file may look at them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from mmap import MAP_SHARED
+from types import ModuleType
+from typing import cast
+
+import torch
+from torch.serialization import LoadEndianness
+from torch.utils.serialization import config
+
+from holdfast.core.collector import resting_collector
+from holdfast.core.limits import Limits
+from holdfast.engine.execute import default_threads
+from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.records import Archive
+from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
+from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
+from holdfast.torch.serialization.opening import Opened, opened
+from holdfast.torch.serialization.pickling import check_pickle_module
+from holdfast.torch.serialization.rebuild import located_by_caller
+from holdfast.torch.serialization.storages import (
+    BrokenArchive,
+    FileStorages,
+    Placement,
+    archive_storages,
+    check_stored,
+    untyped_dtypes,
+)
+from holdfast.torch.serialization.unpickling import unpickler
+from holdfast.torch.serialization.weights import WeightsTable, refusal
+
+__all__ = ["MapLocation", "load"]
+
+MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str] | None
+
+FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+YES = ("1", "y", "yes", "true")
+
+SCRIPT = (
+    "Cannot use ``weights_only=True`` with TorchScript archives passed to ``torch.load``. A TorchScript archive is a program: if "
+    "you trust it, pass weights_only=False or call torch.jit.load; its weights alone are read by holdfast.open"
+)
+MMAP_ZIP = (
+    "mmap can only be used with files saved with `torch.save(_use_new_zipfile_serialization=True)`, which is the default: please "
+    "save the checkpoint again in order to use mmap."
+)
+LIMITS = Limits()
+
+
+def load(
+    f: object,
+    map_location: MapLocation = None,
+    pickle_module: ModuleType | None = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    verify: bool = True,
+    max_host_memory: int | None = None,
+    **pickle_load_args: object,
+) -> object:
+    """Load what `torch.save` wrote, as `torch.load` does.
+
+    With `weights_only` (the default) nothing in the file is run and no content of it makes this hang, crash or allocate more
+    than the file's size. Checksums that the file records are compared while it is read; `verify=False` leaves that out, and a
+    mapped file (`mmap=True`) is not summed. Storages that go to a GPU are read through at most `max_host_memory` bytes of
+    page-locked memory (1 GiB unless said otherwise), which is kept for the next call.
+    """
+    weights_only, pickle_module = _mode(weights_only, pickle_module)
+    check_pickle_module(pickle_module)
+    if mmap is None:
+        mmap = config.load.mmap
+    arguments = {"encoding": "utf-8", **pickle_load_args}
+    if weights_only and set(arguments) != {"encoding"}:
+        unknown = next(name for name in arguments if name != "encoding")
+        raise TypeError(f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it")
+    with opened(f, verify=verify) as file, _map_location(map_location), resting_collector():
+        place = _placement(map_location, weights_only=weights_only)
+        if file.head(4) == b"PK\x03\x04":
+            if mmap and file.path is None:
+                raise ValueError("f must be a file path in order to use the mmap argument")
+            return _load_zip(
+                file, place, pickle_module, arguments,
+                weights_only=weights_only, mmap=mmap, map_location=map_location, verify=verify, max_host_memory=max_host_memory,
+            )
+        if file.path is not None and file.path.endswith(".safetensors"):
+            return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
+        if mmap:
+            raise Refused(MMAP_ZIP, file=file.path)
+        if looks_like_tar(file):
+            if weights_only:
+                raise Refused(
+                    "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
+                    "weights_only=False; its tensors alone are read by holdfast.open"
+                )
+            return load_tar(file, place, pickle_module, arguments)
+        return load_legacy(file, place, pickle_module, arguments, weights_only=weights_only)
+
+
+def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[bool, ModuleType]:
+    """Whether to run nothing, and what unpickles otherwise."""
+    forced, forced_not = (os.environ.get(name, "0").lower() in YES for name in (FORCE, FORCE_NOT))
+    if forced and forced_not:
+        raise Refused(f"Only one of `{FORCE}` or `{FORCE_NOT}` should be set, but both were set.")
+    if weights_only is None:
+        weights_only = pickle_module is None
+        if forced_not:
+            warnings.warn(
+                f"Environment variable {FORCE_NOT} detected, since the `weights_only` argument was not explicitly passed to "
+                "`torch.load`, forcing weights_only=False.",
+                UserWarning,
+                stacklevel=3,
+            )
+            weights_only = False
+    if forced:
+        weights_only = True
+    if weights_only and pickle_module is not None:
+        raise Refused("Can not safely load weights when explicit pickle_module is specified")
+    return weights_only, pickle if pickle_module is None else pickle_module
+
+
+@contextmanager
+def _map_location(map_location: MapLocation) -> Iterator[None]:
+    """Tell torch's wrapper subclasses, which look there, where tensors go."""
+    local = torch.serialization._serialization_tls
+    before = local.map_location
+    local.map_location = map_location  # type: ignore[assignment]  # torch's own annotation has another storage class
+    try:
+        yield
+    finally:
+        local.map_location = before
+
+
+def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
+    meta = (isinstance(map_location, str) and map_location == "meta") or (
+        isinstance(map_location, torch.device) and map_location.type == "meta"
+    )
+    return Placement(
+        restorer(map_location),
+        lambda location: stays_on_cpu(map_location, location),
+        meta=meta,
+        fake=torch._guards.detect_fake_mode(None) is not None,
+        # torch's own functions, which run otherwise, look at `map_location` themselves.
+        pretend=located_by_caller if weights_only else lambda location: location,
+        skip=torch.serialization._serialization_tls.skip_data,
+        gpu=lambda location: cuda_device(map_location, location),
+        one_place=isinstance(map_location, str | bytes | torch.device),
+    )
+
+
+def _load_safetensors(
+    path: str, map_location: MapLocation, *, mmap: bool, verify: bool, max_host_memory: int | None
+) -> object:
+    from holdfast.torch.tensors.open import open as open_torch
+
+    if map_location is not None and not isinstance(map_location, str | torch.device):
+        raise Refused("a safetensors file knows no locations: map_location must be a device or its name", file=path)
+    with open_torch(path, mmap=mmap, verify=verify) as checkpoint:
+        return checkpoint.read(device=map_location, max_host_memory=max_host_memory)
+
+
+def _load_zip(
+    file: Opened,
+    place: Placement,
+    pickle_module: ModuleType,
+    arguments: Mapping[str, object],
+    *,
+    weights_only: bool,
+    mmap: bool,
+    map_location: MapLocation,
+    verify: bool,
+    max_host_memory: int | None,
+) -> object:
+    archive = _archive(file)
+    if archive.get("constants.pkl") is not None:
+        warnings.warn(
+            "'torch.load' received a zip file that looks like a TorchScript archive dispatching to 'torch.jit.load' (call "
+            "'torch.jit.load' directly to silence this warning)",
+            UserWarning,
+            stacklevel=3,
+        )
+        if weights_only:
+            raise Refused(SCRIPT)
+        file.file.seek(file.start)
+        return torch.jit.load(file.file, map_location=map_location)
+    content = _record(file, archive, "data.pkl", LIMITS.pickle_nbytes if weights_only else None)
+    find, everything = archive_storages(archive)
+    swap = _swapped(file, archive)
+    storages = FileStorages(
+        file.source,
+        file.key,
+        find,
+        place,
+        everything=everything,
+        ahead=not weights_only,
+        swap=swap,
+        untyped=untyped_dtypes(content) if swap else None,
+        mapped=_mapped(file) if mmap else None,
+        verify=verify,
+        threads=default_threads(),
+        max_host_memory=max_host_memory,
+    )
+    if not weights_only:
+        result = unpickler(pickle_module, io.BytesIO(content), storages.persistent, arguments).load()
+        storages.fill()
+        torch._utils._validate_loaded_sparse_tensors()
+        return result
+    table = WeightsTable(storages, encoding=str(arguments["encoding"]))
+    try:
+        result = interpret_whole(content, table, limits=LIMITS).value
+    except BrokenArchive:
+        raise  # the pickle is not to blame
+    except (HoldfastError, pickle.UnpicklingError) as error:
+        raise refusal(error, protocol=table.protocol) from None
+    storages.fill()
+    return result
+
+
+def _archive(file: Opened) -> Archive:
+    """The records; an archive that cannot be read is a RuntimeError, as it is in torch."""
+    try:
+        return read_archive(file.source, file.key, start=file.start)
+    except (ZipError, Truncated) as error:
+        raise BrokenArchive(f"failed reading zip archive: {error.message}", file=file.path, offset=error.offset) from error
+
+
+def _record(file: Opened, archive: Archive, name: str, most: int | None) -> bytes:
+    from holdfast.formats.torch.zip import record_bytes
+
+    record = archive.get(name)
+    if record is None:
+        raise BrokenArchive(f"the archive has no {name}: it was not written by torch.save", file=file.path)
+    check_stored(record)
+    return record_bytes(file.source, file.key, record if file.verify else replace(record, crc32=None), most)
+
+
+def _swapped(file: Opened, archive: Archive) -> bool:
+    """Whether the numbers in the file lie the other way round."""
+    native = sys.byteorder
+    if archive.get("byteorder") is not None:
+        order = _record(file, archive, "byteorder", 16).decode("ascii", "replace")
+        if order not in ("little", "big"):
+            raise MetadataError(f"Unknown endianness type: {order[:16]!r} in the byteorder record", found=order[:16])
+        return order != native
+    match config.load.endianness:
+        case None | LoadEndianness.LITTLE:
+            return native != "little"
+        case LoadEndianness.BIG:
+            return native != "big"
+        case _:
+            return False
+
+
+def _mapped(file: Opened) -> torch.UntypedStorage:
+    """The whole file as one storage. torch maps by path, so the path must mean the file whose records were read."""
+    shared = config.load.mmap_flags == MAP_SHARED
+    path = str(file.path)
+    # Before, since a shared mapping makes a shorter file longer; and after, since only that tells what was mapped.
+    _check_in_place(file, path)
+    storage = cast(torch.UntypedStorage, torch.UntypedStorage.from_file(path, shared, file.nbytes))
+    _check_in_place(file, path)
+    return storage
+
+
+def _check_in_place(file: Opened, path: str) -> None:
+    try:
+        there = os.path.samestat(os.stat(path), os.fstat(file.file.fileno()))
+    except FileNotFoundError:
+        there = False
+    if not there:
+        raise Replaced("the file was replaced while it was loaded; load it again", file=path)

@@ -1,0 +1,257 @@
+"""Where a storage lives: the tag that a save writes for its device, and the way from a tag back to a device.
+
+A package knows one kind of device. It has a priority, a function from a storage to its tag, and one from a storage in CPU memory
+and a tag to the storage on that device; both answer None where the storage or the tag is not theirs.
+
+    10 cpu   20 cuda   21 mps   22 meta   23 the private-use backend   24 hpu   25 xpu   26 mtia
+
+1. The lowest number is asked first, and the first answer holds. Among equal numbers, whoever came first: torch compares the
+   functions then, and fails.
+2. Packages come from here, from `register_package`, and from torch's function of that name: a backend that registered itself with
+   torch works here too. torch's own list is looked at anew in each call, because it may have grown; as long as it is the same,
+   that is a comparison of a dozen pointers.
+3. `map_location` of a load says which tag to use instead of the one in the file; `restorer` turns it into one function.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from holdfast.core.forks import renewed
+from holdfast.errors import Refused
+from holdfast.torch.serialization.devices import names_backend, present_device, validate_cuda_device, validate_hpu_device
+
+__all__ = [
+    "AnyStorage",
+    "MapLocation",
+    "cuda_device",
+    "default_restore_location",
+    "location_tag",
+    "register_package",
+    "restorer",
+    "stays_on_cpu",
+    "validate_cuda_device",
+    "validate_hpu_device",
+]
+
+AnyStorage = torch.UntypedStorage | torch.storage.TypedStorage
+Tag = Callable[[AnyStorage], str | None]
+Restore = Callable[[AnyStorage, str], AnyStorage | None]
+MapLocation = (
+    str | bytes | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], AnyStorage | None] | None
+)
+
+PRIVATE_USE = "privateuse1"
+"""torch's name for the one backend that a program may name itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Package:
+    """One kind of device."""
+
+    priority: float
+    """The lower, the earlier it is asked."""
+    tag: Tag
+    restore: Restore
+
+
+class Packages:
+    """The packages in the order in which they are asked."""
+
+    def __init__(self, built_in: list[Package]) -> None:
+        self._own = built_in
+        self._lock = renewed(threading.Lock())
+        # torch's list at our import, less what others had put there before: those entries are what `built_in` stands for.
+        self._torchs = [e for e in torch.serialization._package_registry if _is_torchs(e[1]) and _is_torchs(e[2])]
+        self._known: tuple[list[object], tuple[Package, ...]] = ([], ())
+        self._sort()
+
+    def add(self, package: Package) -> None:
+        with self._lock:
+            before = self._own
+            self._own = [*before, package]
+            try:
+                self._sort()
+            except TypeError:  # a priority that does not compare
+                self._own = before
+                raise
+
+    def ordered(self) -> tuple[Package, ...]:
+        """All packages, with those that were registered with torch's own function up to now."""
+        seen, ordered = self._known
+        if seen != torch.serialization._package_registry:
+            with self._lock:
+                self._sort()
+                ordered = self._known[1]
+        return ordered
+
+    def _sort(self) -> None:
+        seen = list(torch.serialization._package_registry)
+        others = [e for e in seen if not any(e is own for own in self._torchs)]
+        packages = [*self._own, *(Package(priority, tag, cast(Restore, restore)) for priority, tag, restore in others)]
+        self._known = ([*seen], tuple(sorted(packages, key=lambda package: package.priority)))
+
+
+def _is_torchs(function: object) -> bool:
+    inner = function.func if isinstance(function, functools.partial) else function
+    return getattr(inner, "__module__", None) == "torch.serialization"
+
+
+# What a save and a load ask.
+
+
+def register_package(priority: float, tagger: Tag, deserializer: Restore) -> None:
+    """Add a kind of device; a lower `priority` is asked earlier, so that one below 10 may replace what the CPU does."""
+    if not callable(tagger) or not callable(deserializer):
+        raise TypeError("a package is two functions: from a storage to its tag, and from a storage and a tag to a storage")
+    PACKAGES.add(Package(priority, tagger, deserializer))
+
+
+def location_tag(storage: AnyStorage) -> str:
+    """The tag of the device that a storage is on, as it is written to a file."""
+    for package in PACKAGES.ordered():
+        tag = package.tag(storage)
+        if tag:
+            return tag
+    raise Refused(f"don't know how to determine data location of {torch.typename(storage)}")
+
+
+def default_restore_location(storage: AnyStorage, location: str) -> AnyStorage:
+    """The storage on the device that the tag names; on the CPU, the storage itself."""
+    if not isinstance(location, str):
+        raise TypeError(f"a location is text such as 'cuda:0', not a {type(location).__name__}")
+    for package in PACKAGES.ordered():
+        restored = package.restore(storage, location)
+        if restored is not None:
+            return restored
+    raise Refused(
+        f"don't know how to restore data location of {torch.typename(storage)} (tagged with {location})", found=location
+    )
+
+
+def restorer(map_location: MapLocation) -> Callable[[torch.UntypedStorage, str], torch.UntypedStorage]:
+    """The function that brings a storage in CPU memory, and the tag it was saved with, to where `map_location` wants it."""
+    if map_location is not None and not isinstance(map_location, str | bytes | torch.device | Mapping):
+        if not callable(map_location):
+            raise TypeError(
+                f"map_location is a device, its name, a dict of tags or a function, and a {type(map_location).__name__} "
+                "is not callable"
+            )
+        choose = map_location
+
+        def chosen(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+            restored = choose(storage, location)
+            return _untyped(default_restore_location(storage, location) if restored is None else restored)
+
+        return chosen
+
+    def mapped(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        return _untyped(default_restore_location(storage, _target(map_location, location)))
+
+    return mapped
+
+
+def stays_on_cpu(map_location: MapLocation, location: str) -> bool:
+    """Whether restoring a storage surely gives that same storage, so that its bytes may as well come later."""
+    if callable(map_location) and not isinstance(map_location, Mapping):
+        return False
+    return _target(map_location, location) == "cpu" and PACKAGES.ordered()[0] is CPU
+
+
+def cuda_device(map_location: MapLocation, location: str) -> torch.device | None:
+    """The GPU that a storage surely goes to, so that its bytes may go there straight from the file; else None."""
+    if callable(map_location) and not isinstance(map_location, Mapping):
+        return None
+    target = _target(map_location, location)
+    if not names_backend("cuda", target) or PACKAGES.ordered()[:2] != (CPU, CUDA):
+        return None
+    return present_device(target, "cuda")
+
+
+def _target(map_location: str | bytes | torch.device | Mapping[str, str] | None, location: str) -> str:
+    """The tag that holds instead of the one in the file."""
+    match map_location:
+        case None:
+            return location
+        case str():
+            return map_location
+        case bytes():
+            return map_location.decode("utf-8", "backslashreplace")
+        case torch.device():
+            return str(map_location)
+        case _:
+            return map_location.get(location, location)
+
+
+def _untyped(storage: object) -> torch.UntypedStorage:
+    """What a function of the user's gave, if it is a storage."""
+    if isinstance(storage, torch.storage.TypedStorage):
+        return storage._untyped_storage
+    if not isinstance(storage, torch.UntypedStorage):
+        raise TypeError(f"map_location or a registered package gave a {type(storage).__name__} where a storage belongs")
+    return storage
+
+
+# The devices that are built in.
+
+
+def _package(priority: int, backend: str) -> Package:
+    """A backend whose tags carry the device's number, and to which a storage moves with `to`."""
+
+    def name() -> str:
+        # Asked each time: a program may give the private-use backend its name after we were imported.
+        return torch._C._get_privateuse1_backend_name() if backend == PRIVATE_USE else backend
+
+    def tag(storage: AnyStorage) -> str | None:
+        device = _device(storage)
+        if device.type != name():
+            return None
+        return device.type if device.index is None else f"{device.type}:{device.index}"
+
+    def restore(storage: AnyStorage, location: str) -> AnyStorage | None:
+        return storage.to(device=present_device(location, name())) if names_backend(name(), location) else None
+
+    return Package(priority, tag, restore)
+
+
+def _plain(kind: str) -> Tag:
+    return lambda storage: kind if _device(storage).type == kind else None
+
+
+def _device(storage: AnyStorage) -> torch.device:
+    # To ask a typed storage itself would warn that its class is on the way out.
+    return storage._untyped_storage.device if isinstance(storage, torch.storage.TypedStorage) else storage.device
+
+
+def _to_mps(storage: AnyStorage, location: str) -> AnyStorage | None:
+    if not names_backend("mps", location):
+        return None
+    present_device(location, "mps")
+    # Not `to`: torch 2.13 looks for `torch.mps.device` there, which does not exist.
+    return cast(torch.UntypedStorage, _untyped(storage).mps())
+
+
+def _to_meta(storage: AnyStorage, location: str) -> AnyStorage | None:
+    return torch.UntypedStorage(storage.nbytes(), device="meta") if location == "meta" else None
+
+
+CPU = Package(10, _plain("cpu"), lambda storage, location: storage if location == "cpu" else None)
+CUDA = _package(20, "cuda")
+PACKAGES = Packages(
+    [
+        CPU,
+        CUDA,
+        Package(21, _plain("mps"), _to_mps),
+        Package(22, _plain("meta"), _to_meta),
+        _package(23, PRIVATE_USE),
+        _package(24, "hpu"),
+        _package(25, "xpu"),
+        _package(26, "mtia"),
+    ]
+)

@@ -1,0 +1,132 @@
+"""Pickle an object for a torch file: any Python object, by the pickler of `pickle_module`, its storages set apart.
+
+The stream is CPython's own, opcode for opcode; what makes it torch's are the persistent ids. A storage becomes
+
+    ('storage', storage class, key, location, number of elements)
+
+and its bytes go elsewhere. Keys count from '0' in the order in which storages are first met; two Python objects over one C++
+storage are one. The same Python objects are used for equal parts of those tuples wherever torch uses the same, because the pickler
+remembers objects by identity and the bytes of the stream show it.
+"""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from types import ModuleType
+from typing import Protocol
+
+import torch
+
+from holdfast.core.dtype import DTYPES
+from holdfast.errors import Refused
+from holdfast.torch.serialization.locations import location_tag, stays_on_cpu
+
+__all__ = ["PickledObject", "StorageIds", "check_pickle_module", "pickle_object"]
+
+STORAGE = "storage"
+CLASH = (
+    "Cannot save multiple tensors or storages that view the same data as different types: one storage is seen as {0} and as {1}; "
+    "clone one of the two tensors before saving"
+)
+
+OLDEST_DILL = (0, 3, 1)
+"""Before, dill's pickler could not be subclassed with a persistent id."""
+
+
+class PickledObject(Protocol):
+    """Whoever turns some objects into persistent ids and leaves the others to the pickler."""
+
+    def persistent_id(self, obj: object) -> object: ...
+
+
+class StorageIds:
+    """The storages of one object that is being pickled, in the order in which they were met."""
+
+    def __init__(self, *, by_address: bool = False) -> None:
+        self.by_address = by_address
+        """Whether keys are addresses, as in the legacy container, or count from 0."""
+        self.keys: dict[int, str] = {}
+        self.storages: dict[str, torch.UntypedStorage] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        """The dtype as which a storage was met first."""
+        self._seen: dict[int, torch.dtype] = {}
+        """By the address of the data: a storage may be seen as one dtype only."""
+        self._plain_cpu = stays_on_cpu(None, "cpu")
+        """Whether nobody registered another name for the CPU."""
+
+    def persistent_id(self, obj: object) -> object:
+        kind = KINDS[type(obj)]
+        if kind is None:
+            return None
+        # By its private names: the public ones warn that the class is on its way out.
+        storage: torch.UntypedStorage = obj._untyped_storage if kind is TYPED else obj  # type: ignore[attr-defined, assignment]
+        dtype: torch.dtype = obj.dtype if kind is TYPED else torch.uint8  # type: ignore[attr-defined]
+        device = storage.device.type
+        if device != "meta":
+            address = storage.data_ptr()
+            if address and self._seen.setdefault(address, dtype) != dtype:
+                raise Refused(CLASH.format(self._seen[address], dtype))
+        identity: int = storage._cdata
+        # An address is new text at every use, and a number is the same text: so it is in torch, and the stream shows it.
+        key = str(identity) if self.by_address else self.keys.get(identity)
+        if key is None:
+            key = self.keys[identity] = str(len(self.keys))
+        if key not in self.storages:
+            self.storages[key] = storage
+            self.dtypes[key] = dtype
+        if device == "cpu" and self._plain_cpu:
+            location = "cpu"
+        else:
+            pretended = getattr(obj, "_fake_device", None)
+            location = location_tag(storage) if pretended is None else str(pretended)
+        if kind is TYPED:
+            return (STORAGE, _storage_class(dtype), key, location, storage.nbytes() // dtype.itemsize)
+        return (STORAGE, torch.UntypedStorage, key, location, storage.nbytes())
+
+
+class _Kinds(dict[type, object]):
+    """What a type is to us, worked out once a type: this is asked about every object of a pickle."""
+
+    def __missing__(self, kind: type) -> object:
+        if issubclass(kind, torch.storage.TypedStorage):
+            found: object = TYPED
+        else:
+            found = torch.UntypedStorage if issubclass(kind, torch.UntypedStorage) else None
+        self[kind] = found
+        return found
+
+
+TYPED = torch.storage.TypedStorage
+KINDS = _Kinds()
+
+
+@cache
+def _storage_class(dtype: torch.dtype) -> type:
+    """The class that a file names for a storage of this dtype."""
+    row = DTYPES.torch(str(dtype).removeprefix("torch."))
+    if row is None or row.storage is None:
+        raise KeyError(f"dtype {dtype} is not recognized")  # torch's words and type
+    found: type = getattr(torch, row.storage)
+    return found
+
+
+def pickle_object(obj: object, ids: PickledObject, pickle_module: ModuleType, protocol: int) -> bytes:
+    """The stream of `obj`. `ids.persistent_id` is asked about every object in it."""
+    buffer = io.BytesIO()
+    pickler = pickle_module.Pickler(buffer, protocol=protocol)
+    # On the object and not in a subclass: the C pickler then calls it without looking it up, once for every object.
+    pickler.persistent_id = ids.persistent_id
+    pickler.dump(obj)
+    return buffer.getvalue()
+
+
+def check_pickle_module(pickle_module: ModuleType) -> None:
+    """Refuse a dill that is too old to be asked for persistent ids."""
+    if getattr(pickle_module, "__name__", "") != "dill":
+        return
+    version = str(getattr(pickle_module, "__version__", ""))
+    known = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if known < OLDEST_DILL:
+        least = ".".join(map(str, OLDEST_DILL))
+        raise ValueError(f"'torch' supports dill >= {least}, and this is dill {version}: upgrade it")

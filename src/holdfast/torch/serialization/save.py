@@ -1,0 +1,159 @@
+"""`save`: what `torch.save` does, byte for byte, and the old file stays whole until the new one is.
+
+1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied.
+2. The file is laid out around pickle and storages (formats/torch/write.py, or legacy_save.py for the container before 1.6).
+3. A path is written by the engine: threads, checksums while the bytes pass by, a hidden sibling, one rename. Anything with a
+   `write` is written from front to back.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import stat
+from types import ModuleType
+from typing import Protocol
+
+import torch
+
+from holdfast.core.collector import resting_collector
+from holdfast.engine.stream import write_stream
+from holdfast.errors import NotCommitted, NotSaved, Refused
+from holdfast.formats.torch.write import lay_out_container
+from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
+from holdfast.plan.saves import Data, FilePlan, Hole, Memory, SavePlan, Segment
+from holdfast.rewrite.save import write_plan
+from holdfast.stores.paths import found_path
+from holdfast.torch.cuda.memory import GpuSource
+from holdfast.torch.serialization.legacy_save import lay_out_legacy
+from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
+from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
+from holdfast.torch.tensors.memory import storage_bytes, storage_memory
+
+__all__ = ["Writable", "plan_object", "save"]
+
+SMALL = 4096
+"""Storages up to this size are copied into the layout: describing them as memory would cost more than the copy."""
+
+
+class Writable(Protocol):
+    """What a file-like target needs."""
+
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
+def save(
+    obj: object,
+    f: str | os.PathLike[str] | Writable,
+    pickle_module: ModuleType = pickle,
+    pickle_protocol: int = DEFAULT_PROTOCOL,
+    _use_new_zipfile_serialization: bool = True,
+    _disable_byteorder_record: bool = False,
+    *,
+    durable: bool = True,
+) -> None:
+    """Save an object to a file, as `torch.save` does and in the same bytes.
+
+    `f` is a path or anything with `write`. At a path the new file appears in one step: a save that fails or is killed leaves what
+    was there. With `durable=False` it is not flushed to the disk, which torch never does. Raises `NotSaved` where nothing changed,
+    `DurabilityUncertain` where the new file is in place and could not be flushed.
+    """
+    check_pickle_module(pickle_module)
+    path = os.fsdecode(f) if isinstance(f, str | os.PathLike) else None
+    if path is None and not hasattr(f, "write"):
+        raise AttributeError(
+            "expected 'f' to be string, path, or a file-like object with a 'write' attribute, "
+            f"and it is {'None' if f is None else 'a ' + type(f).__name__}"
+        )
+    if path is None and not callable(f.write):  # type: ignore[union-attr]  # it is no path, and has the attribute
+        raise TypeError(f"Buffer of {type(f).__name__} has no callable attribute 'write'")
+    plan = plan_object(
+        obj,
+        path,
+        pickle_module=pickle_module,
+        pickle_protocol=pickle_protocol,
+        legacy=not _use_new_zipfile_serialization,
+        order_first=not _disable_byteorder_record,
+    )
+    if path is None:
+        write_stream(plan.files[0], f)  # type: ignore[arg-type]  # it has a `write`, as was just asked
+    elif _is_special(path):
+        with open(path, "wb", buffering=0) as special:
+            write_stream(plan.files[0], special)
+    else:
+        try:
+            write_plan(plan, found_path(path), durable=durable, rehearsed=False)
+        except NotCommitted as error:
+            raise NotSaved(*error.args, file=error.file, found=error.found) from error
+
+
+def plan_object(
+    obj: object,
+    path: str | None,
+    *,
+    pickle_module: ModuleType = pickle,
+    pickle_protocol: int = DEFAULT_PROTOCOL,
+    legacy: bool = False,
+    order_first: bool = True,
+) -> SavePlan:
+    """The one file of a save, laid out; nothing is written. `path` gives the archive its name; None is a buffer."""
+    skip: bool = torch.serialization._serialization_tls.skip_data
+    if legacy:
+        if skip:
+            raise Refused("Cannot use skip_data=True with _use_new_zipfile_serialization=False: that container has no room to skip")
+        return SavePlan("torch-legacy", (FilePlan("", lay_out_legacy(obj, pickle_module, pickle_protocol)),))
+    name = "archive" if path is None else _archive_name(path)
+    segments = _lay_out(obj, name, pickle_module, pickle_protocol, order_first=order_first, skip=skip)
+    return SavePlan("torch-zip", (FilePlan("", segments),))
+
+
+def _archive_name(path: str) -> str:
+    """The folder in the archive: the file's name without its last suffix; `archive` for names beyond ASCII."""
+    # To torch 2.13 a backslash ends a folder on every system, so that `C:\\x.pt` has one that is missing.
+    last = max(path.rfind("/"), path.rfind("\\"))
+    folder, base = path[: max(last, 0)], path[last + 1 :]
+    if folder and not os.path.isdir(folder):
+        raise Refused(f"Parent directory {folder} does not exist.", file=path)
+    stem = base.rpartition(".")[0] if "." in base else base
+    if not stem:
+        raise Refused(f"invalid file name: {path!r} leaves no name for the folder in the archive", file=path)
+    return stem if path.isascii() else "archive"
+
+
+def _is_special(path: str) -> bool:
+    """Whether there is something that cannot be replaced by a file and can be written to: a device, a pipe."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError:
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def _lay_out(
+    obj: object, name: str, pickle_module: ModuleType, protocol: int, *, order_first: bool, skip: bool
+) -> tuple[Segment, ...]:
+    from torch.utils.serialization import config
+
+    alignment: int = config.save.storage_alignment
+    if not 1 <= alignment <= MAX_ALIGNMENT:
+        raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
+    ids = StorageIds()
+    with resting_collector():
+        content = pickle_object(obj, ids, pickle_module, protocol)
+    gpus = GpuSource()
+    storages = [(f"data/{key}", _payload(storage, f"data/{key}", gpus, skip=skip)) for key, storage in ids.storages.items()]
+    return lay_out_container(
+        name, content, storages, alignment=alignment, crc=config.save.compute_crc32, order_first=order_first
+    )
+
+
+def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource, *, skip: bool) -> Payload:
+    """A storage's bytes; of a meta or fake one, and under `skip_data`, the room for them."""
+    kind = storage.device.type
+    if skip or kind == "meta":
+        return Hole(storage.nbytes()) if storage.nbytes() else b""
+    if kind == "cuda" and storage.nbytes() > SMALL:
+        return Data(gpus.bytes_of(storage, label), label)
+    if kind != "cpu":
+        storage = storage.cpu()
+    return storage_bytes(storage) if storage.nbytes() <= SMALL else Memory(storage_memory(storage), label, storage)

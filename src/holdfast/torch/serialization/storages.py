@@ -1,0 +1,409 @@
+"""The storages of a file that is being loaded: found by their keys, put on their devices, filled as late as possible.
+
+A storage that stays on the CPU or goes to a GPU is allocated when the pickle asks for it and filled by `fill`, which reads all that
+wait, in parallel and in the order of the file. Where the bytes are needed at once, they are read at once: a storage that goes to
+another kind of device, and everything when code of the file's choice runs while it is unpickled (`weights_only=False`), which
+may look at any element.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from holdfast.core.chunk import Storage
+from holdfast.core.limits import Limits
+from holdfast.core.memory import memory_at
+from holdfast.core.opaque import Global
+from holdfast.core.protocols import Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.bulk import Piece, read_pieces
+from holdfast.errors import FormatError, HoldfastWarning, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.torch.geometry import brief
+from holdfast.formats.zip.records import Archive, Record
+from holdfast.torch.cuda.load import reserve
+from holdfast.torch.serialization.allowed import Mentions
+from holdfast.torch.tensors.fill import Fill, fill
+from holdfast.torch.tensors.shared_regions import BYTES
+
+__all__ = [
+    "BrokenArchive",
+    "FileStorages",
+    "Found",
+    "Placement",
+    "StorageName",
+    "Storages",
+    "archive_storages",
+    "check_stored",
+    "parse_name",
+    "pretended",
+    "swap_bytes",
+    "typed",
+    "untyped_dtypes",
+    "view_of",
+]
+
+
+class Storages(Protocol):
+    """The storages of one file that is being loaded, as the table of a `weights_only` load sees them."""
+
+    def persistent(self, pid: object) -> torch.storage.TypedStorage:
+        """The storage of a persistent id. Its bytes may still be missing."""
+
+    def fill(self) -> None:
+        """Read what is missing in every storage that was asked for so far. Called before anyone looks at elements."""
+
+
+Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where storages go."""
+
+    restore: Restore
+    """Puts a filled CPU storage on the device of a location tag."""
+    stays: Callable[[str], bool]
+    """Whether the storage of a tag is sure to stay the one that was given."""
+    meta: bool = False
+    """Everything goes to the meta device: no bytes are needed."""
+    fake: bool = False
+    """A FakeTensorMode is active: no bytes are needed, and the location is only pretended."""
+    pretend: Callable[[str], torch.device | str] = str
+    """The device that a fake tensor with a storage of this tag claims to be on."""
+    skip: bool = False
+    """`skip_data`: storages are allocated and not filled."""
+    gpu: Callable[[str], torch.device | None] = lambda location: None
+    """The GPU that the storage of a tag is sure to go to, where it is one."""
+    one_place: bool = False
+    """Whether that is the same for all tags."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorageName:
+    """A persistent id that was looked at."""
+
+    dtype: torch.dtype
+    key: str
+    location: str
+    count: int
+    view: object = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
+    """('storage', class, key, location, count[, view])"""
+    if isinstance(pid, tuple):
+        pid = tuple(_text(part) for part in pid)
+    if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
+        raise PickleError(f"Only persistent_load of storage is allowed, and the file asks for a {type(pid).__name__}")
+    kind, key, location, count = pid[1:5]
+    dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "_dtype", None) or getattr(kind, "dtype", None)
+    if not isinstance(dtype, torch.dtype):
+        raise PickleError("a storage of an unknown class", found=brief(kind))
+    if not isinstance(key, str) or type(count) is not int or count < 0:
+        raise PickleError("a storage needs a key in text and a count of elements", found=brief(key))
+    if not isinstance(location, str):
+        raise PickleError("a storage's location must be text", found=type(location).__name__)
+    return StorageName(dtype, key, location, count, pid[5] if len(pid) > 5 else None)
+
+
+def _text(part: object) -> object:
+    """Text of a pickle of Python 2, which is bytes when it is read with encoding='bytes'."""
+    return part.decode("latin-1") if isinstance(part, bytes) else part
+
+
+def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    """A storage with its dtype; torch's public constructor warns that the class is on its way out."""
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
+
+
+# The other byte order.
+
+
+def swap_bytes(storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+    """Reverse the bytes of every number in a CPU storage."""
+    width = _width(dtype)
+    if width > 1 and storage.nbytes() >= width:
+        words = np.frombuffer(memory_at(storage.data_ptr(), storage.nbytes() // width * width), f"u{width}")
+        words.byteswap(inplace=True)
+
+
+def _width(dtype: torch.dtype) -> int:
+    """Bytes of a number; a complex one is two."""
+    return dtype.itemsize // (2 if dtype.is_complex else 1)
+
+
+def untyped_dtypes(content: bytes) -> dict[str, torch.dtype | None]:
+    """By key, the dtype of the tensors over a storage that the pickle calls bytes; None where several widths are seen in one.
+
+    torch stores uint16, uint32, uint64 and complex32 so, and torch 2.13 does not swap them.
+    """
+    table = _UntypedUses()
+    # Whoever reads the pickle next says what is wrong with it.
+    with suppress(FormatError, LimitExceeded):
+        interpret_whole(content, table, limits=Limits())
+    return table.dtypes
+
+
+V3 = Global("torch._utils", "_rebuild_tensor_v3")
+FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Stands for a storage while `_UntypedUses` looks."""
+
+    text: str
+
+
+class _UntypedUses(Mentions):
+    """Builds nothing and notes the dtype that each `_rebuild_tensor_v3` gives to its storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: dict[str, torch.dtype | None] = {}
+
+    def find(self, module: str, name: str) -> object:
+        for known in (V3, FROM_TYPE):
+            if (module, name) == (known.module, known.name):
+                return known
+        found = vars(torch).get(name) if module == "torch" else None
+        return found if isinstance(found, torch.dtype) else self.ANYTHING
+
+    def persistent(self, pid: object) -> object:
+        return _Key(pid[2]) if isinstance(pid, tuple) and len(pid) > 4 and isinstance(pid[2], str) else self.ANYTHING
+
+    def call(self, what: object, args: tuple[object, ...]) -> object:
+        if what is FROM_TYPE and len(args) > 2 and args[0] is V3 and isinstance(args[2], tuple):
+            what, args = V3, args[2]
+        if what is V3 and len(args) > 6 and isinstance(args[0], _Key) and isinstance(args[6], torch.dtype):
+            known = self.dtypes.setdefault(args[0].text, args[6])
+            if known is None or _width(known) != _width(args[6]):
+                self.dtypes[args[0].text] = None
+        return self.ANYTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Where the bytes of a storage lie in the file."""
+
+    start: int
+    nbytes: int
+    crc32: int | None
+    label: str
+
+
+class FileStorages:
+    """The storages of one file, each made once."""
+
+    def __init__(
+        self,
+        source: Source,
+        key: str,
+        find: Callable[[StorageName], Found],
+        place: Placement,
+        *,
+        everything: Callable[[], Mapping[str, Found]] | None = None,
+        swap: bool = False,
+        untyped: Mapping[str, torch.dtype | None] | None = None,
+        mapped: torch.UntypedStorage | None = None,
+        verify: bool = True,
+        threads: int = 1,
+        ahead: bool = False,
+        max_host_memory: int | None = None,
+    ) -> None:
+        self._source, self._key, self._find = source, key, find
+        self._place = place
+        self._everything = everything
+        """Where all storages lie, by key."""
+        self._ahead_of_code = ahead
+        """Whether all of them are to be read before the first one is handed out."""
+        self._max_host_memory = max_host_memory
+        self._swap = swap
+        self._untyped = untyped or {}
+        """What `untyped_dtypes` found, where bytes are swapped."""
+        self._mapped = mapped
+        """The whole file, mapped: storages are slices of it."""
+        self._verify, self._threads = verify, threads
+        self._made: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
+        self._views: dict[str, torch.UntypedStorage] = {}
+        self._waiting: list[tuple[Piece, torch.UntypedStorage, StorageName]] = []
+        self._fills: list[Fill] = []
+        """What waits on GPUs."""
+        self._reserved = False
+        self._ahead: dict[str, torch.UntypedStorage] | None = None
+
+    def persistent(self, pid: object) -> torch.storage.TypedStorage:
+        """The storage of a persistent id."""
+        name = parse_name(pid, (5, 6))
+        made = self._made.get(name.key)
+        if made is None:
+            made = self._made[name.key] = self._storage(name), name.dtype
+        elif made[1] != name.dtype and made[0].nbytes():
+            raise MetadataError(
+                f"storage {name.key} is used as {made[1]} and as {name.dtype}; torch writes one dtype a storage",
+                expected=str(made[1]), found=str(name.dtype),
+            )
+        return typed(made[0] if name.view is None else view_of(name, made[0], self._views), name.dtype)
+
+    def fill(self) -> None:
+        """Read all that waits."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._read([piece for piece, _, _ in waiting])
+        self._fill_gpus()
+        if self._swap:
+            for _, storage, name in waiting:
+                self._swap_bytes(storage, name)
+
+    def _read(self, pieces: Sequence[Piece]) -> None:
+        read_pieces(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
+
+    def _swap_bytes(self, storage: torch.UntypedStorage, name: StorageName) -> None:
+        dtype = self._untyped.get(name.key, name.dtype) if name.dtype is torch.uint8 else name.dtype
+        if dtype is None:
+            raise Unsupported(f"storage {name.key} is seen as numbers of several widths, in a file of the other byte order")
+        swap_bytes(storage, dtype)
+
+    def _storage(self, name: StorageName) -> torch.UntypedStorage:
+        found = self._find(name)
+        place = self._place
+        if found.nbytes != name.nbytes:
+            raise MetadataError(
+                f"{found.label} has {found.nbytes:,} bytes, and the pickle says {name.count:,} elements of {name.dtype}",
+                offset=found.start, expected=name.nbytes, found=found.nbytes,
+            )
+        if place.fake or place.meta:
+            return pretended(name, place, found.start)
+        gpu = None if self._swap or place.skip else place.gpu(name.location)
+        if gpu is not None:
+            return self._on_gpu(name.key, found, gpu)
+        if self._mapped is not None and not place.skip:
+            storage = self._mapped[found.start : found.start + found.nbytes]
+            if self._swap:
+                # A copy: where the mapping is shared, torch 2.13 turns the bytes round in the file itself.
+                storage = storage.clone()
+                self._swap_bytes(storage, name)
+            return place.restore(storage, name.location)
+        if place.skip:
+            return place.restore(torch.UntypedStorage(name.nbytes), name.location)
+        stays = place.stays(name.location)
+        if self._ahead_of_code and stays:
+            storage = self._read_ahead()[name.key]
+            if self._swap:
+                self._swap_bytes(storage, name)
+            return storage
+        storage = torch.UntypedStorage(name.nbytes)
+        piece = _piece(found, storage)
+        if stays:
+            self._waiting.append((piece, storage, name))
+            return storage
+        self._read([piece])
+        if self._swap:
+            self._swap_bytes(storage, name)
+        return place.restore(storage, name.location)
+
+    def _read_ahead(self) -> dict[str, torch.UntypedStorage]:
+        """All storages of the file, read in parallel before any code of its choice can look at one."""
+        if self._ahead is None:
+            places = self._everything() if self._everything else {}
+            self._ahead = {key: torch.UntypedStorage(found.nbytes) for key, found in places.items()}
+            self._read([_piece(found, self._ahead[key]) for key, found in places.items()])
+        return self._ahead
+
+    def _on_gpu(self, key: str, found: Found, device: torch.device) -> torch.UntypedStorage:
+        """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look before."""
+        if self._place.one_place and self._everything is not None and not self._reserved:
+            self._reserved = True
+            reserve((device, one.nbytes) for one in self._everything().values())
+        if not self._ahead_of_code:
+            return self._make_on_gpu(found, device)
+        if not self._place.one_place or self._everything is None:
+            storage = self._make_on_gpu(found, device)
+        else:
+            if self._ahead is None:
+                self._ahead = {other: self._make_on_gpu(one, device) for other, one in self._everything().items()}
+            storage = self._ahead[key]
+        self._fill_gpus()
+        return storage
+
+    def _make_on_gpu(self, found: Found, device: torch.device) -> torch.UntypedStorage:
+        storage = torch.UntypedStorage(found.nbytes, device=device)
+        crc = None if self._mapped is not None or not self._verify else found.crc32
+        stored = Storage(self._key, found.start, found.nbytes, crc32=crc, label=found.label)
+        lazy = LazyTensor.contiguous(found.label, BYTES, (found.nbytes,), stored, self._source)
+        self._fills.append(Fill(lazy, torch.empty(0, dtype=torch.uint8, device=device).set_(storage)))
+        return storage
+
+    def _fill_gpus(self) -> None:
+        fills, self._fills = self._fills, []
+        for note in fill(fills, max_host_memory=self._max_host_memory) if fills else ():
+            warnings.warn(note, HoldfastWarning, stacklevel=2)
+
+
+def pretended(name: StorageName, place: Placement, start: int | None) -> torch.UntypedStorage:
+    """A storage without bytes: on the meta device, or for fake tensors, which remember where they would be."""
+    storage = torch.UntypedStorage(name.nbytes, device="meta")
+    # The marks that torch's own tools look for.
+    if start is not None:
+        storage._checkpoint_offset = start
+    if place.fake and not place.meta:
+        storage._fake_device = place.pretend(name.location)  # type: ignore[assignment]  # a text, as torch.load sets it
+    return storage
+
+
+def view_of(name: StorageName, root: torch.UntypedStorage, views: dict[str, torch.UntypedStorage]) -> torch.UntypedStorage:
+    """(key, offset, count): a part of a storage, which torch before 0.4 knew as an object of its own."""
+    match name.view:
+        case (str(key), int(offset), int(count)) if offset >= 0 and count >= 0 and offset + count <= name.count:
+            if key not in views:
+                width = name.dtype.itemsize
+                views[key] = root[offset * width : (offset + count) * width]
+            return views[key]
+    raise PickleError("a storage view must be a key, an offset and a count inside of its storage")
+
+
+class BrokenArchive(ZipError, Refused):
+    """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
+
+
+def check_stored(record: Record) -> None:
+    """Refuse a compressed record."""
+    if not record.stored:
+        raise BrokenArchive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+
+
+def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], Found], Callable[[], Mapping[str, Found]]]:
+    """How the records `data/N` of a zip are found: one by its key, and all of them."""
+
+    def found(record: Record, key: str) -> Found:
+        check_stored(record)
+        return Found(record.start, record.nbytes, record.crc32, f"data/{key}")
+
+    def find(name: StorageName) -> Found:
+        record = archive.get(f"data/{name.key}")
+        if record is None:
+            raise MetadataError(f"the pickle points at data/{name.key}, which is not in the archive")
+        return found(record, name.key)
+
+    def everything() -> dict[str, Found]:
+        prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
+        names = [name for name in archive.records if name.startswith(prefix)]
+        return {name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names}
+
+    return find, everything
+
+
+def _piece(found: Found, storage: torch.UntypedStorage) -> Piece:
+    return Piece(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)

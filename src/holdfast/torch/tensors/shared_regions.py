@@ -1,0 +1,249 @@
+"""Which tensors of a checkpoint are views of one storage, and what one torch storage must hold for them to be views again.
+
+    storage in the file   │ · · a a a a b b · · · · · · c c c │      a, b over a, and c are names
+    region                │ · · a a a a b b · · · · · · c c c │      small, or well used: one region, the whole storage
+    regions                   │ a a a a b b │                        large and hardly used: one for what overlaps; c is alone
+
+1. Names over one storage of the file are found by comparing where they lie; nothing is read.
+2. Formats that store every tensor by itself note where it lay (`Traits.alias`). Those copies become views of one region, too,
+   where they agree: `rewrite/rejoin.py` looks, and reads data only where copies overlap.
+3. A region is the whole storage as long as `Limits(expansion=…)` allows that many bytes for the tensors that were asked for, so
+   that offsets are those of the file. Of a larger storage only what overlaps is kept together, under the same limit.
+
+A tensor that is alone in its storage is in no region: whoever reads it does so as if this module were not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.protocols import State
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import Unsupported
+from holdfast.rewrite.rejoin import rejoin
+from holdfast.torch.tensors.from_lazy import torch_dtype
+
+__all__ = ["Piece", "Region", "Regions", "View", "plan_regions", "repeats", "view_of"]
+
+WIDEST = 16
+"""Bytes of the widest element. A region that begins at a multiple of it begins at an element of every dtype."""
+
+BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a tensor lies in a region: everything counted in its own elements."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+    conj: bool = False
+    neg: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements that are read into a region: a tensor of the file, and where it goes."""
+
+    tensor: LazyTensor
+    view: View
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """What one torch storage holds."""
+
+    dtype: DType
+    """That of all views, or uint8 where they have several."""
+    count: int
+    """Elements of that dtype."""
+    views: Mapping[str, View]
+    pieces: tuple[Piece, ...]
+    """What fills it."""
+    whole: bool
+    """Whether the pieces leave no hole."""
+
+    @property
+    def castable(self) -> bool:
+        """Whether another dtype can take the place of all views' dtype: they have one, and nothing is written twice."""
+        one = all(view.dtype is self.dtype for view in self.views.values())
+        return one and not any(repeats(piece.view.shape, piece.view.strides) for piece in self.pieces)
+
+
+@dataclass(slots=True)
+class Regions:
+    """The regions of some tensors; names that stand alone are in none."""
+
+    by_name: dict[str, Region] = field(default_factory=dict)
+    twins: dict[str, str] = field(default_factory=dict)
+    """Names that are in no region and are the same tensor, chunk by chunk, as an earlier one."""
+    notes: list[str] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Region]:
+        yield from dict.fromkeys(self.by_name.values())
+
+
+def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
+    """Find the tensors that share storage, and plan the regions that hold them. Reads data only where noted copies overlap."""
+    regions = Regions()
+    if len(tensors) < 2:
+        return regions
+    joined = _rejoined(tensors, regions)
+    buckets: dict[tuple[int, str, int], list[str]] = {}
+    for name, tensor in joined.items():
+        if tensor.chunks:
+            storage = tensor.chunks[0].storage
+            buckets.setdefault((id(tensor.source), storage.key, storage.start), []).append(name)
+    for names in buckets.values():
+        if len(names) > 1:
+            members = {name: joined[name] for name in names if _viewable(joined[name])}
+            for region in _regions(members, tensors, regions.notes):
+                regions.by_name.update(dict.fromkeys(region.views, region))
+            regions.twins |= _twins({name: joined[name] for name in names if name not in regions.by_name})
+    return regions
+
+
+def repeats(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements may lie in one place: an expanded tensor, or windows that overlap. Strides are in elements.
+
+    >>> repeats((2, 3), (3, 1)), repeats((2, 3), (0, 1)), repeats((3, 2), (1, 1))
+    (False, True, True)
+    """
+    room = 1
+    for n, stride in sorted(zip(shape, strides, strict=True), key=lambda pair: pair[1]):
+        if n > 1:
+            if stride < room:
+                return True
+            room += stride * (n - 1)
+    return False
+
+
+def view_of(storage: torch.UntypedStorage, view: View, dtype: torch.dtype) -> torch.Tensor:
+    """A view as a tensor over the storage that holds its region."""
+    made = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, view.offset, view.shape, view.strides)
+    if view.conj:
+        made = made.conj()
+    return torch._neg_view(made) if view.neg else made
+
+
+def _rejoined(tensors: Mapping[str, LazyTensor], regions: Regions) -> Mapping[str, LazyTensor]:
+    """The same tensors, with those that were copied out of one storage as views of it again."""
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, tensor in tensors.items():
+        if tensor.traits.alias is not None and not tensor.traits.meta:
+            groups.setdefault((id(tensor.source), tensor.traits.alias.group), []).append(name)
+    shared = {name: tensors[name] for names in groups.values() if len(names) > 1 for name in names}
+    if not shared:
+        return tensors
+    limits = next(iter(shared.values())).source.limits
+    rejoined = rejoin(State(None, shared, {}), limits)
+    regions.notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
+    return {**tensors, **rejoined.state.tensors}
+
+
+def _twins(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+    firsts: dict[object, str] = {}
+    twins: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        what = (tensor.dtype, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg)
+        first = firsts.setdefault(what, name)
+        if first != name:
+            twins[name] = first
+    return twins
+
+
+def _viewable(tensor: LazyTensor) -> bool:
+    """Whether torch can have it as a view of bytes that lie as in the file."""
+    if len(tensor.chunks) != 1:
+        return False
+    (chunk,) = tensor.chunks
+    bits = tensor.dtype.bits
+    if tensor.dtype.packed or tensor.dtype.kind == "quantized" or tensor.size == 0 or chunk.shape != tensor.shape:
+        return False
+    if chunk.offset % bits or any(s < 0 or s % bits for s in chunk.strides):
+        return False
+    try:
+        torch_dtype(tensor.dtype)
+    except Unsupported:
+        return False
+    return True
+
+
+def _regions(
+    members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], notes: list[str]
+) -> Iterator[Region]:
+    """The regions of tensors over one storage."""
+    if len(members) < 2:
+        return
+    first = next(iter(members.values()))
+    storage, limits = first.chunks[0].storage, first.source.limits
+    if storage.byteorder != "little" and len({tensor.dtype for tensor in members.values()}) > 1:
+        # Elements of several widths over the same big-endian bytes: no little-endian storage has them all.
+        return
+    spans: list[tuple[int, int]] = []
+    clusters: list[list[str]] = []
+    for start, stop, name in sorted((*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items()):
+        if spans and start < spans[-1][1]:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
+            clusters[-1].append(name)
+        else:
+            spans.append((start, stop))
+            clusters.append([name])
+
+    def allowed(nbytes: int, names: Iterable[str]) -> bool:
+        distinct = {(tensor.dtype, tensor.chunks): tensor.nbytes for tensor in map(members.__getitem__, names)}
+        return nbytes <= max(limits.expansion * sum(distinct.values()), limits.expansion_floor_nbytes)
+
+    if allowed(storage.nbytes, members):
+        spans, clusters = [(0, storage.nbytes)], [list(members)]
+    for (start, stop), names in zip(spans, clusters, strict=True):
+        if len(names) < 2:
+            continue
+        if allowed(stop - start, names):
+            yield _region({name: members[name] for name in names}, originals, storage, start // WIDEST * WIDEST, stop)
+        else:
+            shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
+            notes.append(f"{shown} lie far apart in one storage; they are read apart (Limits(expansion=…) allows all of it)")
+
+
+def _region(
+    members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], storage: Storage, start: int, stop: int
+) -> Region:
+    kinds = {tensor.dtype for tensor in members.values()}
+    dtype = next(iter(kinds)) if len(kinds) == 1 else BYTES
+    count = (stop - start) * 8 // dtype.bits
+    views = {name: _view(tensor, start) for name, tensor in members.items()}
+    first = next(iter(members))
+    if members[first].source is originals[first].source:
+        chunk = Chunk(Box((0,), (count,)), storage, start * 8, (dtype.bits,))
+        row = LazyTensor(first, dtype, (count,), (chunk,), members[first].source)
+        return Region(dtype, count, views, (Piece(row, View(dtype, (count,), 0, (1,))),), True)
+    return Region(dtype, count, views, tuple(_pieces(views, originals)), False)
+
+
+def _view(tensor: LazyTensor, start: int) -> View:
+    (chunk,) = tensor.chunks
+    bits = tensor.dtype.bits
+    strides = tuple(s // bits for s in chunk.strides)
+    return View(tensor.dtype, tensor.shape, (chunk.offset - start * 8) // bits, strides, tensor.traits.conj, tensor.traits.neg)
+
+
+def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> Iterable[Piece]:
+    """Copies that are put where they lay, names of one copy once. An expanded one gives one of its equal elements."""
+    seen: set[object] = set()
+    for name, view in views.items():
+        tensor = originals[name]
+        if (tensor.chunks, view) in seen:
+            continue
+        seen.add((tensor.chunks, view))
+        index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in view.strides)
+        part = tensor[index] if index else tensor
+        yield Piece(part, View(view.dtype, part.shape, view.offset, view.strides))

@@ -1,0 +1,194 @@
+"""torch tensors as lazy tensors over the memory that they already have, for saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import cast
+
+import torch
+from torch.nested._internal.nested_tensor import NestedTensor
+from torch.nn.parameter import is_lazy
+
+from holdfast.core.chunk import Chunk
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.values import Device, Size
+from holdfast.engine.arrays import Resident
+from holdfast.errors import Unsupported
+from holdfast.torch.cuda.memory import GpuSource
+from holdfast.torch.ranks.shards import is_sharded, shards_of
+from holdfast.torch.tensors.memory import storage_memory
+
+__all__ = ["torch_leaf", "unkept"]
+
+
+class Memories:
+    """The memory of a state that is being saved: that of this process, and that of GPUs once there is a tensor on one."""
+
+    def __init__(self, resident: Resident) -> None:
+        self.resident = resident
+        self._gpus: GpuSource | None = None
+
+    @property
+    def gpus(self) -> GpuSource:
+        if self._gpus is None:
+            self._gpus = GpuSource()
+        return self._gpus
+
+
+def torch_leaf(resident: Resident) -> Callable[[object], object]:
+    """A function that turns torch's tensors, sizes, dtypes and devices into ours, and gives everything else back."""
+    memories = Memories(resident)
+
+    def convert(value: object) -> object:
+        match value:
+            case torch.Tensor():
+                return _tensor(value, memories)
+            case _ if is_sharded(value):
+                return _sharded(cast(torch.Tensor, value), memories)
+            case torch.Size():
+                return Size(value)
+            case torch.dtype():
+                return _dtype(value)
+            case torch.device():
+                return Device(value.type, value.index)
+            case _:
+                return value
+
+    return convert
+
+
+@cache
+def _dtype(dtype: torch.dtype) -> DType:
+    found = DTYPES.torch(str(dtype).removeprefix("torch."))
+    if found is None:
+        raise Unsupported(f"Holdfast does not know {dtype}")
+    return found
+
+
+def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
+    if is_sharded(tensor):
+        return _sharded(tensor, memories)
+    resident = memories.resident
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    # Also of a view, or of what was computed: as torch.save has it, which gives back a leaf that wants a gradient.
+    grad = tensor.requires_grad
+    traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
+    if is_lazy(tensor):
+        raise Unsupported("a parameter that is not initialised yet has no shape and no data; run the module once, or leave it out")
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_quantized:
+        return _composite(tensor.detach(), memories, traits)
+    plain = tensor
+    if type(plain) not in (torch.Tensor, torch.nn.Parameter) and hasattr(plain, "__tensor_flatten__"):
+        raise Unsupported(f"a {type(tensor).__name__} is no plain tensor; take its parts apart or make it dense first")
+    if plain.is_meta:
+        return resident.meta(_dtype(plain.dtype), tuple(plain.shape), replace(traits, meta=True))
+    if plain.is_conj() or plain.is_neg():
+        traits = replace(traits, conj=plain.is_conj(), neg=plain.is_neg())
+    location = "cpu"
+    if plain.is_cuda:
+        return memories.gpus.tensor(plain.detach(), _dtype(plain.dtype), traits)
+    if not plain.is_cpu:
+        location = str(plain.device)
+        plain = plain.detach().cpu()
+    storage = plain.untyped_storage()
+    # The storage's own memory, looked at; `owner` keeps it there for as long as anything points at it.
+    place = resident.memory(storage.data_ptr(), storage_memory(storage), owner=storage, location=location)
+    width = plain.element_size()
+    strides = tuple(s * width for s in plain.stride())
+    return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)
+
+
+def _sharded(tensor: torch.Tensor, memories: Memories) -> LazyTensor:
+    """The whole tensor, with a chunk for each part that this rank has; it is saved where the chunks of all ranks come together."""
+    shards = shards_of(tensor)
+    grad = bool(getattr(tensor, "requires_grad", False))
+    parameter = isinstance(tensor, torch.nn.Parameter)
+    traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
+    dtype = _dtype(shards.dtype)
+    chunks: list[Chunk] = []
+    gpus = [part.tensor.is_cuda for part in shards.parts]
+    for part in shards.parts:
+        plain = part.tensor.detach()
+        # All of them in memories of one kind, since a tensor is read by one source.
+        local = _tensor(plain if all(gpus) else plain.cpu(), memories)
+        if not isinstance(local, LazyTensor) or local.traits.meta or local.dtype is not dtype:
+            raise Unsupported("a part of a sharded tensor is no plain tensor with data")
+        chunks += [Chunk(part.box, chunk.storage, chunk.offset, chunk.strides) for chunk in local.chunks if part.box.count]
+    if chunks and all(gpus):
+        return LazyTensor("", dtype, shards.shape, tuple(chunks), memories.gpus, traits)
+    return memories.resident.parts(dtype, shards.shape, tuple(chunks), traits)
+
+
+def _composite(tensor: torch.Tensor, memories: Memories, traits: Traits) -> Composite:
+    def lazy(part: torch.Tensor) -> LazyTensor:
+        made = _tensor(part, memories)
+        if not isinstance(made, LazyTensor):
+            raise Unsupported("a sparse tensor of tensors that are not plain")
+        return made
+
+    if tensor.is_nested:
+        return _nested(tensor, lazy, traits)
+    shape = tuple(tensor.shape)
+    if tensor.is_quantized:
+        return _quantized(tensor, lazy, traits)
+    kind = str(tensor.layout).removeprefix("torch.")
+    if kind == "sparse_coo":
+        parts = {"indices": lazy(tensor._indices()), "values": lazy(tensor._values())}
+        return Composite(kind, shape, parts, {"coalesced": tensor.is_coalesced()}, traits)
+    if kind in ("sparse_csr", "sparse_bsr"):
+        parts = {"crow_indices": lazy(tensor.crow_indices()), "col_indices": lazy(tensor.col_indices())}
+    elif kind in ("sparse_csc", "sparse_bsc"):
+        parts = {"ccol_indices": lazy(tensor.ccol_indices()), "row_indices": lazy(tensor.row_indices())}
+    else:
+        raise Unsupported(f"a tensor with layout {kind} cannot be saved")
+    return Composite(kind, shape, {**parts, "values": lazy(tensor.values())}, {}, traits)
+
+
+def _nested(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], traits: Traits) -> Composite:
+    """Tensors of several lengths in one: a buffer, and where in it each of them lies."""
+    if not isinstance(tensor, NestedTensor):
+        sizes = tensor._nested_tensor_size()
+        places = {"sizes": sizes, "strides": tensor._nested_tensor_strides(), "offsets": tensor._nested_tensor_storage_offsets()}
+        parts = {"buffer": lazy(tensor.values()), **{name: lazy(part) for name, part in places.items()}}
+        return Composite("nested", (len(sizes),), parts, {}, traits)
+    given = {"values": tensor._values, "offsets": tensor._offsets, "lengths": tensor._lengths}
+    parts = {name: lazy(part.detach()) for name, part in given.items() if part is not None}
+    # torch keeps the shortest and the longest length as the shape of a tensor without elements.
+    lengths = {name: part.shape[0] for name, part in tensor._metadata_cache.items() if name in ("min_seqlen", "max_seqlen")}
+    return Composite("jagged", (tensor._offsets.numel() - 1,), parts, {"ragged_idx": tensor._ragged_idx, **lengths}, traits)
+
+
+def unkept(value: object) -> list[str]:
+    """What a tensor is beyond its elements, and no format of ours is told of."""
+    if not isinstance(value, torch.Tensor) or is_sharded(value) or isinstance(value, NestedTensor):
+        return []
+    found = []
+    if type(value) not in KEPT:
+        found.append(f"the class {type(value).__qualname__}")
+    found += [f"the attribute {name!r}" for name in vars(value) if name not in OWN]
+    if value._backward_hooks:
+        found.append("its hooks")
+    return found
+
+
+KEPT = frozenset({torch.Tensor, torch.nn.Parameter})
+OWN = frozenset({"_is_buffer", "persistent"})
+"""What `torch.nn.Buffer` sets."""
+
+
+def _quantized(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], traits: Traits) -> Composite:
+    dtype = _dtype(tensor.dtype)
+    if dtype.packed:
+        raise Unsupported(f"a {dtype} tensor does not give its integers; it can be kept by converting the file")
+    parts = {"int_repr": replace(lazy(tensor.int_repr()), dtype=dtype)}
+    scheme = str(tensor.qscheme()).removeprefix("torch.")
+    if scheme.startswith("per_tensor"):
+        attributes = {"qscheme": scheme, "scale": tensor.q_scale(), "zero_point": tensor.q_zero_point()}
+    else:
+        parts |= {"scales": lazy(tensor.q_per_channel_scales()), "zero_points": lazy(tensor.q_per_channel_zero_points())}
+        attributes = {"qscheme": scheme, "axis": tensor.q_per_channel_axis()}
+    return Composite("quantized", tuple(tensor.shape), parts, attributes, traits)

@@ -1,0 +1,161 @@
+"""The tree of a checkpoint for torch: find a value by its dotted name, and put torch's tensors in place of lazy ones."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+import torch
+
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DType
+from holdfast.core.opaque import Opaque
+from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tree import module_contents
+from holdfast.core.values import Device, Size
+from holdfast.torch.tensors.from_lazy import torch_dtype
+
+__all__ = ["ABSENT", "dict_under", "find_value", "lazy_tensors", "opaque_inside", "torch_tree"]
+
+ABSENT = object()
+"""What `find_value` gives where there is nothing; None is a value."""
+
+
+def find_value(tree: object, name: str) -> object:
+    """What stands under a dotted name. Keys may have dots in them; the longest key that leads somewhere is taken.
+
+    >>> find_value({"a.b": {"c": [7]}}, "a.b.c.0")
+    7
+    """
+    tried: set[tuple[int, int]] = set()
+
+    def descend(value: object, start: int) -> object:
+        if start > len(name):
+            return value
+        if (id(value), start) in tried:
+            return ABSENT
+        tried.add((id(value), start))
+        stop = len(name)
+        while stop > start:
+            inner = _child(value, name[start:stop])
+            found = descend(inner, stop + 1) if inner is not ABSENT else ABSENT
+            if found is not ABSENT:
+                return found
+            stop = name.rfind(".", start, stop)
+        return ABSENT
+
+    return descend(tree, 0)
+
+
+def dict_under(tree: object, prefix: str) -> tuple[dict[object, object], str]:
+    """The innermost dict that a prefix leads into, and what is left of the prefix: the beginning of its keys.
+
+    >>> dict_under({"model": {"module.w": 1}}, "model.module.")
+    ({'module.w': 1}, 'module.')
+    """
+    here: dict[object, object] = tree if isinstance(tree, dict) else {}
+    while True:
+        for key, inner in here.items():
+            if isinstance(key, str) and isinstance(inner, dict) and prefix.startswith(f"{key}."):
+                here, prefix = inner, prefix[len(key) + 1 :]
+                break
+        else:
+            return here, prefix
+
+
+def _child(value: object, key: str) -> object:
+    number = int(key) if key.isascii() and key.isdigit() and len(key) < 10 else None
+    match value:
+        case dict():
+            return value[key] if key in value else value.get(number, ABSENT) if number is not None else ABSENT
+        case list() | tuple():
+            return value[number] if number is not None and number < len(value) else ABSENT
+        case Opaque():
+            groups = module_contents(value) or ()
+            found = (group[key] for group, _ in groups if isinstance(group, dict) and group.get(key) is not None)
+            return next(found, ABSENT)
+        case _:
+            return ABSENT
+
+
+def lazy_tensors(tree: object) -> Iterator[LazyTensor]:
+    """Every lazy tensor in a tree that `torch_tree` would replace, each object once; parts of composites are no part of it."""
+    seen: set[int] = set()
+    left = [tree]
+    while left:
+        value = left.pop()
+        if id(value) in seen or not isinstance(value, LazyTensor | dict | list | tuple):
+            continue
+        seen.add(id(value))
+        if isinstance(value, LazyTensor):
+            yield value
+        else:
+            left += reversed(list(value.values() if isinstance(value, dict) else value))
+
+
+def opaque_inside(tree: object) -> bool:
+    """Whether there is anything in a tree that was not built."""
+    seen: set[int] = set()
+    left = [tree]
+    while left:
+        value = left.pop()
+        if isinstance(value, Opaque):
+            return True
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += value.values() if isinstance(value, dict) else value
+    return False
+
+
+def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Tensor]) -> object:
+    """The same tree with torch's tensors, sizes, dtypes and devices in it; `tensor` gives what stands for one of ours.
+
+    What was an `nn.Parameter` or required gradients does so again. What stands in two places still does. Objects that were not
+    built stay as they are.
+    """
+    made: dict[int, object] = {}
+
+    def walk(value: object) -> object:
+        if isinstance(value, DType):
+            return torch_dtype(value)
+        if isinstance(value, Device):
+            return torch.device(str(value))
+        if not isinstance(value, LazyTensor | Composite | dict | list | tuple):
+            return value
+        if id(value) not in made:
+            made[id(value)] = inside(value)
+        return made[id(value)]
+
+    def inside(value: object) -> object:
+        match value:
+            case LazyTensor() | Composite():
+                return _with_traits(tensor(value), value.traits)
+            case Size():
+                return torch.Size(value)
+            case dict():
+                # Known before it is filled: a dict may contain itself.
+                copy = made[id(value)] = value.copy()
+                for key, inner in value.items():
+                    copy[key] = walk(inner)
+                if isinstance(value, OrderedDict):
+                    vars(copy).update(vars(value))
+                return copy
+            case list() if type(value) is list:
+                items: list[object] = []
+                made[id(value)] = items
+                items += [walk(inner) for inner in value]
+                return items
+            case tuple() if type(value) is tuple:
+                return tuple([walk(inner) for inner in value])
+        return value
+
+    return walk(tree)
+
+
+def _with_traits(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
+    grad = traits.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
+    if traits.parameter:
+        return torch.nn.Parameter(tensor, requires_grad=grad)
+    if traits.buffer:
+        return torch.nn.Buffer(tensor)
+    return tensor.requires_grad_() if grad else tensor

@@ -1,0 +1,200 @@
+"""The threshold of pruning against sorting, what is lost against plain sums, and pruned tensors read at odd places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import NotCommitted
+from holdfast.pruning import keys as prune_keys
+from holdfast.pruning import loss as prune_loss
+from holdfast.pruning import select as prune_select
+from holdfast.pruning.keys import RandomOrder, mean_squares, random_keys
+from holdfast.pruning.loss import Loss, Tally, loss_of, loss_of_counts
+from holdfast.pruning.masked import Masked
+from holdfast.pruning.select import Counts, select
+from holdfast.pruning.select_masks import GroupMask
+
+WIDTHS = {15: np.uint16, 31: np.uint32, 63: np.uint64}
+
+
+@dataclass
+class Given:
+    """Keys that are there already, in pieces of seven."""
+
+    keys: np.ndarray
+    width: int
+    guess: tuple[int, int] | None = None
+
+    @property
+    def count(self) -> int:
+        return len(self.keys)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        return ((start, min(start + 7, self.count)) for start in range(0, self.count, 7))
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.keys[start:stop]
+
+    def around(self, count: int) -> tuple[int, int] | None:
+        return self.guess
+
+
+def oracle(sources: list[Given], count: int) -> list[np.ndarray]:
+    """What stays, by sorting: the lowest keys go, of equals the first of the first source."""
+    every = np.concatenate([source.keys.astype(np.uint64) for source in sources])
+    kept = np.ones(len(every), bool)
+    kept[np.argsort(every, kind="stable")[:count]] = False
+    return np.split(kept, np.cumsum([source.count for source in sources])[:-1])
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[Given], int]:
+    width = draw(st.sampled_from(sorted(WIDTHS)))
+    # Few distinct keys, in few buckets of a histogram: ties in every place.
+    some = draw(st.lists(st.integers(0, (1 << width) - 1), min_size=1, max_size=6))
+    near = [min(key + 1, (1 << width) - 1) for key in some]
+    keys = st.lists(st.sampled_from(some + near), min_size=0, max_size=60)
+    found = draw(st.lists(keys, min_size=1, max_size=4).filter(lambda lists: any(lists)))
+    guess = draw(st.none() | st.tuples(st.sampled_from(some), st.sampled_from(near))) if width == 63 else None
+    sources = [Given(np.array(row, WIDTHS[width]), width, guess and (min(guess), max(guess))) for row in found]
+    return sources, draw(st.integers(0, sum(map(len, found))))
+
+
+@given(cases(), st.sampled_from([1, 5, 1000]), st.sampled_from([1, 3, 32]), st.sampled_from([1, 3]))
+def test_a_threshold_is_the_one_that_sorting_finds(case, few, parts, threads):
+    sources, count = case
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prune_select, "FEW", few)
+        patch.setattr(prune_select, "PARTS", parts)
+        found = select(sources, count, threads=threads)
+    for source, cut, kept in zip(sources, found.cuts, oracle(sources, count), strict=True):
+        after = np.arange(source.count) >= cut
+        np.testing.assert_array_equal(np.where(after, source.keys >= found.key, source.keys > found.key), kept)
+    if found.counts is not None:
+        every = np.concatenate([source.keys for source in sources])
+        np.testing.assert_array_equal(found.counts.there, np.bincount(every, minlength=1 << 15))
+        gone = [source.keys[~kept] for source, kept in zip(sources, oracle(sources, count), strict=True)]
+        np.testing.assert_array_equal(found.counts.gone, np.bincount(np.concatenate(gone), minlength=1 << 15))
+
+
+def test_keys_that_change_are_an_error():
+    source = Given(np.zeros(70, np.uint16), 15)
+    passes = []
+
+    def read(start: int, stop: int) -> np.ndarray:
+        passes.append(start)
+        return source.keys[start:stop] + np.uint16(len(passes) > 10)
+
+    source.read = read  # type: ignore[method-assign]
+    with pytest.raises(NotCommitted, match="changed while"):
+        select([source], 35)
+
+
+@pytest.mark.parametrize("apart", [prune_keys.CERTAIN, 0.0])
+@pytest.mark.parametrize("count", [1, 77, 5_000, 9_999, 10_000])
+def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, apart):
+    monkeypatch.setattr(prune_keys, "CERTAIN", apart)
+    monkeypatch.setattr(prune_select, "FEW", 2_000)
+    keys = random_keys(0, 10_000, 3)
+    found = select([RandomOrder(10_000, 3)], count)
+    assert found.key == int(np.sort(keys)[count - 1])
+
+
+def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
+    monkeypatch.setattr(prune_keys, "RUN", 64)
+    prune_keys._multiples.cache_clear()
+    every = random_keys(0, 1000, -5)
+    assert all((random_keys(a, b, -5) == every[a:b]).all() for a, b in ((0, 0), (3, 4), (63, 65), (100, 1000)))
+    monkeypatch.undo()
+    prune_keys._multiples.cache_clear()
+    np.testing.assert_array_equal(random_keys(0, 1000, -5), every)
+
+
+def test_squares_of_a_block_are_added_one_after_the_other():
+    values = np.random.default_rng(0).normal(size=(13, 10))
+    for height, width in ((1, 4), (4, 4), (5, 1), (13, 10), (64, 64)):
+        found = mean_squares(values, height, width)
+        for i, row in enumerate(found):
+            for j, score in enumerate(row):
+                part = values[i * height : (i + 1) * height, j * width : (j + 1) * width].reshape(-1).tolist()
+                total = 0.0
+                for x in part:
+                    total += x * x
+                assert score == total / len(part)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda t: np.dtype(t).name)
+def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
+    monkeypatch.setattr(prune_loss, "STEP", 64)
+    values = np.random.default_rng(1).normal(size=200).round(1).astype(dtype)
+    values[[3, 70, 71]] = [np.nan, np.inf, -np.inf]
+    values[[4, 5]] = [-0.0, 0.0]
+    kept = np.random.default_rng(2).random(200) < 0.5
+    found = loss_of(values, kept)
+    wide = values.astype(np.float64)
+    finite = np.isfinite(wide)
+    assert (found.pruned, found.nonfinite) == (int((~kept).sum()), 3)
+    assert found.zeros == int(((wide == 0) | ~kept).sum())
+    assert found.squares == pytest.approx(math.fsum(wide[finite] ** 2))
+    assert found.lost == pytest.approx(math.fsum(wide[finite & ~kept] ** 2))
+    if np.dtype(dtype).itemsize == 2:
+        keys = prune_keys.magnitude_keys(values, np.dtype(dtype).name)
+        counts = Counts(np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15))
+        counted = loss_of_counts(counts, np.dtype(dtype).name)
+        assert (counted.pruned, counted.zeros, counted.nonfinite) == (found.pruned, found.zeros, found.nonfinite)
+        assert (counted.squares, counted.lost) == (pytest.approx(found.squares), pytest.approx(found.lost))
+
+
+def test_squares_beyond_float64_are_said_to_be_infinite():
+    assert loss_of(np.array([1e200, 1.0]), np.array([True, False])).squares == math.inf
+
+
+def test_a_tally_is_whole_when_every_element_was_told_once():
+    tally = Tally(10)
+    tally.add(4, 10, Loss(2))
+    assert tally.whole() is None
+    tally.add(0, 4, Loss(1))
+    tally.add(0, 4, Loss(1))
+    assert tally.whole() == Loss(3)
+    tally.add(3, 4, Loss(1))
+    assert tally.whole() is None
+    assert Tally(0).whole() == Loss()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["values", "bits"])
+def test_pruned_tensors_are_read_at_any_byte(tmp_path, monkeypatch, packed):
+    monkeypatch.setattr(prune_keys, "PIECE", 24)
+    # Whole numbers: sums of their squares are exact in any order.
+    values = (np.random.default_rng(3).permutation(168) - 83.5).astype(np.float32).reshape(6, 28) * np.float32(2)
+    holdfast.save(tmp_path / "a.safetensors", {"w": values})
+    with holdfast.open(tmp_path / "a.safetensors") as source:
+        masked, tally = Masked(), Tally(168)
+        mask = GroupMask(2, 4, "float32")
+        made = masked.bits("m", source["w"], mask, tally) if packed else masked.tensor(source["w"], mask, tally)
+        whole = made.numpy().tobytes()
+        assert tally.whole() == loss_of(values.reshape(-1), _kept(values))
+        expected = (
+            np.packbits(_kept(values), bitorder="little") if packed else (values.view(np.uint32) * _kept(values).reshape(6, 28))
+        )
+        assert whole == expected.tobytes()
+        for start, stop in ((0, 1), (1, 3), (3, 18), (5, len(whole)), (len(whole) - 1, len(whole)), (7, 7)):
+            out = memoryview(bytearray(stop - start))
+            masked.read("0", start, out)
+            assert bytes(out) == whole[start:stop]
+
+
+def _kept(values: np.ndarray) -> np.ndarray:
+    """The two largest of every four; of equals the last."""
+    order = np.argsort(np.abs(values.reshape(-1, 4)), axis=1, kind="stable")
+    kept = np.ones(order.shape, bool)
+    np.put_along_axis(kept, order[:, :2], False, axis=1)
+    return kept.reshape(-1)

@@ -1,0 +1,81 @@
+"""`reshard`: the same tensors, cut for a mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.cli.main import main
+from holdfast.core.box import Box
+from holdfast.core.tiling import tiles
+from holdfast.errors import BadPlacement
+from holdfast.rewrite.reshard import local_box, parse_mesh, parse_rule, reshard
+
+STATE = {
+    "layers.0.q": np.arange(48, dtype=np.float32).reshape(8, 6),
+    "layers.0.o": np.arange(35, dtype=np.int16).reshape(5, 7),
+    "norm": np.arange(7, dtype=np.float64),
+    "scalar": np.array(3, np.int64),
+    "none": np.empty((0, 4), np.float32),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    holdfast.save(tmp_path / "source.safetensors", STATE)
+    return tmp_path / "source.safetensors"
+
+
+def test_every_tensor_is_the_same_and_cut_as_the_rules_say(source: Path, tmp_path: Path):
+    rules = ["*.q: tp=0, dp=1", "*.o: tp=1", "norm: tp=-1", "none: tp=0"]
+    reshard(source, tmp_path / "out", mesh="dp=2,tp=3", rules=rules)
+    with holdfast.open(tmp_path / "out") as found:
+        assert sorted(found) == sorted(STATE)
+        for name, value in STATE.items():
+            assert np.array_equal(found[name].numpy(), value), name
+        assert len(found["layers.0.q"].chunks) == 6
+        assert len(found["layers.0.o"].chunks) == 3
+        assert {chunk.box.shape for chunk in found["norm"].chunks} == {(3,), (1,)}
+    assert len(list((tmp_path / "out").glob("data-*-of-00006.safetensors"))) == 6
+
+
+def test_boxes_of_all_ranks_tile_the_tensor():
+    mesh = {"a": 3, "b": 2, "c": 4}
+    for axes in ({"a": 0}, {"a": 0, "b": 0}, {"a": 1, "b": 0, "c": 1}, {}):
+        boxes = {
+            local_box((7, 10), mesh, {"a": i, "b": j, "c": k}, axes) for i in range(3) for j in range(2) for k in range(4)
+        }
+        assert tiles(Box.whole((7, 10)), [box for box in boxes if box.count]), axes
+
+
+@pytest.mark.parametrize("text", ["", "dp", "dp=0", "dp=2,dp=2", "dp=x", "=2"])
+def test_a_mesh_that_is_none(text: str):
+    with pytest.raises(BadPlacement, match="dp=2,tp=4"):
+        parse_mesh(text)
+
+
+@pytest.mark.parametrize("text", ["", "*", ": tp=0", "*: tp", "*: tp=x", "*: tp=0,tp=1"])
+def test_a_rule_that_is_none(text: str):
+    with pytest.raises(BadPlacement, match="rule is written like"):
+        parse_rule(text)
+
+
+def test_all_that_is_wrong_is_said_and_nothing_is_written(source: Path, tmp_path: Path):
+    with pytest.raises(BadPlacement) as caught:
+        reshard(source, tmp_path / "out", mesh="tp=2", rules=["zz: tp=0", "norm: pp=0", "scalar: tp=0"])
+    for part in ("'zz' matches no tensor", "no axis 'pp'", "no dimension 0"):
+        assert part in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    plan = tmp_path / "rules.txt"
+    plan.write_text("# columns\n*.q: tp=1  # all of them\n")
+    assert main(["reshard", str(source), str(tmp_path / "out"), "--mesh", "tp=2", "--plan", str(plan), "-q"]) == 0
+    assert main(["show", "--ranks", str(tmp_path / "out")]) == 0
+    shown = capsys.readouterr().out
+    assert "│AAABBB│" in shown
+    assert "A data-00001-of-00002.safetensors" in shown

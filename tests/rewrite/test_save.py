@@ -1,0 +1,183 @@
+"""`holdfast.save`: what it takes, what it refuses, and what is at the target afterwards."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict, defaultdict
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
+from holdfast.rewrite.formats import Options, byte_count, format_for
+from holdfast.rewrite.save import Saved
+
+TARGETS = ["a.pt", "a.safetensors", "a"]
+"""One for each format."""
+
+
+def nested() -> dict[str, object]:
+    return {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "inner": {"half": np.ones(3, ml_dtypes.bfloat16)}}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_arrays_come_back(name, tmp_path):
+    saved = holdfast.save(tmp_path / name, nested())
+    assert isinstance(saved, Saved)
+    assert saved.nbytes == sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
+    with holdfast.open(tmp_path / name) as ckpt:
+        assert ckpt.format == saved.format
+        assert ckpt["w"].numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert ckpt["inner.half"].numpy().dtype == ml_dtypes.bfloat16
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_checkpoint_is_streamed(name, tmp_path):
+    holdfast.save(tmp_path / "first.pt", nested())
+    with holdfast.open(tmp_path / "first.pt") as ckpt:
+        holdfast.save(tmp_path / name, ckpt)
+        holdfast.save(tmp_path / f"part-{name}", {"rows": ckpt["w"][1:], "turned": ckpt["w"].T})
+    with holdfast.open(tmp_path / f"part-{name}") as ckpt:
+        assert ckpt["rows"].numpy().tolist() == [[3, 4, 5]]
+        assert ckpt["turned"].numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
+    with holdfast.open(tmp_path / name) as ckpt, holdfast.open(tmp_path / "first.pt") as first:
+        assert ckpt.digest() == first.digest()
+
+
+def test_containers_keep_their_types_in_torch_and_native(tmp_path):
+    state = {"t": (1, [2.5, None]), "o": OrderedDict(b=1, a=True), "d": defaultdict(list, k=[np.zeros(2)]), 3: b"x", "s": {1, 2}}
+    for name in ("a.pt", "a"):
+        holdfast.save(tmp_path / name, state)
+        with holdfast.open(tmp_path / name) as ckpt:
+            tree = ckpt.tree
+            assert isinstance(tree, dict)
+            assert tree["t"] == (1, [2.5, None])
+            assert type(tree["o"]) is OrderedDict
+            assert list(tree["o"]) == ["b", "a"]
+            assert isinstance(tree["d"], defaultdict)
+            assert tree[3] == b"x"
+            assert tree["s"] == {1, 2}
+
+
+def test_what_safetensors_cannot_hold_is_listed_and_nothing_is_written(tmp_path):
+    with pytest.raises(CannotHold) as caught:
+        holdfast.save(tmp_path / "a.safetensors", {"w": np.zeros(2), "pair": (1, 2), "c": np.zeros(1, np.complex128), "n": None})
+    assert [p.partition(":")[0] for p in sorted(caught.value.problems)] == ["c", "n", "pair"]
+    assert os.listdir(tmp_path) == []
+    holdfast.save(tmp_path / "a.safetensors", {"w": np.zeros(2), "pair": (1, 2)}, keep_tree=True)
+    with holdfast.open(tmp_path / "a.safetensors") as ckpt:
+        assert ckpt.tree["pair"] == (1, 2)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_object_is_refused_by_its_path(name, tmp_path):
+    class Thing:
+        pass
+
+    with pytest.raises(CannotHold) as caught:
+        holdfast.save(tmp_path / name, {"a": [np.zeros(1), {"b": Thing()}]}, keep_tree=True)
+    assert "a.1.b" in str(caught.value)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_state_that_contains_itself_is_refused(tmp_path):
+    state: dict[str, object] = {"w": np.zeros(1)}
+    state["self"] = state
+    with pytest.raises(CannotHold, match="contains itself"):
+        holdfast.save(tmp_path / "a.pt", state)
+
+
+def test_a_state_with_2_to_the_60_paths_is_saved_at_the_cost_of_its_60_lists(tmp_path):
+    value: object = 1.5
+    for _ in range(60):
+        value = [value, value]
+    holdfast.save(tmp_path / "a.pt", {"deep": value})
+    with holdfast.open(tmp_path / "a.pt") as ckpt:
+        inner = ckpt.tree["deep"]
+        assert inner[0] is inner[1]
+
+
+def test_one_object_in_two_places_stays_one(tmp_path):
+    weight, shared = torch.nn.Parameter(torch.ones(2)), {"x": 1}
+    holdfast.save(tmp_path / "a.pt", {"a": weight, "b": weight, "m": shared, "n": shared})
+    loaded = torch.load(tmp_path / "a.pt", weights_only=True)
+    assert loaded["a"] is loaded["b"]
+    assert loaded["m"] is loaded["n"]
+
+
+def test_files_are_replaced_and_directories_are_not(tmp_path):
+    for name in ("a.pt", "a.safetensors"):
+        holdfast.save(tmp_path / name, {"w": np.zeros(1)})
+        holdfast.save(tmp_path / name, {"w": np.ones(1)})
+        with pytest.raises(NotCommitted, match="exists"):
+            holdfast.save(tmp_path / name, {"w": np.zeros(1)}, overwrite=False)
+    holdfast.save(tmp_path / "a", {"w": np.zeros(1)})
+    with pytest.raises(NotCommitted, match="exists"):
+        holdfast.save(tmp_path / "a", {"w": np.ones(1)})
+    holdfast.save(tmp_path / "a", {"w": np.ones(1)}, overwrite=True)
+    for name in TARGETS:
+        with holdfast.open(tmp_path / name) as ckpt:
+            assert ckpt["w"].numpy().tolist() == [1]
+    assert sorted(os.listdir(tmp_path)) == ["a", "a.pt", "a.safetensors"]
+
+
+def test_a_checkpoint_may_be_saved_over_itself(tmp_path):
+    holdfast.save(tmp_path / "a.pt", nested())
+    with holdfast.open(tmp_path / "a.pt") as ckpt:
+        holdfast.save(tmp_path / "a.pt", {"w": ckpt["w"]})
+        assert ckpt["inner.half"].numpy().tolist() == [1, 1, 1]
+    with holdfast.open(tmp_path / "a.pt") as ckpt:
+        assert list(ckpt) == ["w"]
+
+
+def test_shards(tmp_path):
+    state = {f"w{i}": np.full(1000, i, np.float32) for i in range(10)}
+    saved = holdfast.save(tmp_path / "model", state, format="safetensors", max_shard_size="10KB")
+    assert saved.format == "safetensors-dir"
+    assert len(list((tmp_path / "model").glob("*.safetensors"))) == 5
+    with holdfast.open(tmp_path / "model") as ckpt:
+        assert [ckpt[f"w{i}"].numpy()[0] for i in range(10)] == list(range(10))
+
+
+def test_metadata_is_kept_and_torch_files_say_that_they_have_none(tmp_path):
+    holdfast.save(tmp_path / "a.safetensors", {"w": np.zeros(1)}, metadata={"licence": "mit"})
+    with holdfast.open(tmp_path / "a.safetensors") as ckpt:
+        assert ckpt.metadata["licence"] == "mit"
+        holdfast.save(tmp_path / "native", ckpt)
+        assert any("licence" in note for note in holdfast.save(tmp_path / "a.pt", ckpt).notes)
+    with holdfast.open(tmp_path / "native") as ckpt:
+        assert ckpt.metadata["licence"] == "mit"
+        holdfast.save(tmp_path / "b.safetensors", ckpt)
+    with holdfast.open(tmp_path / "b.safetensors") as ckpt:
+        assert ckpt.metadata["licence"] == "mit"
+
+
+def test_formats_by_suffix_and_by_name():
+    assert format_for("m.PT", None, Options()) == "torch-zip"
+    assert format_for("m.safetensors", None, Options()) == "safetensors"
+    assert format_for("m.safetensors", None, Options(max_shard_size=1)) == "safetensors-dir"
+    assert format_for("step-1000", None, Options()) == "native"
+    assert format_for("step-0.5", None, Options()) == "native"
+    assert format_for("out.d/", None, Options()) == "native"
+    assert format_for("x", "torch", Options()) == "torch-zip"
+    for path, format in (("model.onnx", None), ("model.pt", "onnx")):
+        with pytest.raises(Unsupported):
+            format_for(path, format, Options())
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1 XB", "nan", "inf", "1e400"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(Unsupported):
+        byte_count(text)
+
+
+def test_a_state_nested_too_deep_is_refused(tmp_path):
+    value: object = 1
+    for _ in range(100):
+        value = [value]
+    with pytest.raises((CannotHold, LimitExceeded), match="depth"):
+        holdfast.save(tmp_path / "a.pt", {"deep": value})
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,155 @@
+"""Keep, drop, rename and cast on trees: what changes, what stays the same object, what is refused."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from holdfast.core.composite import Composite
+from holdfast.core.dtype import DTYPES
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.transform import Edits, dtype_named, transform
+
+
+def changed(tree: object, **edits: object) -> object:
+    return transform(describe_state(tree), Edits(**edits)).tree
+
+
+def refused(tree: object, **edits: object) -> tuple[str, ...]:
+    with pytest.raises(CannotHold) as caught:
+        changed(tree, **edits)
+    return caught.value.problems
+
+
+TREE = {"model": OrderedDict({"a.w": 1, "a.b": 2, "c": 3}), "opt": {"lr": 0.1, "state": {0: {"m": 4}}}, "step": 5}
+
+
+def test_keep_and_drop():
+    assert changed(TREE, keep=("model.*",)) == {"model": {"a.w": 1, "a.b": 2, "c": 3}}
+    assert changed(TREE, drop=("opt.*", "*.b")) == {"model": {"a.w": 1, "c": 3}, "step": 5}
+    assert changed(TREE, keep=("model.*",), drop=("*.w",)) == {"model": {"a.b": 2, "c": 3}}
+    assert changed(TREE, drop=("*",)) == {}
+
+
+def test_containers_without_a_change_stay_themselves():
+    counter, filled, size = Counter("aab"), defaultdict(list, k=[1]), torch.Size([2, 3])
+    state = describe_state({"a": {"x": 1}, "rest": {"c": counter, "d": filled, "s": size, "n": np.float32(1)}})
+    made = transform(state, Edits(drop=("a.x",))).tree
+    assert made == {"rest": state.tree["rest"]}
+    assert made["rest"] is state.tree["rest"]
+    assert type(changed({"d": filled, "a": 1, "b": 2}, drop=("a",))["d"]) is type(filled)
+    kept = changed({"d": defaultdict(list, a=1, b=2)}, drop=("d.a",))["d"]
+    assert isinstance(kept, defaultdict)
+    assert kept.default_factory is list
+
+
+def test_the_attributes_of_a_state_dict_stay():
+    state = torch.nn.Linear(2, 2).state_dict()
+    made = changed({"m": state}, drop=("m.bias",))["m"]
+    assert list(made) == ["weight"]
+    assert made._metadata == state._metadata
+
+
+def test_rename():
+    assert changed(TREE, keep=("model.*",), rename=(("model.*", "*"),)) == {"a.w": 1, "a.b": 2, "c": 3}
+    assert changed({"m": {"a.w": 1, "b.w": 2}}, rename=(("m.*.w", "m.*.weight"),)) == {"m": {"a.weight": 1, "b.weight": 2}}
+    assert list(changed({"x": 1, "y": 2, "z": 3}, rename=(("y", "why"),))) == ["x", "why", "z"]
+    assert changed({"a.b": 1}, rename=(("*.*", "*/*"),)) == {"a/b": 1}
+    # The first that matches wins, and names may trade places.
+    assert changed({"a": 1, "b": 2}, rename=(("a", "b"), ("b", "a"))) == {"b": 1, "a": 2}
+
+
+@pytest.mark.parametrize(
+    ("tree", "rename"),
+    [
+        ({"a": 1, "b": 2}, ("a", "b")),
+        ({"m": {"a": 1}, "n": {"a": 2}}, ("*.a", "x*")),
+        ({"m": {"b": 1}, "x": 2}, ("x", "m.b")),
+        ({"m": {"b": 1}, "x": {"y": 2}}, ("x.y", "m")),
+        ({"m": {"a": 1}, "n": {"a": 2}}, ("m.a", "n.a")),
+    ],
+)
+def test_names_that_collide(tree, rename):
+    if rename == ("*.a", "x*"):
+        assert changed(tree, rename=(rename,)) == {"xm": 1, "xn": 2}
+        rename = ("m.a", "n.a")
+    assert any("the name" in problem for problem in refused(tree, rename=(rename,)))
+
+
+def test_edits_that_do_not_fit():
+    first, second = refused(TREE, keep=("modle.*",), drop=("nothing",))
+    assert first.startswith("'modle.*' matches nothing; near: model.")
+    assert second == "'nothing' matches nothing"
+    assert refused(TREE, rename=(("model.*", "x"),)) == ("the rename 'model.*' → 'x' needs as many * on both sides",)
+    assert "cannot be taken out" in refused({"l": [1, 2]}, drop=("l.0",))[0]
+    assert "no name that could be changed" in refused({"l": [1, 2]}, rename=(("l.0", "l.7"),))[0]
+    assert "only a dict" in refused([1, 2], drop=("0",))[0]
+    assert "nothing of a name" in refused({"m": {"a": 1}}, rename=(("m.a", ""),))[0]
+
+
+def test_tensors_only_is_flat():
+    state = describe_state({"m": {"w": np.zeros(2), "l": [np.ones(1)]}, "step": 3, 0: np.zeros(1)})
+    assert list(transform(state, Edits(tensors_only=True)).tree) == ["m.w", "m.l.0", "0"]
+
+
+def test_a_cast_leaves_integers_and_keeps_ties_and_views():
+    base = torch.randn(4, 6)
+    state = describe_state({"base": base, "tied": base, "row": base[1:3], "turned": base.T, "i": torch.arange(3)})
+    made = transform(state, Edits(dtype=DTYPES.name("bfloat16"))).tensors
+    assert {t.dtype.name for n, t in made.items() if n != "i"} == {"bfloat16"}
+    assert made["i"].dtype.name == "int64"
+    assert len({t.chunks[0].storage for n, t in made.items() if n != "i"}) == 1
+    half = base.bfloat16()
+    for name, expected in (("base", half), ("tied", half), ("row", half[1:3]), ("turned", half.T)):
+        assert made[name].numpy().tobytes() == expected.contiguous().view(torch.int16).numpy().tobytes()
+
+
+def test_a_cast_of_views_of_several_dtypes_casts_each_by_itself():
+    raw = np.arange(16, dtype=np.uint8)
+    state = describe_state({"f4": raw.view(np.float32), "f2": raw.view(np.float16), "u1": raw})
+    made = transform(state, Edits(dtype=DTYPES.name("float64"))).tensors
+    assert made["f4"].numpy().tolist() == raw.view(np.float32).astype(np.float64).tolist()
+    assert made["f2"].numpy().tobytes() == raw.view(np.float16).astype(np.float64).tobytes()
+    assert made["u1"].numpy().tolist() == raw.tolist()
+
+
+def test_a_cast_keeps_what_a_file_remembers_of_views(tmp_path):
+    import holdfast
+
+    base = torch.randn(4, 6)
+    holdfast.save(tmp_path / "a.safetensors", {"base": base, "row": base[1:3], "turned": base.T})
+    holdfast.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", dtype="bf16")
+    holdfast.convert(tmp_path / "b.safetensors", tmp_path / "c.pt")
+    loaded = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert len({t.untyped_storage().data_ptr() for t in loaded.values()}) == 1
+    assert torch.equal(loaded["turned"], base.bfloat16().T)
+    assert loaded["turned"].stride() == (1, 6)
+
+
+def test_a_cast_of_composites():
+    sparse = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.5, 2.5], (2, 2))
+    quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
+    made = changed({"s": sparse, "q": quantized}, dtype=DTYPES.name("float16"))
+    assert isinstance(made["s"], Composite)
+    assert {n: p.dtype.name for n, p in made["s"].parts.items()} == {"indices": "int64", "values": "float16"}
+    assert made["q"].parts["int_repr"].dtype.name == "qint8"
+
+
+def test_a_cast_overflows_as_numpy_does():
+    made = changed({"w": np.array([1e9, -1e9, np.nan], np.float32)}, dtype=DTYPES.name("float16"))
+    assert [str(v) for v in made["w"].numpy()] == ["inf", "-inf", "nan"]
+
+
+def test_dtype_names():
+    assert dtype_named("bf16").numpy == ml_dtypes.bfloat16
+    assert dtype_named("fp8").name == "float8_e4m3fn"
+    with pytest.raises(Unsupported, match="did you mean 'bfloat16'"):
+        dtype_named("bloat16")
+    for name in ("int8", "float4_e2m1fn", "", "none at all"):
+        with pytest.raises(Unsupported):
+            dtype_named(name)

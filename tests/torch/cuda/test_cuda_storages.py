@@ -1,0 +1,110 @@
+"""Storages that go from a file to a GPU, with the CPU in its place: when they are read, all at once or before code may look."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import torch
+
+from holdfast.errors import Corrupted, Refused
+from holdfast.torch import load
+from holdfast.torch.serialization import locations
+from holdfast.torch.serialization import storages as storages_module
+from holdfast.torch.serialization.locations import cuda_device
+
+loading = sys.modules["holdfast.torch.serialization.load"]
+
+
+@pytest.fixture
+def fills(monkeypatch):
+    """Everything is said to go to a GPU, which is the CPU; what is filled together is noted."""
+    seen: list[int] = []
+    before = storages_module.fill
+
+    def fill(fills, **more):
+        seen.append(len(fills))
+        return before(fills, **more)
+
+    monkeypatch.setattr(loading, "cuda_device", lambda map_location, location: torch.device("cpu"))
+    monkeypatch.setattr(storages_module, "fill", fill)
+    return seen
+
+
+def state() -> dict[str, torch.Tensor]:
+    base = torch.arange(60.0).reshape(6, 10)
+    return {"a": base, "b": base[2:4, ::3], "c": torch.ones(7, dtype=torch.bfloat16), "e": torch.zeros(0), "n": torch.tensor(3)}
+
+
+def check(found) -> None:
+    for name, tensor in state().items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].stride() == tensor.stride(), name
+    assert found["a"].untyped_storage().data_ptr() == found["b"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+def test_all_that_waits_is_read_together(tmp_path, fills, legacy):
+    torch.save(state(), tmp_path / "a.pt", _use_new_zipfile_serialization=not legacy)
+    check(load(tmp_path / "a.pt", map_location="cuda"))
+    assert fills == [4]
+
+
+def test_mapped_files_and_buffers_too(tmp_path, fills):
+    torch.save(state(), tmp_path / "a.pt")
+    check(load(tmp_path / "a.pt", map_location="cuda", mmap=True))
+    check(load(io.BytesIO((tmp_path / "a.pt").read_bytes()), map_location="cuda"))
+    assert fills == [4, 4]
+
+
+def test_everything_is_there_before_code_may_look(tmp_path, fills):
+    torch.save(state(), tmp_path / "a.pt")
+    check(load(tmp_path / "a.pt", map_location="cuda", weights_only=False))
+    assert fills == [4]
+
+
+def test_where_tags_differ_each_is_read_when_it_is_asked_for(tmp_path, fills):
+    torch.save(state(), tmp_path / "a.pt")
+    check(load(tmp_path / "a.pt", map_location={"cpu": "cuda:0"}, weights_only=False))
+    assert fills == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_damage_is_found_unless_the_file_is_mapped(tmp_path, fills, mmap):
+    torch.save({"a": torch.arange(1000)}, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.index(torch.arange(1000).numpy().tobytes()[8:64])] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    if mmap:
+        assert not torch.equal(load(tmp_path / "a.pt", map_location="cuda", mmap=True)["a"], torch.arange(1000))
+        return
+    with pytest.raises(Corrupted, match="checksum"):
+        load(tmp_path / "a.pt", map_location="cuda")
+    assert load(tmp_path / "a.pt", map_location="cuda", verify=False)["a"].shape == (1000,)
+
+
+def test_which_gpu_a_tag_stands_for(monkeypatch):
+    monkeypatch.setattr(locations, "present_device", lambda location, backend: torch.device(location))
+    assert cuda_device("cuda:1", "cpu") == torch.device("cuda:1")
+    assert cuda_device(torch.device("cuda:0"), "cpu") == torch.device("cuda:0")
+    assert cuda_device(None, "cuda:3") == torch.device("cuda:3")
+    assert cuda_device({"cuda:0": "cuda:1"}, "cuda:0") == torch.device("cuda:1")
+    assert cuda_device({"cuda:0": "cpu"}, "cuda:0") is None
+    assert cuda_device(None, "cpu") is None
+    assert cuda_device(lambda storage, location: storage, "cuda:0") is None
+
+
+def test_a_package_of_somebody_else_comes_first(monkeypatch):
+    monkeypatch.setattr(locations, "present_device", lambda location, backend: torch.device(location))
+    monkeypatch.setattr(locations, "PACKAGES", locations.Packages([locations.CPU, locations.CUDA]))
+    assert cuda_device("cuda:1", "cpu") is not None
+    locations.register_package(15, lambda storage: None, lambda storage, location: None)
+    assert cuda_device("cuda:1", "cpu") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_the_reason_is_given(tmp_path):
+    torch.save(state(), tmp_path / "a.pt")
+    with pytest.raises(Refused, match="is_available"):
+        load(tmp_path / "a.pt", map_location="cuda")
