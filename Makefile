@@ -41,7 +41,7 @@ check: lint types architecture
 lint: $(FULL)
 	@echo "== lint"
 	@$(BIN)/ruff check --quiet --output-format concise .
-	@$(BIN)/ruff format --quiet --check .
+	@$(BIN)/ruff format --check .
 
 types: $(FULL)
 	@echo "== types"

@@ -1,10 +1,10 @@
 """One side of one case in a fresh process: `python -m benchmarks.probe CASE SIDE PATH`, quantities as JSON on stdout.
 
-    peak_nbytes   highest resident memory during the job, above what the process had after its imports
-    rss_nbytes    what of that is still there at its end, with the result alive
-    read_nbytes   bytes that system calls read (`rchar`: page cache or not; memory that is mapped does not count)
-    reads         system calls that read
-    nanoseconds   wall time, cold code and all
+peak_nbytes   highest resident memory during the job, above what the process had after its imports
+rss_nbytes    what of that is still there at its end, with the result alive
+read_nbytes   bytes that system calls read (`rchar`: page cache or not; memory that is mapped does not count)
+reads         system calls that read
+nanoseconds   wall time, cold code and all
 """
 
 from __future__ import annotations

@@ -85,9 +85,7 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
         where = here / f"{form}-ours"
         return clear(where.name), lambda: holdfast.torch.save_sharded(where, rows, format=form, durable=False)
 
-    def load(
-        form: str, into: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None, *, verify: bool = True
-    ) -> Step:
+    def load(form: str, into: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None, *, verify: bool = True) -> Step:
         return nothing, lambda: holdfast.torch.load_sharded(here / f"{form}-ours", into, group=group, verify=verify)
 
     def stock_load(into: dict[str, torch.Tensor], group: dist.ProcessGroup | None = None) -> Step:

@@ -201,7 +201,6 @@ def test_no_file_cut_short_or_blanked_changes_content_unnoticed(checkpoint, requ
     assert lost == []
 
 
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     holdfast.save(tmp_path / "step", state(), metadata=ABOUT, max_shard_size=50)

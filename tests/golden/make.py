@@ -99,9 +99,7 @@ def table() -> str:
 
 
 def main(names: list[str]) -> None:
-    assert torch.__version__.split("+")[0] == TORCH, (
-        f"the golden files come from torch {TORCH}, not {torch.__version__}"
-    )
+    assert torch.__version__.split("+")[0] == TORCH, f"the golden files come from torch {TORCH}, not {torch.__version__}"
     assert safetensors.__version__ == SAFETENSORS
     warnings.simplefilter("ignore")
     for folder in (FILES, EXPECTED, HOSTILE_DIR):

@@ -74,9 +74,7 @@ def _legacy_training(path: Path) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 0.5)
     optimizer.step()
-    save_legacy(
-        {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "arch": "tiny", "best": 0.5}, path
-    )
+    save_legacy({"state_dict": model.state_dict(), "optimizer": optimizer.state_dict(), "arch": "tiny", "best": 0.5}, path)
 
 
 @golden(
@@ -126,9 +124,7 @@ def _tar(path: Path) -> None:
         (15, 4, "Float", numbers(2, 4)),
     )
     for key, storage, kind, tensor in rows:
-        tensors.write(
-            b"\x80\x02K" + bytes([key]) + b"K" + bytes([storage]) + f"ctorch\n{kind}Tensor\n".encode() + b"\x87."
-        )
+        tensors.write(b"\x80\x02K" + bytes([key]) + b"K" + bytes([storage]) + f"ctorch\n{kind}Tensor\n".encode() + b"\x87.")
         tensors.write(views_of(tensor))
     main = io.BytesIO()
 

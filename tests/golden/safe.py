@@ -45,9 +45,7 @@ def _st_metadata(path: Path) -> dict[str, torch.Tensor]:
     }
     order = json.dumps(metadata, separators=(",", ":"), ensure_ascii=False).encode()
     while not path.exists() or order not in path.read_bytes():
-        safetensors.torch.save_file(
-            state, path, metadata=metadata
-        )  # in random order: safetensors 0.8.0 keeps a hash map
+        safetensors.torch.save_file(state, path, metadata=metadata)  # in random order: safetensors 0.8.0 keeps a hash map
     return safetensors.torch.load_file(path)
 
 
@@ -57,9 +55,7 @@ def _st_empty(path: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(path)
 
 
-@golden(
-    "packed.safetensors", "safetensors", "6- and 4-bit floats, with a header made by hand (no torch dtype for them)"
-)
+@golden("packed.safetensors", "safetensors", "6- and 4-bit floats, with a header made by hand (no torch dtype for them)")
 def _st_packed(path: Path) -> None:
     sizes = {"e2m3": ("F6_E2M3", [2, 4], 6), "e3m2": ("F6_E3M2", [8], 6), "f4": ("F4", [3, 2], 3)}
     header: dict[str, object] = {}

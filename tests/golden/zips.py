@@ -149,10 +149,7 @@ def _sparse(path: Path) -> None:
 @golden("quantized.pt", "torch-zip", "quantised tensors, per tensor and per channel, of all five quantised dtypes")
 def _quantized(path: Path) -> None:
     data = numbers(2, 4)
-    state = {
-        f"tensor_{short(d)}": torch.quantize_per_tensor(data, 0.5, 1, d)
-        for d in (torch.qint8, torch.quint8, torch.qint32)
-    }
+    state = {f"tensor_{short(d)}": torch.quantize_per_tensor(data, 0.5, 1, d) for d in (torch.qint8, torch.quint8, torch.qint32)}
     scales, zeros = torch.tensor([0.5, 0.25], dtype=torch.float64), torch.tensor([0, 1])
     for d in (torch.qint8, torch.quint8, torch.qint32):
         state[f"channel_{short(d)}"] = torch.quantize_per_channel(data, scales, zeros, 0, d)
@@ -168,9 +165,7 @@ def _quantized(path: Path) -> None:
 
 @golden("nested.pt", "torch-zip", "a strided nested tensor")
 def _nested(path: Path) -> None:
-    torch.save(
-        {"nested": torch.nested.nested_tensor([numbers(2, 3), numbers(1, 3, start=20)]), "plain": numbers(2)}, path
-    )
+    torch.save({"nested": torch.nested.nested_tensor([numbers(2, 3), numbers(1, 3, start=20)]), "plain": numbers(2)}, path)
 
 
 @golden("jagged.pt", "torch-zip", "a jagged nested tensor, whose pickle drags in torch internals")

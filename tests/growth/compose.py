@@ -266,9 +266,7 @@ def uses() -> dict[str, tuple[Callable[[bytes, int], bytes], frozenset[str]]]:
 THINGS, USES = things(), uses()
 
 CASES = tuple(
-    f"{thing}/{use}"
-    for (thing, (_, can)), (use, (_, must)) in itertools.product(THINGS.items(), USES.items())
-    if must <= can
+    f"{thing}/{use}" for (thing, (_, can)), (use, (_, must)) in itertools.product(THINGS.items(), USES.items()) if must <= can
 )
 
 
@@ -285,6 +283,7 @@ def compose(case: str, n: int) -> bytes:
 
 
 # What is no pickle.
+
 
 def staircase(n: int) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
     """Boxes that tile a square of n × n and of which hundreds lie side by side whichever way one looks: L-shaped steps.

@@ -137,9 +137,7 @@ def far_positions(count: int) -> bytes:
     names = [f"b{i}" for i in range(count)]
     planner = b"".join(text(f"{n}.{count}") + tuple_of(text(n), integer(count)) for n in names)
     entries = b"".join(text(f"{n}.{count}") + named("their", "Entry") + EMPTY_TUPLE + REDUCE for n in names)
-    state = fields(
-        state_dict_metadata=EMPTY_DICT + MARK + entries + SETITEMS, planner_data=EMPTY_DICT + MARK + planner + SETITEMS
-    )
+    state = fields(state_dict_metadata=EMPTY_DICT + MARK + entries + SETITEMS, planner_data=EMPTY_DICT + MARK + planner + SETITEMS)
     return stream(record(METADATA, "Metadata", state))
 
 

@@ -100,8 +100,10 @@ def stored_tensors(draw):
     raw = np.frombuffer(draw(st.binary(min_size=nbytes, max_size=nbytes)), np.uint8)
     array = (raw & 1 if dtype.name == "bool" else raw).copy().view(dtype.numpy).reshape(shape)
     cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
-    boxes = [Box(*(tuple(p) for p in zip(*edges, strict=True))) if edges else Box((), ())
-             for edges in itertools.product(*(list(itertools.pairwise(c)) for c in cuts))]
+    boxes = [
+        Box(*(tuple(p) for p in zip(*edges, strict=True))) if edges else Box((), ())
+        for edges in itertools.product(*(list(itertools.pairwise(c)) for c in cuts))
+    ]
     content, chunks = bytearray(b"start"), []
     for box in draw(st.permutations(boxes)):
         piece = array[box.slices]
@@ -181,7 +183,7 @@ def test_the_digest_of_many_depends_on_names_and_not_on_order():
     float32 = DTYPES.name("float32")
     a, b = Digest(float32, (1,), 1), Digest(float32, (1,), 2)
     assert combined({"x": a, "y": b}) == combined({"y": b, "x": a})
-    different = [{"x": a}, {"y": a}, {"x": b}, {"x": a, "y": b}, {"x": b, "y": a}, {"x\ny": a}, {"\ud800": a}, {"x\"": a}, {}]
+    different = [{"x": a}, {"y": a}, {"x": b}, {"x": a, "y": b}, {"x": b, "y": a}, {"x\ny": a}, {"\ud800": a}, {'x"': a}, {}]
     assert len({combined(d) for d in different}) == len(different)
 
 

@@ -154,21 +154,24 @@ def test_load_into_says_what_was_lost(tmp_path, dtype):
     saved(tmp_path / "a.pt")
     state = {name: torch.zeros(len(values), dtype=dtype) for name, values in VALUES.items()}
     loaded = load_into(state, tmp_path / "a.pt", strict=False)
-    assert sorted(note for note in loaded.notes if "cast" in note) == {
-        torch.float16: [
-            "cast to float16: 1 of 11 values beyond ±65504 became infinite: 'w' (1)",
-            "cast to float16: 2 of 11 values too small became zero: 'tiny' (2)",
-        ],
-        torch.float8_e4m3fn: [
-            "cast to float8_e4m3fn: 2 of 11 values too small became zero: 'tiny' (2)",
-            "cast to float8_e4m3fn: 4 of 11 values beyond ±448 became that: 'w' (4)",
-        ],
-        torch.float8_e8m0fnu: [
-            "cast to float8_e8m0fnu: 1 of 11 values beyond ±1.70141e+38 became NaN, for there is no infinity: 'w' (1)",
-            "cast to float8_e8m0fnu: 1 of 11 values of zero, or too small, became 2^-127, the smallest number: 'tiny' (1)",
-            "cast to float8_e8m0fnu: 2 of 11 values below zero lost their sign: 'tiny' (1), 'w' (1)",
-        ],
-    }[dtype]
+    assert (
+        sorted(note for note in loaded.notes if "cast" in note)
+        == {
+            torch.float16: [
+                "cast to float16: 1 of 11 values beyond ±65504 became infinite: 'w' (1)",
+                "cast to float16: 2 of 11 values too small became zero: 'tiny' (2)",
+            ],
+            torch.float8_e4m3fn: [
+                "cast to float8_e4m3fn: 2 of 11 values too small became zero: 'tiny' (2)",
+                "cast to float8_e4m3fn: 4 of 11 values beyond ±448 became that: 'w' (4)",
+            ],
+            torch.float8_e8m0fnu: [
+                "cast to float8_e8m0fnu: 1 of 11 values beyond ±1.70141e+38 became NaN, for there is no infinity: 'w' (1)",
+                "cast to float8_e8m0fnu: 1 of 11 values of zero, or too small, became 2^-127, the smallest number: 'tiny' (1)",
+                "cast to float8_e8m0fnu: 2 of 11 values below zero lost their sign: 'tiny' (1), 'w' (1)",
+            ],
+        }[dtype]
+    )
 
 
 def test_load_into_counts_integers_that_become_infinite(tmp_path):

@@ -411,9 +411,7 @@ def test_models_share_what_they_have_in_common(folder, tmp_path):
     programs = contents.exported_programs
     encoder = {n: t for n, t in programs["head2"].state_dict.items() if n.startswith("encoder")}
     state = describe_state({model: {**exported.state_dict, **encoder} for model, exported in programs.items()})
-    models = {
-        model: Part(state.tree[model], {}, *_program(folder / "several.pt2", model)) for model in programs
-    }
+    models = {model: Part(state.tree[model], {}, *_program(folder / "several.pt2", model)) for model in programs}
     write_plan(lay_out_pt2(models, name="shared"), str(tmp_path / "shared.pt2"))
     names = zipfile.ZipFile(tmp_path / "shared.pt2").namelist()
     assert sum("weight_" in name and "config" not in name for name in names) == 6

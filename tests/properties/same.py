@@ -166,5 +166,3 @@ def matching(a: object, among: list, at: str) -> object:
         if alike(a, b):
             return b
     raise AssertionError(f"{at}: {a!r} is not among {among!r}")
-
-

@@ -66,8 +66,10 @@ def index_for(shape):
         st.slices(n),
         st.builds(slice, st.none() | st.integers(-9, 9), st.none() | st.integers(-9, 9), st.sampled_from([1, 2, 3, -1, -2, None])),
     )
-    return st.integers(0, len(shape)).flatmap(lambda k: st.tuples(*(one(n) for n in shape[:k]))).flatmap(
-        lambda t: st.sampled_from([t, (*t, ...), (None, *t), (*t, ..., None)])
+    return (
+        st.integers(0, len(shape))
+        .flatmap(lambda k: st.tuples(*(one(n) for n in shape[:k])))
+        .flatmap(lambda t: st.sampled_from([t, (*t, ...), (None, *t), (*t, ..., None)]))
     )
 
 

@@ -70,8 +70,10 @@ def differs(a, b):
 
 
 @given(
-    st.lists(st.sampled_from(HASHABLE), max_size=3), st.sampled_from(IN_KEYS), st.lists(st.sampled_from(ANYWHERE), max_size=3),
-    st.data()
+    st.lists(st.sampled_from(HASHABLE), max_size=3),
+    st.sampled_from(IN_KEYS),
+    st.lists(st.sampled_from(ANYWHERE), max_size=3),
+    st.data(),
 )
 def test_another_key_or_member_is_a_difference(inner, key, outer, data):
     one, other = data.draw(st.sampled_from(KEYS)), data.draw(st.sampled_from(KEYS))
@@ -111,6 +113,7 @@ def test_objects_that_hold_themselves_by_way_of_a_set():
 
 def test_tangles_cost_what_they_hold():
     """Every object holds all others in a set, and cycles of 2,000 and 2,001 links meet in each of their places."""
+
     def tangle(n):
         members = [Opaque(Global("m", "C"), (i,)) for i in range(n)]
         for member in members:

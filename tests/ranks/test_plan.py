@@ -258,9 +258,7 @@ def test_tied_tensors_are_stored_once():
 def test_tied_tensors_whose_boxes_are_mixed():
     states = [tied((0, 4)), tied((4, 8))]
     order = np.array([2, 0, 1])
-    mixed = [
-        dataclasses.replace(s, tensors=s.tensors[order], offsets=s.offsets[:, order], sizes=s.sizes[:, order]) for s in states
-    ]
+    mixed = [dataclasses.replace(s, tensors=s.tensors[order], offsets=s.offsets[:, order], sizes=s.sizes[:, order]) for s in states]
     plan = plan_ranks(mixed)
     assert plan.aliases == (("head", "embed"),)
     assert [w.boxes.tolist() for w in plan.writes] == [[2, 0], [2, 0]]

@@ -64,6 +64,7 @@ def dst(tmp_path: Path) -> Path:
 def patch_readers(monkeypatch: pytest.MonkeyPatch, found) -> None:
     """Every reader gives `found` of what it describes, where that is a plan."""
     for reader in READERS:
+
         def describe(self, source, before=reader.describe) -> Description:
             described = before(self, source)
             return found(described) if isinstance(source.store, PlannedStore) else described

@@ -1,9 +1,9 @@
 """What every `Store` must do. Subclass `StoreConformance`, give it a `fill` fixture, and pytest runs all of it.
 
-    class TestMyStore(StoreConformance):
-        @pytest.fixture
-        def fill(self):
-            return lambda content: MyStore(content)
+class TestMyStore(StoreConformance):
+    @pytest.fixture
+    def fill(self):
+        return lambda content: MyStore(content)
 """
 
 from __future__ import annotations

@@ -380,9 +380,7 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _run_diff(options: argparse.Namespace) -> int:
     from holdfast.cli.diff import run
 
-    return run(
-        options.a, options.b, exact=options.exact, everything=options.all, quiet=options.quiet, as_json=options.json
-    )
+    return run(options.a, options.b, exact=options.exact, everything=options.all, quiet=options.quiet, as_json=options.json)
 
 
 def _run_convert(options: argparse.Namespace) -> int:

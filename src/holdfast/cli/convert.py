@@ -48,9 +48,7 @@ def run(
         return carry_out(planned, "Converting", resume=resume, dry_run=dry_run, quiet=quiet, as_json=as_json)
 
 
-def carry_out(
-    planned: PlannedConversion, title: str, *, resume: bool = False, dry_run: bool, quiet: bool, as_json: bool
-) -> int:
+def carry_out(planned: PlannedConversion, title: str, *, resume: bool = False, dry_run: bool, quiet: bool, as_json: bool) -> int:
     """Do what was planned under a bar and say what was done; or only say what would be. Returns the exit code."""
     begin = time.perf_counter()
     done = planned.report

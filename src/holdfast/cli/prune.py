@@ -74,9 +74,7 @@ def run(options: argparse.Namespace) -> int:
     quiet = options.quiet or options.json
     begin = time.perf_counter()
     with open_checkpoint(options.src, threads=1) as source:
-        planned = plan_prune(
-            source, options.output, rules, format=options.format, masks=options.masks, sparse=options.sparse
-        )
+        planned = plan_prune(source, options.output, rules, format=options.format, masks=options.masks, sparse=options.sparse)
         with bar("Measuring", quiet=quiet) as progress:
             planned.measure(threads=options.threads, progress=progress)
         if options.dry_run:

@@ -1,7 +1,7 @@
 """`holdfast show --sparsity`: where the zeros of each tensor are. Every tensor is read, a few tiles at a time.
 
-    layers.0.mlp.weight  bf16  [4096, 4096]   50.00%  2:4
-    layers.1.mlp.weight  bf16  [4096, 4096]   90.01%  blocks of 16x16  3 dead rows
+layers.0.mlp.weight  bf16  [4096, 4096]   50.00%  2:4
+layers.1.mlp.weight  bf16  [4096, 4096]   90.01%  blocks of 16x16  3 dead rows
 """
 
 from __future__ import annotations

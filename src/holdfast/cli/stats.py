@@ -1,7 +1,7 @@
 """`holdfast stats`: least, largest, mean, deviation, norm and a histogram of each tensor.
 
-    layers.0.weight  bfloat16 [4096, 4096]  min -0.21  max 0.2  mean 1.2e-05  std 0.031  norm 127  zeros 12
-                     ▁▁▁▂▃▅▇█▇▅▃▂▁▁▁
+layers.0.weight  bfloat16 [4096, 4096]  min -0.21  max 0.2  mean 1.2e-05  std 0.031  norm 127  zeros 12
+                 ▁▁▁▂▃▅▇█▇▅▃▂▁▁▁
 """
 
 from __future__ import annotations

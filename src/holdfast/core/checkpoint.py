@@ -48,9 +48,7 @@ class Texts(dict[str, str]):
 class Checkpoint(Mapping[str, LazyTensor]):
     """An open checkpoint. Use it as a mapping, and as a context manager that closes the files behind it."""
 
-    def __init__(
-        self, source: Source, description: Description, *, again: Callable[[Source], Checkpoint] | None = None
-    ) -> None:
+    def __init__(self, source: Source, description: Description, *, again: Callable[[Source], Checkpoint] | None = None) -> None:
         """`again` makes the checkpoint out of its source where that arrives in another process; a function of a module."""
         self._again = again
         self._source = source

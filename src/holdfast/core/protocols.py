@@ -51,9 +51,7 @@ class Store(Protocol):
 class Gathering(Protocol):
     """What a store may offer besides: many short ranges at once."""
 
-    def gather(
-        self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
-    ) -> int:
+    def gather(self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> int:
         """Copy ranges under a key to addresses in memory. How many were copied, from the first on; the others are to be read."""
 
 

@@ -133,9 +133,7 @@ class LazyTensor:
         def turn(values: Sequence[int]) -> tuple[int, ...]:
             return tuple(values[a] for a in order)
 
-        chunks = tuple(
-            Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides)) for c in self.chunks
-        )
+        chunks = tuple(Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides)) for c in self.chunks)
         return replace(self, shape=turn(self.shape), chunks=chunks, traits=replace(self.traits, alias=None))
 
     @property

@@ -163,9 +163,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
         path.append(key)
         levels.append((inside[0][1] if len(inside) == 1 else chain.from_iterable(part for _, part in inside), owners, again))
     if left_out:
-        named.notes.append(
-            f"{left_out:,} further references to shared containers were not listed by name; they are in the tree"
-        )
+        named.notes.append(f"{left_out:,} further references to shared containers were not listed by name; they are in the tree")
     return named
 
 

@@ -76,7 +76,11 @@ def _compare(piece: Piece, found: int, key: str) -> None:
     if found != piece.crc32:
         raise Corrupted(
             f"{piece.label}: the bytes do not have the checksum that the file records for them; the file is damaged",
-            file=key, tensor=piece.label, offset=piece.start, expected=piece.crc32, found=found,
+            file=key,
+            tensor=piece.label,
+            offset=piece.start,
+            expected=piece.crc32,
+            found=found,
         )
 
 

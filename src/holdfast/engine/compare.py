@@ -144,9 +144,7 @@ def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:
     changed = int_changes(a, b)
     max_abs, max_rel = greatest(a[changed], b[changed])
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
-    return Tally(
-        int(changed.sum()), a.size, max_abs, max_rel, 0, _dot(wide_a, wide_b), _squares(wide_a), _squares(wide_b)
-    )
+    return Tally(int(changed.sum()), a.size, max_abs, max_rel, 0, _dot(wide_a, wide_b), _squares(wide_a), _squares(wide_b))
 
 
 def _differing_bits(a: np.ndarray, b: np.ndarray) -> npt.NDArray[np.bool_]:

@@ -122,9 +122,7 @@ class Computed:
         self._tensors: dict[str, Entry] = {}
         self._source = OpenSource(self, threads=1)
 
-    def tensor(
-        self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None
-    ) -> LazyTensor:
+    def tensor(self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None) -> LazyTensor:
         """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element.
 
         `observe` sees every element that is computed, once, however often it is read.

@@ -41,7 +41,10 @@ def check_written(plan: FilePlan, descriptor: int, crcs: Mapping[str, int], *, p
         if found != crcs[label]:
             raise NotCommitted(
                 "what was written does not read back the same: the disk or the memory is failing; nothing was published",
-                file=path, tensor=label, expected=crcs[label], found=found,
+                file=path,
+                tensor=label,
+                expected=crcs[label],
+                found=found,
             )
 
 

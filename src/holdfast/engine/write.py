@@ -102,9 +102,7 @@ def write_file(
     return receipt
 
 
-def _joined_late(
-    plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int], written: set[int]
-) -> Iterator[tuple[int, bytes]]:
+def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int], written: set[int]) -> Iterator[tuple[int, bytes]]:
     """The late segments that are not written yet; short literals between two of them are written again, to make it one piece."""
     begin, gathered = -1, bytearray()
     for segment, offset in zip(plan.segments, offsets, strict=True):
@@ -152,9 +150,7 @@ def _tasks(
         yield _stretch(stretch, sink, sums, progress)
 
 
-def _block(
-    segment: Data, slab: Slab, offset: int, sink: Sink, sums: Sums, progress: Progress | None
-) -> Callable[[], None]:
+def _block(segment: Data, slab: Slab, offset: int, sink: Sink, sums: Sums, progress: Progress | None) -> Callable[[], None]:
     def run() -> None:
         with ExitStack() as lent:
             with located(tensor=segment.label):
@@ -180,9 +176,7 @@ def _piece(
     return run
 
 
-def _stretch(
-    parts: list[tuple[int, Segment]], sink: Sink, sums: Sums, progress: Progress | None
-) -> Callable[[], None]:
+def _stretch(parts: list[tuple[int, Segment]], sink: Sink, sums: Sums, progress: Progress | None) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
     def run() -> None:

@@ -166,4 +166,3 @@ def _upward(start: Iterable[int], parents: dict[int, list[int]], through: set[in
 
 def _is_module(value: object) -> bool:
     return isinstance(value, Opaque) and module_contents(value) is not None
-

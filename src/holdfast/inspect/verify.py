@@ -365,9 +365,7 @@ def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> N
         if record.nbytes and record.crc32 is not None and (key, record.start, record.nbytes) not in ranges:
             span = Span(key, record.start, record.nbytes)
             length = None if record.stored else record.content_nbytes
-            ranges[key, record.start, record.nbytes] = Range(
-                span, name[cut:], record.crc32, source.store, content_nbytes=length
-            )
+            ranges[key, record.start, record.nbytes] = Range(span, name[cut:], record.crc32, source.store, content_nbytes=length)
 
 
 def _gaps(spans: list[Span], sizes: Mapping[str, int]) -> Iterator[Span]:

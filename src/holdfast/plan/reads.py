@@ -114,9 +114,7 @@ def plan_reads(requests: Sequence[Request], policy: Policy | None = None) -> Rea
     """Plan the reads for all requests together."""
     policy = policy or Policy()
     batches = tuple(_plan_batch(strips, policy) for strips in _batched(_strips(requests, policy)))
-    wanted = sum(
-        r.tensor.dtype.nbytes(c.box.count // _repeats(c)) for r in requests for c in r.tensor.chunks if c.box.count
-    )
+    wanted = sum(r.tensor.dtype.nbytes(c.box.count // _repeats(c)) for r in requests for c in r.tensor.chunks if c.box.count)
     return ReadPlan(batches, wanted)
 
 
@@ -186,9 +184,7 @@ def _direct(chunk: Chunk, dtype: DType, target: np.ndarray, teeth: Comb) -> bool
         return False
     inner = [d for d in range(chunk.box.rank) if d not in teeth.outer and chunk.shape[d] > 1]
     dense = c_strides([chunk.shape[d] for d in inner], dtype.bits)
-    return all(
-        chunk.strides[d] == bits and target.strides[d] * 8 == bits for d, bits in zip(inner, dense, strict=True)
-    )
+    return all(chunk.strides[d] == bits and target.strides[d] * 8 == bits for d, bits in zip(inner, dense, strict=True))
 
 
 def _batched(strips: Iterable[Strip]) -> Iterator[list[Strip]]:

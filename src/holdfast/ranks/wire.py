@@ -29,6 +29,7 @@ MAGIC = b"hf-rank\x01"
 PREFIX_NBYTES = 24
 WORD = 8
 
+
 class CatalogueDocument(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     names: tuple[str, ...]
     dtypes: tuple[str, ...]

@@ -143,4 +143,3 @@ def _places(tensor: LazyTensor) -> Iterable[object]:
     yield from ((id(tensor.source), storage) for storage in tensor.storages)
     if tensor.traits.alias is not None:
         yield id(tensor.source), tensor.traits.alias.group
-

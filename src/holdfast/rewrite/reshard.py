@@ -150,7 +150,12 @@ def reshard(
         state = describe_state(source)
         plan = replace(plan_reshard(source, grid, parsed), holds=state.tensors)
         return write_plan(
-            plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress,
+            plan,
+            target,
+            overwrite=overwrite,
+            durable=durable,
+            threads=threads,
+            progress=progress,
             before_commit=lambda: unchanged(state, target),
         )
     finally:

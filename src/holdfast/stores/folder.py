@@ -1,7 +1,7 @@
 """`Folder`: a directory that was opened, and stays the one that was opened whatever its path comes to mean.
 
-A directory is replaced by exchanging two names (`engine/commit`), and what it was is then removed file by file. Whoever asks by path
-gets one checkpoint's index and another's data. So a reader holds a descriptor of the directory, and everything in it is
+A directory is replaced by exchanging two names (`engine/commit`), and what it was is then removed file by file. Whoever asks by
+path gets one checkpoint's index and another's data. So a reader holds a descriptor of the directory, and everything in it is
 listed, opened and measured relative to that: it finds the old files, or none, and never others.
 
 Links are the exception, since only a path can be followed to where a link leads. They are followed as long as the path still means

@@ -75,9 +75,7 @@ def test_a_repacked_archive_opens():
 
 def sparse(path, count: int, nbytes: int) -> None:
     """An archive of `count` weights of `nbytes` each, with holes where their bytes would be."""
-    rows = {
-        f"layers.{i}.weight": entry(f"weight_{i}", meta((nbytes // 256, 64), (64, 1)), is_param=True) for i in range(count)
-    }
+    rows = {f"layers.{i}.weight": entry(f"weight_{i}", meta((nbytes // 256, 64), (64, 1)), is_param=True) for i in range(count)}
     made = [(f"data/weights/weight_{i}", Hole(nbytes)) for i in range(count)]
     rest = {**records(), "data/weights/model_weights_config.json": config(rows), "models/model.json": program(tuple(rows), ("c",))}
     made += [(name, content) for name, content in rest.items() if name != "data/weights/weight_0"]

@@ -32,16 +32,11 @@ def describe(raw: bytes):
 
 def library_view(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Name → code, shape, bytes, as the library sees them."""
-    return {
-        name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in safetensors.deserialize(raw)
-    }
+    return {name: (info["dtype"], tuple(info["shape"]), bytes(info["data"])) for name, info in safetensors.deserialize(raw)}
 
 
 def our_view(raw: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    return {
-        name: (t.dtype.safetensors, t.shape, stored(t.source, t.storages[0]))
-        for name, t in describe(raw).tensors.items()
-    }
+    return {name: (t.dtype.safetensors, t.shape, stored(t.source, t.storages[0])) for name, t in describe(raw).tensors.items()}
 
 
 def test_all_codes_are_in_the_table():
@@ -80,9 +75,7 @@ def test_torch_tensors():
     torch = pytest.importorskip("torch")
     import safetensors.torch
 
-    names = (
-        "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 float8_e5m2 "
-    )
+    names = "bool uint8 int8 int16 int32 int64 uint16 uint32 uint64 float16 bfloat16 float32 float64 complex64 float8_e5m2 "
     names += "float8_e4m3fn float8_e5m2fnuz float8_e4m3fnuz float8_e8m0fnu float4_e2m1fn_x2"
     tensors = {
         name: torch.arange(24, dtype=torch.uint8).fmod(2).view(getattr(torch, name)).reshape(-1)

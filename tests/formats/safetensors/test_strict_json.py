@@ -15,11 +15,7 @@ from holdfast.formats.safetensors.strict_json import parse, pointer
 
 SMALL = (1 << 63) - 1
 VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-SMALL, SMALL)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
+    st.none() | st.booleans() | st.integers(-SMALL, SMALL) | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
     max_leaves=20,
 )

@@ -298,9 +298,7 @@ BASES = {
     "torch": saved(),
     "craft": build([A, Item("m/empty"), PACKED, PLAIN, B], alignment=1),
     "plain": build([PLAIN, Item("m/\u00e4", b"1", flags=UTF8), Item("m/d/", flags=0)], alignment=0, wide=False),
-    "zip64": build(
-        [Item("m/w", b"x", flags=0, local={"size": MAX32, "packed": MAX32, "extra": wide(1, 1)}), B], alignment=0
-    ),
+    "zip64": build([Item("m/w", b"x", flags=0, local={"size": MAX32, "packed": MAX32, "extra": wide(1, 1)}), B], alignment=0),
 }
 
 

@@ -272,9 +272,7 @@ def test_record_above_4_gib_as_cpython_lays_it_out(tmp_path, saturated):
     head = local_header(item)
     behind = b"" if saturated else descriptor(item, wide=True, size=nbytes, packed=nbytes)
     offset = len(head) + nbytes + len(behind)
-    late_central = central_entry(
-        Item("a/y", b"12", flags=0, central={"extra": block(1, offset.to_bytes(8, "little"))}), 0xFFFFFFFF
-    )
+    late_central = central_entry(Item("a/y", b"12", flags=0, central={"extra": block(1, offset.to_bytes(8, "little"))}), 0xFFFFFFFF)
     directory = central_entry(item, 0) + late_central
     place = offset + len(local_header(late)) + 2
     path = tmp_path / "holes.zip"

@@ -32,9 +32,7 @@ def carry_out(segments: tuple[Segment, ...]) -> bytes:
     """The file of a plan, the slow and obvious way."""
     contents = {s.label: s.tensor.numpy().tobytes() for s in segments if isinstance(s, Data)}
     crcs = {label: zlib.crc32(content) for label, content in contents.items()}
-    pieces = [
-        s.data if isinstance(s, Literal) else contents[s.label] if isinstance(s, Data) else s.make(crcs) for s in segments
-    ]
+    pieces = [s.data if isinstance(s, Literal) else contents[s.label] if isinstance(s, Data) else s.make(crcs) for s in segments]
     assert [len(p) for p in pieces] == [s.nbytes for s in segments]
     return b"".join(pieces)
 

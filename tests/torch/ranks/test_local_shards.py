@@ -408,7 +408,7 @@ def test_quirk_11_shards_have_one_dtype_and_device():
         LocalShardsWrapper([torch.zeros(2), torch.zeros(2, device="meta")], [(0,), (2,)])
 
 
-@pytest.mark.parametrize("hint", [-1, -2, -10**9])
+@pytest.mark.parametrize("hint", [-1, -2, -(10**9)])
 def test_quirk_12_a_negative_hint_is_no_position(hint):
     # torch: counts from the end; seen where the shard without elements is there, which no search would find.
     w = LocalShardsWrapper([torch.ones(2), torch.zeros(0)], [(0,), (0,)])

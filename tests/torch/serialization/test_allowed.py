@@ -67,7 +67,14 @@ def mine() -> dict[str, object]:
 @pytest.mark.parametrize(
     "items",
     [
-        [First], (First,), {First}, [First, Second], [First.Inner], [len], [function], [(First, "other.name")],
+        [First],
+        (First,),
+        {First},
+        [First, Second],
+        [First.Inner],
+        [len],
+        [function],
+        [(First, "other.name")],
         [(torch.float32, "a.b")],
     ],
 )

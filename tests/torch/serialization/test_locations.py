@@ -60,7 +60,14 @@ def hpu(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "index"),
     [
-        ("cpu", None), ("cuda", 1), ("cuda", None), ("mps", 0), ("meta", None), ("privateuseone", 0), ("hpu", None), ("xpu", 2),
+        ("cpu", None),
+        ("cuda", 1),
+        ("cuda", None),
+        ("mps", 0),
+        ("meta", None),
+        ("privateuseone", 0),
+        ("hpu", None),
+        ("xpu", 2),
         ("mtia", 0),
     ],
 )
@@ -103,8 +110,27 @@ def test_meta_has_the_size_and_no_memory(storage):
 @pytest.mark.parametrize(
     "tag",
     [
-        "cpu:0", "cuda", "cuda:0", "cuda:7", "cuda0", "cudax", "cuda:x", "cuda:-1", "meta:0", "privateuseone", "privateuseone:1",
-        "privateuse1", "hpu", "hpu:9", "hpu0", "xpu", "xpu:0", "xpuu", "mtia:3", "foo", "",
+        "cpu:0",
+        "cuda",
+        "cuda:0",
+        "cuda:7",
+        "cuda0",
+        "cudax",
+        "cuda:x",
+        "cuda:-1",
+        "meta:0",
+        "privateuseone",
+        "privateuseone:1",
+        "privateuse1",
+        "hpu",
+        "hpu:9",
+        "hpu0",
+        "xpu",
+        "xpu:0",
+        "xpuu",
+        "mtia:3",
+        "foo",
+        "",
     ],
 )
 def test_what_cannot_be_restored_is_told_as_in_torch(storage, tag):

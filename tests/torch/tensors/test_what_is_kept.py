@@ -27,9 +27,7 @@ def rows():
 
 
 def narrowed():
-    return torch.nested.narrow(
-        torch.arange(10.0).view(2, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged
-    )
+    return torch.nested.narrow(torch.arange(10.0).view(2, 5), 1, torch.tensor([0, 1]), torch.tensor([2, 3]), layout=torch.jagged)
 
 
 NESTED = {

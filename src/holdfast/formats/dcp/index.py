@@ -320,9 +320,7 @@ def _check_files(items: Sequence[tuple[str, Item]], source: Source) -> None:
     files: dict[str, tuple[str, Item]] = {}
     for name, item in items:
         if not 0 <= item.offset <= ADDRESSABLE or not 0 <= item.length <= ADDRESSABLE:
-            raise MetadataError(
-                "an item with an offset or a length that cannot be", tensor=name, found=(item.offset, item.length)
-            )
+            raise MetadataError("an item with an offset or a length that cannot be", tensor=name, found=(item.offset, item.length))
         last = files.get(item.file)
         if last is None or item.stop > last[1].stop:
             files[item.file] = (name, item)

@@ -138,4 +138,3 @@ def inflate(packed: bytearray, most: int, item: Item) -> bytearray:
     except MemoryError:
         raise StoreError(f"no memory for an item of {most:,} bytes, which must be inflated whole", file=item.file) from None
     return made
-

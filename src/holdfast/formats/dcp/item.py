@@ -199,9 +199,7 @@ class ItemReader:
 
         return self._interpret(content, find, stream)
 
-    def _interpret(
-        self, content: bytes, find: Callable[[StorageId], Storage], stream: str
-    ) -> tuple[object, tuple[Foreign, ...]]:
+    def _interpret(self, content: bytes, find: Callable[[StorageId], Storage], stream: str) -> tuple[object, tuple[Foreign, ...]]:
         with self._lock:
             self._storages = Storages(self._source, find)
             try:

@@ -1,8 +1,8 @@
 """Lay out a native directory whose tensors are cut into boxes, one data file for each of several ranks.
 
-    holdfast.json                      every tensor with its boxes: file, bytes, checksum
-    data-00001-of-00004.safetensors    the boxes of rank 0, with torch's sharding metadata, so that torch's reader can join them
-    data-00002-of-00004.safetensors    …
+holdfast.json                      every tensor with its boxes: file, bytes, checksum
+data-00001-of-00004.safetensors    the boxes of rank 0, with torch's sharding metadata, so that torch's reader can join them
+data-00002-of-00004.safetensors    …
 """
 
 from __future__ import annotations

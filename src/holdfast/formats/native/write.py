@@ -72,9 +72,7 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pac
         for entry, part in entries_of(name, tensor, packed.get(name)).items()
     ]
     shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
-    files = [
-        plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, OWN) for i, shard in enumerate(shards)
-    ]
+    files = [plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, OWN) for i, shard in enumerate(shards)]
     others = [] if packed else [index_file(INDEX, files, None)]
     manifest = _manifest(state, written, packed, files, fields, others)
     most = Limits().index_nbytes

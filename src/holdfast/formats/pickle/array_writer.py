@@ -1,8 +1,8 @@
 """numpy in a pickle: scalars, dtypes and arrays as numpy itself writes them (since numpy 2, under `numpy._core`).
 
-    scalar    numpy._core.multiarray.scalar(dtype, bytes)
-    dtype     numpy.dtype('f4', False, True)  BUILD (3, '<', None, None, None, -1, -1, 0)
-    array     numpy._core.multiarray._reconstruct(ndarray, (0,), b'b')  BUILD (1, shape, dtype, fortran, bytes)
+scalar    numpy._core.multiarray.scalar(dtype, bytes)
+dtype     numpy.dtype('f4', False, True)  BUILD (3, '<', None, None, None, -1, -1, 0)
+array     numpy._core.multiarray._reconstruct(ndarray, (0,), b'b')  BUILD (1, shape, dtype, fortran, bytes)
 """
 
 from __future__ import annotations

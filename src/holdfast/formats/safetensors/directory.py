@@ -120,9 +120,7 @@ def _changes(headers: Iterable[Header], record: Record, index: str | None, notes
     return tuple(found)
 
 
-def _together(
-    headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], notes: list[str]
-) -> Recorded:
+def _together(headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], notes: list[str]) -> Recorded:
     """What was noted about the whole: in the index or, in a folder of files that were saved one by one, in each of them."""
     notes += index.notes
     if index.recorded:

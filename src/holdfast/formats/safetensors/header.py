@@ -142,9 +142,7 @@ def _entry(name: str, value: object, file: str | None) -> Entry:
         raise _wrong("an object", value, file, name, name)
     for field in FIELDS:
         if field not in value:
-            raise HeaderError(
-                f"at {pointer(name)}: the field {field} is missing", file=file, tensor=name, offset=PREFIX_NBYTES
-            )
+            raise HeaderError(f"at {pointer(name)}: the field {field} is missing", file=file, tensor=name, offset=PREFIX_NBYTES)
     for field in value:
         if field not in FIELDS:
             raise HeaderError(

@@ -83,9 +83,7 @@ def read_index(source: Source, key: str) -> Index:
     missing: dict[str, None] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str):
-            raise HeaderError(
-                f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}", file=key, tensor=name
-            )
+            raise HeaderError(f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}", file=key, tensor=name)
         if file not in plain:
             _check_plain(file, name, key)
             plain.add(file)

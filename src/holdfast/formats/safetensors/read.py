@@ -160,9 +160,7 @@ class SafetensorsFile:
         """Read the header and check everything that it says."""
         keys = source.store.list()
         if len(keys) != 1:
-            raise HeaderError(
-                f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name
-            )
+            raise HeaderError(f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name)
         header = read_header(source, keys[0])
         if os.path.isdir(source.store.name):
             refuse_orphans([header])

@@ -69,14 +69,10 @@ def reach(offset: object, size: object, stride: object, limits: Limits) -> tuple
 
 def beyond(last: int, room: int) -> MetadataError:
     """The error for a tensor that touches element `last` of a storage of `room` elements."""
-    return MetadataError(
-        f"a tensor reaches element {last:,} of a storage that holds {room:,}", expected=room, found=last
-    )
+    return MetadataError(f"a tensor reaches element {last:,} of a storage that holds {room:,}", expected=room, found=last)
 
 
-def strided_view(
-    storage: LazyTensor, dtype: DType, offset: object, size: object, stride: object, traits: Traits
-) -> LazyTensor:
+def strided_view(storage: LazyTensor, dtype: DType, offset: object, size: object, stride: object, traits: Traits) -> LazyTensor:
     """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     if len(storage.chunks) != 1 or storage.ndim != 1 or storage.chunks[0].strides != (storage.dtype.bits,):
@@ -88,9 +84,7 @@ def strided_view(
     room = storage.size * storage.dtype.bits
     if (last + 1) * dtype.bits > room and not _fits_bytes(last, dtype, storage):
         raise beyond(last, room // dtype.bits)
-    chunk = Chunk(
-        Box.whole(shape), whole.storage, whole.offset + begin * dtype.bits, tuple(s * dtype.bits for s in steps)
-    )
+    chunk = Chunk(Box.whole(shape), whole.storage, whole.offset + begin * dtype.bits, tuple(s * dtype.bits for s in steps))
     return LazyTensor("", dtype, shape, (chunk,), storage.source, traits)
 
 

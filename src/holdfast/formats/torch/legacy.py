@@ -151,7 +151,9 @@ def locate_storages(
         if count != asked.count:
             raise MetadataError(
                 f"storage {name!r} has {count:,} elements where it lies and {asked.count:,} where it is used",
-                offset=start, expected=asked.count, found=count,
+                offset=start,
+                expected=asked.count,
+                found=count,
             )
         places[name] = Storage(key, start + 8, asked.nbytes, "little", None, asked.location, f"storage {name}")
         start += 8 + asked.nbytes

@@ -98,7 +98,6 @@ class StorageRecord:
         view = Chunk(Box((0,), (n,)), chunk.storage, self.base, (dtype.bits,))
         return Data(LazyTensor(self.name, dtype, (n,), (view,), self.sample.source), label)
 
-
     def _is_sample(self, chunk: Chunk) -> bool:
         """Whether the record is the first tensor and nothing else, so that no other view of the bytes needs to be made."""
         sample = self.sample

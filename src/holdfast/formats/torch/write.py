@@ -52,7 +52,7 @@ def archive_name(path: str) -> str:
     ('model.v2', 'archive', '.pt')
     """
     stem = PurePath(path).stem
-    odd = not stem.isascii() or stem.strip(". ") == "" or any(c in '\\:\0' for c in stem)
+    odd = not stem.isascii() or stem.strip(". ") == "" or any(c in "\\:\0" for c in stem)
     return "archive" if odd else stem
 
 

@@ -51,9 +51,7 @@ class TorchZip:
         reader = PickleReader(source, key, archive)
         tree, nbytes = reader.read("data.pkl", "data/")
         named = name_tensors(tree, source.limits, nbytes)
-        return Description(
-            self.name, named.tensors, tree, reader.foreign(), (*reader.notes, *named.notes), reader.metadata
-        )
+        return Description(self.name, named.tensors, tree, reader.foreign(), (*reader.notes, *named.notes), reader.metadata)
 
 
 class TorchScript(TorchZip):
@@ -91,7 +89,9 @@ def record_bytes(source: Source, key: str, record: Record, most: int | None = No
     if record.crc32 is not None and crc32(data) != record.crc32:
         raise Corrupted(
             f"the record {record.name!r} does not have the checksum that the archive records for it",
-            offset=record.start, expected=record.crc32, found=crc32(data),
+            offset=record.start,
+            expected=record.crc32,
+            found=crc32(data),
         )
     return data
 
@@ -139,9 +139,7 @@ class PickleReader:
                 raise MetadataError(f"the pickle points at {folder}{asked.key}, which is not in the archive")
             if stored.method != 0:
                 raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
-            return Storage(
-                self._key, stored.start, stored.nbytes, self.byteorder, stored.crc32, asked.location, folder + asked.key
-            )
+            return Storage(self._key, stored.start, stored.nbytes, self.byteorder, stored.crc32, asked.location, folder + asked.key)
 
         storages = Storages(self._source, find)
         table = TorchTable(self._source, storages.persistent)

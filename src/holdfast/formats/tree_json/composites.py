@@ -15,9 +15,7 @@ PER_CHANNEL = ("int_repr", "scales", "zero_points")
 NESTED = ("buffer", "sizes", "strides", "offsets")
 
 
-def check_composite(
-    kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]
-) -> None:
+def check_composite(kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]) -> None:
     """Raise `MetadataError` where parts and attributes are not those of this kind, or do not fit each other."""
     if kind in SPARSE_PARTS:
         fits = tuple(parts) == SPARSE_PARTS[kind] and _sparse_fits(kind, shape, parts, attributes)
@@ -31,28 +29,19 @@ def check_composite(
         raise MetadataError(f"the parts of a {kind[:32]!r} tensor do not fit each other or its shape", found=shape)
 
 
-def _sparse_fits(
-    kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]
-) -> bool:
+def _sparse_fits(kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]) -> bool:
     if attributes and (list(attributes) != ["coalesced"] or type(attributes["coalesced"]) is not bool):
         return False
     values = parts["values"].shape
     if kind == "sparse_coo":
         indices = parts["indices"].shape
-        return (
-            len(indices) == 2
-            and indices[0] <= len(shape)
-            and values[:1] == indices[1:]
-            and values[1:] == shape[indices[0] :]
-        )
+        return len(indices) == 2 and indices[0] <= len(shape) and values[:1] == indices[1:] and values[1:] == shape[indices[0] :]
     compressed, plain = (part.shape for name, part in parts.items() if name != "values")
     last = len(plain) - 1
     return len(shape) >= 2 and bool(compressed) and last >= 0 and plain[last:] == values[last : last + 1]
 
 
-def _quantized_fits(
-    shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]
-) -> bool:
+def _quantized_fits(shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]) -> bool:
     scheme = attributes.get("qscheme")
     elements = parts.get("int_repr")
     if elements is None or elements.dtype.kind != "quantized" or elements.shape != shape or scheme not in QSCHEMES:

@@ -35,7 +35,6 @@ WHOLE = 32 << 10
 ALIGNMENT = 64
 
 
-
 def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archive | None:
     """The records of a small archive as torch writes it; None for every other one."""
     size, limits = stop - start, source.limits

@@ -88,9 +88,7 @@ def read_tail(source: Source, key: str, *, start: int, stop: int) -> Tail:
     return Tail(directory, nbytes, count)
 
 
-def _read_wide(
-    raw: bytes, claims: tuple[int, int, int, int], *, key: str, position: int, offset: int
-) -> tuple[int, int, int, int]:
+def _read_wide(raw: bytes, claims: tuple[int, int, int, int], *, key: str, position: int, offset: int) -> tuple[int, int, int, int]:
     """The four claims as the zip64 end record has them; `raw` starts with it, at `position` of the archive."""
     _, locator_disk, pointer, disks = LOCATOR.unpack_from(raw, END64.size)
     if locator_disk or disks != 1:
@@ -110,9 +108,7 @@ def _read_wide(
         raise refused("it is one of several disks", key=key, offset=offset, found=(disk, first_disk))
     for narrow, value, most in zip(claims, wide, (MAX16, MAX16, MAX32, MAX32), strict=True):
         if narrow not in (value, most):
-            raise refused(
-                "the end record and the zip64 end record disagree", key=key, offset=offset, expected=value, found=narrow
-            )
+            raise refused("the end record and the zip64 end record disagree", key=key, offset=offset, expected=value, found=narrow)
     here, count, nbytes, directory = wide
     return here, count, nbytes, directory
 

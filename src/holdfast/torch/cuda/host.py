@@ -160,7 +160,6 @@ class Pool:
         for block in blocks:
             block.free()
 
-
     def forget(self) -> None:
         """In a fork: blocks are not mapped there (`MADV_DONTFORK`), and their locks are the parent's."""
         for block in self._free:

@@ -123,9 +123,7 @@ def pump(
         raise failures[0]
 
 
-def _alone(
-    tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Callable[[Task, Block], Mark]
-) -> None:
+def _alone(tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Callable[[Task, Block], Mark]) -> None:
     """Where no thread can start: one task after the other."""
     for task in tasks:
         read(task, block)

@@ -51,7 +51,6 @@ class Room:
         """Give the memory back; a save that is still under way keeps it until its end."""
         self._block, self._asked = None, 0
 
-
     def forget(self) -> None:
         """In a fork: the memory is not mapped there, and what is locked is the parent's."""
         if self._block is not None:

@@ -88,9 +88,7 @@ def load_self(
     return own
 
 
-def _state(
-    checkpoint: Checkpoint, prefix: str, own: Own, choice: Choice, progress: Progress | None
-) -> OrderedDict[str, object]:
+def _state(checkpoint: Checkpoint, prefix: str, own: Own, choice: Choice, progress: Progress | None) -> OrderedDict[str, object]:
     state: OrderedDict[str, object] = OrderedDict(
         (name[len(prefix) :], checkpoint[name]) for name in checkpoint if name.startswith(prefix)
     )

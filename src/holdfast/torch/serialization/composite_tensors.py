@@ -253,8 +253,14 @@ class CompositeTensors:
         wanted, where = flag(grad, "requires_grad"), located_by_caller(device)
         try:
             return torch.Tensor._make_wrapper_subclass(
-                kind, shape, strides=steps, storage_offset=begin, layout=layout, dtype=checked_dtype(dtype),
-                device=torch.device(where), requires_grad=wanted,
+                kind,
+                shape,
+                strides=steps,
+                storage_offset=begin,
+                layout=layout,
+                dtype=checked_dtype(dtype),
+                device=torch.device(where),
+                requires_grad=wanted,
             )
         except TORCH_SAYS_NO as error:
             raise no(f"a wrapper of {kind.__name__}", error) from error

@@ -109,9 +109,7 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
     return found.value, end
 
 
-def _unpickle(
-    file: Opened, place: Placement, pickle_module: ModuleType, arguments: Mapping[str, object]
-) -> tuple[object, int]:
+def _unpickle(file: Opened, place: Placement, pickle_module: ModuleType, arguments: Mapping[str, object]) -> tuple[object, int]:
     """By an unpickler that runs what the pickles say."""
     storages = LegacyStorages(file, place)
     stream: BinaryIO = file.file
@@ -172,7 +170,9 @@ class LegacyStorages:
             if count != name.count:
                 raise MetadataError(
                     f"storage {each} has {count:,} elements where it lies and {name.count:,} where it is used",
-                    offset=at, expected=name.count, found=count,
+                    offset=at,
+                    expected=name.count,
+                    found=count,
                 )
             at += COUNT.size
             address = self._plain[each].data_ptr() if each in self._plain else 0
@@ -289,5 +289,3 @@ def load_tar(file: Opened, place: Placement, pickle_module: ModuleType, argument
             return tensors[str(pid)] if str(pid) in tensors else made[str(pid)]
 
         return unpickler(pickle_module, member("pickle"), persistent, arguments).load()
-
-

@@ -99,8 +99,15 @@ def load(
             if mmap and file.path is None:
                 raise ValueError("f must be a file path in order to use the mmap argument")
             return _load_zip(
-                file, place, pickle_module, arguments,
-                weights_only=weights_only, mmap=mmap, map_location=map_location, verify=verify, max_host_memory=max_host_memory,
+                file,
+                place,
+                pickle_module,
+                arguments,
+                weights_only=weights_only,
+                mmap=mmap,
+                map_location=map_location,
+                verify=verify,
+                max_host_memory=max_host_memory,
             )
         if file.path is not None and file.path.endswith(".safetensors"):
             return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
@@ -167,9 +174,7 @@ def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
     )
 
 
-def _load_safetensors(
-    path: str, map_location: MapLocation, *, mmap: bool, verify: bool, max_host_memory: int | None
-) -> object:
+def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verify: bool, max_host_memory: int | None) -> object:
     from holdfast.torch.tensors.open import open as open_torch
 
     if map_location is not None and not isinstance(map_location, str | torch.device):

@@ -43,9 +43,7 @@ __all__ = [
 AnyStorage = torch.UntypedStorage | torch.storage.TypedStorage
 Tag = Callable[[AnyStorage], str | None]
 Restore = Callable[[AnyStorage, str], AnyStorage | None]
-MapLocation = (
-    str | bytes | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], AnyStorage | None] | None
-)
+MapLocation = str | bytes | torch.device | Mapping[str, str] | Callable[[torch.UntypedStorage, str], AnyStorage | None] | None
 
 PRIVATE_USE = "privateuse1"
 """torch's name for the one backend that a program may name itself."""
@@ -130,9 +128,7 @@ def default_restore_location(storage: AnyStorage, location: str) -> AnyStorage:
         restored = package.restore(storage, location)
         if restored is not None:
             return restored
-    raise Refused(
-        f"don't know how to restore data location of {torch.typename(storage)} (tagged with {location})", found=location
-    )
+    raise Refused(f"don't know how to restore data location of {torch.typename(storage)} (tagged with {location})", found=location)
 
 
 def restorer(map_location: MapLocation) -> Callable[[torch.UntypedStorage, str], torch.UntypedStorage]:

@@ -58,9 +58,7 @@ DTENSOR = frozenset(
 """The same for distributed tensors. torch 2.13 forgets ShardOrderEntry and _StridedShard in its message."""
 
 
-REGISTERED = (
-    JAGGED | DTENSOR | {"torch.distributed._mesh_layout._FlatLayout", "torch.distributed._mesh_layout._MeshLayout"}
-)
+REGISTERED = JAGGED | DTENSOR | {"torch.distributed._mesh_layout._FlatLayout", "torch.distributed._mesh_layout._MeshLayout"}
 """What torch 2.13 puts on the user's list by itself. It is torch's code, and not the user's, that fails on a bad argument."""
 
 
@@ -119,9 +117,7 @@ def forbidden(module: str, name: str, *, blocked: bool) -> Forbidden:
     full = f"{module}.{name}"
     shown = printable(full.removeprefix("builtins."))
     if blocked:
-        return Forbidden(
-            f"Trying to load unsupported GLOBAL {shown} whose module {printable(module)} is blocked.", Remedy.NOTHING
-        )
+        return Forbidden(f"Trying to load unsupported GLOBAL {shown} whose module {printable(module)} is blocked.", Remedy.NOTHING)
     if full in JAGGED:
         return Forbidden(
             "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)", Remedy.IMPORT

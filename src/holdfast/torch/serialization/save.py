@@ -142,9 +142,7 @@ def _lay_out(
         content = pickle_object(obj, ids, pickle_module, protocol)
     gpus = GpuSource()
     storages = [(f"data/{key}", _payload(storage, f"data/{key}", gpus, skip=skip)) for key, storage in ids.storages.items()]
-    return lay_out_container(
-        name, content, storages, alignment=alignment, crc=config.save.compute_crc32, order_first=order_first
-    )
+    return lay_out_container(name, content, storages, alignment=alignment, crc=config.save.compute_crc32, order_first=order_first)
 
 
 def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource, *, skip: bool) -> Payload:

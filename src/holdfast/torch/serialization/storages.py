@@ -253,7 +253,8 @@ class FileStorages:
         elif made[1] != name.dtype and made[0].nbytes():
             raise MetadataError(
                 f"storage {name.key} is used as {made[1]} and as {name.dtype}; torch writes one dtype a storage",
-                expected=str(made[1]), found=str(name.dtype),
+                expected=str(made[1]),
+                found=str(name.dtype),
             )
         return typed(made[0] if name.view is None else view_of(name, made[0], self._views), name.dtype)
 
@@ -282,7 +283,9 @@ class FileStorages:
         if found.nbytes != name.nbytes:
             raise MetadataError(
                 f"{found.label} has {found.nbytes:,} bytes, and the pickle says {name.count:,} elements of {name.dtype}",
-                offset=found.start, expected=name.nbytes, found=found.nbytes,
+                offset=found.start,
+                expected=name.nbytes,
+                found=found.nbytes,
             )
         if place.fake or place.meta:
             return pretended(name, place, found.start)

@@ -88,13 +88,20 @@ def tensor_from_composite(whole: Composite) -> torch.Tensor:
         if whole.kind == "sparse_coo":
             coalesced = whole.attributes.get("coalesced")
             return torch.sparse_coo_tensor(
-                tensors[0], tensors[1], whole.shape, check_invariants=True,
+                tensors[0],
+                tensors[1],
+                whole.shape,
+                check_invariants=True,
                 is_coalesced=coalesced if isinstance(coalesced, bool) else None,
             )
         layout = getattr(torch, whole.kind)
         compressed, plain, values = tensors
         return torch.sparse_compressed_tensor(
-            compressed_indices=compressed, plain_indices=plain, values=values, size=whole.shape, layout=layout,
+            compressed_indices=compressed,
+            plain_indices=plain,
+            values=values,
+            size=whole.shape,
+            layout=layout,
             check_invariants=True,
         )
     except HoldfastError:
@@ -128,9 +135,7 @@ def _quantized(whole: Composite) -> torch.Tensor:
         case {"scale": float(scale), "zero_point": int(zero)}:
             if carrier is not None:
                 return torch._make_per_tensor_quantized_tensor(tensor_from_array(array, carrier), scale, zero)
-            made = torch._empty_affine_quantized(
-                elements.shape, scale=scale, zero_point=zero, dtype=torch_dtype(elements.dtype)
-            )
+            made = torch._empty_affine_quantized(elements.shape, scale=scale, zero_point=zero, dtype=torch_dtype(elements.dtype))
         case {"axis": int(axis)}:
             scales, zeros = whole.parts["scales"].torch(), whole.parts["zero_points"].torch()
             if carrier is not None:

@@ -139,9 +139,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         made |= {name: _moved(whole.torch(), device, dtype) for name, whole in wholes.items()}
         return {name: made[name] for name in order}
 
-    def tree(
-        self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None
-    ) -> object:
+    def tree(self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None) -> object:
         """The whole nested state with torch tensors in it: parameters are parameters, and what shares a storage still does.
 
         Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.

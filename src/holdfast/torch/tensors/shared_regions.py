@@ -177,9 +177,7 @@ def _viewable(tensor: LazyTensor) -> bool:
     return True
 
 
-def _regions(
-    members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], notes: list[str]
-) -> Iterator[Region]:
+def _regions(members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], notes: list[str]) -> Iterator[Region]:
     """The regions of tensors over one storage."""
     if len(members) < 2:
         return
