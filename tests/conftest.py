@@ -27,12 +27,14 @@ settings.load_profile("holdfast")
 
 
 REPEATED = {
-    "test_memory": "tests/hostile/test_attacks.py",
-    "test_weights_only": "tests/hostile/test_torch_load.py",
-    "test_hostile_pickles": "tests/torch/serialization/test_weights_attacks.py",
-    "test_the_nth_call_fails": "tests/crash/test_nth_call.py",
+    "test_memory": ("tests/hostile/test_attacks.py", 4),
+    "test_weights_only": ("tests/hostile/test_torch_load.py", 4),
+    "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 4),
+    "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
+    "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 48),
 }
-"""Tests whose every case is asked more elsewhere: `test_attack` opens all attacks, and all writers crash in the model."""
+"""Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks, all writers crash
+in the model, and what is quadratic in one way of sharing is so in many."""
 
 
 LONGEST = {"test_every_header_byte_flipped[training.pt]", "test_memory[walk-list-shared-many-times]"}
@@ -50,10 +52,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     def left_out(item: pytest.Item) -> bool:
         if item.name in LONGEST:
             return True
-        place = REPEATED.get(getattr(item, "originalname", ""))
+        place, one_in = REPEATED.get(getattr(item, "originalname", ""), (None, 1))
         if place is None or not item.nodeid.startswith(place) or "bomb" in item.name:
             return False
-        return zlib.crc32(item.name.encode()) % 4 != 0
+        return zlib.crc32(item.name.encode()) % one_in != 0
 
     config.hook.pytest_deselected(items=[item for item in items if left_out(item)])
     items[:] = [item for item in items if not left_out(item)]

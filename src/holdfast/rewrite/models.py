@@ -11,7 +11,6 @@ comes along when asked for, and a note says what stayed behind: a program always
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.core.checkpoint import Checkpoint
@@ -23,7 +22,7 @@ from holdfast.errors import CannotHold
 from holdfast.formats.pt2.read import program_names
 from holdfast.rewrite.state import MOST_VISITS
 
-__all__ = ["CONSTANTS", "Selection", "beside_keys", "is_package", "models_in", "programs_of", "select", "weights_of"]
+__all__ = ["CONSTANTS", "Selection", "beside_keys", "is_package", "models_in", "programs_of", "select", "state_of", "weights_of"]
 
 CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
 """What stands beside the weights in the tree of a model; `#2` is added where a weight has the name."""
@@ -96,9 +95,9 @@ def select(checkpoint: Checkpoint, state: State, selection: Selection) -> tuple[
         if told:
             notes.append(f"left out of model {model!r}: {', '.join(told)}")
     if selection.model is None and (len(models) > 1 or checkpoint.format == "native"):
-        return _state(kept, dict(state.metadata)), tuple(notes)
+        return state_of(kept, dict(state.metadata)), tuple(notes)
     ((_, tree),) = kept.items()
-    return _state(tree, {key: text for key, text in state.metadata.items() if key != "models"}), tuple(notes)
+    return state_of(tree, {key: text for key, text in state.metadata.items() if key != "models"}), tuple(notes)
 
 
 def beside_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
@@ -107,6 +106,7 @@ def beside_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
     return [key for name in keys for key in (name, f"{name}#2") if key in tree and not isinstance(tree[key], LazyTensor)]
 
 
-def _state(tree: Mapping[str, object] | Tree, metadata: dict[str, str]) -> State:
+def state_of(tree: object, metadata: dict[str, str]) -> State:
+    """The state of a tree, every tensor in it under its name."""
     named = name_tensors(tree, Limits(), MOST_VISITS)
     return State(tree, named.tensors, named.paths, metadata)

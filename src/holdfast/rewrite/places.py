@@ -13,7 +13,7 @@ from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.formats.torch.write import archive_name
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.formats import NAMES, Options, format_for, plan_save
-from holdfast.rewrite.models import programs_of, weights_of
+from holdfast.rewrite.models import programs_of, state_of, weights_of
 from holdfast.rewrite.planned import PlannedSave, Writing
 from holdfast.rewrite.save import unchanged
 
@@ -41,6 +41,9 @@ def plan_rewrite(
         plan = _plan_pt2(source, state, target)
     else:
         options = Options(keep_tree=True)
+        if source.format == "pt2":
+            # Only its weights were looked at; what stands beside them in the tree is written as well.
+            state = state_of(state.tree, dict(state.metadata))
         plan = plan_save(target, state, format_for(target, format, options), options)
         left = (f"left out of model {model!r}: the program" for model in programs_of(source))
         plan = replace(plan, notes=(*left, *plan.notes))

@@ -177,6 +177,9 @@ class Encoder:
 
     def entries(self, value: Mapping[object, object], path: Path) -> dict[str, object]:
         """The entries of a dict: as an object where all keys are text, as pairs where they are not."""
+        if any(isinstance(key, str) and self.too_often(key) for key in value):
+            self.problem(path, "one of too many places that share a long key; written out, they have no end")
+            return {"entries": {}}
         if all(type(key) is str and scalars.is_unicode(key) for key in value):
             return {"entries": {str(key): self.node(inside, (*path, str(key))) for key, inside in value.items()}}
         pairs = []
