@@ -101,5 +101,5 @@ class Opaque:
 def _label(key: object) -> str:
     """A dict key as a path element, of bounded length whatever the key holds."""
     if isinstance(key, float | bool | complex | bytes) or key is None:
-        return repr(key)[:64]
+        return repr(key[:64] if isinstance(key, bytes) else key)[:64]
     return f"<{type(key).__name__}>"

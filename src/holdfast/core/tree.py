@@ -40,6 +40,9 @@ NAMES = 16
 FREE_CHARACTERS = 4 << 20
 """Characters of names that are allowed however small the file."""
 
+KEY_CHARACTERS = 64
+"""Of a key that is neither text nor an integer, where it stands in a path."""
+
 ALONE = "tensor"
 """The name of a tensor that was saved by itself, with nothing around it."""
 
@@ -191,7 +194,12 @@ def step(key: object) -> str | int:
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
     if isinstance(key, float | bool | complex | bytes) or key is None:
-        return repr(key)[:64]
+        return repr(_cut(key))[:KEY_CHARACTERS]
     if isinstance(key, tuple) and all(isinstance(k, str | int | float | None) for k in key):
-        return repr(key)[:64]
+        # Cut before it is written out: many keys may hold one long text.
+        return repr(tuple(_cut(k) for k in key[:KEY_CHARACTERS]))[:KEY_CHARACTERS]
     return f"<{type(key).__name__}>"
+
+
+def _cut(value: object) -> object:
+    return value[:KEY_CHARACTERS] if isinstance(value, str | bytes) else value
