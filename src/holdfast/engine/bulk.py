@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import Sums, crc32
 from holdfast.core.memory import memory_at
 from holdfast.core.protocols import Store
 from holdfast.engine.execute import run_all
@@ -50,8 +50,8 @@ class Piece:
     crc32: int | None
     """The checksum that is recorded, or None."""
     label: str
-    sums: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Checksums of the blocks that were read: by position, with the length."""
+    sums: Sums = field(default_factory=Sums)
+    """Of the blocks that were read."""
 
 
 def read_pieces(store: Store, key: str, pieces: Sequence[Piece], *, threads: int, verify: bool = True) -> None:
@@ -66,10 +66,7 @@ def read_pieces(store: Store, key: str, pieces: Sequence[Piece], *, threads: int
     if verify:
         for piece in wanted:
             if piece.sums and piece.crc32 is not None:
-                total = 0
-                for _, (nbytes, crc) in sorted(piece.sums.items()):
-                    total = combine(total, crc, nbytes)
-                _compare(piece, total, key)
+                _compare(piece, piece.sums.crc32(), key)
 
 
 def _compare(piece: Piece, found: int, key: str) -> None:
@@ -104,7 +101,7 @@ def _block(store: Store, key: str, piece: Piece, start: int, stop: int, *, verif
         out = memory_at(piece.address + start, stop - start)
         store.read(key, piece.start + start, out)
         if verify and piece.crc32 is not None:
-            piece.sums[start] = stop - start, crc32(out)
+            piece.sums.add(start, out)
 
     return run
 

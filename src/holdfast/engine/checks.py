@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holdfast.core.chunk import Storage
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import Sums
 from holdfast.core.protocols import Request
 from holdfast.errors import Corrupted
 
@@ -32,28 +32,23 @@ class Checks:
 
     def __init__(self, storages: dict[Storage, str]) -> None:
         self._storages = storages
-        self._parts: dict[Storage, dict[int, tuple[int, int]]] = {storage: {} for storage in storages}
+        self._sums = {storage: Sums() for storage in storages}
 
     def wants(self, storage: Storage) -> bool:
         """Whether the bytes of this storage are summed."""
-        return storage in self._parts
+        return storage in self._sums
 
     def add(self, storage: Storage, start: int, data: memoryview) -> None:
         """Take note of bytes of a storage that begin at byte `start` of the file."""
-        parts = self._parts.get(storage)
-        if parts is not None:
-            parts[start - storage.start] = (data.nbytes, crc32(data))
+        sums = self._sums.get(storage)
+        if sums is not None:
+            sums.add(start - storage.start, data)
 
     def damaged(self) -> Iterable[tuple[Storage, str, int]]:
         """The storages whose blocks are all here and do not sum to the record: with the tensor and what was found."""
-        for storage, parts in self._parts.items():
-            at = total = 0
-            for start, (nbytes, crc) in sorted(parts.items()):
-                if start != at:
-                    break
-                total, at = combine(total, crc, nbytes), at + nbytes
-            if at == storage.nbytes and total != storage.crc32:
-                yield storage, self._storages[storage], total
+        for storage, sums in self._sums.items():
+            if sums.covers(storage.nbytes) and (found := sums.crc32()) != storage.crc32:
+                yield storage, self._storages[storage], found
 
     def finish(self) -> None:
         for storage, tensor, found in self.damaged():

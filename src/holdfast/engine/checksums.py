@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.errors import HoldfastError
 
@@ -82,7 +82,7 @@ class Sweep:
         self._store = store
         self._spans = list(spans)
         self._block = block
-        self._sums: list[dict[int, tuple[int, int]]] = [{} for _ in self._spans]
+        self._sums = [Sums() for _ in self._spans]
         self._errors: dict[int, HoldfastError] = {}
         self._own = threading.local()
 
@@ -93,12 +93,7 @@ class Sweep:
     def outcome(self, number: int) -> int | HoldfastError:
         """The CRC of a span (0 where it was not wanted), or what kept it from being read."""
         error = self._errors.get(number)
-        if error is not None:
-            return error
-        total = 0
-        for _, (nbytes, crc) in sorted(self._sums[number].items()):
-            total = combine(total, crc, nbytes)
-        return total
+        return self._sums[number].crc32() if error is None else error
 
     def _task(self, window: Window, progress: Progress | None) -> Callable[[], None]:
         def run() -> None:
@@ -121,8 +116,7 @@ class Sweep:
         self._store.read(self._spans[window[0].span].key, start, data)
         for piece in window:
             if self._spans[piece.span].summed:
-                part = data[piece.start - start : piece.stop - start]
-                self._sums[piece.span][piece.start] = (part.nbytes, crc32(part))
+                self._sums[piece.span].add(piece.start, data[piece.start - start : piece.stop - start])
 
     def _scratch(self) -> memoryview:
         scratch: memoryview | None = getattr(self._own, "scratch", None)

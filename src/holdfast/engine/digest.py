@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from holdfast.core.chunk import Chunk, c_strides
-from holdfast.core.crc import combine, crc32, of_runs
+from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
@@ -25,9 +25,6 @@ __all__ = ["recorded_crc", "tensor_crcs"]
 
 BLOCK = 8 << 20
 """Bytes of a slab: enough rows of a strided tensor that neighbouring runs are read together."""
-
-Parts = dict[int, tuple[int, int]]
-"""First byte → length and CRC."""
 
 
 def recorded_crc(tensor: LazyTensor) -> int | None:
@@ -49,23 +46,17 @@ def _recorded_pieces(tensor: LazyTensor) -> int | None:
     """The checksum from the records of pieces that follow each other in C order."""
     if tensor.traits.conj or tensor.traits.neg:
         return None
-    runs: list[tuple[int, int, int]] = []
+    sums, nbytes = Sums(), 0
     for chunk in tensor.chunks:
         if chunk.box.count == 0:
             continue
         crc, start = chunk.storage.crc32, _run_start(chunk, tensor)
         if crc is None or start is None:
             return None
-        runs.append((start, chunk.storage.nbytes, crc))
-    at = 0
-    for start, nbytes, _ in sorted(runs):
-        if start != at:
-            return None
-        at += nbytes
-    if at != tensor.nbytes:
-        return None
-    starts, lengths, crcs = zip(*runs, strict=True)
-    return of_runs(crcs, lengths, starts, at)
+        sums.note(start, chunk.storage.nbytes, crc)
+        nbytes += chunk.storage.nbytes
+    # A piece that is there twice takes one place, and shows in the length.
+    return sums.crc32() if nbytes == tensor.nbytes and sums.covers(nbytes) else None
 
 
 def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
@@ -102,7 +93,7 @@ def tensor_crcs(
     twins: dict[object, int] = {}
     twin_of: dict[int, int] = {}
     swept: dict[int, tuple[Store, list[int], list[Span]]] = {}
-    parts: dict[int, Parts] = {}
+    parts: dict[int, Sums] = {}
     work: list[Callable[[], None]] = []
     for i, tensor in enumerate(tensors):
         if known[i] is not None:
@@ -122,7 +113,7 @@ def tensor_crcs(
             numbers.append(i)
             spans.append(Span(place[0], place[1], tensor.nbytes))
         else:
-            parts[i] = {}
+            parts[i] = Sums()
             work += [_slab_task(slab, tensor.name, parts[i], progress) for slab in slabs(tensor, BLOCK)]
     sweeps = [(numbers, Sweep(store, spans)) for store, numbers, spans in swept.values()]
     for _, sweep in sweeps:
@@ -132,19 +123,16 @@ def tensor_crcs(
     for numbers, sweep in sweeps:
         for position, i in enumerate(numbers):
             known[i] = _or_raise(sweep.outcome(position), tensors[i].name)
-    for i, found in parts.items():
-        total = 0
-        for _, (nbytes, crc) in sorted(found.items()):
-            total = combine(total, crc, nbytes)
-        known[i] = total
+    for i, sums in parts.items():
+        known[i] = sums.crc32()
     return [known[twin_of.get(i, i)] or 0 for i in range(len(tensors))]
 
 
-def _slab_task(slab: Slab, name: str, parts: Parts, progress: Progress | None) -> Callable[[], None]:
+def _slab_task(slab: Slab, name: str, sums: Sums, progress: Progress | None) -> Callable[[], None]:
     def run() -> None:
         with located(tensor=name):
             data = read_slab(slab)
-        parts[slab.start] = (data.nbytes, crc32(data))
+        sums.add(slab.start, data)
         if progress is not None:
             progress(data.nbytes)
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from holdfast.core.chunk import Storage
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import Sums, crc32
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.sparse.elements import Elements, element_type
 from holdfast.core.sparse.encoding import Encoding, spread, where_total
@@ -49,10 +49,10 @@ class Counted:
 
     def crc32(self) -> int:
         """Of all dense bytes."""
-        total = 0
+        sums = Sums()
         for group, crc in enumerate(self.crcs.tolist()):
-            total = combine(total, crc, spread(self.encoding, group) * self.width)
-        return total
+            sums.note(group * self.encoding.group * self.width, spread(self.encoding, group) * self.width, crc)
+        return sums.crc32()
 
 
 def read_elements(tensor: LazyTensor, start: int, stop: int) -> Elements:

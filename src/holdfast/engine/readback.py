@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import Sums
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.errors import Corrupted, NotCommitted
@@ -50,28 +50,22 @@ def check_written(plan: FilePlan, descriptor: int, crcs: Mapping[str, int], *, p
 
 def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:
     """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
-    parts: dict[str, dict[int, tuple[int, int]]] = {}
+    sums: dict[str, Sums] = {}
 
     def task(label: str, offset: int, start: int, nbytes: int) -> Callable[[], None]:
         def run() -> None:
             block = np.empty(nbytes, np.uint8).data
             read_at(descriptor, offset + start, block)
-            parts[label][start] = (nbytes, crc32(block))
+            sums[label].add(start, block)
 
         return run
 
     work = []
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Data):
-            parts[segment.label] = {}
+            sums[segment.label] = Sums()
             cuts = range(0, segment.nbytes, BLOCK)
             work += [task(segment.label, offset, start, min(BLOCK, segment.nbytes - start)) for start in cuts]
     if work:
         run_all(work, threads or default_threads())
-    totals = {}
-    for label, blocks in parts.items():
-        total = 0
-        for _, (nbytes, crc) in sorted(blocks.items()):
-            total = combine(total, crc, nbytes)
-        totals[label] = total
-    return totals
+    return {label: blocks.crc32() for label, blocks in sums.items()}

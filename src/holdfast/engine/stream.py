@@ -6,10 +6,10 @@ ahead of the writing: the sum of a piece is needed behind it, and nobody waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import Sums, crc32
 from holdfast.engine.blocks import slab_block, slab_bytes, slabs
 from holdfast.engine.execute import default_threads
 from holdfast.engine.threads import Beside, run_all
@@ -58,7 +58,7 @@ def write_stream(plan: FilePlan, target: Writer) -> None:
                 crc = 0
                 for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK)):
                     with slab_bytes(slab) as data:
-                        crc = combine(crc, crc32(data), data.nbytes)
+                        crc = crc32(data, crc)
                         write_all(target, data)
                 crcs[segment.label] = crc
             case Memory():
@@ -84,25 +84,16 @@ def _write_memory(target: Writer, content: memoryview) -> int:
     if content.nbytes < PARALLEL:
         write_all(target, content)
         return crc32(content)
-    blocks = list(_blocks(content))
-    sums = [0] * len(blocks)
+    sums = Sums()
 
-    def task(number: int) -> Callable[[], None]:
+    def task(start: int) -> Callable[[], None]:
         def run() -> None:
-            sums[number] = crc32(blocks[number])
+            sums.add(start, content[start : start + BLOCK])
 
         return run
 
-    with Beside(lambda: run_all([task(number) for number in range(len(blocks))], default_threads())) as summing:
+    with Beside(lambda: run_all([task(start) for start in range(0, content.nbytes, BLOCK)], default_threads())) as summing:
         for start in range(0, content.nbytes, 16 * BLOCK):
             write_all(target, content[start : start + 16 * BLOCK])
         summing.result()
-    total = 0
-    for block, crc in zip(blocks, sums, strict=True):
-        total = combine(total, crc, block.nbytes)
-    return total
-
-
-def _blocks(content: memoryview) -> Iterator[memoryview]:
-    for start in range(0, content.nbytes, BLOCK):
-        yield content[start : start + BLOCK]
+    return sums.crc32()

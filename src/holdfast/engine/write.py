@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from holdfast.core.crc import combine, crc32
+from holdfast.core.crc import Sums
 from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.execute import cached_nbytes, default_threads, run_all
 from holdfast.errors import located
@@ -54,22 +54,13 @@ class Receipt:
 
 
 @dataclass(slots=True)
-class Sums:
-    """Block checksums of the tensors of one file, as they come in."""
+class Written:
+    """What is known of a file while it is written."""
 
-    parts: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
+    sums: dict[str, Sums]
+    """Of each tensor, by its label."""
     made: set[int] = field(default_factory=set)
     """Offsets of the late segments that are written already."""
-
-    def add(self, label: str, start: int, nbytes: int, crc: int) -> None:
-        # One dict operation on a dict that no other thread replaces: safe under the interpreter lock.
-        self.parts.setdefault(label, {})[start] = (nbytes, crc)
-
-    def whole(self, label: str) -> int:
-        total = 0
-        for _, (nbytes, crc) in sorted(self.parts.get(label, {}).items()):
-            total = combine(total, crc, nbytes)
-        return total
 
 
 def write_file(
@@ -86,16 +77,16 @@ def write_file(
     Memory beyond the state itself is about `threads × block × 2`: what was read, and what is computed from it.
     """
     offsets = plan.offsets()
-    sums = Sums()
+    written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
     sink.allocate(plan.nbytes)
     threads = threads or default_threads()
-    run_all(_tasks(plan, offsets, sink, sums, progress, block or cached_nbytes(threads, BLOCK)), threads)
+    run_all(_tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK)), threads)
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:
         if isinstance(segment, Data | Memory):
-            receipt.crcs[segment.label] = known[segment.label] = sums.whole(segment.label)
-    for pieces in _joined_late(plan, offsets, known, sums.made):
+            receipt.crcs[segment.label] = known[segment.label] = written.sums[segment.label].crc32()
+    for pieces in _joined_late(plan, offsets, known, written.made):
         sink.write(pieces[0], memoryview(pieces[1]))
         if progress:
             progress(len(pieces[1]))
@@ -123,7 +114,7 @@ def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int]
 
 
 def _tasks(
-    plan: FilePlan, offsets: Sequence[int], sink: Sink, sums: Sums, progress: Progress | None, block: int
+    plan: FilePlan, offsets: Sequence[int], sink: Sink, written: Written, progress: Progress | None, block: int
 ) -> Iterator[Callable[[], None]]:
     """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
     stretch: list[tuple[int, Segment]] = []
@@ -131,31 +122,31 @@ def _tasks(
     for segment, offset in zip(plan.segments, offsets, strict=True):
         if segment.nbytes > GATHER and isinstance(segment, Data | Memory | Hole):
             if stretch:
-                yield _stretch(stretch, sink, sums, progress)
+                yield _stretch(stretch, sink, written, progress)
                 stretch, size = [], 0
             match segment:
                 case Data():
                     for slab in slabs(segment.tensor, slab_block(segment.tensor, block)):
-                        yield _block(segment, slab, offset, sink, sums, progress)
+                        yield _block(segment, slab, offset, sink, written, progress)
                 case Memory():
                     for start in range(0, segment.nbytes, block):
-                        yield _piece(segment, start, min(start + block, segment.nbytes), offset, sink, sums, progress)
+                        yield _piece(segment, start, min(start + block, segment.nbytes), offset, sink, written, progress)
             continue
         stretch.append((offset, segment))
         size += segment.nbytes
         if size >= GATHER:
-            yield _stretch(stretch, sink, sums, progress)
+            yield _stretch(stretch, sink, written, progress)
             stretch, size = [], 0
     if stretch:
-        yield _stretch(stretch, sink, sums, progress)
+        yield _stretch(stretch, sink, written, progress)
 
 
-def _block(segment: Data, slab: Slab, offset: int, sink: Sink, sums: Sums, progress: Progress | None) -> Callable[[], None]:
+def _block(segment: Data, slab: Slab, offset: int, sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
     def run() -> None:
         with ExitStack() as lent:
             with located(tensor=segment.label):
                 data = lent.enter_context(slab_bytes(slab))
-            sums.add(segment.label, slab.start, data.nbytes, crc32(data))
+            written.sums[segment.label].add(slab.start, data)
             sink.write(offset + slab.start, data)
         if progress:
             progress(slab.nbytes)
@@ -164,11 +155,11 @@ def _block(segment: Data, slab: Slab, offset: int, sink: Sink, sums: Sums, progr
 
 
 def _piece(
-    segment: Memory, start: int, stop: int, offset: int, sink: Sink, sums: Sums, progress: Progress | None
+    segment: Memory, start: int, stop: int, offset: int, sink: Sink, written: Written, progress: Progress | None
 ) -> Callable[[], None]:
     def run() -> None:
         data = segment.content[start:stop]
-        sums.add(segment.label, start, data.nbytes, crc32(data))
+        written.sums[segment.label].add(start, data)
         sink.write(offset + start, data)
         if progress:
             progress(data.nbytes)
@@ -176,7 +167,7 @@ def _piece(
     return run
 
 
-def _stretch(parts: list[tuple[int, Segment]], sink: Sink, sums: Sums, progress: Progress | None) -> Callable[[], None]:
+def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
     def run() -> None:
@@ -199,12 +190,11 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, sums: Sums, progress:
             elif isinstance(segment, Data | Memory):
                 with located(tensor=segment.label):
                     data = segment.content if isinstance(segment, Memory) else small_bytes(segment)
-                here[segment.label] = crc = crc32(data)
-                sums.add(segment.label, 0, len(data), crc)
+                here[segment.label] = written.sums[segment.label].add(0, data)
                 buffer[at:end] = data
             elif segment.needs in here:
                 buffer[at:end] = segment.make(here)
-                sums.made.add(offset)
+                written.made.add(offset)
             else:
                 blank += segment.nbytes
         if total:
