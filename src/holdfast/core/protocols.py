@@ -6,7 +6,8 @@ moves its bytes. A `Format` turns a source into a `Description`, reading headers
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -21,15 +22,36 @@ if TYPE_CHECKING:
     from holdfast.core.dtype import DType
     from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Description", "Foreign", "Format", "Gathering", "Outlined", "Request", "Source", "State", "Store"]
+__all__ = ["Description", "Foreign", "Format", "Outlined", "Request", "Source", "Stamp", "State", "Store"]
+
+
+Stamp = tuple[object, ...]
+"""What changes when content does: of a file its length and the time of the last write, of an object its etag. Plain values, which
+JSON can hold; empty where a store cannot tell."""
 
 
 class Store(Protocol):
-    """A place where bytes live under keys. Methods may be called from several threads at once."""
+    """A place where bytes live under keys. Methods may be called from several threads at once.
+
+    What others want to know of a store it says itself, so that nobody asks of which class it is. `stores.base.BaseStore` answers
+    for one that has nothing to say.
+    """
 
     @property
     def name(self) -> str:
         """What a person would call it: the path that was opened."""
+
+    @property
+    def resident(self) -> bool:
+        """Whether the bytes are in this process's memory, so that reading them is no more than looking (`map`)."""
+
+    @property
+    def block_nbytes(self) -> int | None:
+        """Bytes that it would rather be asked for at a time, where that is not up to whoever reads: a GPU, a network."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether something was missing that had been there: what was found here is not to be relied on."""
 
     def list(self) -> Sequence[str]:
         """Every key, sorted."""
@@ -43,16 +65,26 @@ class Store(Protocol):
     def map(self, key: str) -> memoryview | None:
         """The bytes under a key as memory that needs no reading, or None where this store cannot do that."""
 
+    def gather(self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> int:
+        """Copy many short ranges to addresses in memory. How many were copied, from the first on; the others are to be read."""
+
+    def stamp(self, key: str) -> Stamp:
+        """What identifies the content under a key, as it was when it was opened."""
+
+    def changed(self) -> Sequence[str]:
+        """The keys whose content is known to be another by now than when it was opened."""
+
+    def place(self, key: str = "") -> Hashable:
+        """Where the content of a key is, or the whole store: equal for two stores over the same bytes."""
+
+    def below(self, key: str) -> Store | None:
+        """The store that has the content of a key, where this one only passes it on."""
+
+    def cost(self, key: str, nbytes: int) -> int:
+        """Bytes that are read from somewhere for so many bytes of a key: other ones where these are computed."""
+
     def close(self) -> None:
         """Give back what the store holds. Reading afterwards raises `Closed`."""
-
-
-@runtime_checkable
-class Gathering(Protocol):
-    """What a store may offer besides: many short ranges at once."""
-
-    def gather(self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> int:
-        """Copy ranges under a key to addresses in memory. How many were copied, from the first on; the others are to be read."""
 
 
 @runtime_checkable
@@ -94,6 +126,9 @@ class Source(Protocol):
 
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request, in parallel; the first failure cancels the rest and is raised."""
+
+    def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
+        """The bytes of a tensor in C order, little-endian, packed types packed, for as long as the block lasts."""
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
         """The tensor as an array over mapped memory, or None where that cannot be (not mapped, split, packed, swapped)."""

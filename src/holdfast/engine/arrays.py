@@ -20,7 +20,7 @@ class Resident:
 
     def __init__(self) -> None:
         self._store = MemoryStore({}, name="<memory>")
-        self._source = OpenSource(self._store, mapped=True, resident=True)
+        self._source = OpenSource(self._store, mapped=True)
         self._storages: dict[tuple[int, int], Storage] = {}
 
     def array(self, array: np.ndarray) -> LazyTensor:

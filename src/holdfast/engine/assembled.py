@@ -16,17 +16,18 @@ them the storage is computed again, range by range, so that a format with storag
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from holdfast.core.chunk import Storage
-from holdfast.core.protocols import Request, Source
+from holdfast.core.protocols import Request, Source, Stamp
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import StoreError, Unsupported
+from holdfast.errors import Unsupported
+from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
 
 __all__ = ["Assembled", "Copy"]
 
@@ -83,70 +84,57 @@ class Placed:
     at: int
 
 
-class Assembled:
+class Assembled(Virtual):
     """A store of storages that are put together, and the source that reads them."""
 
-    name = "<assembled>"
-
     def __init__(self) -> None:
-        self._copies: dict[str, tuple[int, list[Copy]]] = {}
+        super().__init__("<assembled>")
+        self._copies: dict[str, list[Copy]] = {}
         self.source: Source = OpenSource(self, threads=1)
 
     def storage(self, nbytes: int, copies: Sequence[Copy], *, label: str = "") -> Storage:
         """The storage of so many bytes that these are copies of."""
-        key = str(len(self._copies))
         # Those that are read in long runs first: often they cover all that the others would.
-        self._copies[key] = (nbytes, sorted(copies, key=lambda copy: (_strides_up(copy), -copy.tensor.nbytes)))
+        own = sorted(copies, key=lambda copy: (_strides_up(copy), -copy.tensor.nbytes))
+        key = self.put(Entry(nbytes, partial(_read, own), stamp=partial(_stamp, own)))
+        self._copies[key] = own
         return Storage(key, 0, nbytes, label=label)
-
-    def list(self) -> Sequence[str]:
-        return sorted(self._copies)
-
-    def size(self, key: str) -> int:
-        return self._get(key)[0]
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        padded = self._padded(key, start, start + out.nbytes)
-        out[:] = padded[WIDEST : WIDEST + out.nbytes].data
-
-    def map(self, key: str) -> memoryview | None:
-        return None
-
-    def close(self) -> None:
-        self._copies.clear()
 
     def agrees(self, key: str) -> bool:
         """Whether every element of every copy is what the storage has in its place. Reads all of them."""
-        _, copies = self._get(key)
+        copies = self._copies[key]
         low, high = min(copy.offset for copy in copies), max(copy.stop for copy in copies)
         for start in range(low, high, BLOCK):
             stop = min(start + BLOCK, high)
-            padded = self._padded(key, start, stop)
+            padded = _padded(copies, start, stop)
             for copy in copies:
                 for placed in _boxes(copy, start, stop):
                     if not _holds(padded, start - WIDEST, copy, placed):
                         return False
         return True
 
-    def _padded(self, key: str, start: int, stop: int) -> np.ndarray:
-        """The bytes [start, stop), with room on both sides for elements that stick out."""
-        _, copies = self._get(key)
-        made = np.zeros(stop - start + 2 * WIDEST, np.uint8)
-        come = np.zeros(len(made), np.bool_)
-        for copy in copies:
-            if copy.offset < stop and start < copy.stop:
-                for placed in _boxes(copy, start, stop, once=True):
-                    values = _values(copy, placed)
-                    _window(made, start - WIDEST, copy, placed, values.shape)[...] = values
-                    _window(come, start - WIDEST, copy, placed, values.shape)[...] = True
-                if come[WIDEST:-WIDEST].all():
-                    break
-        return made
 
-    def _get(self, key: str) -> tuple[int, builtins.list[Copy]]:
-        if key not in self._copies:
-            raise StoreError(f"there is no storage {key!r}")
-        return self._copies[key]
+def _read(copies: Sequence[Copy], start: int, out: memoryview) -> None:
+    out[:] = _padded(copies, start, start + out.nbytes)[WIDEST : WIDEST + out.nbytes].data
+
+
+def _stamp(copies: Sequence[Copy]) -> Stamp:
+    return tuple((copy.offset, copy.strides, tensor_stamp(copy.tensor)) for copy in copies)
+
+
+def _padded(copies: Sequence[Copy], start: int, stop: int) -> np.ndarray:
+    """The bytes [start, stop), with room on both sides for elements that stick out."""
+    made = np.zeros(stop - start + 2 * WIDEST, np.uint8)
+    come = np.zeros(len(made), np.bool_)
+    for copy in copies:
+        if copy.offset < stop and start < copy.stop:
+            for placed in _boxes(copy, start, stop, once=True):
+                values = _values(copy, placed)
+                _window(made, start - WIDEST, copy, placed, values.shape)[...] = values
+                _window(come, start - WIDEST, copy, placed, values.shape)[...] = True
+            if come[WIDEST:-WIDEST].all():
+                break
+    return made
 
 
 def _strides_up(copy: Copy) -> bool:

@@ -7,7 +7,7 @@ file. A *slab* is a box of it whose elements are consecutive in C order.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,7 +71,7 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
 def mapped_bytes(tensor: LazyTensor) -> memoryview | None:
     """The tensor's bytes as memory that is there already, for tensors that live in this process; else None."""
     place = contiguous_bytes(tensor)
-    if place is None or not getattr(tensor.source, "resident", False):
+    if place is None or not tensor.source.store.resident:
         return None
     memory = tensor.source.store.map(place[0])
     return None if memory is None else memory[place[1] : place[1] + tensor.nbytes]
@@ -95,21 +95,14 @@ def read_slab(slab: Slab) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-@contextmanager
-def slab_bytes(slab: Slab) -> Iterator[memoryview]:
-    """The bytes of a slab for a while: in memory that its source lends, where it has such, else as `read_slab` gives them."""
-    lend = getattr(slab.tensor.source, "lend", None)
-    if lend is None:
-        yield read_slab(slab)
-        return
-    with lend(slab.tensor) as data:
-        yield data
+def slab_bytes(slab: Slab) -> AbstractContextManager[memoryview]:
+    """The bytes of a slab for a while, in memory that its source lends."""
+    return slab.tensor.source.lend(slab.tensor)
 
 
 def slab_block(tensor: LazyTensor, block: int) -> int:
-    """Bytes of a slab: what the source would rather have than `block`, where it has a preference."""
-    wanted = getattr(tensor.source, "block_nbytes", None)
-    return wanted if isinstance(wanted, int) else block
+    """Bytes of a slab: what the store would rather have than `block`, where it has a preference."""
+    return tensor.source.store.block_nbytes or block
 
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:

@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import StoreError, Unsupported
+from holdfast.errors import Unsupported
+from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
 
 __all__ = ["Computed", "Observe", "flat_boxes", "read_flat"]
 
@@ -103,8 +105,8 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
-    """One computed tensor."""
+class Computation:
+    """What makes one computed tensor."""
 
     original: LazyTensor
     dtype: DType
@@ -112,14 +114,24 @@ class Entry:
     observe: Observe | None
     seen: Seen
 
+    def read(self, start: int, out: memoryview) -> None:
+        """The bytes of the result from `start` on."""
+        width = self.dtype.bits // 8
+        first, last = start // width, -(-(start + out.nbytes) // width)
+        elements = read_flat(self.original, first, last)
+        made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
+        if self.observe is not None:
+            for begin, end in self.seen.add(first, last):
+                self.observe(elements[begin - first : end - first], made[begin - first : end - first])
+        begin = start - first * width
+        out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
 
-class Computed:
+
+class Computed(Virtual):
     """A store of computed tensors, and the source that reads them."""
 
-    name = "<computed>"
-
     def __init__(self) -> None:
-        self._tensors: dict[str, Entry] = {}
+        super().__init__("<computed>")
         self._source = OpenSource(self, threads=1)
 
     def tensor(self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None) -> LazyTensor:
@@ -129,43 +141,10 @@ class Computed:
         """
         if dtype.packed:
             raise Unsupported(f"elements of {dtype} share bytes and cannot be computed one by one", tensor=original.name)
-        key = str(len(self._tensors))
-        self._tensors[key] = Entry(original, dtype, compute, observe, Seen())
-        storage = Storage(key, 0, dtype.nbytes(original.size), label=original.name)
-        made = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self._source)
+        nbytes, made = dtype.nbytes(original.size), Computation(original, dtype, compute, observe, Seen())
+        # As many elements are read, of another width.
+        entry = Entry(nbytes, made.read, stamp=partial(tensor_stamp, original), read_nbytes=original.dtype.nbytes(original.size))
+        storage = Storage(self.put(entry), 0, nbytes, label=original.name)
+        tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self._source)
         # The flags for conjugated and negated elements are resolved by reading the original.
-        return replace(made, traits=replace(original.traits, conj=False, neg=False))
-
-    def original(self, key: str) -> LazyTensor:
-        """What a computed tensor is computed from."""
-        return self._get(key).original
-
-    def list(self) -> Sequence[str]:
-        return sorted(self._tensors)
-
-    def size(self, key: str) -> int:
-        entry = self._get(key)
-        return entry.dtype.nbytes(entry.original.size)
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        entry = self._get(key)
-        width = entry.dtype.bits // 8
-        first, last = start // width, -(-(start + out.nbytes) // width)
-        elements = read_flat(entry.original, first, last)
-        made = np.ascontiguousarray(entry.compute(elements), entry.dtype.numpy)
-        if entry.observe is not None:
-            for begin, end in entry.seen.add(first, last):
-                entry.observe(elements[begin - first : end - first], made[begin - first : end - first])
-        begin = start - first * width
-        out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
-
-    def map(self, key: str) -> memoryview | None:
-        return None
-
-    def close(self) -> None:
-        self._tensors.clear()
-
-    def _get(self, key: str) -> Entry:
-        if key not in self._tensors:
-            raise StoreError(f"there is no computed tensor {key!r}")
-        return self._tensors[key]
+        return replace(tensor, traits=replace(original.traits, conj=False, neg=False))

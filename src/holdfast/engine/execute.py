@@ -16,7 +16,7 @@ import numpy as np
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.memory import memory_at
-from holdfast.core.protocols import Gathering, Store
+from holdfast.core.protocols import Store
 from holdfast.engine.checks import Checks
 from holdfast.engine.scatter import place
 from holdfast.engine.threads import run_all
@@ -58,8 +58,7 @@ def default_threads(processes: int = 1) -> int:
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
     """Carry out every fetch. Raises the first error after all threads have stopped."""
     threads = threads if plan.read_nbytes >= INLINE_NBYTES else 1
-    gathering = store if isinstance(store, Gathering) else None
-    run_all(_tasks(plan, Reader(store, checks, cached_nbytes(threads, TASK_NBYTES), gathering)), threads)
+    run_all(_tasks(plan, Reader(store, checks, cached_nbytes(threads, TASK_NBYTES))), threads)
 
 
 def cached_nbytes(threads: int, most: int) -> int:
@@ -75,8 +74,6 @@ class Reader:
     checks: Checks
     step: int
     """Bytes that are read before they are summed."""
-    gathering: Gathering | None
-    """The store, where it can read many short ranges at once."""
 
 
 def _tasks(plan: ReadPlan, reader: Reader) -> Iterator[Callable[[], None]]:
@@ -137,8 +134,8 @@ def _read_row(batch: Batch, file: FileReads, numbers: range, reader: Reader) -> 
     store, checks, key, storage = reader.store, reader.checks, file.key, strip.chunk.storage
     tracked = checks.wants(storage)
     done = 0
-    if reader.gathering and not tracked and _gathered(starts, lengths):
-        done = reader.gathering.gather(key, starts, lengths, places + origin)
+    if not tracked and _gathered(starts, lengths):
+        done = store.gather(key, starts, lengths, places + origin)
     if done == len(starts):
         return
     memory = memory_at(origin + low, int((places + lengths).max()) - low)

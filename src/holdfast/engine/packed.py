@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from holdfast.engine.blocks import contiguous_bytes, mapped_bytes
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import OpenSource
 from holdfast.errors import StoreError, Unsupported
+from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
 
 __all__ = ["Counted", "Packed", "groups_of", "read_elements", "run_length"]
 
@@ -85,13 +87,15 @@ def run_length(tensor: LazyTensor, encoding: Encoding) -> int:
     return max(RUN_NBYTES // tensor.dtype.nbytes(encoding.group), 1)
 
 
-class Packed:
+ReadPart = Callable[[Counted, int, memoryview], None]
+
+
+class Packed(Virtual):
     """A store of packed parts, and the source that reads them."""
 
-    name = "<packed>"
-
     def __init__(self) -> None:
-        self._content: dict[str, Counted] = {}
+        super().__init__("<packed>")
+        self._count = 0
         self._source = OpenSource(self, threads=1)
         # Packing computes and hardly waits: more threads than cores would only hand the interpreter's lock around.
         self._turns = threading.BoundedSemaphore(os.cpu_count() or 1)
@@ -100,65 +104,37 @@ class Packed:
         """What is written in the place of a tensor."""
         encoding, count, crc = counted.encoding, int(counted.starts[-1]), counted.crc32()
         # With the checksum, so that a conversion that is resumed does not take a part of other elements for its own.
-        number = f"{len(self._content) // 3} {crc:08x}"
-        values = self._part(f"{number} values", counted, counted.tensor.dtype, count)
-        where = self._part(f"{number} where", counted, _plain("uint8"), where_total(encoding))
-        starts = self._part(f"{number} starts", counted, _plain("uint64"), len(counted.starts))
+        number, self._count = f"{self._count} {crc:08x}", self._count + 1
+        values = self._part(f"{number} values", counted, counted.tensor.dtype, count, self._read_values)
+        where = self._part(f"{number} where", counted, _plain("uint8"), where_total(encoding), self._read_where)
+        starts = self._part(f"{number} starts", counted, _plain("uint64"), len(counted.starts), _read_starts)
         return SparseParts(encoding, crc, values, where, starts if encoding.counted else None)
 
-    def _part(self, key: str, counted: Counted, dtype: DType, count: int) -> LazyTensor:
-        self._content[key] = counted
-        storage = Storage(key, 0, dtype.nbytes(count), label=counted.tensor.name)
+    def _part(self, key: str, counted: Counted, dtype: DType, count: int, read: ReadPart) -> LazyTensor:
+        nbytes = dtype.nbytes(count)
+        self.put(Entry(nbytes, partial(read, counted), stamp=partial(tensor_stamp, counted.tensor)), key)
+        storage = Storage(key, 0, nbytes, label=counted.tensor.name)
         return LazyTensor.contiguous(counted.tensor.name, dtype, (count,), storage, self._source)
-
-    def list(self) -> Sequence[str]:
-        return sorted(self._content)
-
-    def size(self, key: str) -> int:
-        counted = self._get(key)
-        match key.rpartition(" ")[2]:
-            case "values":
-                return int(counted.starts[-1]) * counted.width
-            case "where":
-                return where_total(counted.encoding)
-        return int(counted.starts.nbytes)
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        counted = self._get(key)
-        match key.rpartition(" ")[2]:
-            case "values":
-                with self._turns:
-                    self._read_values(counted, start, out)
-            case "where":
-                with self._turns:
-                    self._read_where(counted, start, out)
-            case _:
-                out[:] = counted.starts.view(np.uint8).data[start : start + out.nbytes]
-
-    def map(self, key: str) -> memoryview | None:
-        return None
-
-    def close(self) -> None:
-        self._content.clear()
 
     def _read_values(self, counted: Counted, start: int, out: memoryview) -> None:
         stop, width = start + out.nbytes, counted.width
         bounds = counted.starts * np.uint64(width)
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, stop, side="left"))
-        for group, dense in _unchanged(counted, first, last):
-            _overlap(counted.encoding.take(dense).view(np.uint8), int(bounds[group]), start, out)
+        with self._turns:
+            for group, dense in _unchanged(counted, first, last):
+                _overlap(counted.encoding.take(dense).view(np.uint8), int(bounds[group]), start, out)
 
     def _read_where(self, counted: Counted, start: int, out: memoryview) -> None:
         each = counted.encoding.where_nbytes(counted.encoding.group)
         first, last = start // each, -(-(start + out.nbytes) // each)
-        for group, dense in _unchanged(counted, first, last):
-            _overlap(counted.encoding.mark(dense), group * each, start, out)
+        with self._turns:
+            for group, dense in _unchanged(counted, first, last):
+                _overlap(counted.encoding.mark(dense), group * each, start, out)
 
-    def _get(self, key: str) -> Counted:
-        if key not in self._content:
-            raise StoreError(f"there is no packed part {key!r}")
-        return self._content[key]
+
+def _read_starts(counted: Counted, start: int, out: memoryview) -> None:
+    out[:] = counted.starts.view(np.uint8).data[start : start + out.nbytes]
 
 
 def _overlap(made: np.ndarray, at: int, start: int, out: memoryview) -> None:

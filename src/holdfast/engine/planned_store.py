@@ -12,11 +12,11 @@ Opening a checkpoint reads no tensor data, so a reader finds in here whatever it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from holdfast.engine.write import small_bytes
-from holdfast.errors import StoreError, Truncated
 from holdfast.plan.saves import Data, FilePlan, Late, Literal, Memory, Segment
+from holdfast.stores.virtual import Entry, Virtual
 
 __all__ = ["PlannedFile", "PlannedStore"]
 
@@ -72,38 +72,14 @@ def _looked_at(segment: Data, start: int, stop: int) -> memoryview:
     return memoryview(small_bytes(segment))[start:stop]
 
 
-class PlannedStore:
-    """The files of a plan under their keys; `others` are files of which only the length is known, and read as zeros."""
+class PlannedStore(Virtual):
+    """The files of a plan under their keys."""
 
-    def __init__(self, files: Iterable[FilePlan], *, name: str, others: Mapping[str, int] | None = None) -> None:
-        self.name = name
+    def __init__(self, files: Iterable[FilePlan], *, name: str) -> None:
+        super().__init__(name)
         plans = list(files)
         crcs = {s.label: 0 for plan in plans for s in plan.segments if isinstance(s, Data | Memory)}
         # A checkpoint that is one file has no key for it; a store needs one.
-        self._files = {plan.key or "file": PlannedFile(plan, crcs) for plan in plans}
-        self._others = dict(others or {})
-
-    def list(self) -> Sequence[str]:
-        return sorted([*self._files, *self._others])
-
-    def size(self, key: str) -> int:
-        if key in self._files:
-            return self._files[key].nbytes
-        if key in self._others:
-            return self._others[key]
-        raise StoreError(f"there is no {key!r} in {self.name}", file=key)
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        nbytes = self.size(key)
-        if start < 0 or start + out.nbytes > nbytes:
-            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {nbytes}", file=key, offset=nbytes)
-        if key in self._files:
-            self._files[key].read(start, out)
-        else:
-            out[:] = bytes(out.nbytes)
-
-    def map(self, key: str) -> memoryview | None:
-        return None
-
-    def close(self) -> None:
-        """There is nothing to give back."""
+        for plan in plans:
+            file = PlannedFile(plan, crcs)
+            self.put(Entry(file.nbytes, file.read), plan.key or "file")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.execute import default_threads, execute
@@ -29,7 +31,6 @@ class OpenSource:
         limits: Limits | None = None,
         threads: int | None = None,
         mapped: bool = False,
-        resident: bool = False,
         verify: bool = True,
         policy: Policy | None = None,
     ) -> None:
@@ -39,15 +40,13 @@ class OpenSource:
         self.mapped = mapped
         self.verify = verify
         """Whether checksums that the file records are compared when a storage is read from end to end."""
-        self.resident = resident
-        """Whether the bytes are in this process's memory, so that reading them is no more than looking."""
         self.policy = policy or Policy()
         self.read_nbytes = 0
         """Bytes that were read for tensors so far."""
 
-    def over(self, store: Store) -> OpenSource:
+    def over(self, store: Store, *, threads: int | None = None) -> OpenSource:
         return OpenSource(
-            store, limits=self.limits, threads=self.threads, mapped=self.mapped, verify=self.verify, policy=self.policy
+            store, limits=self.limits, threads=threads or self.threads, mapped=self.mapped, verify=self.verify, policy=self.policy
         )
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
@@ -70,6 +69,10 @@ class OpenSource:
         checks.finish()
         for request in requests:
             _resolve(request)
+
+    @contextmanager
+    def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:
+        yield read_slab(Slab(tensor, 0))
 
     def carry_out(self, requests: Sequence[Request], checks: Checks) -> None:
         """Read as the plan says; `checks` sees every block that passes by, and it is up to the caller to finish them."""

@@ -80,19 +80,14 @@ def steady(path: Openable, limits: Limits, look: Callable[[Store], T]) -> T:
             made = look(store)
         except BaseException as error:
             store.close()
-            if not isinstance(error, HoldfastError) or not is_incomplete(store):
+            if not isinstance(error, HoldfastError) or not store.gone:
                 raise
             continue
-        if not is_incomplete(store):
+        if not store.gone:
             return made
         store.close()
     message = f"the folder was replaced {TRIES} times while it was opened; open it when fewer saves go there"
     raise Replaced(message, file=store.name)
-
-
-def is_incomplete(store: Store) -> bool:
-    """Whether a file of the store was gone when it was wanted, because the directory had been replaced."""
-    return isinstance(store, LocalStore) and store.gone
 
 
 def store_of(path: Openable, limits: Limits) -> Store:

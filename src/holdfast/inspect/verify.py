@@ -29,11 +29,10 @@ from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Repl
 from holdfast.formats.detect import detect
 from holdfast.formats.native.read import check_files
 from holdfast.formats.native.schema import MANIFEST
-from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.inflate import inflated_crc
 from holdfast.formats.zip.reader import read_archive
-from holdfast.inspect.open import TRIES, Openable, is_incomplete, store_of
+from holdfast.inspect.open import TRIES, Openable, store_of
 from holdfast.stores.paths import local_path
 
 __all__ = ["Damage", "Problem", "VerifyReport", "verify"]
@@ -186,7 +185,7 @@ class Verification:
             return
         finally:
             if store is not None:
-                self.replaced = is_incomplete(store)
+                self.replaced = store.gone
                 store.close()
         if self.replaced:
             self.refuse(path, failed or Replaced("the folder was replaced while it was read; verify it again", file=path))
@@ -212,7 +211,7 @@ class Verification:
             try:
                 self._checkpoint(OpenSource(store, limits=self._limits, threads=self._threads), label)
             finally:
-                self.replaced |= is_incomplete(store)
+                self.replaced |= store.gone
                 store.close()
         except UnknownFormat as error:
             if not optional:
@@ -352,9 +351,9 @@ def _with_parts(tensor: LazyTensor) -> Iterator[Storage]:
 
 
 def _store_of(storage: Storage, tensor: LazyTensor) -> Store:
-    """Where the bytes of a storage are: those of packed parts in the files, below what unpacks them."""
+    """Where the bytes of a storage are: in the files, or in what unpacks or inflates them."""
     store = tensor.source.store
-    return store.below if isinstance(store, UnpackedStore) and not isinstance(storage, SparseStorage) else store
+    return store.below(storage.key) or store
 
 
 def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> None:

@@ -7,8 +7,9 @@ lost is told on the way, so that a report takes no pass of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -16,10 +17,11 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import StoreError, Unsupported
+from holdfast.errors import Unsupported
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning.loss import Tally, loss_of
 from holdfast.pruning.select_masks import Mask, keep_range
+from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
 
 __all__ = ["Masked", "pruned_values"]
 
@@ -45,7 +47,20 @@ class Content:
     def nbytes(self) -> int:
         return -(-self.tensor.size // 8) if self.packed else self.tensor.nbytes
 
-    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
+    def read(self, start: int, out: memoryview) -> None:
+        """The bytes from `start` on."""
+        if self.packed:
+            first, last, begin = start * 8, min((start + out.nbytes) * 8, self.tensor.size), 0
+        else:
+            width = self.tensor.dtype.bits // 8
+            first, last, begin = start // width, -(-(start + out.nbytes) // width), start % width
+        at = 0
+        for made in self._elements(first, last):
+            part = made[begin : begin + out.nbytes - at]
+            out[at : at + len(part)] = part.data
+            at, begin = at + len(part), 0
+
+    def _elements(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """The bytes of elements [start, stop), in pieces that begin where a tensor's pieces do."""
         step = max(prune_keys.PIECE // 8, 1) * 8
         while start < stop:
@@ -57,13 +72,11 @@ class Content:
             start = end
 
 
-class Masked:
+class Masked(Virtual):
     """A store of pruned tensors and of masks, and the source that reads them."""
 
-    name = "<pruned>"
-
     def __init__(self) -> None:
-        self._content: dict[str, Content] = {}
+        super().__init__("<pruned>")
         self._source = OpenSource(self, threads=1)
 
     def tensor(self, original: LazyTensor, mask: Mask, tally: Tally | None = None) -> LazyTensor:
@@ -81,38 +94,6 @@ class Masked:
         count = content.nbytes
         return LazyTensor.contiguous(name, row, (count,), Storage(self._add(content), 0, count), self._source)
 
-    def list(self) -> Sequence[str]:
-        return sorted(self._content)
-
-    def size(self, key: str) -> int:
-        return self._get(key).nbytes
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        content = self._get(key)
-        size = content.tensor.size
-        if content.packed:
-            first, last, begin = start * 8, min((start + out.nbytes) * 8, size), 0
-        else:
-            width = content.tensor.dtype.bits // 8
-            first, last, begin = start // width, -(-(start + out.nbytes) // width), start % width
-        at = 0
-        for made in content.read(first, last):
-            part = made[begin : begin + out.nbytes - at]
-            out[at : at + len(part)] = part.data
-            at, begin = at + len(part), 0
-
-    def map(self, key: str) -> memoryview | None:
-        return None
-
-    def close(self) -> None:
-        self._content.clear()
-
     def _add(self, content: Content) -> str:
-        key = str(len(self._content))
-        self._content[key] = content
-        return key
-
-    def _get(self, key: str) -> Content:
-        if key not in self._content:
-            raise StoreError(f"there is no pruned tensor {key!r}")
-        return self._content[key]
+        entry = Entry(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))
+        return self.put(entry)

@@ -21,7 +21,6 @@ Bytes are compared in blocks, and memory is a few blocks a thread.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,7 +36,6 @@ from holdfast.engine.equal import same_bytes
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats.safetensors.strict_json import quoted
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.local import LocalStore
 
 __all__ = ["AliasGraph", "AliasGroup", "AliasMember", "By", "alias_graph"]
 
@@ -238,14 +236,7 @@ class _Search:
         """What a key belongs to: this process's memory, a file by its real path, or a source that is like no other."""
         known = (id(source), key)
         if known not in self._owners:
-            if getattr(source, "resident", False):
-                self._owners[known] = ("memory", key)
-            elif isinstance(source.store, LocalStore):
-                name = source.store.name
-                inside = bool(key) and os.path.isdir(name)
-                self._owners[known] = ("file", os.path.realpath(os.path.join(name, key) if inside else name))
-            else:
-                self._owners[known] = ("source", id(source.store), key)
+            self._owners[known] = source.store.place(key)
         return self._owners[known]
 
     def by_storage(self) -> AliasGraph:

@@ -19,7 +19,6 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.computed import Computed
 from holdfast.engine.execute import default_threads
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, StoreError, Unsupported
@@ -264,13 +263,9 @@ def _free(target: str) -> int:
 
 def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     """Bytes that reading a tensor takes, and how many of them are not wanted."""
-    store = tensor.source.store
-    if isinstance(store, Computed) and tensor.chunks:
-        # As many elements of another width.
-        original = store.original(tensor.chunks[0].storage.key)
-        return original.dtype.nbytes(tensor.size), 0
-    if contiguous_bytes(tensor) is not None:
-        return tensor.nbytes, 0
+    place = contiguous_bytes(tensor)
+    if place is not None:
+        return tensor.source.store.cost(place[0], tensor.nbytes), 0
     # The planner looks at the target's shape and strides only; one element stands for all of it.
     stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
     plan = plan_reads([Request(tensor, stand_in)])

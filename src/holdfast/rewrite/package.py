@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -38,7 +38,6 @@ from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.save import Saved, unchanged
 from holdfast.rewrite.state import MOST_VISITS, describe_state
 from holdfast.rewrite.tie import changed, tie_state
-from holdfast.stores.local import LocalStore
 from holdfast.stores.paths import local_path
 
 __all__ = ["Deduplicate", "package", "planned_package", "share_files"]
@@ -265,14 +264,12 @@ def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
 
 def share_files(state: State) -> State:
     """A file that was opened several times is one source, so that its storages are the same."""
-    sources: dict[str, Source] = {}
+    sources: dict[Hashable, Source] = {}
     known: dict[int, Source] = {}
     for tensor in state.tensors.values():
         source = tensor.source
         if id(source) not in known:
-            store = source.store
-            place = os.path.realpath(store.name) if isinstance(store, LocalStore) else f"{id(source)}"
-            known[id(source)] = sources.setdefault(place, source)
+            known[id(source)] = sources.setdefault(source.store.place(), source)
     if len(sources) == len(known):
         return state
 

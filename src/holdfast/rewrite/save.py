@@ -19,13 +19,11 @@ from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransa
 from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import NotCommitted
-from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.rewrite.formats import Options, byte_count, format_for, is_replaceable, plan_save
 from holdfast.rewrite.rehearse import rehearse
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.files import Files
-from holdfast.stores.local import LocalStore
 from holdfast.stores.paths import local_path
 
 __all__ = ["Saved", "save", "unchanged", "write_plan"]
@@ -94,9 +92,8 @@ def save(
 def unchanged(state: State, target: str) -> None:
     """Raise `NotCommitted` where a file that tensors of this state were read from was written to since it was opened."""
     stores = {id(tensor.source): tensor.source.store for tensor in state.tensors.values()}
-    for above in stores.values():
-        store = above.below if isinstance(above, UnpackedStore) else above
-        changed = store.changed() if isinstance(store, LocalStore) else ()
+    for store in stores.values():
+        changed = store.changed()
         if changed:
             names = ", ".join(changed[:3])
             raise NotCommitted(

@@ -19,11 +19,12 @@ import resource
 import stat
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.forks import renewed
 from holdfast.errors import Closed, HoldfastError, Replaced, StoreError, Truncated, Unsupported
+from holdfast.stores.base import BaseStore
 from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, check_key, plain
 from holdfast.stores.gather import Ints, gather
 from holdfast.stores.paths import local_path
@@ -67,7 +68,7 @@ class Handle:
         return self.identity[1], self.nbytes, self.changed_ns
 
 
-class LocalStore:
+class LocalStore(BaseStore):
     """A file, or a directory and what is in it.
 
     `instead_of` is the path that a directory stands in for, where a save was cut off while it was replaced (`recover`).
@@ -81,8 +82,7 @@ class LocalStore:
         self._max_files = max_files
         self._keys: Keys | None = None
         self._expected: Mapping[str, Stamp] = {}
-        self.gone = False
-        """Whether a file was missing that was there when the directory was opened: what was found here is not to be relied on."""
+        self._gone = False
         self._folder: Folder | None = None
         try:
             self._absolute = os.path.abspath(self.name)
@@ -93,6 +93,11 @@ class LocalStore:
         self._directory = self._folder is not None
         self._single = os.path.basename(self.name) or self.name
 
+    @property
+    def gone(self) -> bool:
+        """Whether a file was missing that was there when the directory was opened."""
+        return self._gone
+
     def list(self) -> Sequence[str]:
         """Every key: what was there when it was asked for the first time."""
         if not self._directory:
@@ -102,7 +107,7 @@ class LocalStore:
                 try:
                     self._keys = self._bound().list(self._max_files)
                 except Replaced:
-                    self.gone = True
+                    self._gone = True
                     raise
                 except OSError as error:
                     raise _refused(self.name, error) from None
@@ -163,6 +168,10 @@ class LocalStore:
         """The length of a file, and when its content was last written."""
         handle = self._open(key)
         return handle.nbytes, handle.changed_ns
+
+    def place(self, key: str = "") -> Hashable:
+        """The real path: what was opened by two paths is one."""
+        return "file", os.path.realpath(self._label(key) if key else self.name)
 
     def changed(self) -> Keys:
         """The files that someone has written to since they were opened here, as far as the file system tells."""
@@ -276,7 +285,7 @@ class LocalStore:
         label = self._label(key)
         known = key in self._handles or key in self._expected or (self._keys is not None and key in self._keys)
         if isinstance(error, OSError) and error.errno in GONE and known:
-            self.gone = True
+            self._gone = True
             gone = Replaced("the file is gone: the checkpoint was replaced or removed while it was open; open it again", file=label)
             gone.errno = error.errno
             return gone
@@ -302,7 +311,7 @@ def _mapped(file: OpenFile, nbytes: int) -> memoryview:
     return memoryview(mmap.mmap(file.number, nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE))
 
 
-class DescriptorStore:
+class DescriptorStore(BaseStore):
     """One plain file that somebody else has open, under one key. Reads do not move the file's position.
 
     It has a descriptor of its own, so that the owner may close theirs at any time.
@@ -328,9 +337,6 @@ class DescriptorStore:
             raise _refused(self.name, error) from error
         finally:
             del file
-
-    def map(self, key: str) -> memoryview | None:
-        return None
 
     def close(self) -> None:
         """Let go of it; the file belongs to the caller."""

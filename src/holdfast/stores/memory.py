@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import BinaryIO
 
 import numpy as np
 
 from holdfast.core.forks import renewed
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
+from holdfast.stores.base import BaseStore
 
 __all__ = ["FileObjectStore", "MemoryStore"]
 
@@ -19,8 +20,12 @@ LARGE = 64 << 10
 """From this many bytes on, other threads should not wait for a copy."""
 
 
-class MemoryStore:
+class MemoryStore(BaseStore):
     """Bytes under keys, in this process."""
+
+    @property
+    def resident(self) -> bool:
+        return True
 
     def __init__(self, content: Mapping[str, bytes | bytearray | memoryview], *, name: str = "<memory>") -> None:
         self.name = name
@@ -53,6 +58,13 @@ class MemoryStore:
     def map(self, key: str) -> memoryview | None:
         return self._bytes(key)
 
+    def place(self, key: str = "") -> Hashable:
+        """The address: memory that two stores have is the same memory."""
+        content = self._bytes(key) if key else None
+        if not content:
+            return super().place(key)
+        return "memory", np.frombuffer(content, np.uint8).__array_interface__["data"][0], content.nbytes
+
     def close(self) -> None:
         self._closed = True
 
@@ -67,7 +79,7 @@ class MemoryStore:
         return self._content[key]
 
 
-class FileObjectStore:
+class FileObjectStore(BaseStore):
     """One seekable binary file object under one key. Its position is put back after every read."""
 
     KEY = "file"
@@ -129,9 +141,6 @@ class FileObjectStore:
             return 0
         out[: len(part)] = part
         return len(part)
-
-    def map(self, key: str) -> memoryview | None:
-        return None
 
     def __reduce__(self) -> tuple[object, ...]:
         raise Unsupported("what is read from a file object cannot be sent to another process; open it there by its path")

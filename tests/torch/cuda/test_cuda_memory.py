@@ -102,7 +102,7 @@ def test_bytes_by_range():
 
 
 def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(GpuSource, "block_nbytes", 32768)
+    monkeypatch.setattr(GpuMemory, "block_nbytes", 32768)
     lent = []
     before = memory.POOL.lend
     monkeypatch.setattr(memory.POOL, "lend", lambda count, *more: lent.append(count) or before(count, *more))
@@ -116,7 +116,7 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
             assert np.array_equal(found[key].numpy(), state[key].numpy())
     assert len(lent) > 3 * 2 * 14
     assert set(lent) == {1}
-    assert max(slab.nbytes for slab in slabs(state["a"], gpus.block_nbytes)) <= 32768
+    assert max(slab.nbytes for slab in slabs(state["a"], gpus.store.block_nbytes)) <= 32768
 
 
 def test_targets_of_any_layout():

@@ -21,6 +21,7 @@ from holdfast.errors import HoldfastError
 from holdfast.plan.saves import Data, FilePlan, SavePlan
 from holdfast.stores.files import Files, OsFiles, split_path
 from holdfast.stores.local import LocalStore
+from holdfast.stores.virtual import tensor_stamp
 
 __all__ = ["Staging", "fingerprint"]
 
@@ -32,13 +33,7 @@ def fingerprint(plan: SavePlan) -> str:
     lines: list[object] = [plan.format]
     for file in plan.files:
         lines.append([file.key, file.nbytes])
-        for segment in file.segments:
-            if isinstance(segment, Data):
-                tensor = segment.tensor
-                places = [[c.storage.key, c.storage.start, c.storage.nbytes, c.offset, c.strides] for c in tensor.chunks]
-                store = tensor.source.store
-                times = [store.stamp(c.storage.key) for c in tensor.chunks] if isinstance(store, LocalStore) else []
-                lines.append([segment.label, tensor.dtype.name, tensor.shape, store.name, places, times])
+        lines += [[segment.label, tensor_stamp(segment.tensor)] for segment in file.segments if isinstance(segment, Data)]
     return hashlib.blake2b(json.dumps(lines).encode(), digest_size=8).hexdigest()
 
 

@@ -8,14 +8,14 @@ last few stay in memory. How large it may become is known beforehand; not a byte
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from functools import partial
 
-from holdfast.core.forks import renewed
-from holdfast.core.protocols import Store
+import numpy as np
+
+from holdfast.core.protocols import Stamp, Store
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported
 from holdfast.formats.dcp.records import Item
+from holdfast.stores.virtual import Entry, Kept, Virtual
 
 __all__ = ["InflatedStore", "is_inflated", "virtual_key"]
 
@@ -43,75 +43,44 @@ def is_inflated(item: Item) -> bool:
     return True
 
 
-class InflatedStore:
+class InflatedStore(Virtual):
     """The store of a directory, with its compressed items as further files. These are not listed."""
 
     def __init__(self, store: Store) -> None:
+        super().__init__(over=store)
         self._store = store
-        self._items: dict[str, tuple[Item, int]] = {}
-        self._kept: OrderedDict[str, memoryview] = OrderedDict()
-        self._lock = renewed(threading.Lock())
+        self._kept = Kept(KEPT_NBYTES)
 
     def add(self, item: Item, most: int) -> str:
         """Make an item a file, of at most so many bytes; its name."""
-        key = virtual_key(item)
-        self._items[key] = (item, most)
-        return key
-
-    @property
-    def name(self) -> str:
-        return self._store.name
-
-    def list(self) -> Sequence[str]:
-        return self._store.list()
-
-    def size(self, key: str) -> int:
-        return self._content(key).nbytes if key in self._items else self._store.size(key)
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        if key not in self._items:
-            self._store.read(key, start, out)
-            return
-        content = self._content(key)
-        stop = start + out.nbytes
-        if start < 0 or stop > content.nbytes:
-            raise Truncated(f"wanted bytes {start} to {stop} of {content.nbytes}", file=key, offset=content.nbytes)
-        out[:] = content[start:stop]
-
-    def map(self, key: str) -> memoryview | None:
-        return None if key in self._items else self._store.map(key)
+        nbytes, read = partial(self._nbytes, item, most), partial(self._read, item, most)
+        return self.put(Entry(nbytes, read, partial(self._stamp, item)), virtual_key(item))
 
     def close(self) -> None:
-        with self._lock:
-            self._kept.clear()
-        self._store.close()
+        self._kept.clear()
+        super().close()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (self._store, dict(self._items))
+    def _nbytes(self, item: Item, most: int) -> int:
+        return self._content(item, most).nbytes
 
-    def _content(self, key: str) -> memoryview:
-        item, most = self._items[key]
+    def _read(self, item: Item, most: int, start: int, out: memoryview) -> None:
+        out[:] = self._content(item, most).data[start : start + out.nbytes]
+
+    def _stamp(self, item: Item) -> Stamp:
+        return item.file, item.offset, item.length, self._store.stamp(item.file)
+
+    def _content(self, item: Item, most: int) -> np.ndarray:
         size = self._store.size(item.file)  # raises where the directory was closed
-        with self._lock:
-            content = self._kept.get(key)
+        with self._kept.lock:
+            content = self._kept.get(item)
             if content is None:
                 if item.stop > size:
                     raise Truncated(f"an item should end at byte {item.stop:,}", file=item.file, offset=size)
                 packed = bytearray(item.length)
                 self._store.read(item.file, item.offset, memoryview(packed))
-                content = memoryview(inflate(packed, most, item))
-                while self._kept and content.nbytes + sum(kept.nbytes for kept in self._kept.values()) > KEPT_NBYTES:
-                    self._kept.popitem(last=False)
-                self._kept[key] = content
-            self._kept.move_to_end(key)
+                content = np.frombuffer(inflate(packed, most, item), np.uint8)
+                self._kept.put(item, content)
             return content
-
-
-def _arrived(store: Store, items: dict[str, tuple[Item, int]]) -> InflatedStore:
-    """A store that was pickled in another process; what it had inflated stayed there."""
-    made = InflatedStore(store)
-    made._items = items
-    return made
 
 
 def inflate(packed: bytearray, most: int, item: Item) -> bytearray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,6 +97,9 @@ class Window:
 
     def read(self, requests: Sequence[Request]) -> None:
         self._source.read(requests)
+
+    def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
+        return self._source.lend(tensor)
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
         return self._source.view(tensor)

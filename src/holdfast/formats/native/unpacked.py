@@ -11,20 +11,19 @@ not fit is damage where the part's checksum says so, and a lie otherwise.
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
-from holdfast.core.forks import renewed
-from holdfast.core.protocols import Store
+from holdfast.core.protocols import Stamp, Store
 from holdfast.core.sparse.elements import element_type
 from holdfast.core.sparse.encoding import group_count, spread
 from holdfast.core.sparse.storage import SparseStorage
-from holdfast.errors import Corrupted, MetadataError, Truncated, located
+from holdfast.errors import Corrupted, MetadataError, located
+from holdfast.stores.virtual import Entry, Kept, Virtual
 
 __all__ = ["UnpackedStore"]
 
@@ -37,51 +36,33 @@ RUN_NBYTES = 2 << 20
 BLOCK = 4 << 20
 
 
-class UnpackedStore:
+class UnpackedStore(Virtual):
     """The store of a directory, with its packed chunks as further files. These are not listed."""
 
     def __init__(self, store: Store) -> None:
-        self.below = store
+        super().__init__(over=store)
+        self._store = store
         """Where the parts are."""
-        self._chunks: dict[str, SparseStorage] = {}
-        self._kept: OrderedDict[tuple[str, int], np.ndarray] = OrderedDict()
-        self._lock = renewed(threading.Lock())
+        self._kept = Kept(KEPT_NBYTES)
 
     def add(self, storage: SparseStorage) -> None:
         """Make a packed chunk a file, under its key."""
-        self._chunks[storage.key] = storage
-
-    @property
-    def name(self) -> str:
-        return self.below.name
-
-    def list(self) -> Sequence[str]:
-        return self.below.list()
-
-    def size(self, key: str) -> int:
-        storage = self._chunks.get(key)
-        below = self.below.size(key if storage is None else storage.where.key)  # raises where the directory was closed
-        return below if storage is None else storage.nbytes
-
-    def map(self, key: str) -> memoryview | None:
-        return None if key in self._chunks else self.below.map(key)
+        read, stamp = partial(self._read, storage), partial(self._stamp, storage)
+        self.put(Entry(partial(self._size, storage), read, stamp), storage.key)
 
     def close(self) -> None:
-        with self._lock:
-            self._kept.clear()
-        self.below.close()
+        self._kept.clear()
+        super().close()
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (self.below, dict(self._chunks))
+    def _size(self, storage: SparseStorage) -> int:
+        self._store.size(storage.where.key)  # raises where the directory was closed
+        return storage.nbytes
 
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        storage = self._chunks.get(key)
-        if storage is None:
-            self.below.read(key, start, out)
-            return
+    def _stamp(self, storage: SparseStorage) -> Stamp:
+        return tuple((part.key, part.start, part.nbytes, self._store.stamp(part.key)) for part in storage.parts)
+
+    def _read(self, storage: SparseStorage, start: int, out: memoryview) -> None:
         stop = start + out.nbytes
-        if start < 0 or stop > storage.nbytes:
-            raise Truncated(f"wanted bytes {start} to {stop} of {storage.nbytes}", file=key, offset=storage.nbytes)
         size = storage.encoding.group * storage.width
         at = start
         while at < stop:
@@ -99,19 +80,12 @@ class UnpackedStore:
 
     def _group(self, storage: SparseStorage, group: int) -> np.ndarray:
         """The dense bytes of one group; kept."""
-        self.size(storage.key)  # raises where the directory was closed
-        at = (storage.key, group)
-        with self._lock:
-            found = self._kept.get(at)
-            if found is not None:
-                self._kept.move_to_end(at)
-                return found
+        found = self._kept.get((storage.key, group))
+        if found is not None:
+            return found
         made = np.empty(spread(storage.encoding, group) * storage.width, np.uint8)
         self._unpack(storage, group, group + 1, made.data)
-        with self._lock:
-            while self._kept and made.nbytes + sum(kept.nbytes for kept in self._kept.values()) > KEPT_NBYTES:
-                self._kept.popitem(last=False)
-            self._kept[at] = made
+        self._kept.put((storage.key, group), made)
         return made
 
     def _unpack(self, storage: SparseStorage, first: int, last: int, out: memoryview) -> None:
@@ -150,7 +124,7 @@ class UnpackedStore:
     def _bytes(self, part: Storage, start: int, nbytes: int) -> np.ndarray:
         out = np.empty(nbytes, np.uint8)
         if nbytes:
-            self.below.read(part.key, part.start + start, out.data)
+            self._store.read(part.key, part.start + start, out.data)
         return out
 
     def _blame(self, storage: SparseStorage, error: MetadataError) -> None:
@@ -166,10 +140,3 @@ class UnpackedStore:
                     file=part.key, tensor=storage.label, offset=part.start, expected=part.crc32, found=found,
                 ) from None  # fmt: skip
         raise error
-
-
-def _arrived(below: Store, chunks: dict[str, SparseStorage]) -> UnpackedStore:
-    """A store that was pickled in another process; what it had unpacked stayed there."""
-    store = UnpackedStore(below)
-    store._chunks = chunks
-    return store

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,8 @@ from holdfast.core.protocols import Request
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_bytes, slabs
 from holdfast.engine.source import OpenSource
-from holdfast.errors import Closed, StoreError, Truncated, Unsupported
+from holdfast.errors import Unsupported
+from holdfast.stores.virtual import Entry, Virtual
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark
 from holdfast.torch.cuda.streams import Lane, Side, refuse_capture
@@ -35,16 +37,19 @@ MOST_BLOCKS = 16
 """Blocks that are lent at once: one for each of the threads that write a file."""
 
 
-class GpuMemory:
+class GpuMemory(Virtual):
     """A store whose bytes are in the memory of GPUs. Each device is read on its side stream, behind what its storages wait for."""
 
-    name = "<GPU memory>"
-
     def __init__(self, lane: Callable[[torch.device], Lane] = Side) -> None:
+        super().__init__("<GPU memory>")
         self._make_lane = lane
         self._bytes: dict[str, torch.Tensor] = {}
         self._lanes: dict[torch.device, Lane] = {}
-        self._closed = False
+
+    @property
+    def block_nbytes(self) -> int | None:
+        """A block of page-locked memory."""
+        return BLOCK_NBYTES
 
     def add(self, storage: torch.UntypedStorage) -> Storage:
         """The storage as one of ours; the same one for the same memory."""
@@ -56,14 +61,12 @@ class GpuMemory:
                 refuse_capture([device])
                 self._lanes[device] = self._make_lane(device)
             self._bytes[key] = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+            self.put(Entry(nbytes, partial(self._read, key)), key)
         return Storage(key, 0, nbytes, location=str(device))
 
     def flat(self, key: str) -> torch.Tensor:
         """All bytes under a key, where they are."""
-        if self._closed:
-            raise Closed("the tensors were given back before they were read")
-        if key not in self._bytes:
-            raise StoreError(f"there is no {key!r} among the storages that are saved", file=key)
+        self.entry(key)  # raises where it was closed, and for what is not among the storages that are saved
         return self._bytes[key]
 
     def lane(self, device: torch.device) -> Lane:
@@ -72,33 +75,18 @@ class GpuMemory:
         lane.follow()
         return lane
 
-    def list(self) -> Sequence[str]:
-        return sorted(self._bytes)
-
-    def size(self, key: str) -> int:
-        return self.flat(key).numel()
-
-    def read(self, key: str, start: int, out: memoryview) -> None:
-        row = self.flat(key)
-        if start < 0 or start + out.nbytes > row.numel():
-            raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {row.numel()}", file=key, offset=row.numel())
-        into = np.frombuffer(out, np.uint8)
-        with self.lane(row.device).on():
-            torch.from_numpy(into).copy_(row[start : start + out.nbytes])
-
-    def map(self, key: str) -> memoryview | None:
-        return None
-
     def close(self) -> None:
-        self._closed = True
+        super().close()
         self._bytes.clear()
+
+    def _read(self, key: str, start: int, out: memoryview) -> None:
+        row = self.flat(key)
+        with self.lane(row.device).on():
+            torch.from_numpy(np.frombuffer(out, np.uint8)).copy_(row[start : start + out.nbytes])
 
 
 class GpuSource(OpenSource):
     """Reads tensors out of GPUs."""
-
-    block_nbytes = BLOCK_NBYTES
-    """Bytes that whoever writes should ask for at a time."""
 
     def __init__(self, memory: GpuMemory | None = None) -> None:
         self.memory = memory or GpuMemory()

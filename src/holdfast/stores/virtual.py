@@ -1,0 +1,181 @@
+"""`Virtual`: a store whose content is made when it is read.
+
+A cast, a mask, a packed part, a file that is yet to be written: each is an entry, so many bytes and a function that fills a range
+of them. Everything that a store does besides (keys, bounds, closing, what it says of itself) stands here once.
+
+Over another store, it has all that is there, and its entries as further content that is not listed: what is stored packed or
+compressed, as the bytes that it stands for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.core.forks import renewed
+from holdfast.core.protocols import Stamp, Store
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import Closed, StoreError, Truncated, Unsupported
+from holdfast.stores.base import BaseStore, Ints
+
+__all__ = ["Entry", "Kept", "Virtual", "tensor_stamp"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """What is under one key."""
+
+    nbytes: int | Callable[[], int]
+    """Its length, or how to find out."""
+    read: Callable[[int, memoryview], None]
+    """Fills memory with the bytes from a place on. They are all there: nobody asks for more."""
+    stamp: Callable[[], Stamp] = tuple
+    """What identifies that of which it is made."""
+    read_nbytes: int | None = None
+    """Bytes that are read somewhere when all of it is, where these are not as many."""
+
+    def size(self) -> int:
+        return self.nbytes if isinstance(self.nbytes, int) else self.nbytes()
+
+
+class Virtual(BaseStore):
+    """Entries under keys, and what is in the store below, if there is one."""
+
+    def __init__(self, name: str = "<virtual>", *, over: Store | None = None) -> None:
+        self.name = name if over is None else over.name
+        self._over = over
+        self._entries: dict[str, Entry] = {}
+        self._closed = False
+
+    def put(self, entry: Entry, key: str | None = None) -> str:
+        """Add an entry, or put another in its place. Its key: a number where none is given."""
+        key = str(len(self._entries)) if key is None else key
+        self._entries[key] = entry
+        return key
+
+    def entry(self, key: str) -> Entry:
+        """What is under a key here."""
+        if self._closed:
+            raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
+        if key not in self._entries:
+            raise StoreError(f"there is no {key!r} in {self.name}", file=key)
+        return self._entries[key]
+
+    @property
+    def block_nbytes(self) -> int | None:
+        return None if self._over is None else self._over.block_nbytes
+
+    @property
+    def gone(self) -> bool:
+        return self._over is not None and self._over.gone
+
+    def list(self) -> Sequence[str]:
+        return sorted(self._entries) if self._over is None else self._over.list()
+
+    def below(self, key: str) -> Store | None:
+        return None if key in self._entries else self._over
+
+    def size(self, key: str) -> int:
+        store = self.below(key)
+        return self.entry(key).size() if store is None else store.size(key)
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        store = self.below(key)
+        if store is not None:
+            store.read(key, start, out)
+            return
+        entry, stop = self.entry(key), start + out.nbytes
+        nbytes = entry.size()
+        if start < 0 or stop > nbytes:
+            raise Truncated(f"wanted bytes {start} to {stop} of {nbytes}", file=key, offset=nbytes)
+        if out.nbytes:
+            entry.read(start, out)
+
+    def map(self, key: str) -> memoryview | None:
+        store = self.below(key)
+        return None if store is None else store.map(key)
+
+    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
+        store = self.below(key)
+        return 0 if store is None else store.gather(key, starts, nbytes, places)
+
+    def stamp(self, key: str) -> Stamp:
+        store = self.below(key)
+        return self.entry(key).stamp() if store is None else store.stamp(key)
+
+    def changed(self) -> Sequence[str]:
+        return () if self._over is None else self._over.changed()
+
+    def place(self, key: str = "") -> Hashable:
+        """Entries belong to this store, and the store is like no other: it may have entries that another over the same has not."""
+        store = self.below(key) if key else None
+        return super().place(key) if store is None else store.place(key)
+
+    def cost(self, key: str, nbytes: int) -> int:
+        store = self.below(key)
+        if store is not None:
+            return store.cost(key, nbytes)
+        entry = self.entry(key)
+        whole = entry.size()
+        return nbytes if entry.read_nbytes is None or not whole else -(-nbytes * entry.read_nbytes // whole)
+
+    def close(self) -> None:
+        self._closed = True
+        self._entries.clear()
+        if self._over is not None:
+            self._over.close()
+
+    def __getstate__(self) -> object:
+        if self._over is None:
+            raise Unsupported("what is computed in this process cannot be read lazily in another; save it and send the path")
+        return self.__dict__
+
+
+class Kept:
+    """Content that was made last, as much of it as fits beside the very last: what is read in pieces is made once."""
+
+    def __init__(self, most_nbytes: int) -> None:
+        self._most_nbytes = most_nbytes
+        self._content: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+        self.lock = renewed(threading.RLock())
+        """Whoever holds it makes something while nobody else does."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is kept."""
+        return sum(content.nbytes for content in self._content.values())
+
+    def get(self, key: Hashable) -> np.ndarray | None:
+        with self.lock:
+            found = self._content.get(key)
+            if found is not None:
+                self._content.move_to_end(key)
+            return found
+
+    def put(self, key: Hashable, content: np.ndarray) -> None:
+        with self.lock:
+            while self._content and content.nbytes + self.nbytes > self._most_nbytes:
+                self._content.popitem(last=False)
+            self._content[key] = content
+
+    def clear(self) -> None:
+        with self.lock:
+            self._content.clear()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """What is kept stays in this process."""
+        return Kept, (self._most_nbytes,)
+
+
+def tensor_stamp(tensor: LazyTensor) -> Stamp:
+    """What identifies the elements of a tensor: where they lie, and the stamps of what they lie in."""
+    store = tensor.source.store
+    places = [
+        (chunk.storage.key, chunk.storage.start, chunk.storage.nbytes, chunk.offset, chunk.strides, store.stamp(chunk.storage.key))
+        for chunk in tensor.chunks
+    ]
+    return tensor.dtype.name, tensor.shape, store.name, places
