@@ -12,7 +12,7 @@ import ast
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -230,6 +230,57 @@ def test_threads_are_started_in_one_place():
     assert wrong == []
 
 
+def test_a_store_says_what_it_is():
+    """Whoever asks of which class a store is has to be told of every store that is added: `Store` has a member for each."""
+    trees = {path: ast.parse(path.read_text("utf-8"), str(path)) for path in MODULES}
+    stores = store_classes(trees.values())
+    assert {"LocalStore", "MemoryStore", "Virtual", "Computed", "UnpackedStore", "GpuMemory"} <= stores
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path, tree in trees.items()
+        if layer(dotted(path)) != "stores"
+        for node in run_time_nodes(tree)
+        if sniffs(node, stores)
+    ]
+    assert wrong == []
+
+
+def store_classes(trees: Iterable[ast.AST]) -> set[str]:
+    """The names of all classes of stores: the protocol, the base, and whatever is derived from it."""
+    bases = {
+        node.name: {name for base in node.bases for name in names_in(base)}
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"Store", "BaseStore"}
+    while more := {name for name, above in bases.items() if above & found} - found:
+        found |= more
+    return found
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """The names, and the last parts of dotted names, in an expression."""
+    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return found | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+
+
+def sniffs(node: ast.AST, stores: set[str]) -> bool:
+    """Whether a node asks of which class a store is, or whether a store or source has an attribute."""
+    if isinstance(node, ast.MatchClass):
+        return bool(names_in(node.cls) & stores)
+    if isinstance(node, ast.Compare):
+        of_type = any(isinstance(each, ast.Call) and names_in(each.func) == {"type"} for each in ast.walk(node.left))
+        return of_type and any(names_in(each) & stores for each in node.comparators)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name) or len(node.args) < 2:
+        return False
+    if node.func.id in ("isinstance", "issubclass"):
+        return bool(names_in(node.args[1]) & stores)
+    asked = node.args[0]
+    last = asked.attr if isinstance(asked, ast.Attribute) else asked.id if isinstance(asked, ast.Name) else ""
+    return node.func.id in ("getattr", "hasattr") and last in ("store", "source")
+
+
 def starts_threads(node: ast.AST) -> bool:
     """Whether something that begins threads is named: `threading.Thread` called or a pool of Python's imported."""
     if isinstance(node, ast.ImportFrom | ast.Import):
@@ -252,6 +303,29 @@ def starts_threads(node: ast.AST) -> bool:
 )
 def test_threads_are_seen(source: str, wrong: bool):
     assert any(starts_threads(node) for node in ast.walk(ast.parse(source))) is wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("isinstance(x.store, LocalStore)", True),
+        ("isinstance(store, local.LocalStore | MemoryStore)", True),
+        ("isinstance(store, (Made, str))", True),
+        ("isinstance(store, Store)", True),
+        ("match store:\n    case LocalStore(): pass", True),
+        ("type(store) is LocalStore", True),
+        ("getattr(tensor.source, 'resident', False)", True),
+        ("hasattr(store, 'gather')", True),
+        ("isinstance(stored, StoredBox)", False),
+        ("getattr(torch, name)", False),
+        ("LocalStore(path)", False),
+        ("type(first) is type(stored)", False),
+    ],
+)
+def test_sniffing_is_seen(source: str, wrong: bool):
+    classes = "class LocalStore(BaseStore): pass\nclass MemoryStore(stores.BaseStore): pass\nclass Made(MemoryStore): pass"
+    stores = store_classes([ast.parse(classes)])
+    assert any(sniffs(node, stores) for node in ast.walk(ast.parse(source))) is wrong
 
 
 @pytest.mark.parametrize(

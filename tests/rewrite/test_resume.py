@@ -82,3 +82,20 @@ def test_a_changed_source_starts_anew(source, tmp_path, monkeypatch):
     written = interrupted(monkeypatch, -1)
     holdfast.convert(source, target, max_shard_size=12_000, resume=True)
     assert len([key for key in written if key.endswith(".safetensors")]) == 6
+
+
+@pytest.mark.parametrize("sparse", ["never", "bitmap"])
+def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch, sparse):
+    """The bytes of a cast, or of what is stored packed, lie nowhere: what counts is the file that they are made of."""
+    source, target = tmp_path / "in", tmp_path / "out"
+    how = {"max_shard_size": 6_000, "resume": True, "dtype": "float16" if sparse == "never" else None}
+    states = [{f"w{i}": np.eye(50, dtype=np.float32) * (i + k) for i in range(6)} for k in (1, 2)]
+    holdfast.save(source, states[0], sparse=sparse)
+    interrupted(monkeypatch, 3)
+    with pytest.raises(NotCommitted):
+        holdfast.convert(source, target, **how)
+    holdfast.save(source, states[1], sparse=sparse, overwrite=True)
+    interrupted(monkeypatch, -1)
+    holdfast.convert(source, target, **how)
+    with holdfast.open(target) as found:
+        assert {name: float(tensor.numpy()[0, 0]) for name, tensor in found.items()} == {f"w{i}": i + 2 for i in range(6)}

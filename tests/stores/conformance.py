@@ -8,9 +8,11 @@ class TestMyStore(StoreConformance):
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from holdfast.core.protocols import Store
@@ -28,6 +30,9 @@ class StoreConformance:
 
     keys: tuple[str, ...] = ("a.bin", "b.bin", "sub/c.bin")
     """Names to store under. A store that holds one object lists one."""
+
+    listed = True
+    """Whether the keys are listed. What a store adds to another is not."""
 
     @pytest.fixture
     def fill(self) -> Fill:
@@ -48,7 +53,10 @@ class StoreConformance:
         assert store.name
 
     def test_keys_are_listed_in_order(self, store):
-        assert list(store.list()) == sorted(self.keys)
+        if self.listed:
+            assert list(store.list()) == sorted(self.keys)
+        else:
+            assert set(store.list()).isdisjoint(self.keys)
 
     def test_sizes(self, store):
         assert [store.size(key) for key in self.keys] == [len(CONTENT) + 1] * len(self.keys)
@@ -104,6 +112,51 @@ class StoreConformance:
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda place: self.read(store, self.keys[0], *place), places))
         assert found == [whole[a:b] for a, b in places]
+
+    def test_what_is_in_memory_is_mapped(self, store):
+        assert isinstance(store.resident, bool)
+        if store.resident:
+            assert [bytes(store.map(key)) for key in self.keys] == [bytes([i]) + CONTENT for i in range(len(self.keys))]
+
+    def test_the_block_that_it_prefers_is_a_length(self, store):
+        assert store.block_nbytes is None or store.block_nbytes > 0
+
+    def test_many_ranges_at_once_are_copied_as_far_as_it_says(self, store):
+        starts, nbytes = np.arange(10, 4010, 40), np.full(100, 7)
+        out = np.zeros(700, np.uint8)
+        done = store.gather(self.keys[0], starts, nbytes, out.ctypes.data + np.arange(0, 700, 7))
+        assert 0 <= done <= 100
+        whole = b"\0" + CONTENT
+        expected = b"".join(whole[start : start + 7] for start in starts[:done].tolist())
+        assert out[: 7 * done].tobytes() == expected
+
+    def test_the_stamp_of_the_same_content_is_the_same_plain_value(self, store):
+        stamps = [store.stamp(key) for key in self.keys]
+        assert json.loads(json.dumps(stamps)) == json.loads(json.dumps([store.stamp(key) for key in self.keys]))
+        assert all(isinstance(stamp, tuple) for stamp in stamps)
+
+    def test_nothing_has_changed_or_gone(self, store):
+        self.read(store, self.keys[0], 0, 4)
+        assert list(store.changed()) == []
+        assert store.gone is False
+
+    def test_every_key_has_a_place_of_its_own(self, store):
+        places = [store.place(key) for key in self.keys]
+        assert places == [store.place(key) for key in self.keys]
+        assert len(set(places)) == len(self.keys)
+        assert store.place() == store.place()
+
+    def test_what_is_passed_on_lies_below_as_it_is(self, store):
+        for key in self.keys:
+            below = store.below(key)
+            if below is not None:
+                assert self.read(below, key, 17, 400) == self.read(store, key, 17, 400)
+                assert below.place(key) == store.place(key)
+
+    def test_what_reading_costs(self, store):
+        for key in self.keys:
+            assert store.cost(key, 0) == 0
+            assert store.cost(key, store.size(key)) >= store.cost(key, 1) > 0
 
     def test_after_closing_every_read_says_so(self, store):
         self.read(store, self.keys[0], 0, 4)

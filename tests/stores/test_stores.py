@@ -1,4 +1,4 @@
-"""The three stores keep the promises of every store, and those that are their own."""
+"""Every store keeps the promises of a store, and those that are its own. Those that compute are in `test_virtual.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from holdfast.errors import LimitExceeded, Replaced, StoreError, Truncated, UnsafePath
-from holdfast.stores.local import LocalStore, check_key
+from holdfast.stores.local import DescriptorStore, LocalStore, check_key
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from tests.stores.conformance import StoreConformance
 
@@ -40,6 +40,19 @@ class TestLocalFile(StoreConformance):
         def make(content):
             (tmp_path / "one.bin").write_bytes(content["one.bin"])
             return LocalStore(tmp_path / "one.bin")
+
+        return make
+
+
+class TestDescriptor(StoreConformance):
+    keys = (DescriptorStore.KEY,)
+
+    @pytest.fixture
+    def fill(self, tmp_path):
+        def make(content):
+            (tmp_path / "one.bin").write_bytes(content[DescriptorStore.KEY])
+            with open(tmp_path / "one.bin", "rb") as file:
+                return DescriptorStore(file.fileno())
 
         return make
 
@@ -185,6 +198,30 @@ def test_a_replaced_file_is_still_the_one_that_was_opened(tmp_path):
     out = bytearray(3)
     store.read("x", 0, memoryview(out))
     assert bytes(out) == b"old"
+
+
+def test_what_a_file_says_of_itself(tmp_path):
+    path = tmp_path / "x"
+    path.write_bytes(b"old")
+    (tmp_path / "same").symlink_to("x")
+    with closing(LocalStore(path)) as store, closing(LocalStore(tmp_path / "same")) as same:
+        before = store.stamp("x")
+        assert (before[0], same.stamp("same")) == (3, before)
+        assert store.place() == store.place("x") == same.place("same")
+        path.write_bytes(b"newer")
+        assert store.changed() == ["x"]
+        assert store.stamp("x") == before
+    with closing(LocalStore(path)) as store, closing(LocalStore(tmp_path)) as folder:
+        assert store.stamp("x") != before
+        assert folder.place("x") == store.place("x") != folder.place()
+
+
+def test_the_place_of_memory_is_its_address():
+    memory = bytearray(100)
+    one, other = MemoryStore({"a": memory}), MemoryStore({"b": memory, "part": memoryview(memory)[10:]})
+    assert one.place("a") == other.place("b") != other.place("part")
+    assert one.place() != other.place()
+    assert MemoryStore({"a": bytes(100)}).place("a") != MemoryStore({"a": bytearray(100)}).place("a")
 
 
 def test_a_directory_of_more_files_than_stay_open(tmp_path, monkeypatch):

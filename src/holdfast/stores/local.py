@@ -327,10 +327,12 @@ class DescriptorStore(BaseStore):
         return [self.KEY]
 
     def size(self, key: str) -> int:
-        return os.fstat(self._open().number).st_size
+        return os.fstat(self._open(key).number).st_size
 
     def read(self, key: str, start: int, out: memoryview) -> None:
-        file = self._open()
+        file = self._open(key)
+        if start < 0:  # which preadv takes for the file's position
+            raise Truncated(f"wanted bytes from {start} on", file=self.name, offset=0)
         try:
             read_at(file.number, start, out)
         except OSError as error:
@@ -342,10 +344,12 @@ class DescriptorStore(BaseStore):
         """Let go of it; the file belongs to the caller."""
         self._file = None
 
-    def _open(self) -> OpenFile:
+    def _open(self, key: str) -> OpenFile:
         file = self._file
         if file is None:
             raise Closed("the file was closed; open it again to read from it", file=self.name)
+        if key != self.KEY:
+            raise StoreError(f"there is no {key!r} in {self.name}", file=key)
         return file
 
     def __reduce__(self) -> tuple[object, ...]:
