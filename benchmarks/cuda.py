@@ -252,7 +252,7 @@ class Bench:
                 locked[name].copy_(tensor, non_blocking=True)
 
         first = time.perf_counter()
-        ht.save_sharded(self.path("staged"), self.state, block=False, overwrite=True, durable=False).wait()
+        ht.async_save_sharded(self.path("staged"), self.state, overwrite=True, durable=False).wait()
         self.notes.append(f"first background save, locking its memory included: {time.perf_counter() - first:.2f} s")
         rows = {
             name: Row("stage", name, [], self.nbytes) for name in ("raw copy", "holdfast", "holdfast returns", "dcp.async_save")
@@ -262,7 +262,7 @@ class Bench:
             rows["raw copy"].seconds.append(timed(raw)[0])
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            handle = ht.save_sharded(self.path("staged"), self.state, block=False, overwrite=True, durable=False)
+            handle = ht.async_save_sharded(self.path("staged"), self.state, overwrite=True, durable=False)
             rows["holdfast returns"].seconds.append(time.perf_counter() - begin)
             torch.cuda.current_stream().synchronize()  # which waits for the copies
             rows["holdfast"].seconds.append(time.perf_counter() - begin)

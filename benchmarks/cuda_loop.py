@@ -68,7 +68,7 @@ def run_loop(how: str, path: str, steps: int) -> float:
     def save() -> None:
         nonlocal pending
         if how == "holdfast":
-            pending = ht.save_sharded(path, state(), block=False, overwrite=True, durable=False)
+            pending = ht.async_save_sharded(path, state(), overwrite=True, durable=False)
         elif how == "dcp.async_save":
             if pending is not None:
                 pending.result()

@@ -123,7 +123,7 @@ def job(rank: int, size: int, mib: int, rounds: int, folder: str, port: int) -> 
         waiting.append(dcp.async_save(rows, checkpoint_id=str(here / "async-dcp"), process_group=own).result)
 
     def begin_ours() -> None:
-        waiting.append(holdfast.torch.save_sharded(here / "async-ours", rows, durable=False, block=False).wait)
+        waiting.append(holdfast.torch.async_save_sharded(here / "async-ours", rows, durable=False).wait)
 
     def end() -> None:
         for wait in waiting:

@@ -74,8 +74,8 @@ def asked_while_it_ends(folder: Path) -> None:
 
 def two_saves(folder: Path) -> None:
     slowly()
-    holdfast.torch.save_sharded(folder / "first", content(7), block=False)
-    holdfast.torch.save_sharded(folder / "step", content(), block=False)
+    holdfast.torch.async_save_sharded(folder / "first", content(7))
+    holdfast.torch.async_save_sharded(folder / "step", content())
 
 
 def no_thread_at_the_end(folder: Path) -> None:

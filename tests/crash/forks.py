@@ -88,7 +88,7 @@ def a_child_ends(folder: Path) -> None:
 
 def a_child_looks(folder: Path) -> None:
     """Handles of its parent's: one that was over tells how, the other that it is elsewhere."""
-    over = holdfast.torch.save_sharded(folder / "over", content(), block=False)
+    over = holdfast.torch.async_save_sharded(folder / "over", content())
     over.wait()
     handle = begin(folder)
     writing(folder)
@@ -115,7 +115,7 @@ def a_child_saves(folder: Path) -> None:
         where.mkdir()
         holdfast.save(where / "a.pt", content(1))
         holdfast.torch.save_sharded(where / "b", content(2))
-        own = holdfast.torch.save_sharded(where / "c", content(3), block=False)
+        own = holdfast.torch.async_save_sharded(where / "c", content(3))
         below = child(lambda: save(where / "below")) if where.name == "child" else None
         own.wait()
         if below is not None:
@@ -214,7 +214,7 @@ def workers_of_a_data_loader(folder: Path) -> None:
     loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, persistent_workers=True)
     assert sorted(int(batch) for batch in loader) == list(range(8))
     handle.wait()
-    holdfast.torch.save_sharded(folder / "step", content(4), overwrite=True, block=False).wait()
+    holdfast.torch.async_save_sharded(folder / "step", content(4), overwrite=True).wait()
     assert sorted(int(batch) for batch in loader) == list(range(8))
     assert same(folder / "step", 4)
 
@@ -256,13 +256,13 @@ def random_moments(folder: Path) -> None:
 
     def save(where: Path) -> Callable[[], bool]:
         def job() -> bool:
-            holdfast.torch.save_sharded(where, content(1), block=False, durable=False).wait()
+            holdfast.torch.async_save_sharded(where, content(1), durable=False).wait()
             return same(where, 1)
 
         return job
 
     for number in range(60):
-        handle = holdfast.torch.save_sharded(folder / "step", content(number), overwrite=True, block=False, durable=False)
+        handle = holdfast.torch.async_save_sharded(folder / "step", content(number), overwrite=True, durable=False)
         time.sleep(moments.random() * 0.015)
         saves, sleeps = child(save(folder / f"child{number % 3}-{number}")), child(_sleep)
         handle.wait()
@@ -281,7 +281,7 @@ def random_signals(folder: Path) -> None:
         ours, theirs = os.pipe()
         pid = os.fork()
         if not pid:
-            holdfast.torch.save_sharded(where, content(number), block=False, durable=False)
+            holdfast.torch.async_save_sharded(where, content(number), durable=False)
             os.write(theirs, b"begun")
             if number % 3:
                 time.sleep(60)

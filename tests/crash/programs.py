@@ -79,7 +79,7 @@ def slowly() -> None:
 def begin(folder: Path, **more: object) -> object:
     """Begin a save that takes its time, and be done with it."""
     slowly()
-    return holdfast.torch.save_sharded(folder / "step", content(), block=False, **more)
+    return holdfast.torch.async_save_sharded(folder / "step", content(), **more)
 
 
 def writing(folder: Path) -> None:

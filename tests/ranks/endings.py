@@ -22,7 +22,7 @@ from torch.distributed._shard.sharded_tensor import api as _api  # noqa: F401  (
 
 from holdfast.stores.files import OsFiles
 from holdfast.torch.ranks import group
-from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from holdfast.torch.tensors import to_lazy as _state  # noqa: F401
 
 __all__ = ["CONTENT", "main"]
@@ -61,7 +61,7 @@ def _begin(folder: Path, rank: int) -> None:
     """Begin a save, and change everything at once."""
     _slowly()
     state = {name: tensor.clone() for name, tensor in CONTENT.items()}
-    handle = save_sharded(folder / "step", state, block=False)
+    handle = async_save_sharded(folder / "step", state)
     assert not handle.durable
     for tensor in state.values():
         tensor.zero_()
@@ -122,7 +122,7 @@ def fail_unseen(folder: Path, rank: int) -> None:
         raise OSError(28, "No space left on device")
 
     OsFiles.pwrite = refuse  # type: ignore[method-assign]
-    save_sharded(folder / "step", dict(CONTENT), block=False)
+    async_save_sharded(folder / "step", dict(CONTENT))
 
 
 def fail_seen(folder: Path, rank: int) -> None:
@@ -132,7 +132,7 @@ def fail_seen(folder: Path, rank: int) -> None:
         raise OSError(28, "No space left on device")
 
     OsFiles.pwrite = refuse  # type: ignore[method-assign]
-    handle = save_sharded(folder / "step", dict(CONTENT), block=False)
+    handle = async_save_sharded(folder / "step", dict(CONTENT))
     try:
         handle.wait()
     except OSError:

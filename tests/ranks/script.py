@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from holdfast.torch.ranks.load_sharded import load_sharded
-from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 
 
 def main(folder: str) -> None:
@@ -29,7 +29,7 @@ def main(folder: str) -> None:
         load_sharded(f"{folder}/{format}", other)
         assert torch.equal(other["table"].full_tensor(), table)
         assert torch.equal(other["plain"], plain)
-    save_sharded(f"{folder}/later", state, block=False)
+    async_save_sharded(f"{folder}/later", state)
     state["plain"].zero_()
     dist.destroy_process_group()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ import holdfast
 from holdfast.stores.files import OsFiles
 from holdfast.torch.cuda.stage import ROOM, Room
 from holdfast.torch.ranks import saving as sharded_save
-from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.endings import CONTENT
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import bits, check, sharded, state_of
@@ -46,7 +47,7 @@ def change_afterwards(world: World, path: str, format: str) -> None:
     state = state_of(world, nested=format != "safetensors")
     tensors = _tensors(state)
     with instead(sharded_save, "write_file", gate):
-        handle = save_sharded(path, state, group=world.group, format=format, block=False, durable=False)
+        handle = async_save_sharded(path, state, group=world.group, format=format, durable=False)
         assert handle.staged
         assert not handle.durable
         assert not handle.done()
@@ -104,7 +105,7 @@ def tear(world: World, path: str, kind: str) -> None:
         return before(self, nbytes, **more)
 
     with instead(Room, "take", take):
-        handle = save_sharded(path, state, group=world.group, block=False)
+        handle = async_save_sharded(path, state, group=world.group)
     handle.wait(30)
 
 
@@ -123,14 +124,12 @@ def two_saves(world: World, path: str, when_busy: str, busy_rank: int) -> str:
     gate = Gate()
     state = {f"w{i}": torch.ones(20) for i in range(3)}
     with instead(sharded_save, "write_file", gate if world.rank == busy_rank else sharded_save.write_file):
-        first = save_sharded(f"{path}1", state, group=world.group, block=False, durable=False)
+        first = async_save_sharded(f"{path}1", state, group=world.group, durable=False)
         if when_busy == "wait":
             threading.Timer(1.4, gate.opened.set).start()
         try:
             started = time.monotonic()
-            second = save_sharded(
-                f"{path}2", state, group=world.group, block=False, durable=False, when_busy=when_busy, deadline=0.7
-            )
+            second = async_save_sharded(f"{path}2", state, group=world.group, durable=False, when_busy=when_busy, deadline=0.7)
             said = f"second after {'a while' if time.monotonic() - started > 1.0 else 'no time'}"
             second.wait(30)
         except holdfast.errors.RanksFailed as error:
@@ -160,7 +159,7 @@ def collectives_meanwhile(world: World, path: str) -> float:
     """The training's own collectives on the same group go on while the save is written."""
     gate = Gate()
     with instead(sharded_save, "write_file", gate):
-        handle = save_sharded(path, state_of(world), group=world.group, block=False, durable=False)
+        handle = async_save_sharded(path, state_of(world), group=world.group, durable=False)
         total = torch.ones(1)
         for _ in range(20):
             torch.distributed.all_reduce(total, group=world.group)
@@ -179,7 +178,7 @@ def reuse(world: World, path: str) -> list[int]:
     addresses = []
     for i in range(3):
         state = {"w": torch.full((1000,), float(i)), "v": torch.full((10,), float(i))}
-        handle = save_sharded(f"{path}{i}", state, group=world.group, block=False, durable=False)
+        handle = async_save_sharded(f"{path}{i}", state, group=world.group, durable=False)
         assert handle.staged_nbytes >= 0
         handle.wait(30)
         addresses.append(ROOM.take(0, gpu=False).address)
@@ -202,7 +201,7 @@ def fail_later(world: World, path: str) -> None:
 
     state = {f"w{i}": torch.ones(20) for i in range(3)}
     with instead(OsFiles, "pwrite", refuse if world.rank == 1 else OsFiles.pwrite):
-        handle = save_sharded(path, state, group=world.group, block=False)
+        handle = async_save_sharded(path, state, group=world.group)
         while not handle.done():
             time.sleep(0.01)
     assert not handle.durable
@@ -265,7 +264,7 @@ def wait_for_nobody(world: World, path: str) -> float:
     if world.rank == 1:
         time.sleep(1.5)
     began = time.monotonic()
-    handle = save_sharded(path, {"rows": rows, "tied": rows, "step": 3}, group=world.group, block=False, durable=False)
+    handle = async_save_sharded(path, {"rows": rows, "tied": rows, "step": 3}, group=world.group, durable=False)
     taken = time.monotonic() - began
     handle.wait(30)
     return taken
@@ -286,7 +285,7 @@ def share_first(world: World, path: str) -> int:
 
     state = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
     with instead(pieces, "COMMON_NBYTES", 0):
-        handle = save_sharded(path, state, group=world.group, block=False, durable=False)
+        handle = async_save_sharded(path, state, group=world.group, durable=False)
     handle.wait(30)
     return handle.staged_nbytes
 
@@ -299,6 +298,12 @@ def test_replicas_are_shared_out_before_they_are_copied(pool: Pool, tmp_path: Pa
 
 def test_a_value_that_cannot_be_pickled_is_said_at_once(tmp_path: Path):
     with pytest.raises(holdfast.errors.RanksFailed, match=r"pickle|lambda"):
-        save_sharded(tmp_path / "step", {"w": torch.ones(3), "f": lambda: 0}, format="dcp", block=False)
+        async_save_sharded(tmp_path / "step", {"w": torch.ones(3), "f": lambda: 0}, format="dcp")
     assert list(tmp_path.iterdir()) == []
-    save_sharded(tmp_path / "step", {"w": torch.ones(3)}, format="dcp", block=False, when_busy="refuse").wait(30)
+    async_save_sharded(tmp_path / "step", {"w": torch.ones(3)}, format="dcp", when_busy="refuse").wait(30)
+
+
+def test_saves_now_and_later_are_asked_for_alike():
+    now, later = (inspect.signature(save).parameters for save in (save_sharded, async_save_sharded))
+    assert [str(now[name]) for name in now] == [str(later[name]) for name in later if name != "max_host_memory"]
+    assert "max_host_memory" not in now

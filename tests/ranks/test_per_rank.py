@@ -15,7 +15,7 @@ from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.per_rank import mark, marked, rank_key, size_in
 from holdfast.torch.ranks.replica_sums import differing, octet_sums, replica_sums
-from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 
@@ -33,7 +33,8 @@ def rng(rank: int) -> torch.Tensor:
 
 def save_different(world: World, path: str, format: str, block: bool, check: bool = True) -> object:
     state = {"w": torch.arange(8.0), "deep": {"rng": rng(min(world.rank, 1))}, "turned": torch.arange(6.0).reshape(2, 3).T}
-    saved = save_sharded(path, state, group=world.group, format=format, block=block, check_replicas=check)
+    save = save_sharded if block else async_save_sharded
+    saved = save(path, state, group=world.group, format=format, check_replicas=check)
     return None if block else saved.wait() and None
 
 
@@ -106,7 +107,7 @@ def change_behind(world: World, path: str, common: int) -> None:
     """What is compared is what was copied: the caller changes its own as soon as it may."""
     sharded_save.little_in_common = lambda _: bool(common)
     state = {"t": torch.arange(100.0), "cut": sharded(torch.arange(12.0).reshape(6, 2), world.mesh(), (Shard(0),))}
-    handle = save_sharded(path, state, group=world.group, block=False)
+    handle = async_save_sharded(path, state, group=world.group)
     state["t"] += world.rank
     handle.wait()
 
@@ -148,7 +149,8 @@ PATTERNS = ["rng.*", "loader"]
 
 def save_own(world: World, path: str, format: str, block: bool) -> None:
     patterns = PATTERNS if format != "safetensors" else "rng.*"
-    saved = save_sharded(path, own_state(world, format=format), group=world.group, format=format, per_rank=patterns, block=block)
+    save = save_sharded if block else async_save_sharded
+    saved = save(path, own_state(world, format=format), group=world.group, format=format, per_rank=patterns)
     if not block:
         saved.wait()
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import holdfast
 from holdfast.errors import CannotHold, RanksFailed
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
-from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.pool import Pool, World, good
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -88,9 +88,8 @@ def same(one: tuple[nn.Module, torch.optim.Optimizer], other: tuple[nn.Module, t
 def test_a_model_an_optimizer_and_a_loader(tmp_path: Path, format: str, block: bool, steps: int):
     """Also into an optimizer that has not taken a step, and so has no tensors that could be filled."""
     model, optimizer = trained(1)
-    saved = save_sharded(
-        tmp_path / "step", {"model": model, "optimizer": optimizer, "loader": Loader(3, [2, 1])}, format=format, block=block
-    )
+    save = save_sharded if block else async_save_sharded
+    saved = save(tmp_path / "step", {"model": model, "optimizer": optimizer, "loader": Loader(3, [2, 1])}, format=format)
     if not block:
         saved.wait()
     other = trained(2, steps=steps)

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
-from holdfast.torch.ranks.save_sharded import save_sharded
+from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.pool import Pool, World, good
 from tests.ranks.states import bits
 
@@ -109,7 +109,8 @@ def train(world: World, path: str, format: str, block: bool) -> tuple[list[float
         if number == BEFORE:
             state = _state(model, optimizer, scheduler, number)
             saved = _plain(state)
-            handle = save_sharded(path, state, group=world.group, format=format, block=block, durable=False)
+            save = save_sharded if block else async_save_sharded
+            handle = save(path, state, group=world.group, format=format, durable=False)
         losses.append(_step(world, number, model, optimizer))
         scheduler.step()
     if not block:

@@ -16,7 +16,7 @@ from holdfast.inspect.stats import stats
 from holdfast.pruning.prune import prune
 from holdfast.rewrite.reshard import reshard
 from holdfast.stores.paths import found_path, local_path
-from holdfast.torch import load, load_into, load_sharded, save, save_sharded
+from holdfast.torch import async_save_sharded, load, load_into, load_sharded, save, save_sharded
 from holdfast.torch import open as open_torch
 
 URLS = ["s3://bucket/x", "gs://b/x.pt", "hf://org/model", "file:///tmp/x", "simplecache::s3://b/x", "S3://B/x", "a+b.c-1://x"]
@@ -54,7 +54,7 @@ WRITERS = {
     "save": lambda path: holdfast.save(path, STATE, format="native"),
     "save torch": lambda path: holdfast.save(path, STATE, format="torch"),
     "save_sharded": lambda path: save_sharded(path, {"w": torch.ones(2)}),
-    "save_sharded behind": lambda path: save_sharded(path, {"w": torch.ones(2)}, block=False),
+    "async_save_sharded": lambda path: async_save_sharded(path, {"w": torch.ones(2)}).wait(),
     "convert": lambda path: holdfast.convert("here.pt", path, format="native"),
     "convert with resume": lambda path: holdfast.convert("here.pt", path, format="native", resume=True),
     "convert, only explained": lambda path: holdfast.convert("here.pt", path, format="native", explain=True),
@@ -154,7 +154,7 @@ def test_the_command_line_refuses_the_same(command: str, here: Path, capsys: pyt
 def test_home_is_home_for_every_writer(verb: str, here: Path):
     for path in ("~/x", Path("~/y")):
         if verb != "convert, only explained":
-            WRITERS[verb](path) if "behind" not in verb else WRITERS[verb](path).wait()
+            WRITERS[verb](path)
             assert Path(path).expanduser().exists()
             assert not holdfast.verify(path).problems
     assert os.listdir(here) == ["here.pt"]

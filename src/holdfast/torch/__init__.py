@@ -5,7 +5,8 @@
     holdfast.torch.load_into(model, path)          fill a model from any format, without a second copy
     holdfast.torch.open(path)                      tensors when they are asked for, shared where the file shares them
 
-    holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded)
+    holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded);
+                                                   while training goes on: async_save_sharded
     holdfast.torch.sparsity                        masks on models: a drop-in for torch.ao.pruning
 
 This package, and nothing else in Holdfast, imports torch. What needs `torch.distributed` is imported when it is first asked for.
@@ -70,6 +71,7 @@ __all__ = [
     "StorageType",
     "TorchCheckpoint",
     "add_safe_globals",
+    "async_save_sharded",
     "check_module_version_greater_or_equal",
     "clear_safe_globals",
     "default_restore_location",
@@ -108,7 +110,8 @@ __all__ = [
 
 _WHERE = {
     "LocalShardsWrapper": "ranks.local_shards",
-    "SaveHandle": "ranks.background",
+    "SaveHandle": "ranks.handles",
+    "async_save_sharded": "ranks.save_sharded",
     "load_full": "ranks.load_sharded",
     "load_sharded": "ranks.load_sharded",
     "package_program": "export.packaging",

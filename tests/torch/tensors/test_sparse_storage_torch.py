@@ -6,7 +6,7 @@ from torch import nn
 
 import holdfast
 from holdfast.core.sparse.storage import packing_of
-from holdfast.torch import load_into, load_sharded, save_sharded
+from holdfast.torch import async_save_sharded, load_into, load_sharded, save_sharded
 from holdfast.torch import open as open_torch
 
 
@@ -82,7 +82,7 @@ def test_sparse_layouts_go_both_ways(tmp_path, kind, target):
 @pytest.mark.parametrize("block", [True, False], ids=["now", "in the background"])
 def test_save_sharded_packs_too(saved, tmp_path, block):
     state, path = saved
-    done = save_sharded(tmp_path / "sharded", state, sparse="auto", block=block)
+    done = (save_sharded if block else async_save_sharded)(tmp_path / "sharded", state, sparse="auto")
     if not block:
         done.wait()
     with holdfast.open(tmp_path / "sharded") as ckpt:

@@ -1,4 +1,4 @@
-"""Saving while training goes on: `save_sharded(…, block=False)`.
+"""Saving while training goes on: `async_save_sharded`.
 
     caller            │ describe, copy what this rank has │ trains on …
     background thread │                                   │ plan together, write, fsync, publish together │

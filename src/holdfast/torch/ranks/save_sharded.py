@@ -1,4 +1,4 @@
-"""`save_sharded`: the state of all ranks as one checkpoint, now or in the background."""
+"""`save_sharded` and `async_save_sharded`: the state of all ranks as one checkpoint, now or in the background."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.torch.ranks.files import FORMATS
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.saving import SavedShards, ShardedSave
 
-__all__ = ["save_sharded"]
+__all__ = ["async_save_sharded", "save_sharded"]
 
 
 def save_sharded(
@@ -35,11 +35,9 @@ def save_sharded(
     threads: int | None = None,
     progress: Callable[[int], None] | None = None,
     deadline: float = DEADLINE,
-    block: bool = True,
-    max_host_memory: int | None = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     sparse: str = "never",
-) -> SavedShards | SaveHandle:
+) -> SavedShards:
     """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
 
     Plain tensors are taken as replicated and written once, spread over the ranks by bytes; of DTensors, ShardedTensors and
@@ -54,22 +52,74 @@ def save_sharded(
     Raises `RanksFailed` on every rank where anything went wrong on one; a rank that shows no sign of life for `deadline` seconds,
     or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
 
-    With `block=False` it returns when what this rank has has been copied, without waiting for the others unless much of it is
-    replicated: a `SaveHandle`, whose `wait()` comes back when the checkpoint is there, or raises. A second save waits for the one
-    before, or is refused on all ranks (`when_busy`). Tensors on a GPU are copied into page-locked memory, kept for the next save:
-    up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
-    the current stream is asked to do from then on comes behind them.
+    A save that another one of this process is in the way of waits for it, or is refused on all ranks (`when_busy`).
     `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
     """
     where = local_path(path)
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
-    check_sparse(where, format, sparse)
-    # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
-    ranks = ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline)
-    saving = ShardedSave(
+    saving = _asked(
         where,
-        ranks=ranks,
+        group=group,
+        deadline=deadline,
+        format=format,
+        overwrite=overwrite,
+        durable=durable,
+        threads=threads,
+        progress=progress,
+        sparse=sparse,
+        values=values,
+        per_rank=per_rank,
+        check_replicas=check_replicas,
+    )
+    turn = False
+
+    def content() -> object:
+        nonlocal turn
+        busy(when_busy, where)
+        turn = True
+        return state_dicts(state)
+
+    try:
+        saving.describe(content, metadata=metadata)
+        saving.plan()
+        return saving.write()
+    finally:
+        saving.close()
+        if turn:
+            give_back()
+
+
+def async_save_sharded(
+    path: str | os.PathLike[str],
+    state: Stateful | Mapping[str, object],
+    *,
+    group: dist.ProcessGroup | None = None,
+    format: Literal["native", "dcp", "safetensors"] = "native",
+    overwrite: bool = False,
+    durable: bool = True,
+    metadata: Mapping[str, str] | None = None,
+    values: Literal["agree", "first"] = "agree",
+    per_rank: str | Sequence[str] = (),
+    check_replicas: bool = True,
+    threads: int | None = None,
+    progress: Callable[[int], None] | None = None,
+    deadline: float = DEADLINE,
+    max_host_memory: int | None = None,
+    when_busy: Literal["wait", "refuse"] = "wait",
+    sparse: str = "never",
+) -> SaveHandle:
+    """As `save_sharded`, and the caller trains on while it is written.
+
+    Returns when what this rank has has been copied, without waiting for the others unless much of it is replicated: a `SaveHandle`,
+    whose `wait()` comes back with the `SavedShards` when the checkpoint is there, or raises. A second save waits for the one
+    before, or is refused on all ranks (`when_busy`). Tensors on a GPU are copied into page-locked memory, kept for the next save:
+    up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
+    the current stream is asked to do from then on comes behind them.
+    """
+    where = local_path(path)
+    saving = _asked(
+        where,
+        group=group,
+        deadline=deadline,
         format=format,
         overwrite=overwrite,
         durable=durable,
@@ -78,7 +128,7 @@ def save_sharded(
         max_host_memory=max_host_memory,
         sparse=sparse,
         values=values,
-        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        per_rank=per_rank,
         check_replicas=check_replicas,
     )
     before: list[tuple[torch.Tensor, int]] = []
@@ -89,16 +139,13 @@ def save_sharded(
         busy(when_busy, where)
         turn = True
         found = state_dicts(state)
-        if not block:
-            before.extend(versions(found))
+        before.extend(versions(found))
         return found
 
     try:
         saving.describe(content, metadata=metadata)
-        if block or not saving.stages_first:
+        if not saving.stages_first:
             saving.plan()
-        if block:
-            return saving.write()
         nbytes = saving.stage(before)
         if saving.failed:
             saving.plan()  # raises here what the others hear of when they wait
@@ -111,3 +158,39 @@ def save_sharded(
             saving.close()
             if turn:
                 give_back()
+
+
+def _asked(
+    where: str,
+    *,
+    group: dist.ProcessGroup | None,
+    deadline: float,
+    format: str,
+    overwrite: bool,
+    durable: bool,
+    threads: int | None,
+    progress: Callable[[int], None] | None,
+    sparse: str,
+    values: Literal["agree", "first"],
+    per_rank: str | Sequence[str],
+    check_replicas: bool,
+    max_host_memory: int | None = None,
+) -> ShardedSave:
+    """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
+    if format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
+    check_sparse(where, format, sparse)
+    return ShardedSave(
+        where,
+        ranks=ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline),
+        format=format,
+        overwrite=overwrite,
+        durable=durable,
+        threads=threads,
+        progress=progress,
+        max_host_memory=max_host_memory,
+        sparse=sparse,
+        values=values,
+        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        check_replicas=check_replicas,
+    )

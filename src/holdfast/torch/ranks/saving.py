@@ -1,7 +1,7 @@
 """A sharded save: every rank writes a part, and all of it becomes a checkpoint in one step, or none of it does.
 
     every rank   describe: names, dtypes, shapes, boxes. No data moves
-                 (with block=False: copy what it has into buffers; the caller goes on)   ──► gather
+                 (in the background: copy what it has into buffers; the caller goes on)   ──► gather
     rank 0       plan: replicas dropped and spread, boxes checked to tile, files named;
                  open a hidden folder beside the target                              ──► each rank its part
     every rank   write its files there, checksums on the way, fsync                  ──► receipts
