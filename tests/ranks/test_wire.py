@@ -27,15 +27,14 @@ def states(draw):
         boxes.append([Box.at([o for o, _ in s], [n for _, n in s]) for s in draw(st.lists(sides, max_size=3))])
     others = [name for name in draw(st.lists(NAMES, unique=True, max_size=4)) if name not in names]
     values = {name: draw(st.binary(max_size=16)) for name in others}
-    local = {name: values.pop(name) for name in others if draw(st.booleans())}
     aliases = [(name, names[0]) for name, s, d in zip(names, shapes, dtypes, strict=True) if (s, d) == (shapes[0], dtypes[0])][1:]
-    return RankState.of(zip(names, dtypes, shapes, boxes, strict=True), values=values, local=local, aliases=aliases)
+    return RankState.of(zip(names, dtypes, shapes, boxes, strict=True), values=values, aliases=aliases)
 
 
 def parts(state):
     columns = [c.tolist() for c in (state.tensors, state.offsets, state.sizes)]
     c = state.catalogue
-    return c.names, c.dtypes, c.shapes, columns, list(state.values.items()), list(state.local.items()), state.aliases
+    return c.names, c.dtypes, c.shapes, columns, list(state.values.items()), state.aliases
 
 
 @given(states())
@@ -83,7 +82,7 @@ def raw(catalogue, header, columns=b""):
     """Bytes with these two documents and columns."""
     a, b = (d if isinstance(d, bytes) else json.dumps(d, separators=(",", ":")).encode() for d in (catalogue, header))
     b += b" " * (-(24 + len(a) + len(b)) % 8)
-    return b"hf-rank\x01" + len(a).to_bytes(8, "little") + len(b).to_bytes(8, "little") + a + b + columns
+    return b"hf-rank\x02" + len(a).to_bytes(8, "little") + len(b).to_bytes(8, "little") + a + b + columns
 
 
 def ints(*numbers):
@@ -91,7 +90,7 @@ def ints(*numbers):
 
 
 CATALOGUE = {"names": ["w"], "dtypes": ["float32"], "shapes": [[4]]}
-HEADER = {"boxes": 1, "values": [], "local": [], "aliases": []}
+HEADER = {"boxes": 1, "values": [], "aliases": []}
 
 
 def test_the_bytes_by_hand():
@@ -116,7 +115,6 @@ def test_the_bytes_by_hand():
         (CATALOGUE, HEADER | {"values": [["v", "AA"]]}, ints(0, 0, 4)),
         (CATALOGUE, HEADER | {"values": [["v", "00" * 65]]}, ints(0, 0, 4)),
         (CATALOGUE, HEADER | {"values": [["v", "00"], ["v", "00"]]}, ints(0, 0, 4)),
-        (CATALOGUE, HEADER | {"values": [["v", "00"]], "local": [["v", "00"]]}, ints(0, 0, 4)),
         (CATALOGUE, HEADER | {"values": [["w", "00"]]}, ints(0, 0, 4)),
         (CATALOGUE, HEADER | {"aliases": [["w", "w"]]}, ints(0, 0, 4)),
         (CATALOGUE, HEADER | {"aliases": [["w", "x"]]}, ints(0, 0, 4)),
@@ -136,8 +134,8 @@ def test_the_bytes_by_hand():
         (b'{"names":["\\ud800"],"dtypes":["int8"],"shapes":[[4]]}', HEADER, ints(0, 0, 4)),
         (b'{"names":["\xff"],"dtypes":["int8"],"shapes":[[4]]}', HEADER, ints(0, 0, 4)),
         (b"[" * 100_000, HEADER, ints(0, 0, 4)),
-        (CATALOGUE, b'{"boxes":1,"boxes":1,"values":[],"local":[],"aliases":[]}', ints(0, 0, 4)),
-        (CATALOGUE, b'{"boxes":1,"values":[],"local":[],"aliases":[]}        ', ints(0, 0, 4)),
+        (CATALOGUE, b'{"boxes":1,"boxes":1,"values":[],"aliases":[]}', ints(0, 0, 4)),
+        (CATALOGUE, b'{"boxes":1,"values":[],"aliases":[]}        ', ints(0, 0, 4)),
     ],
 )
 def test_what_cannot_be_is_refused(catalogue, header, columns):

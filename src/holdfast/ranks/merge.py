@@ -141,20 +141,14 @@ def _compare(h: Held, names: Ints, bases: Ints) -> tuple[npt.NDArray[np.bool_], 
 
 
 def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tuple[str, ...]], list[str]]:
-    """For each rank the values that it writes, and the problems.
-
-    A value that all ranks share is written by the lowest that has it; one that is a rank's own by that rank.
-    """
-    alike: dict[tuple[tuple[tuple[str, bytes], ...], tuple[tuple[str, bytes], ...]], list[int]] = {}
+    """For each rank the values that it writes, and the problems. A value is written by the lowest rank that has it."""
+    alike: dict[tuple[tuple[str, bytes], ...], list[int]] = {}
     for rank, state in enumerate(states):
-        alike.setdefault((tuple(state.values.items()), tuple(state.local.items())), []).append(rank)
+        alike.setdefault(tuple(state.values.items()), []).append(rank)
     shared: dict[str, dict[bytes, list[int]]] = {}
-    local: dict[str, list[int]] = {}
-    for (common, own), ranks in alike.items():
-        for name, digest in common:
+    for values, ranks in alike.items():
+        for name, digest in values:
             shared.setdefault(name, {}).setdefault(digest, []).extend(ranks)
-        for name, _ in own:
-            local.setdefault(name, []).extend(ranks)
     problems = []
     writes: list[list[str]] = [[] for _ in states]
     for name, versions in shared.items():
@@ -163,19 +157,14 @@ def share_values(states: Sequence[RankState], merged: Merged) -> tuple[list[tupl
             said = ", ".join(say_ranks(holders) for holders in versions.values())
             hint = f"pass values='first' to take the first, or per_rank=[{name!r}]"
             problems.append(f"the value {name!r} differs between {said}; {hint}")
-        if name in local:
-            problems.append(f"the value {name!r} is shared on {say_ranks(ranks)}, but local on {say_ranks(local[name])}")
         writes[ranks[0]].append(name)
-    both = [name for name in {**shared, **local} if name in merged.catalogue.positions]
-    problems += [_two_things(name, states) for name in both]
-    for rank, state in enumerate(states):
-        writes[rank].extend(state.local)
+    problems += [_two_things(name, states) for name in shared if name in merged.catalogue.positions]
     return [tuple(names) for names in writes], problems
 
 
 def _two_things(name: str, states: Sequence[RankState]) -> str:
     tensor = say_ranks(rank for rank, state in enumerate(states) if name in state.catalogue.positions)
-    value = say_ranks(rank for rank, state in enumerate(states) if name in state.values or name in state.local)
+    value = say_ranks(rank for rank, state in enumerate(states) if name in state.values)
     return f"{name!r} is a tensor on {tensor}, but a value on {value}"
 
 

@@ -1,10 +1,9 @@
-"""`plan_ranks`: which rank writes which box of which tensor into which file. Step 3 of a sharded save.
+"""`plan_ranks`: which rank writes which box of which tensor. Step 3 of a sharded save.
 
 1. Merge the catalogues; settle who writes which value, and which names are one tensor on all ranks (ranks/merge.py).
 2. Find the boxes that several ranks have, and check that those of each tensor tile it (ranks/survey.py, ranks/defects.py).
 3. Deal the boxes that have more than one holder, evenly by bytes (ranks/balance.py).
-4. Sort by writer. The boxes of a rank stay in the order of the catalogue and then in C order of their starts; a file is full when
-   the next box would make it larger than wanted.
+4. Sort by writer. The boxes of a rank stay in the order of the catalogue and then in C order of their starts.
 
 Every problem of every tensor is found before anything is said, and with a problem there is no plan. Everything is a column of
 integers, and the loops are over ranks, tensors or sets of holders, never over boxes. The same states give the same plan, always.
@@ -36,7 +35,7 @@ MAX_NBYTES = 1 << 60
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankWrites:
-    """What one rank writes: boxes in the order in which they lie in its files, and values."""
+    """What one rank writes: boxes in the order in which they are written, and values."""
 
     boxes: Ints
     """The number of each box in the columns of the rank's own `RankState`."""
@@ -45,19 +44,9 @@ class RankWrites:
     offsets: Ints
     """Lowest corners, a row for each dimension, as in `RankState`; dimensions beyond those that the rank knows are left out."""
     sizes: Ints
-    files: Ints
-    """The file of each box, counted from 0 on this rank. Ascending."""
     values: tuple[str, ...]
     nbytes: int
     """Bytes of tensors. What values take is not known to the plan."""
-
-    @property
-    def count(self) -> int:
-        return len(self.boxes)
-
-    @property
-    def file_count(self) -> int:
-        return int(self.files[-1]) + 1 if len(self.files) else 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +70,7 @@ class RankPlan:
         return np.array([w.nbytes for w in self.writes], np.int64)
 
     def boxes(self, rank: int) -> list[tuple[str, Box]]:
-        """The name and box of everything that one rank writes, in order: for people and tests, it makes an object a box."""
+        """The name and box of everything that one rank writes, in order."""
         writes, catalogue = self.writes[rank], self.catalogue
         named = []
         for i, t in enumerate(writes.tensors.tolist()):
@@ -89,25 +78,12 @@ class RankPlan:
             named.append((catalogue.names[t], Box.at(writes.offsets[:dims, i].tolist(), writes.sizes[:dims, i].tolist())))
         return named
 
-    def explain(self) -> str:
-        """The plan in words."""
-        if self.problems:
-            return "\n  - ".join([f"no plan for {len(self.catalogue):,} tensors:", *self.problems])
-        loads, boxes = self.nbytes, sum(w.count for w in self.writes)
-        files = sum(w.file_count for w in self.writes)
-        spread = f", {int(loads.min()):,} to {int(loads.max()):,} a rank" if len(loads) > 1 else ""
-        said = f"{len(self.catalogue):,} tensors in {boxes:,} boxes and {files:,} files: {int(loads.sum()):,} bytes{spread}"
-        return "\n".join([said, *self.notes])
 
-
-def plan_ranks(states: Sequence[RankState], *, max_file_nbytes: int | None = None, spread: bool = True) -> RankPlan:
+def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     """Plan the save of what all ranks have; `states[r]` is what rank r has.
 
-    Where several ranks have the same box, one writes it: chosen so that all write about as much, or, without `spread`, the lowest.
-    A file holds at most `max_file_nbytes` bytes of tensors, or one box.
+    Where several ranks have the same box, one writes it: chosen so that all write about as much.
     """
-    if max_file_nbytes is not None and max_file_nbytes < 1:
-        raise ValueError(f"a file must have room for at least one byte, got {max_file_nbytes}")
     merged = merge(states)
     catalogue = merged.catalogue
     held = [hold(state, places) for state, places in zip(states, merged.places, strict=True)]
@@ -122,8 +98,8 @@ def plan_ranks(states: Sequence[RankState], *, max_file_nbytes: int | None = Non
     problems = [text for _, text in of_tensors] + value_problems + _too_large(catalogue)
     if problems:
         return RankPlan(catalogue, (), aliases, tuple(problems), notes)
-    found.settle(spread)
-    return RankPlan(catalogue, tuple(_writes(states, merged, found, values, max_file_nbytes)), aliases, (), notes)
+    found.settle()
+    return RankPlan(catalogue, tuple(_writes(states, merged, found, values)), aliases, (), notes)
 
 
 class _Found:
@@ -192,9 +168,9 @@ class _Found:
             numbers = shared.numbers[order]
             self.writers[i][numbers], self.boxes[i][numbers] = shared.ranks[chosen], shared.boxes[chosen]
 
-    def settle(self, spread: bool) -> None:
+    def settle(self) -> None:
         """Fix the writers of all boxes, and with them the loads."""
-        if spread and self.holders:
+        if self.holders:
             self.deal()
         for writers, shared in zip(self.writers, self.shared, strict=True):
             np.add.at(self.loads, writers[shared.numbers], shared.nbytes)
@@ -251,30 +227,14 @@ def _marks(ranks: int) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _writes(
-    states: Sequence[RankState], merged: Merged, found: _Found, values: list[tuple[str, ...]], max_file_nbytes: int | None
-) -> Iterator[RankWrites]:
-    bits = np.array([row.bits for row in map(DTYPES.name, merged.catalogue.dtypes) if row is not None], np.int64)
+def _writes(states: Sequence[RankState], merged: Merged, found: _Found, values: list[tuple[str, ...]]) -> Iterator[RankWrites]:
     for rank, (state, own) in enumerate(zip(states, found.by_rank(), strict=True)):
         # A rank that writes all it has, in the order in which it has it, needs no copy.
         all_of_it = len(own) == state.count and bool((own[1:] > own[:-1]).all())
         tensors, offsets, sizes = (c if all_of_it else c[..., own] for c in (state.tensors, state.offsets, state.sizes))
         places = merged.places[rank]
         tensors = tensors if places is None else places[tensors]
-        files = _files(sizes, bits[tensors], max_file_nbytes) if max_file_nbytes is not None else np.zeros(len(own), np.int64)
-        yield RankWrites(own, tensors, offsets, sizes, files, values[rank], int(found.loads[rank]))
-
-
-def _files(sizes: Ints, bits: Ints, max_file_nbytes: int) -> Ints:
-    """The file of each box: as many boxes as fit, one at the least."""
-    files = np.zeros(len(bits), np.int64)
-    ends = np.cumsum((sizes.prod(axis=0) * bits + 7) // 8)
-    begin, number, before = 0, 0, 0
-    while begin < len(ends):
-        stop = max(begin + 1, int(np.searchsorted(ends, before + max_file_nbytes, side="right")))
-        files[begin:stop] = number
-        begin, number, before = stop, number + 1, int(ends[stop - 1])
-    return files
+        yield RankWrites(own, tensors, offsets, sizes, values[rank], int(found.loads[rank]))
 
 
 def _too_large(catalogue: Catalogue) -> list[str]:

@@ -115,9 +115,7 @@ class RankState:
     sizes: Ints
     """Lengths, of the same form."""
     values: Mapping[str, bytes] = field(default_factory=dict)
-    """Everything that is not a tensor and that all ranks agree on: its name, and a hash of its content."""
-    local: Mapping[str, bytes] = field(default_factory=dict)
-    """The same for what is this rank's own: every rank writes its own."""
+    """Everything that is not a tensor: its name, and a hash of its content, on which all ranks agree."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Pairs (name, base) of tensors whose boxes on this rank are the same memory. A base is not itself an alias."""
 
@@ -131,7 +129,6 @@ class RankState:
         tensors: Iterable[tuple[str, str, Sequence[int], Sequence[Box]]],
         *,
         values: Mapping[str, bytes] | None = None,
-        local: Mapping[str, bytes] | None = None,
         aliases: Iterable[tuple[str, str]] = (),
     ) -> RankState:
         """From the name, dtype, shape and boxes of each tensor.
@@ -150,7 +147,7 @@ class RankState:
                 raise MetadataError(f"a box of rank {box.rank} is no part of {catalogue.shapes[int(owners[i])]}", tensor=name)
             offsets[: box.rank, i] = box.start
             sizes[: box.rank, i] = box.shape
-        return cls(catalogue, owners, offsets, sizes, dict(values or {}), dict(local or {}), tuple(aliases))
+        return cls(catalogue, owners, offsets, sizes, dict(values or {}), tuple(aliases))
 
     @property
     def count(self) -> int:
@@ -183,13 +180,11 @@ class RankState:
 
     def _check_names(self) -> None:
         known = self.catalogue.positions
-        for names, others in ((self.values, known), (self.local, known), (self.local, self.values)):
-            if names and not names.keys().isdisjoint(others.keys()):
-                raise MetadataError(f"{min(names.keys() & others.keys())!r} is the name of two things")
-        for values in (self.values, self.local):
-            for name, digest in values.items():
-                if len(digest) > MAX_DIGEST_NBYTES:
-                    raise MetadataError(f"value {name!r} has a digest of {len(digest)} bytes; a hash is meant")
+        if not self.values.keys().isdisjoint(known.keys()):
+            raise MetadataError(f"{min(self.values.keys() & known.keys())!r} is the name of two things")
+        for name, digest in self.values.items():
+            if len(digest) > MAX_DIGEST_NBYTES:
+                raise MetadataError(f"value {name!r} has a digest of {len(digest)} bytes; a hash is meant")
         seen: set[str] = set()
         for name, base in self.aliases:
             if name not in known or base not in known or name == base or name in seen:

@@ -23,7 +23,7 @@ from holdfast.ranks.state import Catalogue, RankState
 
 __all__ = ["decode", "decode_all", "encode"]
 
-MAGIC = b"hf-rank\x01"
+MAGIC = b"hf-rank\x02"
 """What it is, and the version."""
 
 PREFIX_NBYTES = 24
@@ -40,7 +40,6 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     boxes: int
     values: tuple[tuple[str, str], ...]
     """Name and digest in hexadecimal."""
-    local: tuple[tuple[str, str], ...]
     aliases: tuple[tuple[str, str], ...]
 
 
@@ -52,7 +51,7 @@ def encode(state: RankState) -> bytes:
     """A rank's state as bytes; `decode` gives it back."""
     catalogue = state.catalogue.encoded()
     try:
-        header = msgspec.json.encode(Header(state.count, _pairs(state.values), _pairs(state.local), state.aliases))
+        header = msgspec.json.encode(Header(state.count, _pairs(state.values), state.aliases))
     except UnicodeEncodeError as error:
         raise MetadataError(f"a name holds half a surrogate pair: {error.object!r}") from error
     header += b" " * (-(PREFIX_NBYTES + len(catalogue) + len(header)) % WORD)
@@ -83,8 +82,7 @@ def decode(data: bytes, known: dict[bytes, Catalogue] | None = None) -> RankStat
     columns = np.frombuffer(data, "<i8", offset=begin).astype(np.int64, copy=False)
     tensors, offsets, sizes = np.split(columns, [header.boxes, header.boxes * (1 + catalogue.rank)])
     form = (catalogue.rank, header.boxes)
-    values, local = (_digests(pairs) for pairs in (header.values, header.local))
-    return RankState(catalogue, tensors, offsets.reshape(form), sizes.reshape(form), values, local, header.aliases)
+    return RankState(catalogue, tensors, offsets.reshape(form), sizes.reshape(form), _digests(header.values), header.aliases)
 
 
 def decode_all(described: Iterable[bytes]) -> list[RankState]:
