@@ -1,6 +1,6 @@
 """The shape of the package, held by tests: which layer may import which, who may import torch, who may print.
 
-    errors < core < metadata, plan, stores < formats, engine < ranks, inspect < rewrite < pruning < holdfast < cli, torch
+    errors < core < metadata, plan, stores < formats, engine < inspect < rewrite < pruning, ranks < holdfast < cli, torch
 
 Imports are found with `ast` in every module under `src/holdfast`, also those inside functions. Blocks under
 `TYPE_CHECKING` are not imports at run time and are left out.
@@ -33,10 +33,10 @@ BELOW = {
     "stores": {"errors", "core"},
     "formats": {"errors", "core", "metadata", "plan"},
     "engine": {"errors", "core", "metadata", "plan", "stores"},
-    "ranks": {*BYTES},
     "inspect": {*BYTES},
     "rewrite": {*BYTES, "inspect"},
     "pruning": {*BYTES, "inspect", "rewrite"},
+    "ranks": {*BYTES, "inspect", "rewrite"},
     "": {*VERBS},
     "cli": {*VERBS, ""},
     "torch": {*VERBS, "ranks", ""},

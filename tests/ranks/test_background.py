@@ -17,9 +17,9 @@ import torch
 from torch.distributed.tensor import Shard
 
 import holdfast
+from holdfast.ranks import write as rank_write
 from holdfast.stores.files import OsFiles
 from holdfast.torch.cuda.stage import ROOM, Room
-from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.endings import CONTENT
 from tests.ranks.pool import Pool, World, failures, good
@@ -35,7 +35,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
-        self._write = sharded_save.write_file
+        self._write = rank_write.write_file
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         assert self.opened.wait(30)
@@ -46,7 +46,7 @@ def change_afterwards(world: World, path: str, format: str) -> None:
     gate = Gate()
     state = state_of(world, nested=format != "safetensors")
     tensors = _tensors(state)
-    with instead(sharded_save, "write_file", gate):
+    with instead(rank_write, "write_file", gate):
         handle = async_save_sharded(path, state, group=world.group, format=format, durable=False)
         assert handle.staged
         assert not handle.durable
@@ -123,7 +123,7 @@ def two_saves(world: World, path: str, when_busy: str, busy_rank: int) -> str:
     """A second save while the first is held up, on one rank only."""
     gate = Gate()
     state = {f"w{i}": torch.ones(20) for i in range(3)}
-    with instead(sharded_save, "write_file", gate if world.rank == busy_rank else sharded_save.write_file):
+    with instead(rank_write, "write_file", gate if world.rank == busy_rank else rank_write.write_file):
         first = async_save_sharded(f"{path}1", state, group=world.group, durable=False)
         if when_busy == "wait":
             threading.Timer(1.4, gate.opened.set).start()
@@ -158,7 +158,7 @@ def test_the_second_save_is_refused(pool: Pool, tmp_path: Path):
 def collectives_meanwhile(world: World, path: str) -> float:
     """The training's own collectives on the same group go on while the save is written."""
     gate = Gate()
-    with instead(sharded_save, "write_file", gate):
+    with instead(rank_write, "write_file", gate):
         handle = async_save_sharded(path, state_of(world), group=world.group, durable=False)
         total = torch.ones(1)
         for _ in range(20):
@@ -281,7 +281,7 @@ def test_the_caller_waits_for_no_other_rank(pool: Pool, tmp_path: Path):
 
 def share_first(world: World, path: str) -> int:
     """Replicas: each rank copies its share alone."""
-    from holdfast.torch.ranks import pieces
+    from holdfast.ranks import pieces
 
     state = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
     with instead(pieces, "COMMON_NBYTES", 0):

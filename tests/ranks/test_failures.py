@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 import holdfast
 from holdfast.engine.commit.transactions import DirectoryTransaction
+from holdfast.formats.native.write import BoxToWrite
+from holdfast.ranks import together
 from holdfast.stores.files import OsFiles
 from holdfast.torch.ranks import load_sharded as sharded_load
 from holdfast.torch.ranks import saving as sharded_save
@@ -127,10 +129,10 @@ def fail_at(world: World, path: str, rank: int, step: str, format: str) -> None:
             state["strange"] = _raising(ValueError())
             save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "plan":
-            with instead(sharded_save, "plan_ranks", _raising(ZeroDivisionError("a bug in the planner"))):
+            with instead(together, "plan_ranks", _raising(ZeroDivisionError("a bug in the planner"))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "task":
-            with instead(sharded_save, "_cut", _raising(RuntimeError("a bug after the plan"))):
+            with instead(BoxToWrite, "cut", _raising(RuntimeError("a bug after the plan"))):
                 save_sharded(path, state, group=world.group, format=format, overwrite=True)
         case "layout":
             with instead(sharded_save, "rank_files", _raising(RuntimeError("a bug in the layout"))):
@@ -365,9 +367,6 @@ def test_ranks_that_do_different_things(pool: Pool, tmp_path: Path, how: str):
 
 def be_slow(world: World, path: str, where: str) -> float:
     started = time.monotonic()
-    deliver = sharded_save.ShardedSave._deliver
-    describe = sharded_save.describe_state
-    publish = sharded_save.ShardedSave._publish
 
     def later(call: Callable[..., object]) -> Callable[..., object]:
         def slow(*args: object, **kwargs: object) -> object:
@@ -377,12 +376,9 @@ def be_slow(world: World, path: str, where: str) -> float:
         return slow
 
     slow_rank = 0 if where == "publish" else 1
-    owner, name, call = {
-        "describe": (sharded_save, "describe_state", describe),
-        "write": (sharded_save.ShardedSave, "_deliver", deliver),
-        "publish": (sharded_save.ShardedSave, "_publish", publish),
-    }[where]
-    with instead(owner, name, later(call) if world.rank == slow_rank else call):
+    name = {"describe": "describe_state", "write": "write_files", "publish": "publish"}[where]
+    call = getattr(sharded_save, name)
+    with instead(sharded_save, name, later(call) if world.rank == slow_rank else call):
         save_sharded(path, state_of(world, 2.0), group=world.group, deadline=1.0)
     return time.monotonic() - started
 

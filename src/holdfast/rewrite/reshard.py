@@ -22,7 +22,7 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.engine.write import Progress
 from holdfast.errors import BadPlacement
-from holdfast.formats.native.split import lay_out_split
+from holdfast.formats.native.write import lay_out_split
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import SavePlan

@@ -51,7 +51,6 @@ __all__ = [
     "StoredSparse",
     "StoredTensor",
     "encode_manifest",
-    "is_packed",
     "parse_exact",
     "parse_fast",
     "parse_manifest",
@@ -161,11 +160,6 @@ class Parsed:
     recorded: Recorded
     version: int
     others: tuple[OtherFile, ...] = ()
-
-
-def is_packed(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether any chunk of these tensors is stored packed."""
-    return any(chunk.sparse is not None for stored in tensors.values() for chunk in stored.chunks)
 
 
 def encode_manifest(manifest: Manifest, recorded: Mapping[str, msgspec.Raw]) -> bytes:

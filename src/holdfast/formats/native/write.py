@@ -1,4 +1,11 @@
-"""Lay out a state as a native directory: data files, the Hugging Face index, and the manifest, which comes last.
+"""The writer of native directories: data files, the Hugging Face index, and the manifest, which comes last.
+
+    holdfast.json                      every tensor with its boxes: file, bytes, checksum
+    data-00001-of-00004.safetensors    what one process, or one rank of a mesh or a group, has written
+    model.safetensors.index.json       where every tensor lies whole in one file
+
+One process (`lay_out_native`) and a mesh (`lay_out_split`) lay out all of it at once. Of a group each rank lays out its own files
+(`box_file`), and the first one the index when all of them are there. The index is laid out by one function, `lay_out_index`.
 
 The data files are ordinary safetensors. A dtype that the format lacks is carried by one that has the same bytes, and the manifest
 has the true one:
@@ -7,14 +14,19 @@ has the true one:
     float4_e2m1fn_x2              F4          with the last dimension doubled
     quantised, bits, narrow ints  U8, I8, U16, I32      whatever numpy has for them
     packed, not in whole bytes    U8          the bytes, flat
+
+A file whose boxes are not whole tensors has torch's sharding metadata, so that torch's reader can join them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
+from holdfast.core.box import Box
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -30,23 +42,39 @@ from holdfast.formats.native.schema import (
     DataFile,
     Manifest,
     OtherFile,
+    StoredChunk,
     StoredTensor,
     encode_manifest,
 )
 from holdfast.formats.recorded import PAIRS, sharing_fields
 from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, plan_file
+from holdfast.formats.safetensors.sharding import SHARDING_INFO
 from holdfast.formats.safetensors.write import index_file, is_flat, metadata_problems
 from holdfast.formats.sharing import Sharing, find_sharing
 from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
-__all__ = ["OWN", "SHARD_NBYTES", "Pack", "carried", "lay_out_native", "other_files", "what_is_kept"]
+__all__ = [
+    "OWN",
+    "SHARD_NBYTES",
+    "BoxFile",
+    "BoxToWrite",
+    "Pack",
+    "box_file",
+    "carried",
+    "lay_out_index",
+    "lay_out_native",
+    "lay_out_split",
+    "sharding_texts",
+]
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""
 
 INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
+
+CANNOT = "a native checkpoint cannot hold this state"
 
 OWN: Mapping[str, object] = {"rest": MANIFEST}
 """What the record of each data file says: that it is one, so that a folder that has lost its manifest is known for what it was."""
@@ -63,8 +91,8 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pac
 
     Raises `CannotHold` with every problem: Python objects that have no form in the manifest, names that are no Unicode.
     """
-    sharing, fields, notes = what_is_kept(state)
-    written = sharing.written
+    kept = _what_is_kept(state)
+    written = kept.sharing.written
     packed = without_clashes(pack(written), list(written)) if pack else {}
     pieces = [
         carried(entry, part)
@@ -73,16 +101,176 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pac
     ]
     shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
     files = [plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, OWN) for i, shard in enumerate(shards)]
-    others = [] if packed else [index_file(INDEX, files, None)]
-    manifest = _manifest(state, written, packed, files, fields, others)
+    places = {entry: (number, place) for number, file in enumerate(files) for entry, place in file.places.items()}
+
+    def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
+        for name in written:
+            yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name))
+
+    return _whole_plan(state, files, chunks, places, kept)
+
+
+def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
+    """The plan of a directory in which rank r of a mesh has the boxes `parts[r]`. All boxes of a tensor together tile it.
+
+    Tensors that share memory are stored once, under the first of their names; boxes of the others are left out.
+    """
+    kept = _what_is_kept(state)
+    written = kept.sharing.written
+    files = []
+    for rank, boxes in enumerate(parts):
+        own = {name: box for name, box in boxes.items() if name in written}
+        ones = [BoxToWrite.cut(name, written[name], box) for name, box in own.items()]
+        key = f"data-{rank + 1:05}-of-{len(parts):05}.safetensors"
+        files.append(box_file(key, ones, sharding_texts(ones), label=f"{rank} "))
+
+    def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
+        for number, file in enumerate(files):
+            yield from file.chunks(crcs, number)
+
+    labels = [file.label + entry for file in files for entry in file.layout.places]
+    return _whole_plan(state, [file.layout for file in files], chunks, labels, kept)
+
+
+def _whole_plan(state: State, files: Sequence[FileLayout], chunks: Chunks, labels: Collection[str], kept: _Kept) -> SavePlan:
+    """The plan of a directory of which this process writes everything."""
+    most = Limits().header_nbytes
+    if any(file.header_nbytes > most for file in files):
+        raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
+    listed = [DataFile(file.plan.key, file.plan.nbytes) for file in files]
+    tensors = {name: (tensor.dtype.name, tensor.shape) for name, tensor in kept.sharing.written.items()}
+    index = lay_out_index(listed, tensors, chunks, labels=labels, fields=kept.fields, metadata=state.metadata)
+    return SavePlan("native", tuple(file.plan for file in files), tuple(kept.notes), directory=True, index=index)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxToWrite:
+    """One box of a tensor, on its way to a data file."""
+
+    name: str
+    box: Box
+    tensor: LazyTensor
+    """The elements of the box."""
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    @classmethod
+    def cut(cls, name: str, tensor: LazyTensor, box: Box) -> BoxToWrite:
+        """This box of a tensor."""
+        return cls(name, box, tensor if box.shape == tensor.shape else tensor[box.slices], tensor.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxFile:
+    """A data file with boxes of tensors, one of each at the most."""
+
+    layout: FileLayout
+    ones: tuple[BoxToWrite, ...]
+    packed: Mapping[str, SparseParts]
+    label: str
+    """What stands before the names of its entries where their checksums are looked up."""
+
+    def chunks(self, crcs: Mapping[str, int], number: int = 0) -> Iterator[tuple[str, StoredChunk]]:
+        """The chunks in it, for the manifest in which it is the file of this number; each with its box."""
+        for one in self.ones:
+            yield (
+                one.name,
+                stored_chunk(
+                    one.name,
+                    lambda entry: (number, self.layout.places[entry]),
+                    lambda entry: crcs[self.label + entry],
+                    box=one.box,
+                    parts=self.packed.get(one.name),
+                ),
+            )
+
+
+def box_file(
+    key: str,
+    ones: Sequence[BoxToWrite],
+    texts: Mapping[str, str],
+    *,
+    fields: Mapping[str, object] = OWN,
+    label: str = "",
+    pack: Pack | None = None,
+) -> BoxFile:
+    """Lay out one data file. `texts` go into its metadata, `fields` into its record; boxes are packed where `pack` says so."""
+    packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
+    entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
+    layout = plan_file(key, [carried(entry, part) for entry, part in entries.items()], texts, fields, label=label)
+    return BoxFile(layout, tuple(ones), packed, label)
+
+
+def sharding_texts(ones: Iterable[BoxToWrite]) -> dict[str, str]:
+    """What torch's distributed reader needs to know of a file: where the piece of each tensor begins."""
+    offsets = {one.name: {"saved_offsets": list(one.box.start)} for one in ones}
+    return {"DCP_VERSION": "1.0", SHARDING_INFO: json.dumps(offsets)}
+
+
+Chunks = Callable[[Mapping[str, int]], Iterable[tuple[str, StoredChunk]]]
+"""From the checksums of the data, by label, to every chunk with the name of its tensor."""
+
+
+def lay_out_index(
+    files: Sequence[DataFile],
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]],
+    chunks: Chunks,
+    *,
+    labels: Collection[str] = (),
+    fields: Mapping[str, object],
+    metadata: Mapping[str, str],
+) -> tuple[FilePlan, ...]:
+    """What makes data files a native directory, in the order in which it is written: the manifest is last.
+
+    `tensors` are dtype and shape of each. `labels` are those of the data whose checksums are not known yet: with any, the manifest
+    is one late segment, whose length does not depend on them. `fields` are those of `formats.recorded`. There is an index for
+    `transformers` where it could read the files: where every tensor is whole, in one file, and not packed.
+
+    Raises `CannotHold` where the manifest would be longer than a reader takes.
+    """
+    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
+
+    def stored(crcs: Mapping[str, int]) -> dict[str, StoredTensor]:
+        found: dict[str, list[StoredChunk]] = {name: [] for name in tensors}
+        for name, chunk in chunks(crcs):
+            found[name].append(_without_box(chunk, tensors[name][1]))
+        return {name: StoredTensor(dtype, shape, tuple(found[name])) for name, (dtype, shape) in tensors.items()}
+
+    blank = stored(dict.fromkeys(labels, 0))
+    others = _index_for_others(files, blank)
+    beside = _other_files(others)
+
+    def encoded(listed: dict[str, StoredTensor]) -> bytes:
+        return encode_manifest(Manifest(FORMAT, VERSION, tuple(files), listed, dict(metadata), others=beside), rest)
+
+    raw = encoded(blank)
     most = Limits().index_nbytes
-    if manifest.nbytes > most or any(file.header_nbytes > Limits().header_nbytes for file in files):
-        raise CannotHold("a native checkpoint cannot hold this state", [f"the manifest would be longer than {most:,} bytes"])
-    plans = tuple(file.plan for file in files)
-    return SavePlan("native", plans, tuple(notes), directory=True, index=(*others, manifest))
+    if len(raw) > most:
+        raise CannotHold(CANNOT, [f"the manifest would have {len(raw):,} bytes, more than {most:,}"])
+    manifest = Late(len(raw), lambda crcs: encoded(stored(crcs))) if labels else Literal(raw)
+    return (*others, FilePlan(MANIFEST, (manifest,)))
 
 
-def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
+def _without_box(chunk: StoredChunk, shape: tuple[int, ...]) -> StoredChunk:
+    """A chunk that is a whole tensor has no box."""
+    if chunk.start is None or chunk.stop != shape or any(chunk.start):
+        return chunk
+    return StoredChunk(chunk.file, chunk.bytes, chunk.crc32, None, None, chunk.sparse)
+
+
+def _index_for_others(files: Sequence[DataFile], tensors: Mapping[str, StoredTensor]) -> list[FilePlan]:
+    places: list[tuple[int, tuple[int, int], str]] = []
+    for name, tensor in tensors.items():
+        for chunk in tensor.chunks:
+            if chunk.sparse is not None or chunk.start is not None:
+                return []
+            places.append((chunk.file, chunk.bytes, name))
+    places.sort()
+    weight_map = {name: files[number].name for number, _, name in places}
+    return [index_file(INDEX, weight_map, sum(stop - start for _, (start, stop), _ in places), None)]
+
+
+def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
     """The manifest's field about files that are known before any data is: their names, lengths and checksums."""
     listed = []
     for plan in plans:
@@ -91,11 +279,20 @@ def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.Un
     return tuple(listed) or msgspec.UNSET
 
 
-def what_is_kept(state: State) -> tuple[Sharing, dict[str, object], list[str]]:
-    """What is written once, what the manifest says beside the tensors, and what a person should know.
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """What a native directory keeps of a state beside its elements."""
 
-    Raises `CannotHold` with everything that has no place in a native checkpoint.
-    """
+    sharing: Sharing
+    """What is written once."""
+    fields: Mapping[str, object]
+    """What the manifest says beside the tensors."""
+    notes: Sequence[str]
+    """What a person should know."""
+
+
+def _what_is_kept(state: State) -> _Kept:
+    """Raises `CannotHold` with everything that has no place in a native checkpoint."""
     sharing = find_sharing(state.tensors)
     problems = metadata_problems(state)
     notes = sharing.notes()
@@ -106,8 +303,8 @@ def what_is_kept(state: State) -> tuple[Sharing, dict[str, object], list[str]]:
         notes += encoded.notes
         fields["tree"] = encoded.value
     if problems:
-        raise CannotHold("a native checkpoint cannot hold this state", list(dict.fromkeys(problems)))
-    return sharing, fields, notes
+        raise CannotHold(CANNOT, list(dict.fromkeys(problems)))
+    return _Kept(sharing, fields, notes)
 
 
 def carried(name: str, tensor: LazyTensor) -> Piece:
@@ -125,28 +322,3 @@ def carried(name: str, tensor: LazyTensor) -> Piece:
     if plain is None or plain.safetensors is None:
         return Piece.of(tensor, name, "U8", (tensor.nbytes,))
     return Piece.of(tensor, name, plain.safetensors, shape)
-
-
-def _manifest(
-    state: State,
-    written: Mapping[str, LazyTensor],
-    packed: Mapping[str, SparseParts],
-    files: list[FileLayout],
-    fields: Mapping[str, object],
-    others: Sequence[FilePlan],
-) -> FilePlan:
-    """The manifest as one late segment: its checksums come when all data has passed by, its length does not depend on them."""
-    places = {entry: (number, place) for number, file in enumerate(files) for entry, place in file.places.items()}
-    rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
-    listed = tuple(DataFile(file.plan.key, file.plan.nbytes) for file in files)
-    beside = other_files(others)
-
-    def make(crcs: Mapping[str, int]) -> bytes:
-        tensors = {}
-        for name, tensor in written.items():
-            chunk = stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name))
-            tensors[name] = StoredTensor(tensor.dtype.name, tensor.shape, (chunk,))
-        return encode_manifest(Manifest(FORMAT, VERSION, listed, tensors, dict(state.metadata), others=beside), rest)
-
-    blank = make(dict.fromkeys(places, 0))
-    return FilePlan(MANIFEST, (Late(len(blank), make),))

@@ -92,16 +92,16 @@ def _plan_directory(
     ]
     if any(file.header_nbytes > Limits().header_nbytes for file in laid):
         return None
-    index = index_file(key, laid, fields)
+    weight_map = {name: file.plan.key for file in laid for name in file.places}
+    total = sum(stop - start for file in laid for start, stop in file.places.values())
+    index = index_file(key, weight_map, total, fields)
     notes = [*notes, *_order_notes(state, laid, fields)]
     return SavePlan("safetensors-dir", tuple(file.plan for file in laid), tuple(notes), directory=True, index=(index,))
 
 
-def index_file(key: str, files: list[FileLayout], fields: Mapping[str, object] | None) -> FilePlan:
-    """The Hugging Face index of some files; `fields` go into a record in its metadata, None for an index without one."""
-    weight_map = {name: file.plan.key for file in files for name in file.places}
-    total = sum(stop - start for file in files for start, stop in file.places.values())
-    metadata: dict[str, object] = {"total_size": total}
+def index_file(key: str, weight_map: Mapping[str, str], total_nbytes: int, fields: Mapping[str, object] | None) -> FilePlan:
+    """The Hugging Face index: the file of each name. `fields` go into a record in its metadata, None for an index without one."""
+    metadata: dict[str, object] = {"total_size": total_nbytes}
     if fields is not None:
         metadata[RECORD] = RecordText(fields, About(weight_map, {**metadata})).whole().decode("utf-8")
     document = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False)

@@ -36,9 +36,9 @@ STATUS = 120
 class SaveHandle:
     """A save that goes on in the background."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, staged_nbytes: int = 0) -> None:
         self.path = path
-        self.staged_nbytes = 0
+        self.staged_nbytes = staged_nbytes
         """Bytes that were copied before the caller went on."""
         self._future: Future[SavedShards] = Future()
         self._process = os.getpid()

@@ -25,11 +25,11 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.ranks.same_checkpoint import marked, unmarked
 from holdfast.rewrite.stateful import Stateful
 from holdfast.stores.paths import local_path
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.replicas import Replicated, Share, hand_on, offers, spread
-from holdfast.torch.ranks.same_checkpoint import marked, unmarked
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match
 from holdfast.torch.tensors.fill import Fill, fill
 

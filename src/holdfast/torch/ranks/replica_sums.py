@@ -6,13 +6,13 @@ random number generator or a shard that nobody declared, theirs would be lost, s
 1. What is in the memory of this process, by the CRC-32 of its bytes in C order, at the speed of memory and on all threads.
 2. What is on a GPU, where it is: sums of weighted words, a row of them at a time, then a hash of those. A 512th of it is moved.
 
-Sums of one kind are compared; ranks of one save rarely differ in the kind. Most ranks tell the very same, which is looked at once.
+They are compared in `ranks/sums`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgspec
 import torch
@@ -20,11 +20,11 @@ import torch
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import slabs
 from holdfast.engine.digest import tensor_crcs
-from holdfast.ranks.merge import say_ranks
+from holdfast.engine.source import OpenSource
 from holdfast.torch.cuda.host import BLOCK_NBYTES
 from holdfast.torch.cuda.memory import GpuSource
 
-__all__ = ["differing", "octet_sums", "replica_sums", "say_different"]
+__all__ = ["octet_sums", "replica_sums"]
 
 ROW = 512
 """Words of eight bytes that make one sum."""
@@ -47,40 +47,13 @@ def replica_sums(tensors: Mapping[str, LazyTensor], *, threads: int) -> bytes:
         source = tensor.source
         if isinstance(source, GpuSource):
             gpu[name] = _on_gpu(tensor, source)
-        elif source.store.resident:
+        elif isinstance(source, OpenSource) and source.store.resident:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)
     told |= {name: [crc] for name, crc in zip(host, crcs, strict=True)}
     told |= {name: [hashlib.blake2b(sums, digest_size=16).digest()] for name, sums in _fetched(gpu)}
     return msgspec.msgpack.encode(told)
-
-
-def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
-    """The tensors that differ, from what all ranks told: for each, the ranks that have one and the same."""
-    alike: dict[bytes, list[int]] = {}
-    for rank, sums in enumerate(told):
-        if not sums:
-            continue  # it was told not to look
-        alike.setdefault(sums, []).append(rank)
-    found: dict[str, dict[int | bytes, list[int]]] = {}
-    for sums, ranks in alike.items():
-        for name, (one,) in msgspec.msgpack.decode(sums, type=dict[str, tuple[int | bytes]]).items():
-            found.setdefault(name, {}).setdefault(one, []).extend(ranks)
-    different: dict[str, list[list[int]]] = {}
-    for name, versions in found.items():
-        kinds = [type(one) for one in versions]
-        if len(kinds) > len(set(kinds)):
-            different[name] = list(versions.values())
-    return different
-
-
-def say_different(name: str, versions: Sequence[Sequence[int]]) -> str:
-    """One of them in words."""
-    return (
-        f"{name!r}: its elements differ between {', '.join(map(say_ranks, versions))}; pass per_rank=[{name!r}] to keep one for "
-        "each rank, or check_replicas=False to store one of them"
-    )
 
 
 def octet_sums(octets: torch.Tensor) -> torch.Tensor:

@@ -6,16 +6,18 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 
+from holdfast.core.tensor import LazyTensor
+from holdfast.ranks.files import FORMATS
 from holdfast.rewrite.formats import check_sparse
 from holdfast.rewrite.stateful import Stateful, state_dicts
 from holdfast.stores.paths import local_path
-from holdfast.torch.ranks.background import SaveHandle, begin, busy, give_back, versions
-from holdfast.torch.ranks.files import FORMATS
+from holdfast.torch.ranks.background import Course, begin
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
-from holdfast.torch.ranks.saving import SavedShards, ShardedSave
+from holdfast.torch.ranks.handles import SaveHandle
+from holdfast.torch.ranks.saving import Job, SavedShards, describe, plan, stage_described, stage_planned, write
+from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 
 __all__ = ["async_save_sharded", "save_sharded"]
 
@@ -55,9 +57,10 @@ def save_sharded(
     A save that another one of this process is in the way of waits for it, or is refused on all ranks (`when_busy`).
     `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
     """
-    where = local_path(path)
-    saving = _asked(
-        where,
+    course = Course()
+    job = _job(
+        local_path(path),
+        course,
         group=group,
         deadline=deadline,
         format=format,
@@ -70,22 +73,15 @@ def save_sharded(
         per_rank=per_rank,
         check_replicas=check_replicas,
     )
-    turn = False
 
     def content() -> object:
-        nonlocal turn
-        busy(when_busy, where)
-        turn = True
+        course.take_turn(when_busy, job.path)
         return state_dicts(state)
 
     try:
-        saving.describe(content, metadata=metadata)
-        saving.plan()
-        return saving.write()
+        return write(plan(describe(job, content, metadata=metadata)))
     finally:
-        saving.close()
-        if turn:
-            give_back()
+        course.close()
 
 
 def async_save_sharded(
@@ -115,9 +111,10 @@ def async_save_sharded(
     up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
     the current stream is asked to do from then on comes behind them.
     """
-    where = local_path(path)
-    saving = _asked(
-        where,
+    course = Course()
+    job = _job(
+        local_path(path),
+        course,
         group=group,
         deadline=deadline,
         format=format,
@@ -125,43 +122,44 @@ def async_save_sharded(
         durable=durable,
         threads=threads,
         progress=progress,
-        max_host_memory=max_host_memory,
         sparse=sparse,
         values=values,
         per_rank=per_rank,
         check_replicas=check_replicas,
     )
-    before: list[tuple[torch.Tensor, int]] = []
-    turn = handed = False
+    before: Versions = []
 
     def content() -> object:
-        nonlocal turn
-        busy(when_busy, where)
-        turn = True
+        course.take_turn(when_busy, job.path)
         found = state_dicts(state)
         before.extend(versions(found))
         return found
 
+    def copy(tensors: Sequence[LazyTensor]) -> Staged:
+        return stage(tensors, before, job.path, threads=job.count_threads(), max_host_memory=max_host_memory)
+
+    handed = False
     try:
-        saving.describe(content, metadata=metadata)
-        if not saving.stages_first:
-            saving.plan()
-        nbytes = saving.stage(before)
-        if saving.failed:
-            saving.plan()  # raises here what the others hear of when they wait
-        handle = begin(saving)
-        handle.staged_nbytes = nbytes
+        described = describe(job, content, metadata=metadata)
+        if described.stages_first:
+            described = stage_described(described, copy)
+            if isinstance(described.told, Exception):
+                plan(described)  # raises here what the others hear of when they wait
+            staged, rest = described.staged, lambda: write(plan(described))
+        else:
+            planned = stage_planned(plan(described), copy)
+            staged, rest = planned.staged, lambda: write(planned)
+        handle = begin(job.path, course, rest, staged_nbytes=staged.nbytes if staged is not None else 0)
         handed = True  # the thread ends it from here on
         return handle
     finally:
-        if not handed and saving.claim():
-            saving.close()
-            if turn:
-                give_back()
+        if not handed and course.claim():
+            course.close()
 
 
-def _asked(
-    where: str,
+def _job(
+    path: str,
+    course: Course,
     *,
     group: dist.ProcessGroup | None,
     deadline: float,
@@ -174,21 +172,23 @@ def _asked(
     values: Literal["agree", "first"],
     per_rank: str | Sequence[str],
     check_replicas: bool,
-    max_host_memory: int | None = None,
-) -> ShardedSave:
+) -> Job:
     """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
     if format not in FORMATS:
         raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
-    check_sparse(where, format, sparse)
-    return ShardedSave(
-        where,
-        ranks=ranks_of(group, doing=f"save {format} to {where!r}", deadline=deadline),
+    check_sparse(path, format, sparse)
+    # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
+    ranks = ranks_of(group, doing=f"save {format} to {path!r}", deadline=deadline)
+    course.open.callback(ranks.close)
+    return Job(
+        path,
+        ranks,
+        course.open,
         format=format,
         overwrite=overwrite,
         durable=durable,
         threads=threads,
         progress=progress,
-        max_host_memory=max_host_memory,
         sparse=sparse,
         values=values,
         per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),

@@ -24,10 +24,10 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.formats.dcp.lazy import Unread
+from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.stateful import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import different
 from holdfast.torch.ranks.fresh_optimizer import make_state
-from holdfast.torch.ranks.per_rank import marked, rank_key, size_in
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.fill import Fill
 from holdfast.torch.tensors.from_lazy import torch_dtype

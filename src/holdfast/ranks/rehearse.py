@@ -8,20 +8,25 @@ more than the length of the index; of the finished folder the index is read once
 
 from __future__ import annotations
 
+import io
+from collections import defaultdict
 from collections.abc import Mapping
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
+from holdfast.engine.stream import write_stream
+from holdfast.formats.native.write import BoxToWrite
+from holdfast.formats.torch.write import lay_out_torch_zip
+from holdfast.ranks.files import Contents, DcpIndex, Part, Receipt, index_files, rank_files
 from holdfast.rewrite.rehearse import Outline, check_holds, described
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.torch.ranks.files import Contents, Receipt, Written, index_files, rank_files
-from holdfast.torch.ranks.flat_state import Value
 
 __all__ = ["check_folder", "rehearse_contents", "rehearse_value"]
 
@@ -29,20 +34,21 @@ READ_AS = {"native": ("native",), "dcp": ("dcp",), "safetensors": ("safetensors"
 """What a finished folder is opened as. One safetensors file in a folder of its own is just that file."""
 
 
-def rehearse_contents(format: str, contents: Contents, path: str) -> None:
+def rehearse_contents(format: str, contents: Contents, path: str, *, dcp_index: DcpIndex) -> None:
     """Raise `CannotHold` where a checkpoint with these contents would not open, or would show other tensors."""
     nowhere = OpenSource(MemoryStore({}))
-    written = []
+    boxes = []
     for name, (dtype, shape) in _outlines(contents).items():
         if name not in contents.aliases:
             storage = Storage("nowhere", 0, dtype.nbytes(_count(shape)))
             tensor = LazyTensor.contiguous(name, dtype, shape, storage, nowhere)
-            written.append(Written(name, Box.whole(shape), tensor, shape))
+            boxes.append(BoxToWrite(name, Box.whole(shape), tensor, shape))
     # What is no tensor is looked at where it is, by `rehearse_value`.
-    values = dict.fromkeys(contents.values, Value(None, None).archive()) if contents.values else {}
-    files = rank_files(format, 0, 1, written, values, contents.metadata)
-    receipts = [Receipt(file.plan.key, file.plan.nbytes, tuple((box, 0) for box in file.boxes)) for file in files]
-    plans = [*(file.plan for file in files), *index_files(format, contents, receipts)]
+    values = dict.fromkeys(contents.values, _nothing()) if contents.values else {}
+    files = rank_files(format, Part(0, 1, boxes, contents.metadata, values))
+    unknown: Mapping[str, int] = defaultdict(int)
+    receipts = [Receipt(file.plan.key, file.plan.nbytes, list(file.chunks(unknown))) for file in files]
+    plans = [*(file.plan for file in files), *index_files(format, contents, receipts, dcp_index=dcp_index)]
     found = described(PlannedStore(plans, name=path), READ_AS[format])
     check_holds(found.tensors, _outlines(contents), path)
 
@@ -59,6 +65,13 @@ def check_folder(format: str, contents: Contents, folder: str) -> None:
         check_holds(described(store, READ_AS[format]).tensors, _outlines(contents), folder)
     finally:
         store.close()
+
+
+def _nothing() -> bytes:
+    """The archive of None."""
+    out = io.BytesIO()
+    write_stream(lay_out_torch_zip(State(None, {}, {})).files[0], out)
+    return out.getvalue()
 
 
 def _outlines(contents: Contents) -> Mapping[str, Outline]:

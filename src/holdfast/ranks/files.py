@@ -1,0 +1,196 @@
+"""The files that one rank writes of a sharded save, in each format, and the index that is written when all of them are there.
+
+    native        data-00001-of-00004.safetensors …       holdfast.json, and a Hugging Face index where nothing is split
+    safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file
+    dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json
+
+A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
+write and many threads spreads it over several files, written at once: the kernel has one thread at a time write to a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from holdfast.errors import CannotHold
+from holdfast.formats.dcp.beside import BESIDE, checksum_file
+from holdfast.formats.dcp.write import lay_out_items
+from holdfast.formats.native.chunks import in_file
+from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
+from holdfast.formats.native.write import OWN, BoxToWrite, Pack, box_file, lay_out_index, sharding_texts
+from holdfast.formats.safetensors.pieces import name_problem
+from holdfast.plan.saves import FilePlan, Literal
+
+__all__ = ["FORMATS", "Contents", "DcpIndex", "Part", "RankFile", "Receipt", "index_files", "is_part", "rank_files"]
+
+FORMATS = ("native", "safetensors", "dcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank writes of a checkpoint."""
+
+    rank: int
+    size: int
+    """How many ranks there are."""
+    boxes: Sequence[BoxToWrite]
+    metadata: Mapping[str, str]
+    values: Mapping[str, bytes] = field(default_factory=dict)
+    """DCP: the archives of what is no tensor, by flat names."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(one.tensor.nbytes for one in self.boxes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFile:
+    """One file of a rank."""
+
+    plan: FilePlan
+    chunks: Callable[[Mapping[str, int]], Iterable[tuple[str, StoredChunk]]]
+    """From the checksums of its data to what lies in it, by name; each chunk with its box."""
+
+
+class Receipt(msgspec.Struct):
+    """A file that a rank has written and synced."""
+
+    key: str
+    nbytes: int
+    chunks: list[tuple[str, StoredChunk]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the whole checkpoint holds, known to the rank that writes the index."""
+
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Holdfast's dtype name and shape of each."""
+    aliases: Mapping[str, str]
+    tree: object | None
+    """The state as typed JSON, where it is more than a flat dict of tensors."""
+    metadata: Mapping[str, str]
+    values: frozenset[str]
+    """DCP: the names of what is no tensor."""
+    paths: Mapping[str, tuple[str | int, ...]]
+    """DCP: every name, and the path to it in the nested state."""
+    grads: frozenset[str]
+    """DCP: the names of the tensors that require gradients."""
+
+
+DcpIndex = Callable[[Contents, Sequence[Receipt]], bytes]
+"""Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
+
+
+def is_part(name: str) -> bool:
+    """Whether a file in a directory belongs to a checkpoint of any of these formats, so that it may be replaced."""
+    return name.endswith((".safetensors", ".safetensors.index.json", ".distcp", ".metadata")) or name in (MANIFEST, BESIDE)
+
+
+def rank_files(format: str, part: Part, *, files: int = 1, pack: Pack | None = None) -> list[RankFile]:
+    """Lay out the files of one rank.
+
+    The boxes are spread over about as many `files` as are asked for. With `pack`, boxes of a native checkpoint are stored packed
+    where that is smaller.
+    """
+    shares = _spread(part.boxes, files)
+    if format == "dcp":
+        given = [(i, share, {} if i else part.values) for i, share in enumerate(shares)]
+        return [_dcp_file(f"__{part.rank}_{i}.distcp", share, values) for i, share, values in given if share or values]
+    rounds = [ones for share in shares for ones in _once_each(share)]
+    laid_out = []
+    for turn, ones in enumerate(rounds):
+        if format == "native":
+            again = f"-{turn + 1:05}" if turn else ""
+            key = f"data-{part.rank + 1:05}-of-{part.size:05}{again}.safetensors"
+        else:
+            key = f"shard-{part.rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
+        laid_out.append(_safetensors_file(key, ones, part.metadata, strict=format == "safetensors", pack=pack))
+    return laid_out
+
+
+def _spread(boxes: Sequence[BoxToWrite], files: int) -> list[list[BoxToWrite]]:
+    """Boxes in so many shares of about as many bytes, in their order. There is always a first share."""
+    total = sum(one.tensor.nbytes for one in boxes)
+    shares: list[list[BoxToWrite]] = [[] for _ in range(files)]
+    before = 0
+    for one in boxes:
+        middle = before + one.tensor.nbytes // 2
+        shares[min(middle * files // max(total, 1), files - 1)].append(one)
+        before += one.tensor.nbytes
+    return [share for i, share in enumerate(shares) if share or not i]
+
+
+def _once_each(boxes: Sequence[BoxToWrite]) -> list[list[BoxToWrite]]:
+    """Boxes in groups in which every tensor has one at the most."""
+    rounds: list[list[BoxToWrite]] = []
+    seen: dict[str, int] = {}
+    for one in boxes:
+        turn = seen.get(one.name, 0)
+        seen[one.name] = turn + 1
+        if turn == len(rounds):
+            rounds.append([])
+        rounds[turn].append(one)
+    return rounds
+
+
+def _safetensors_file(
+    key: str, ones: Sequence[BoxToWrite], metadata: Mapping[str, str], *, strict: bool, pack: Pack | None
+) -> RankFile:
+    problems = [f"{one.name}: {problem}" for one in ones if (problem := name_problem(one.name))]
+    if strict:
+        problems += [f"{o.name}: safetensors has no dtype for {o.tensor.dtype}" for o in ones if not o.tensor.dtype.safetensors]
+    if problems:
+        raise CannotHold("safetensors files cannot hold this state", problems)
+    texts = dict(metadata)
+    if strict or any(one.box.shape != one.shape for one in ones):
+        texts |= sharding_texts(ones)
+    file = box_file(key, ones, texts, fields={} if strict else OWN, pack=pack)
+    return RankFile(file.layout.plan, file.chunks)
+
+
+def _dcp_file(key: str, boxes: Sequence[BoxToWrite], values: Mapping[str, bytes]) -> RankFile:
+    archives = [(f"value {name}", (Literal(archive),)) for name, archive in values.items()]
+    labelled = [(f"{number} {one.name}", one) for number, one in enumerate(boxes)]
+    plan, items = lay_out_items(key, archives, [(label, one.tensor) for label, one in labelled])
+    places = {item.label: (item.offset, item.offset + item.nbytes) for item in items}
+
+    def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
+        """Where the archives lie; the checksum is that of the elements inside."""
+        for name in values:
+            yield name, StoredChunk(0, places[f"value {name}"], f"{0:08x}", (), ())
+        for label, one in labelled:
+            crc = crcs[label] if one.tensor.nbytes else 0
+            yield one.name, StoredChunk(0, places[label], f"{crc:08x}", one.box.start, one.box.stop)
+
+    return RankFile(plan, chunks)
+
+
+def index_files(format: str, contents: Contents, receipts: Sequence[Receipt], *, dcp_index: DcpIndex) -> list[FilePlan]:
+    """What is written last: it makes the files a checkpoint."""
+    if format == "native":
+        return _native_index(contents, receipts)
+    if format == "dcp":
+        metadata = dcp_index(contents, receipts)
+        return [FilePlan(BESIDE, (Literal(checksum_file(metadata)),)), FilePlan(".metadata", (Literal(metadata),))]
+    return []
+
+
+def _native_index(contents: Contents, receipts: Sequence[Receipt]) -> list[FilePlan]:
+    fields: dict[str, object] = {}
+    if contents.aliases:
+        fields["aliases"] = dict(contents.aliases)
+    if contents.tree is not None:
+        fields["tree"] = contents.tree
+    tensors = {name: meaning for name, meaning in contents.tensors.items() if name not in contents.aliases}
+    chunks = [
+        (name, msgspec.structs.replace(chunk, file=number, sparse=in_file(chunk.sparse, number)))
+        for number, receipt in enumerate(receipts)
+        for name, chunk in receipt.chunks
+    ]
+    listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
+    return list(lay_out_index(listed, tensors, lambda _: chunks, fields=fields, metadata=contents.metadata))

@@ -1,0 +1,118 @@
+"""Copies of what a rank saves in memory of our own, so that the caller may change its tensors.
+
+Buffers are kept from save to save. GPUs copy by themselves, and the caller's streams wait for that, not the caller (cuda/stage.py).
+Autograd's version counters are compared before and after: a tensor that was changed meanwhile would be torn, and is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from holdfast.core.protocols import Request
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.arrays import Resident
+from holdfast.engine.source import OpenSource
+from holdfast.errors import NotCommitted
+from holdfast.torch.cuda.host import HostBlock
+from holdfast.torch.cuda.memory import GpuSource
+from holdfast.torch.cuda.stage import ROOM, Copies
+from holdfast.torch.ranks.shards import is_sharded, shards_of
+
+__all__ = ["Staged", "Versions", "stage", "versions"]
+
+ALIGNMENT = 64
+
+Versions = list[tuple[torch.Tensor, int]]
+"""Tensors, each with the count of changes that autograd keeps."""
+
+
+def versions(state: object) -> Versions:
+    """The tensors in a state, each with the count of changes that autograd keeps; of sharded ones also their local parts.
+
+    An operator on a DTensor counts for the DTensor, one on its local part for that. What torch 2.13 does to DTensors with one
+    kernel for many (`foreach`, `fused`) is not counted: a thread that steps such an optimizer while another saves is not noticed.
+    """
+    found: Versions = []
+    for leaf in _tensors(state):
+        parts = [part.tensor for part in shards_of(leaf).parts] if is_sharded(leaf) else []
+        found += [(t, t._version) for t in (leaf, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
+    return found
+
+
+def _tensors(value: object) -> Iterable[object]:
+    if isinstance(value, torch.Tensor) or is_sharded(value):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _tensors(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _tensors(inner)
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """Tensors in memory of our own."""
+
+    tensors: list[LazyTensor]
+    nbytes: int
+    copies: Copies
+    """Those out of GPUs, which are waited for before anything is written."""
+
+
+def stage(
+    tensors: Sequence[LazyTensor],
+    before: Versions,
+    path: str,
+    *,
+    threads: int,
+    max_host_memory: int | None = None,
+) -> Staged:
+    """Copy tensors into our own memory, in parallel; nothing may change meanwhile. Those without bytes stay what they are."""
+    resident = Resident()
+    places, total = [], 0
+    for tensor in tensors:
+        total += -total % ALIGNMENT
+        places.append(total)
+        total += tensor.nbytes
+    gpu = any(isinstance(tensor.source, GpuSource) for tensor in tensors)
+    room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
+    copies = Copies(room)
+    outs: list[np.ndarray | None] = []
+    by_source: dict[int, tuple[LazyTensor, list[Request]]] = {}
+    for tensor, place in zip(tensors, places, strict=True):
+        if tensor.dtype.packed or not tensor.nbytes:
+            # Packed elements are never in the caller's memory: numpy and torch have none, so they come from an open checkpoint.
+            outs.append(None)
+            continue
+        out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
+        by_source.setdefault(id(tensor.source), (tensor, []))[1].append(Request(tensor, out))
+        outs.append(out)
+    try:
+        # GPUs first: they copy by themselves while the rest is copied here.
+        for tensor, requests in sorted(by_source.values(), key=lambda found: not isinstance(found[0].source, GpuSource)):
+            if isinstance(tensor.source, GpuSource):
+                copies.begin(tensor.source, requests)
+            else:
+                source = tensor.source
+                if isinstance(source, OpenSource) and source.store.resident:
+                    source.threads = threads  # made for this save, by a rank that shares the machine with others
+                source.read(requests)
+        staged = [t if out is None else _moved(t, out, resident, room) for t, out in zip(tensors, outs, strict=True)]
+        torn = sum(tensor._version != version for tensor, version in before)
+        if torn:
+            raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
+    except BaseException:
+        copies.wait()
+        raise
+    return Staged(staged, total, copies)
+
+
+def _moved(tensor: LazyTensor, out: np.ndarray, resident: Resident, room: HostBlock) -> LazyTensor:
+    """The same tensor, with its elements where they were copied to."""
+    memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
+    return resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0).renamed(tensor.name)
