@@ -1,9 +1,9 @@
 """`load_into`: fill a module or a state from a checkpoint, without a second copy of the weights.
 
-1. The places to fill are listed: what `state_dict()` of the module would name (`slots.py`).
-2. Names, shapes and dtypes are compared, and everything that does not fit is reported at once, before anything changes (`fit.py`).
-3. Submodules with their own way of loading get their part as a state dict (`selves.py`).
-4. Bytes are read straight into the memory of the tensors that are there, or of fresh ones for those on the meta device (`fill.py`).
+1. The places to fill are listed: what `state_dict()` of the module would name (`targets`).
+2. Names, shapes and dtypes are compared, and everything that does not fit is reported at once, before anything changes (`fit`).
+3. Submodules with their own way of loading get their part as a state dict (`own_loaders`).
+4. Bytes are read straight into the memory of the tensors that are there, or of fresh ones for those on the meta device.
 5. When all of them are filled, fresh tensors take their places.
 
     model = Transformer(config)                      or: with torch.device("meta")
@@ -25,7 +25,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HoldfastError
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.torch.modules.match import Choice, Fit, Match, Names, fit
+from holdfast.torch.modules.fit import Choice, Fit, Match, fit
+from holdfast.torch.modules.match import Names
 from holdfast.torch.modules.own_loaders import Own, Versions, load_self
 from holdfast.torch.modules.targets import find_targets, module_slots
 from holdfast.torch.tensors.allocate import Want, check_dtype, make_fresh, read_tensors
@@ -142,7 +143,8 @@ class Load:
 
     def run(self, *, strict: bool, progress: Progress | None) -> Loaded:
         found = fit(self._targets, self._names, self._choice, strict=strict)
-        found.check(self._names, self._targets, strict=strict)
+        wanted = [slot.name for slot in self._targets.slots]
+        found.check(self._names, found.unexpected, wanted, strict=strict)
         # What is built by itself is built before anything changes: its parts may turn out not to fit together.
         built = [(match, match.found.torch()) for match in found.matches if _is_built(match.found)]
         extras = self._read_extras(found)
@@ -153,7 +155,8 @@ class Load:
         found.missing += [name for own in selves for name in own.missing]
         found.unexpected += [name for own in selves for name in own.unexpected]
         if selves:
-            found.check(self._names, self._targets, strict=strict, changed=True)
+            changed = "only submodules that load themselves were"
+            found.check(self._names, found.unexpected, wanted, strict=strict, changed=changed)
         self._fill(found, {old: new for own in selves for old, new in own.replaced.items()}, progress)
         for match, value in built:
             self._place(match, value)

@@ -1,33 +1,32 @@
-"""Does a checkpoint fit a module? Everything that speaks against it is collected, before anything is changed.
+"""Does a checkpoint fit what it is to fill, a module or the state of a rank? Names, ties, shapes and dtypes of both.
 
-1. Each slot looks for its name in the checkpoint; slots that hold one tensor (tied weights) need only one name between them.
-2. What is found must have the slot's shape, and a dtype that can become the slot's.
-3. Names on either side that have no counterpart are listed, with those that look like it.
+1. Each place looks for its name in the checkpoint (`Names`); places over one memory (tied weights) need only one name between them
+   (`match_tied`).
+2. What is found must have the place's shape, and a dtype that can become the place's (`plain_problem`).
+3. Names on either side that have no counterpart are listed, with those that look like it (`Outcome.check`).
+
+Everything that speaks against it is collected before anything is changed. What kinds of places there are, and what else one of them
+asks for, is known to `fit` (modules) and to `torch/ranks/wanted` (what one rank asks for).
 """
 
 from __future__ import annotations
 
 import difflib
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from typing import Protocol, TypeVar
 
 import torch
-from torch import nn
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import Path
 from holdfast.errors import DoesNotFit, Unsupported
-from holdfast.torch.modules.targets import Slot, Targets, all_slots
-from holdfast.torch.tensors.allocate import CPU
 from holdfast.torch.tensors.from_lazy import torch_dtype
-from holdfast.torch.tensors.memory import memory_of
-from holdfast.torch.tensors.shared_regions import repeats
-from holdfast.torch.tensors.tree import ABSENT, find_value, opaque_inside
+from holdfast.torch.tensors.tree import ABSENT, find_value
 
-__all__ = ["Choice", "Fit", "Match", "Names", "different", "fit"]
+__all__ = ["Names", "Offer", "Outcome", "Place", "match_tied", "plain_problem", "short", "squeezed", "tied_note"]
 
 SHOWN = 200
 """Names of each kind that a message lists; all of them are in the error's attributes."""
@@ -39,199 +38,151 @@ COMPARED = 10_000
 """Names that are compared, at the most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the caller said about the tensors that are to be."""
-
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    assign: bool = False
-
-    def fresh(self, target: torch.Tensor) -> bool:
-        """Whether the target is replaced, and not filled."""
-        return self.assign or target.is_meta
-
-    def dtype_for(self, target: torch.Tensor, found: torch.dtype) -> torch.dtype:
-        """What the loaded tensor shall be."""
-        if not self.fresh(target):
-            return target.dtype
-        if self.dtype is not None and target.is_floating_point():
-            return self.dtype
-        return found if self.assign else target.dtype
-
-    def device_for(self, target: torch.Tensor) -> torch.device:
-        """Where the loaded tensor shall be."""
-        if not self.fresh(target):
-            return target.device
-        return self.device or (CPU if target.is_meta else target.device)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Match:
-    """Slots that hold one tensor, and what goes there."""
-
-    slots: tuple[Slot, ...]
-    found: LazyTensor | Composite
+class Place(Protocol):
+    """Something that a checkpoint fills."""
 
     @property
-    def target(self) -> torch.Tensor:
-        return self.slots[0].tensor
+    def name(self) -> str:
+        """Its dotted name."""
+
+
+class Offer(Protocol):
+    """What a checkpoint has for a place."""
+
+    def elements(self) -> Sequence[LazyTensor | Composite]:
+        """What would be read."""
+
+
+PlaceT = TypeVar("PlaceT", bound=Place)
+OfferT = TypeVar("OfferT", bound=Offer)
 
 
 class Names:
-    """The names of a checkpoint under a prefix, without it."""
+    """The names of a checkpoint under a prefix, without it, and which of them were asked for."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
         self.checkpoint = checkpoint
         self.prefix = prefix
-        self.left = dict.fromkeys(name[len(prefix) :] for name in checkpoint if name.startswith(prefix))
+        self.offered = [name for name in checkpoint if name.startswith(prefix)]
+        """All of them, as the checkpoint calls them."""
+        self.left = dict.fromkeys(name[len(prefix) :] for name in self.offered)
         """Those that nobody asked for yet."""
         self._all = frozenset(self.left)
 
     def __contains__(self, name: object) -> bool:
         return name in self._all
 
-    def take(self, name: str) -> LazyTensor | Composite | None:
-        """The tensor of a name, which counts as asked for."""
-        if name in self._all:
-            self.left.pop(name, None)
-            return self.checkpoint[self.prefix + name]
-        found = find_value(self.checkpoint.tree, self.prefix + name)
-        if not isinstance(found, Composite):
-            return None
-        for part in found.parts:
+    def __iter__(self) -> Iterator[str]:
+        return (name[len(self.prefix) :] for name in self.offered)
+
+    @property
+    def unexpected(self) -> list[str]:
+        """Those that nobody asked for, as the checkpoint calls them."""
+        return [self.prefix + name for name in self.left]
+
+    def find(self, name: str, path: Path | None = None) -> object:
+        """The tensor of a name, or whatever else the tree has there; `ABSENT` where there is nothing."""
+        return self.checkpoint[self.prefix + name] if name in self._all else self.value(name, path)
+
+    def value(self, name: str, path: Path | None = None) -> object:
+        """What the tree has under a name; by its path where that is known, since keys may have dots in them."""
+        tree: object = self.checkpoint.tree
+        if self.prefix or path is None:
+            return find_value(tree, self.prefix + name)
+        for step in path:
+            if isinstance(tree, Mapping):
+                # Integer keys of dicts are text in some formats, so either will do.
+                other: str | int = str(step) if isinstance(step, int) else int(step) if step.isdecimal() else step
+                tree = tree[step] if step in tree else tree.get(other, ABSENT)
+            elif isinstance(tree, list | tuple) and isinstance(step, int) and 0 <= step < len(tree):
+                tree = tree[step]
+            else:
+                return ABSENT
+        return tree
+
+    def take(self, name: str, found: object = None) -> None:
+        """Count a name as asked for, with the parts of a tensor that was found under it."""
+        self.left.pop(name, None)
+        for part in found.parts if isinstance(found, Composite) else ():
             self.left.pop(f"{name}.{part}", None)
-        return found
 
-    def take_value(self, name: str) -> object:
-        """Whatever stands under a name, tensor or not."""
-        if name in self._all:
-            return self.take(name)
-        found = find_value(self.checkpoint.tree, self.prefix + name)
-        if found is not ABSENT:
-            self.take_under(f"{name}.")
-        return found
-
-    def take_under(self, prefix: str) -> list[str]:
-        """Every name that begins so."""
-        taken = [name for name in self.left if name.startswith(prefix)]
-        for name in taken:
+    def take_under(self, prefix: str) -> None:
+        """Count every name that begins so as asked for."""
+        for name in [name for name in self.left if name.startswith(prefix)]:
             del self.left[name]
-        return taken
 
 
 @dataclass(slots=True)
-class Fit:
-    """What goes where, and what does not."""
+class Outcome:
+    """What speaks against a load, and what a person should know of it."""
 
-    matches: list[Match] = field(default_factory=list)
-    extras: dict[nn.Module, object] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    """As the checkpoint calls them."""
-    followers: list[Slot] = field(default_factory=list)
-    """Not in the checkpoint themselves, and tied to a tensor of a submodule that loads itself."""
     mismatched: dict[str, str] = field(default_factory=dict)
-    casts: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def check(self, names: Names, targets: Targets, *, strict: bool, changed: bool = False) -> None:
-        """Raise `DoesNotFit` with all that is wrong."""
-        if self.mismatched or (strict and (self.missing or self.unexpected)):
-            raise DoesNotFit(
-                self._message(names, targets, strict=strict, changed=changed),
-                missing=self.missing,
-                unexpected=self.unexpected,
-                mismatched=self.mismatched,
-                file=names.checkpoint.path,
-            )
-
-    def _message(self, names: Names, targets: Targets, *, strict: bool, changed: bool) -> str:
-        counts = [
-            f"{len(found):,} {word}"
-            for found, word in ((self.missing, "missing"), (self.unexpected, "unexpected"), (self.mismatched, "mismatched"))
-            if found
-        ]
-        what = "only submodules that load themselves were" if changed else "nothing was"
-        lines = [f"the checkpoint does not fit, and {what} changed: {', '.join(counts)}", *_hints(names, targets)]
+    def check(
+        self, names: Names, unexpected: Sequence[str], places: Iterable[str], *, strict: bool, changed: str = "nothing was"
+    ) -> None:
+        """Raise `DoesNotFit` with all that is wrong. `places` are all names that were looked for; `changed` begins a sentence."""
+        missing, left = (self.missing, unexpected) if strict else ((), ())
+        if not (missing or left or self.mismatched):
+            return
+        kinds = ((self.missing, "missing"), (unexpected, "unexpected"), (self.mismatched, "mismatched"))
+        counts = [f"{len(found):,} {word}" for found, word in kinds if found]
+        lines = [f"the checkpoint does not fit, and {changed} changed: {', '.join(counts)}", *_hints(names, list(places))]
         lines += _shown([f"mismatched {name!r}: {why}" for name, why in self.mismatched.items()])
-        if strict:
-            near = _similar(self.missing, [name[len(names.prefix) :] for name in self.unexpected])
-            lines += _shown([f"missing {name!r}{near.get(name, '')}" for name in self.missing])
-            lines += _shown([f"unexpected {name!r}" for name in self.unexpected])
-        return "\n  - ".join(lines)
+        near = _similar(missing, [name[len(names.prefix) :] for name in left])
+        lines += _shown([f"missing {name!r}{near.get(name, '')}" for name in missing])
+        lines += _shown([f"unexpected {name!r}" for name in left])
+        raise DoesNotFit(
+            "\n  - ".join(lines),
+            missing=self.missing,
+            unexpected=unexpected,
+            mismatched=self.mismatched,
+            file=names.checkpoint.path,
+        )
 
 
-def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
-    """Match slots with the tensors of a checkpoint. Reads data only where one slot is offered two tensors."""
-    found = Fit()
-    for name in targets.doubles:
-        found.mismatched[name] = "two tensors of the target have this name"
-    tied: dict[object, list[Slot]] = {}
-    for slot in targets.slots:
-        # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
-        tied.setdefault(id(slot.tensor) if choice.fresh(slot.tensor) else memory_of(slot.tensor), []).append(slot)
-    elsewhere = {
-        id(slot.tensor): prefix + slot.name
-        for prefix, module in targets.selves.items()
-        for slot in all_slots(module)
-        if prefix + slot.name in names
-    }
-    for slots in tied.values():
-        identity = id(slots[0].tensor)
-        if identity in elsewhere and not any(slot.name in names for slot in slots):
-            found.followers += slots
-            found.notes.append(_tied_note(slots, elsewhere[identity]))
-        else:
-            _match(slots, names, choice, found, strict=strict)
-    for name, module in targets.extras.items():
-        value = names.take_value(name)
-        if value is ABSENT:
-            found.missing.append(name)
-        elif opaque_inside(value):
-            found.mismatched[name] = "it holds objects of classes that Holdfast does not build"
-        else:
-            found.extras[module] = value
-    for prefix in targets.selves:
-        names.take_under(prefix)
-    order = {slot.name: number for number, slot in enumerate(targets.slots)}
-    found.missing.sort(key=lambda name: order.get(name, len(order)))
-    found.unexpected = [names.prefix + name for name in names.left]
-    return found
+def match_tied(
+    places: Sequence[PlaceT],
+    find: Callable[[PlaceT], OfferT | str | None],
+    outcome: Outcome,
+    *,
+    absent: Callable[[PlaceT], None],
+    strict: bool,
+) -> tuple[PlaceT, OfferT] | None:
+    """Places of one memory: the last name that is there gives its elements, as it would with `load_state_dict`.
 
-
-def _match(slots: list[Slot], names: Names, choice: Choice, found: Fit, *, strict: bool) -> None:
-    """Slots of one tensor: the last name that is there gives its elements, as it would with `load_state_dict`."""
-    offers = [(slot, offer) for slot in slots if (offer := names.take(slot.name)) is not None]
-    if not offers:
-        found.missing += [slot.name for slot in slots]
-        return
-    problems = {slot.name: why for slot, offer in offers if (why := _problem(slot, offer, choice)) is not None}
+    `find` says what there is for a place: an offer, None, or in words why it cannot be taken. Where no name is there at all,
+    `absent` is called for each place. Data is read only where the names offer several tensors.
+    """
+    found = [(place, find(place)) for place in places]
+    problems = {place.name: offer for place, offer in found if isinstance(offer, str)}
+    offers = [(place, offer) for place, offer in found if offer is not None and not isinstance(offer, str)]
     if problems:
-        found.mismatched |= problems
-        return
-    last, offer = offers[-1]
-    for slot, other in offers[:-1]:
-        if different(other, offer):
+        outcome.mismatched |= problems
+        return None
+    if not offers:
+        for place in places:
+            absent(place)
+        return None
+    last, taken = offers[-1]
+    for place, offer in offers[:-1]:
+        if any(different(one, other) for one, other in zip(offer.elements(), taken.elements(), strict=True)):
             why = f"it is tied to {last.name!r} here, and the checkpoint has other elements for that"
             if strict:
-                found.mismatched[slot.name] = why
+                outcome.mismatched[place.name] = why
             else:
-                found.notes.append(f"{slot.name!r}: {why}; those were taken")
-    absent = [slot for slot in slots if all(slot is not there for there, _ in offers)]
-    if absent:
-        found.notes.append(_tied_note(absent, last.name))
-    if isinstance(offer, LazyTensor):
-        offer = _squeezed(offer, last.tensor)
-        own = torch_dtype(offer.dtype)
-        wanted = choice.dtype_for(last.tensor, own)
-        if wanted != own:
-            found.casts |= {slot.name: f"{_short(own)} in the checkpoint, {_short(wanted)} here" for slot in slots}
-    found.matches.append(Match(tuple(slots), offer))
+                outcome.notes.append(f"{place.name!r}: {why}; those were taken")
+    followers = [place.name for place, offer in found if offer is None]
+    if followers:
+        outcome.notes.append(tied_note(followers, last.name))
+    return last, taken
 
 
-def _tied_note(absent: Sequence[Slot], name: str) -> str:
-    return f"not in the checkpoint, and tied to {name!r}: {', '.join(repr(slot.name) for slot in absent)}"
+def tied_note(followers: Sequence[str], name: str) -> str:
+    """What to know of places whose own names are not there."""
+    return f"not in the checkpoint, and tied to {name!r}: {', '.join(map(repr, followers))}"
 
 
 def different(a: LazyTensor | Composite, b: LazyTensor | Composite) -> bool:
@@ -243,22 +194,8 @@ def different(a: LazyTensor | Composite, b: LazyTensor | Composite) -> bool:
     return a.digest() != b.digest()
 
 
-def _problem(slot: Slot, offer: LazyTensor | Composite, choice: Choice) -> str | None:
-    """Why the slot cannot have what is offered."""
-    target = slot.tensor
-    if type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"it is a {type(target).__name__}, which holds its elements in a way of its own; fill the tensors inside of it"
-    if nn.parameter.is_lazy(target):
-        return "it has no shape yet; run the module once, or load through its own load_state_dict"
-    if choice.fresh(target):
-        if not slot.open:
-            return f"it is to be replaced, and a {type(slot.owner).__name__} cannot be changed"
-    elif (why := _fixed(target, choice)) is not None:
-        return why
-    if isinstance(offer, Composite):
-        return _composite_problem(target, offer, choice)
-    if target.layout is not torch.strided or target.is_quantized:
-        return f"it is {'quantised' if target.is_quantized else _short(target.layout)} here, and a plain tensor in the checkpoint"
+def plain_problem(offer: LazyTensor, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]) -> str | None:
+    """Why a plain tensor of this shape cannot have the elements that are offered; `dtype_problem` judges their dtype."""
     if offer.traits.meta:
         return "the checkpoint has its shape and no data: it was saved from the meta device"
     try:
@@ -266,82 +203,19 @@ def _problem(slot: Slot, offer: LazyTensor | Composite, choice: Choice) -> str |
     except Unsupported as error:
         return error.message
     pairs = offer.dtype.name == "float4_e2m1fn" and offer.ndim
-    shape = (*offer.shape[:-1], offer.shape[-1] // 2) if pairs else _squeezed(offer, target).shape
-    if shape != tuple(target.shape):
-        return f"{list(target.shape)} here, {list(shape)} in the checkpoint"
-    return _dtype_problem(target, own, choice)
+    there = (*offer.shape[:-1], offer.shape[-1] // 2) if pairs else squeezed(offer, shape).shape
+    if there != shape:
+        return f"{list(shape)} here, {list(there)} in the checkpoint"
+    return dtype_problem(own)
 
 
-def _fixed(target: torch.Tensor, choice: Choice) -> str | None:
-    """Why a tensor that is filled in place cannot be what the caller asks for."""
-    if target.layout is torch.strided and not target.is_nested and repeats(target.shape, target.stride()):
-        return "its elements share memory (an expanded tensor): there is no room for those of the checkpoint; clone it first"
-    if choice.dtype is not None and target.is_floating_point() and target.dtype != choice.dtype:
-        return f"it is filled in place and is {_short(target.dtype)}; for {_short(choice.dtype)} pass assign=True"
-    device = choice.device
-    if device is not None and (device.type != target.device.type or device.index not in (None, target.device.index)):
-        return f"it is filled in place, on {target.device}; for {device} pass assign=True"
-    return None
-
-
-def _dtype_problem(target: torch.Tensor, own: torch.dtype, choice: Choice) -> str | None:
-    wanted = choice.dtype_for(target, own)
-    if own == target.dtype == wanted:
-        return None
-    here, there = _kind(target.dtype), _kind(own)
-    if here != there and not (choice.dtype == wanted and here == "floating-point" and there in ("integer", "boolean")):
-        more = f"; pass dtype={wanted} to have it cast" if here == "floating-point" and there != "complex" else ""
-        return f"{_short(target.dtype)} here, {_short(own)} in the checkpoint{more}"
-    if wanted != own and not _castable(own, wanted):
-        return f"torch cannot cast {_short(own)}, which it is in the checkpoint, to {_short(wanted)}"
-    return None
-
-
-def _kind(dtype: torch.dtype) -> str:
-    if dtype.is_floating_point:
-        return "floating-point"
-    if dtype.is_complex:
-        return "complex"
-    return "boolean" if dtype is torch.bool else "integer"
-
-
-@cache
-def _castable(own: torch.dtype, wanted: torch.dtype) -> bool:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that complex halves are experimental
-            torch.empty(1, dtype=wanted, device="cpu").copy_(torch.empty(1, dtype=own, device="cpu"))
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
-
-
-def _composite_problem(target: torch.Tensor, offer: Composite, choice: Choice) -> str | None:
-    if choice.assign:
-        return None if offer.shape == tuple(target.shape) else f"{list(target.shape)} here, {list(offer.shape)} in the checkpoint"
-    own = "quantized" if target.is_quantized else _short(target.layout)
-    if own != offer.kind:
-        return f"{own} here, {offer.kind} in the checkpoint; pass assign=True to replace it"
-    if offer.shape != tuple(target.shape):
-        return f"{list(target.shape)} here, {list(offer.shape)} in the checkpoint"
-    values = offer.parts.get("int_repr", offer.parts.get("values"))
-    if values is None:
-        return f"a {offer.kind} tensor cannot be filled in place; pass assign=True to replace it"
-    if torch_dtype(values.dtype) != target.dtype:
-        return f"{_short(target.dtype)} here, {values.dtype} in the checkpoint; pass assign=True to replace it"
-    if target.is_quantized and not target.is_meta and offer.attributes.get("qscheme") != _short(target.qscheme()):
-        return f"{target.qscheme()} here, {offer.attributes.get('qscheme')} in the checkpoint"
-    if own not in ("quantized", "sparse_coo") and not target.is_meta and target._nnz() != values.shape[0]:
-        return f"{target._nnz():,} elements are stored here, {values.shape[0]:,} in the checkpoint; pass assign=True to replace it"
-    return None
-
-
-def _squeezed(offer: LazyTensor, target: torch.Tensor) -> LazyTensor:
+def squeezed(offer: LazyTensor, shape: tuple[int, ...]) -> LazyTensor:
     """A scalar was a tensor of one element before torch 0.4, and such files are still about."""
-    return offer[0] if offer.shape == (1,) and target.ndim == 0 else offer
+    return offer[0] if offer.shape == (1,) and not shape else offer
 
 
-def _short(value: object) -> str:
+def short(value: object) -> str:
+    """A dtype or a layout without the name of its module."""
     return str(value).removeprefix("torch.")
 
 
@@ -359,9 +233,8 @@ def _similar(missing: Sequence[str], left: Sequence[str]) -> dict[str, str]:
     return said
 
 
-def _hints(names: Names, targets: Targets) -> list[str]:
+def _hints(names: Names, wanted: list[str]) -> list[str]:
     """What to do where every name is there, with something in front of it on one of the sides."""
-    wanted = [slot.name for slot in targets.slots]
     if not wanted or any(name in names for name in wanted):
         return []
     everything = set(names.checkpoint)

@@ -17,7 +17,7 @@ from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import DoesNotFit
-from holdfast.torch.modules.match import Choice
+from holdfast.torch.modules.fit import Choice
 from holdfast.torch.modules.targets import EXTRA, Slot, all_slots
 from holdfast.torch.tensors.allocate import read_tensors
 from holdfast.torch.tensors.fill import Progress

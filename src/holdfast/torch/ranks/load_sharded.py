@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -28,6 +28,7 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.ranks.same_checkpoint import marked, unmarked
 from holdfast.rewrite.stateful import Stateful
 from holdfast.stores.paths import local_path
+from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.replicas import Replicated, Share, hand_on, offers, spread
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match
@@ -126,27 +127,28 @@ def load_sharded(
     checkpoint: Checkpoint | None = None
     try:
         wanted = Wanted()
-        offered: list[str] = []
+        names: Names | None = None
         problem: BaseException | None = None
         local: bytes | BaseException
         try:
             checkpoint = open_checkpoint(path, verify=verify, threads=threads or ranks.threads())
-            offered = [name for name in checkpoint if name.startswith(prefix)]
+            names = Names(checkpoint, prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
-            wanted = match(state, checkpoint, prefix=prefix, cast=cast, strict=strict, per_rank=per_rank, **place)
-            seen = hashlib.blake2b(msgspec.msgpack.encode(offered), digest_size=16).digest()
+            wanted = match(state, names, cast=cast, strict=strict, per_rank=per_rank, **place)
+            seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
             fits = not wanted.mismatched and not (strict and wanted.missing)
-            told = Told(seen, _bits(offered, wanted.used), fits, strict, offers(wanted.whole, group))
+            told = Told(seen, _bits(names), fits, strict, offers(wanted.whole, group))
             local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
         except Exception as error:
             local = error
         answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), replicated, machines=ranks.apart()))
         verdict = msgspec.msgpack.decode(answer, type=Verdict)
         asked = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
-        unexpected = [name for name, used in zip(offered, asked.tolist(), strict=False) if not used]
+        assert names is not None  # or this rank would have failed, and with it all of them
+        unexpected = [name for name, used in zip(names.offered, asked.tolist(), strict=False) if not used]
         if not verdict.fits:
             try:
-                wanted.check(unexpected, where, strict=strict)
+                wanted.check(names, unexpected, wanted.looked_for, strict=strict)
             except DoesNotFit as error:
                 problem = error
             ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
@@ -214,8 +216,8 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, machines: bool)
     return [msgspec.msgpack.encode(Verdict(fits, used[one.checkpoint].tobytes(), shares)) for one in told]
 
 
-def _bits(names: Sequence[str], used: Container[str]) -> bytes:
-    """A bit for each name, in order; those of the last byte that stand for no name are set."""
-    flags = np.ones(-(-len(names) // 8) * 8, np.bool_)
-    flags[: len(names)] = [name in used for name in names]
+def _bits(names: Names) -> bytes:
+    """A bit for each name, in order, set where it was asked for; those of the last byte that stand for no name are set."""
+    flags = np.ones(-(-len(names.offered) // 8) * 8, np.bool_)
+    flags[: len(names.offered)] = [name not in names.left for name in names]
     return np.packbits(flags).tobytes()

@@ -2,8 +2,8 @@
 
 1. The state is walked. Objects with a state (`rewrite/stateful`) are asked for their state dict, which is filled like any other and
    handed to them in the end; an optimizer that has not made its tensors yet gets them here (fresh_optimizer.py).
-2. Tensors over the same memory (tied weights) need only one name between them, as with `load_into`.
-3. A name that the checkpoint has once for each rank stands for this rank's (per_rank.py).
+2. Leaves are matched with the checkpoint as `load_into` matches the places of a module (`modules/match`).
+3. A name that the checkpoint has once for each rank stands for this rank's (`ranks/per_rank`).
 4. Shapes and dtypes are compared whatever else was asked for; which names nobody wanted is known when all ranks have told theirs.
 """
 
@@ -17,29 +17,23 @@ import torch
 from torch import nn
 
 from holdfast.core.box import Box
-from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted
-from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.stateful import Stateful, is_stateful, stateful_keys
-from holdfast.torch.modules.match import different
+from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
 from holdfast.torch.ranks.fresh_optimizer import make_state
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.fill import Fill
-from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.memory import memory_of
-from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree
+from holdfast.torch.tensors.tree import ABSENT, torch_tree
 
 __all__ = ["PerRank", "Wanted", "match"]
 
 PerRank = Literal["own", "keep"]
-
-LISTED = 60
-"""Lines of a message."""
 
 Put = Callable[[object], None]
 
@@ -58,7 +52,7 @@ class Leaf:
 
 
 @dataclass(slots=True)
-class Wanted:
+class Wanted(Outcome):
     """What one rank asks for, and what it would get."""
 
     fills: list[Fill] = field(default_factory=list)
@@ -70,11 +64,8 @@ class Wanted:
     """Where values of the state are replaced."""
     stateful: list[tuple[Path, Stateful, object]] = field(default_factory=list)
     """Objects that are handed their state dict, when it is filled."""
-    missing: list[str] = field(default_factory=list)
-    mismatched: dict[str, str] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
-    """The checkpoint's names that were asked for."""
-    notes: list[str] = field(default_factory=list)
+    looked_for: list[str] = field(default_factory=list)
+    """Every leaf of the state, by name."""
 
     def finish(self) -> None:
         """Put values in their places and hand state dicts over, the innermost first and then in an order that all ranks share."""
@@ -83,64 +74,50 @@ class Wanted:
         for _, target, state in sorted(self.stateful, key=lambda found: (-len(found[0]), dotted(found[0]))):
             target.load_state_dict(state)
 
-    def check(self, unexpected: list[str], path: str, *, strict: bool) -> None:
-        """Raise `DoesNotFit` with all that is wrong on this rank. `unexpected` is what no rank asked for."""
-        missing = self.missing if strict else []
-        left = unexpected if strict else []
-        if not (missing or left or self.mismatched):
-            return
-        lines = [f"{path} does not fit the state:"]
-        lines += [f"  {name}: {reason}" for name, reason in self.mismatched.items()]
-        lines += [f"  missing in the checkpoint: {name}" for name in missing]
-        lines += [f"  not in the state: {name}" for name in left]
-        if len(lines) > LISTED + 1:
-            lines = [*lines[:LISTED], f"  and {len(lines) - LISTED} more"]
-        raise DoesNotFit(
-            "\n".join(lines), missing=tuple(missing), unexpected=tuple(left), mismatched=dict(self.mismatched), file=path
-        )
+
+def match(state: object, names: Names, *, rank: int, size: int, cast: bool, strict: bool, per_rank: PerRank) -> Wanted:
+    """Look for everything in the state, and take its names. Reads data only where tied tensors are offered two."""
+    return Matching(names, rank, size, cast=cast, strict=strict, per_rank=per_rank).run(state)
 
 
-def match(
-    state: object,
-    checkpoint: Checkpoint,
-    *,
-    prefix: str,
-    rank: int,
-    size: int,
-    cast: bool,
-    strict: bool,
-    per_rank: PerRank,
-) -> Wanted:
-    """Look for everything in the state. Reads data only where tied tensors are offered two."""
-    return Matching(checkpoint, prefix, rank, size, cast=cast, strict=strict, per_rank=per_rank).run(state)
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What the checkpoint has for a tensor of the state."""
+
+    name: str
+    """Without the prefix."""
+    fills: list[Fill]
+    """One for each part of it that this rank has."""
+
+    def elements(self) -> list[LazyTensor]:
+        return [fill.lazy for fill in self.fills]
 
 
 class Matching:
     """One rank's state against a checkpoint."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str, rank: int, size: int, *, cast: bool, strict: bool, per_rank: PerRank
-    ) -> None:
-        self._checkpoint, self._prefix = checkpoint, prefix
+    def __init__(self, names: Names, rank: int, size: int, *, cast: bool, strict: bool, per_rank: PerRank) -> None:
+        self._names = names
         self._size, self._key = size, rank_key(rank, size)
         self._cast, self._strict, self._per_rank = cast, strict, per_rank
         self._others: dict[str, list[tuple[int, str]]] | None = None
-        self._order: list[str] = []
         self._wanted = Wanted()
 
     def run(self, state: object) -> Wanted:
+        wanted = self._wanted
         tied: dict[object, list[Leaf]] = {}
         for leaf in self._leaves(state):
+            wanted.looked_for.append(leaf.name)
             if isinstance(leaf.value, torch.Tensor) or is_sharded(leaf.value):
                 tied.setdefault(_memory(leaf.value), []).append(leaf)
             else:
                 self._value(leaf)
         for leaves in tied.values():
             self._tensors(leaves)
-        order = {name: number for number, name in enumerate(self._order)}
-        self._wanted.names.sort(key=order.__getitem__)
-        self._wanted.missing.sort(key=order.__getitem__)
-        return self._wanted
+        order = {name: number for number, name in enumerate(wanted.looked_for)}
+        wanted.names.sort(key=order.__getitem__)
+        wanted.missing.sort(key=order.__getitem__)
+        return wanted
 
     # The state.
 
@@ -151,7 +128,7 @@ class Matching:
         def enter(value: Stateful, at: Path, above: frozenset[int]) -> None:
             inner = _ask(value)
             if isinstance(value, torch.optim.Optimizer):
-                make_state(value, inner, self._checkpoint, self._prefix + dotted((*at, "")))
+                make_state(value, inner, self._names.checkpoint, self._names.prefix + dotted((*at, "")))
             self._wanted.stateful.append((at, value, inner))
             walk(inner, at, None, above)
 
@@ -173,46 +150,30 @@ class Matching:
                 found.append(Leaf(at, inner, put))
 
         walk(state, (), None, frozenset())
-        self._order = [leaf.name for leaf in found]
         return found
 
     # The checkpoint.
 
     def _find(self, path: Path) -> tuple[str, object]:
-        """What stands at a path, or at the one of this rank; the checkpoint's name of it."""
+        """What stands at a path, or at the one of this rank; and the name of it, without the prefix."""
         for place in (path, *marked(path, self._key)):
-            name = self._prefix + dotted(place)
-            if name in self._checkpoint:
-                return name, self._checkpoint[name]
-            found = self._at(place)
+            name = dotted(place)
+            found = self._names.find(name, place)
             if found is not ABSENT and not _by_rank(found):
                 return name, found
-        return self._prefix + dotted(path), ABSENT
-
-    def _at(self, path: Path) -> object:
-        """What the tree has at a path. Integer keys of dicts are text in some formats, so either will do."""
-        if self._prefix:
-            return find_value(self._checkpoint.tree, self._prefix + dotted(path))
-        tree: object = self._checkpoint.tree
-        for step in path:
-            if isinstance(tree, Mapping):
-                other: str | int = str(step) if isinstance(step, int) else int(step) if step.isdecimal() else step
-                tree = tree[step] if step in tree else tree.get(other, ABSENT)
-            elif isinstance(tree, list | tuple) and isinstance(step, int) and 0 <= step < len(tree):
-                tree = tree[step]
-            else:
-                return ABSENT
-        return tree
+        return dotted(path), ABSENT
 
     def _absent(self, leaf: Leaf) -> None:
         """There is nothing for a leaf; perhaps there is for other numbers of ranks."""
         sizes = set[int]()
         for i in range(1, len(leaf.path) + 1):
-            node = self._at(leaf.path[:i])
+            above = dotted(leaf.path[:i])
+            node = self._names.value(above, leaf.path[:i])
             sizes |= {size for key in (node if isinstance(node, Mapping) else ()) if (size := size_in(key)) is not None}
-            told = self._of_others().get(self._prefix + dotted(leaf.path[:i]), ())
+            told = self._of_others().get(above, ())
             sizes |= {size for size, _ in told}
-            self._wanted.used.update(name for size, name in told if size != self._size)
+            for name in (name for size, name in told if size != self._size):
+                self._names.take(name)
         sizes.discard(self._size)
         if not sizes:
             self._wanted.missing.append(leaf.name)
@@ -227,7 +188,7 @@ class Matching:
         """The tensors that the checkpoint has once for each rank: by what comes before the rank, how many ranks, and the name."""
         if self._others is None:
             self._others = {}
-            for name in self._checkpoint:
+            for name in self._names:
                 parts = name.split(".") if "rank-" in name else []
                 for i, part in enumerate(parts):
                     if (size := size_in(part)) is not None:
@@ -243,7 +204,8 @@ class Matching:
             self._absent(leaf)
         elif _has_tensors(found):
             wanted.mismatched[leaf.name] = f"the checkpoint has tensors here, and the state a {type(leaf.value).__name__}"
-            wanted.used.update(n for n in self._checkpoint if n == name or n.startswith(f"{name}."))
+            self._names.take(name)
+            self._names.take_under(f"{name}.")
         elif _foreign(found := _read(found)):
             wanted.mismatched[leaf.name] = f"an object that Holdfast does not build ({found!r:.80}); torch's own load does"
         else:
@@ -252,69 +214,52 @@ class Matching:
                 wanted.put.append((leaf.put, wanted.values[leaf.name]))
 
     def _tensors(self, leaves: list[Leaf]) -> None:
-        """Leaves of one memory: the last name that is there gives its elements, as it would with `load_state_dict`."""
+        """Leaves of one memory."""
         wanted = self._wanted
-        offers: list[tuple[Leaf, str, list[Fill]]] = []
-        absent, wrong = [], False
-        for leaf in leaves:
-            name, found = self._find(leaf.path)
-            if found is ABSENT:
-                absent.append(leaf)
-                continue
-            if isinstance(found, Composite):
-                wanted.used.update(f"{name}.{part}" for part in found.parts)
-            wanted.used.add(name)
-            fills = self._fit(leaf.value, found)
-            if isinstance(fills, str):
-                wanted.mismatched[leaf.name] = fills
-                wrong = True
-            else:
-                offers.append((leaf, name, fills))
-        if not offers:
-            for leaf in absent if not wrong else ():
-                self._absent(leaf)
+        taken = match_tied(leaves, self._offered, wanted, absent=self._absent, strict=self._strict)
+        if taken is None:
             return
-        last, name, fills = offers[-1]
-        for leaf, _, others in offers[:-1]:
-            if any(different(one.lazy, other.lazy) for one, other in zip(fills, others, strict=True)):
-                why = f"it is tied to {last.name!r} here, and the checkpoint has other elements for that"
-                if self._strict:
-                    wanted.mismatched[leaf.name] = why
-                else:
-                    wanted.notes.append(f"{leaf.name!r}: {why}; those were taken")
-        if absent:
-            names = ", ".join(repr(leaf.name) for leaf in absent)
-            wanted.notes.append(f"not in the checkpoint, and tied to {last.name!r}: {names}")
+        last, offered = taken
         wanted.names += [leaf.name for leaf in leaves]
-        wanted.fills += fills
-        if len(fills) == 1 and fills[0].lazy.shape == _shape(last.value):
-            wanted.whole[name] = fills[0]
+        wanted.fills += offered.fills
+        if len(offered.fills) == 1 and offered.fills[0].lazy.shape == _shape(last.value):
+            wanted.whole[self._names.prefix + offered.name] = offered.fills[0]
 
-    def _fit(self, value: object, offer: object) -> list[Fill] | str:
-        """How a tensor of the state is filled; or why it is not."""
+    def _offered(self, leaf: Leaf) -> Offered | str | None:
+        """What there is for a tensor of the state; or why it cannot be filled so."""
+        name, offer = self._find(leaf.path)
+        if offer is ABSENT:
+            return None
+        self._names.take(name, offer)
         if isinstance(offer, Composite):
             return "sparse and quantised tensors are not loaded in place; use load_into"
         if not isinstance(offer, LazyTensor):
             return f"the checkpoint has no tensor here, but a {type(offer).__name__}"
-        if is_sharded(value):
-            shards = shards_of(value)
-            shape, dtype = shards.shape, shards.dtype
-            parts = [(part.box, part.tensor) for part in shards.parts]
-        else:
-            tensor = cast(torch.Tensor, value)
-            shape, dtype = tuple(tensor.shape), tensor.dtype
-            parts = [(Box.whole(shape), tensor)]
-        if tuple(offer.shape) != shape:
-            return f"the checkpoint has {list(offer.shape)}, the state {list(shape)}"
-        try:
-            stored = torch_dtype(offer.dtype)
-        except HoldfastError as error:
-            return str(error)
-        if stored != dtype and not self._cast:
-            return f"the checkpoint has {stored}, the state {dtype}; pass cast=True to convert"
-        if offer.traits.meta or any(local.is_meta for _, local in parts):
+        if offer.dtype.packed:
+            return "elements that share bytes are not loaded in place; use load_into"
+        shape, dtype, parts = _parts(leaf.value)
+        problem = plain_problem(offer, shape, lambda own: self._dtype_problem(dtype, own))
+        if problem is not None:
+            return problem
+        if any(local.is_meta for _, local in parts):
             return "a tensor on the meta device has no elements to fill; use to_empty() first"
-        return [Fill(offer[box.slices], local.detach()) for box, local in parts if box.count]
+        lazy = squeezed(offer, shape)
+        return Offered(name, [Fill(lazy[box.slices], local.detach()) for box, local in parts if box.count])
+
+    def _dtype_problem(self, here: torch.dtype, own: torch.dtype) -> str | None:
+        if own == here or self._cast:
+            return None
+        return f"{short(here)} here, {short(own)} in the checkpoint; pass cast=True to convert"
+
+
+def _parts(value: object) -> tuple[tuple[int, ...], torch.dtype, list[tuple[Box, torch.Tensor]]]:
+    """Shape and dtype of a tensor of the state, and what this rank has of it."""
+    if is_sharded(value):
+        shards = shards_of(value)
+        return shards.shape, shards.dtype, [(part.box, part.tensor) for part in shards.parts]
+    tensor = cast(torch.Tensor, value)
+    shape = tuple(tensor.shape)
+    return shape, tensor.dtype, [(Box.whole(shape), tensor)]
 
 
 def _by_rank(value: object) -> bool:

@@ -1,0 +1,235 @@
+"""Does a checkpoint fit a module? The places of a module or a nested state, matched with what a checkpoint has (`match`).
+
+A place is filled, or replaced where the caller asked for that or there is nothing to fill; what that takes is judged here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import nn
+
+from holdfast.core.composite import Composite
+from holdfast.core.tensor import LazyTensor
+from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed, tied_note
+from holdfast.torch.modules.targets import Slot, Targets, all_slots
+from holdfast.torch.tensors.allocate import CPU
+from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.memory import memory_of
+from holdfast.torch.tensors.shared_regions import repeats
+from holdfast.torch.tensors.tree import ABSENT, opaque_inside
+
+__all__ = ["Choice", "Fit", "Match", "fit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What the caller said about the tensors that are to be."""
+
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    assign: bool = False
+
+    def fresh(self, target: torch.Tensor) -> bool:
+        """Whether the target is replaced, and not filled."""
+        return self.assign or target.is_meta
+
+    def dtype_for(self, target: torch.Tensor, found: torch.dtype) -> torch.dtype:
+        """What the loaded tensor shall be."""
+        if not self.fresh(target):
+            return target.dtype
+        if self.dtype is not None and target.is_floating_point():
+            return self.dtype
+        return found if self.assign else target.dtype
+
+    def device_for(self, target: torch.Tensor) -> torch.device:
+        """Where the loaded tensor shall be."""
+        if not self.fresh(target):
+            return target.device
+        return self.device or (CPU if target.is_meta else target.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """Slots that hold one tensor, and what goes there."""
+
+    slots: tuple[Slot, ...]
+    found: LazyTensor | Composite
+
+    @property
+    def target(self) -> torch.Tensor:
+        return self.slots[0].tensor
+
+
+@dataclass(slots=True)
+class Fit(Outcome):
+    """What goes where, and what does not."""
+
+    matches: list[Match] = field(default_factory=list)
+    extras: dict[nn.Module, object] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+    """As the checkpoint calls them."""
+    followers: list[Slot] = field(default_factory=list)
+    """Not in the checkpoint themselves, and tied to a tensor of a submodule that loads itself."""
+    casts: dict[str, str] = field(default_factory=dict)
+
+
+def fit(targets: Targets, names: Names, choice: Choice, *, strict: bool) -> Fit:
+    """Match slots with the tensors of a checkpoint. Reads data only where one slot is offered two tensors."""
+    found = Fit()
+    for name in targets.doubles:
+        found.mismatched[name] = "two tensors of the target have this name"
+    tied: dict[object, list[Slot]] = {}
+    for slot in targets.slots:
+        # Of a state dict, tied tensors are different objects over one memory. What is replaced is known by its object.
+        tied.setdefault(id(slot.tensor) if choice.fresh(slot.tensor) else memory_of(slot.tensor), []).append(slot)
+    elsewhere = {
+        id(slot.tensor): prefix + slot.name
+        for prefix, module in targets.selves.items()
+        for slot in all_slots(module)
+        if prefix + slot.name in names
+    }
+    for slots in tied.values():
+        identity = id(slots[0].tensor)
+        if identity in elsewhere and not any(slot.name in names for slot in slots):
+            found.followers += slots
+            found.notes.append(tied_note([slot.name for slot in slots], elsewhere[identity]))
+        else:
+            _match(slots, names, choice, found, strict=strict)
+    for name, module in targets.extras.items():
+        value = names.find(name)
+        names.take(name, value)
+        if value is not ABSENT and name not in names:
+            names.take_under(f"{name}.")
+        if value is ABSENT:
+            found.missing.append(name)
+        elif opaque_inside(value):
+            found.mismatched[name] = "it holds objects of classes that Holdfast does not build"
+        else:
+            found.extras[module] = value
+    for prefix in targets.selves:
+        names.take_under(prefix)
+    order = {slot.name: number for number, slot in enumerate(targets.slots)}
+    found.missing.sort(key=lambda name: order.get(name, len(order)))
+    found.unexpected = names.unexpected
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """What a checkpoint has for a slot."""
+
+    found: LazyTensor | Composite
+
+    def elements(self) -> list[LazyTensor | Composite]:
+        return [self.found]
+
+
+def _match(slots: list[Slot], names: Names, choice: Choice, found: Fit, *, strict: bool) -> None:
+    def find(slot: Slot) -> Offered | str | None:
+        offer = names.find(slot.name)
+        if not isinstance(offer, LazyTensor | Composite):
+            return None
+        names.take(slot.name, offer)
+        return _problem(slot, offer, choice) or Offered(offer)
+
+    def absent(slot: Slot) -> None:
+        found.missing.append(slot.name)
+
+    taken = match_tied(slots, find, found, absent=absent, strict=strict)
+    if taken is None:
+        return
+    last, offer = taken[0], taken[1].found
+    if isinstance(offer, LazyTensor):
+        offer = squeezed(offer, tuple(last.tensor.shape))
+        own = torch_dtype(offer.dtype)
+        wanted = choice.dtype_for(last.tensor, own)
+        if wanted != own:
+            found.casts |= {slot.name: f"{short(own)} in the checkpoint, {short(wanted)} here" for slot in slots}
+    found.matches.append(Match(tuple(slots), offer))
+
+
+def _problem(slot: Slot, offer: LazyTensor | Composite, choice: Choice) -> str | None:
+    """Why the slot cannot have what is offered."""
+    target = slot.tensor
+    if type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"it is a {type(target).__name__}, which holds its elements in a way of its own; fill the tensors inside of it"
+    if nn.parameter.is_lazy(target):
+        return "it has no shape yet; run the module once, or load through its own load_state_dict"
+    if choice.fresh(target):
+        if not slot.open:
+            return f"it is to be replaced, and a {type(slot.owner).__name__} cannot be changed"
+    elif (why := _fixed(target, choice)) is not None:
+        return why
+    if isinstance(offer, Composite):
+        return _composite_problem(target, offer, choice)
+    if target.layout is not torch.strided or target.is_quantized:
+        return f"it is {'quantised' if target.is_quantized else short(target.layout)} here, and a plain tensor in the checkpoint"
+    return plain_problem(offer, tuple(target.shape), lambda own: _dtype_problem(target, own, choice))
+
+
+def _fixed(target: torch.Tensor, choice: Choice) -> str | None:
+    """Why a tensor that is filled in place cannot be what the caller asks for."""
+    if target.layout is torch.strided and not target.is_nested and repeats(target.shape, target.stride()):
+        return "its elements share memory (an expanded tensor): there is no room for those of the checkpoint; clone it first"
+    if choice.dtype is not None and target.is_floating_point() and target.dtype != choice.dtype:
+        return f"it is filled in place and is {short(target.dtype)}; for {short(choice.dtype)} pass assign=True"
+    device = choice.device
+    if device is not None and (device.type != target.device.type or device.index not in (None, target.device.index)):
+        return f"it is filled in place, on {target.device}; for {device} pass assign=True"
+    return None
+
+
+def _dtype_problem(target: torch.Tensor, own: torch.dtype, choice: Choice) -> str | None:
+    wanted = choice.dtype_for(target, own)
+    if own == target.dtype == wanted:
+        return None
+    here, there = _kind(target.dtype), _kind(own)
+    if here != there and not (choice.dtype == wanted and here == "floating-point" and there in ("integer", "boolean")):
+        more = f"; pass dtype={wanted} to have it cast" if here == "floating-point" and there != "complex" else ""
+        return f"{short(target.dtype)} here, {short(own)} in the checkpoint{more}"
+    if wanted != own and not _castable(own, wanted):
+        return f"torch cannot cast {short(own)}, which it is in the checkpoint, to {short(wanted)}"
+    return None
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "floating-point"
+    if dtype.is_complex:
+        return "complex"
+    return "boolean" if dtype is torch.bool else "integer"
+
+
+@cache
+def _castable(own: torch.dtype, wanted: torch.dtype) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that complex halves are experimental
+            torch.empty(1, dtype=wanted, device="cpu").copy_(torch.empty(1, dtype=own, device="cpu"))
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _composite_problem(target: torch.Tensor, offer: Composite, choice: Choice) -> str | None:
+    if choice.assign:
+        return None if offer.shape == tuple(target.shape) else f"{list(target.shape)} here, {list(offer.shape)} in the checkpoint"
+    own = "quantized" if target.is_quantized else short(target.layout)
+    if own != offer.kind:
+        return f"{own} here, {offer.kind} in the checkpoint; pass assign=True to replace it"
+    if offer.shape != tuple(target.shape):
+        return f"{list(target.shape)} here, {list(offer.shape)} in the checkpoint"
+    values = offer.parts.get("int_repr", offer.parts.get("values"))
+    if values is None:
+        return f"a {offer.kind} tensor cannot be filled in place; pass assign=True to replace it"
+    if torch_dtype(values.dtype) != target.dtype:
+        return f"{short(target.dtype)} here, {values.dtype} in the checkpoint; pass assign=True to replace it"
+    if target.is_quantized and not target.is_meta and offer.attributes.get("qscheme") != short(target.qscheme()):
+        return f"{target.qscheme()} here, {offer.attributes.get('qscheme')} in the checkpoint"
+    if own not in ("quantized", "sparse_coo") and not target.is_meta and target._nnz() != values.shape[0]:
+        return f"{target._nnz():,} elements are stored here, {values.shape[0]:,} in the checkpoint; pass assign=True to replace it"
+    return None
