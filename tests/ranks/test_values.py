@@ -18,6 +18,7 @@ from holdfast.formats.dcp import values as dcp_values
 from holdfast.ranks.trees import flat_tree, merge_trees
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
+from tests.ranks.pool import Pool, World, good
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
@@ -98,7 +99,7 @@ def test_objects_that_are_not_built(tmp_path: Path):
     with pytest.raises(RanksFailed) as caught:
         load_sharded(tmp_path / "step", state)
     for name in ("kind", "one"):
-        assert f"{name}: an object that Holdfast does not build" in str(caught.value)
+        assert f"{name!r}: an object that Holdfast does not build" in str(caught.value)
     assert state["w"].tolist() == [0, 0]
     del state["kind"], state["one"]
     load_sharded(tmp_path / "step", state)
@@ -186,3 +187,13 @@ def test_an_ordered_dict_stays_one(tmp_path: Path):
     whole = load_full(tmp_path / "step")
     assert type(whole) is OrderedDict
     assert list(whole) == ["b", "a"]
+
+
+def tied_here_alone(world: World, path: str) -> tuple[str, ...]:
+    weight = torch.arange(6.0)
+    return save_sharded(path, {"a": weight, "b": weight if world.rank else weight.clone()}, group=world.group).notes
+
+
+def test_a_tie_on_some_ranks_only_is_told(pool: Pool, tmp_path: Path):
+    for notes in good(pool.run(2, tied_here_alone, str(tmp_path / "step"))):
+        assert notes == ("'b' and 'a' share memory on rank 1 but not on rank 0, so both are stored",)

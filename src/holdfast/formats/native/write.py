@@ -107,7 +107,7 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pac
         for name in written:
             yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name))
 
-    return _whole_plan(state, files, chunks, places, kept)
+    return _whole_plan(state, kept, files, chunks=chunks, labels=places)
 
 
 def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
@@ -129,10 +129,10 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
             yield from file.chunks(crcs, number)
 
     labels = [file.label + entry for file in files for entry in file.layout.places]
-    return _whole_plan(state, [file.layout for file in files], chunks, labels, kept)
+    return _whole_plan(state, kept, [file.layout for file in files], chunks=chunks, labels=labels)
 
 
-def _whole_plan(state: State, files: Sequence[FileLayout], chunks: Chunks, labels: Collection[str], kept: _Kept) -> SavePlan:
+def _whole_plan(state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, labels: Collection[str]) -> SavePlan:
     """The plan of a directory of which this process writes everything."""
     most = Limits().header_nbytes
     if any(file.header_nbytes > most for file in files):
@@ -231,10 +231,17 @@ def lay_out_index(
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
 
     def stored(crcs: Mapping[str, int]) -> dict[str, StoredTensor]:
-        found: dict[str, list[StoredChunk]] = {name: [] for name in tensors}
+        # Most tensors have one chunk: no list is made for those.
+        first: dict[str, StoredChunk] = {}
+        more: dict[str, list[StoredChunk]] = {}
         for name, chunk in chunks(crcs):
-            found[name].append(_without_box(chunk, tensors[name][1]))
-        return {name: StoredTensor(dtype, shape, tuple(found[name])) for name, (dtype, shape) in tensors.items()}
+            kept = chunk if chunk.start is None else _without_box(chunk, tensors[name][1])
+            if first.setdefault(name, kept) is not kept:
+                more.setdefault(name, []).append(kept)
+        return {
+            name: StoredTensor(dtype, shape, (first[name], *more[name]) if name in more else (first[name],))
+            for name, (dtype, shape) in tensors.items()
+        }
 
     blank = stored(dict.fromkeys(labels, 0))
     others = _index_for_others(files, blank)
@@ -253,21 +260,21 @@ def lay_out_index(
 
 def _without_box(chunk: StoredChunk, shape: tuple[int, ...]) -> StoredChunk:
     """A chunk that is a whole tensor has no box."""
-    if chunk.start is None or chunk.stop != shape or any(chunk.start):
+    if chunk.stop != shape or any(chunk.start or ()):
         return chunk
     return StoredChunk(chunk.file, chunk.bytes, chunk.crc32, None, None, chunk.sparse)
 
 
 def _index_for_others(files: Sequence[DataFile], tensors: Mapping[str, StoredTensor]) -> list[FilePlan]:
-    places: list[tuple[int, tuple[int, int], str]] = []
+    places = []
     for name, tensor in tensors.items():
         for chunk in tensor.chunks:
             if chunk.sparse is not None or chunk.start is not None:
                 return []
-            places.append((chunk.file, chunk.bytes, name))
+            places.append((chunk.file, *chunk.bytes, name))
     places.sort()
-    weight_map = {name: files[number].name for number, _, name in places}
-    return [index_file(INDEX, weight_map, sum(stop - start for _, (start, stop), _ in places), None)]
+    weight_map = {name: files[number].name for number, _, _, name in places}
+    return [index_file(INDEX, weight_map, sum(stop - start for _, start, stop, _ in places))]
 
 
 def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:

@@ -94,12 +94,14 @@ def _plan_directory(
         return None
     weight_map = {name: file.plan.key for file in laid for name in file.places}
     total = sum(stop - start for file in laid for start, stop in file.places.values())
-    index = index_file(key, weight_map, total, fields)
+    index = index_file(key, weight_map, total, fields=fields)
     notes = [*notes, *_order_notes(state, laid, fields)]
     return SavePlan("safetensors-dir", tuple(file.plan for file in laid), tuple(notes), directory=True, index=(index,))
 
 
-def index_file(key: str, weight_map: Mapping[str, str], total_nbytes: int, fields: Mapping[str, object] | None) -> FilePlan:
+def index_file(
+    key: str, weight_map: Mapping[str, str], total_nbytes: int, *, fields: Mapping[str, object] | None = None
+) -> FilePlan:
     """The Hugging Face index: the file of each name. `fields` go into a record in its metadata, None for an index without one."""
     metadata: dict[str, object] = {"total_size": total_nbytes}
     if fields is not None:

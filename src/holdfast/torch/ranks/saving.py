@@ -165,13 +165,13 @@ def describe(job: Job, state: Callable[[], object], *, metadata: Mapping[str, st
         raw, matched = mark(state(), job.per_rank, rank_key(job.ranks.rank, job.ranks.size))
         described = describe_state(raw, metadata=metadata)
         flat = flatten(described, raw) if job.format != "native" else FlatState()
-        told = _message(job.format, described, flat, matched)
+        told = _message(described, flat, matched, format=job.format)
         return Described(job, told, described, flat, unkept_notes(described, job.format))
     except Exception as error:
         return Described(job, error)
 
 
-def _message(format: str, state: State, flat: FlatState, matched: list[str]) -> bytes:
+def _message(state: State, flat: FlatState, matched: list[str], *, format: str) -> bytes:
     tree: bytes | None = None
     digests = flat.digests() if format == "dcp" else {}
     problems = list(flat.problems)
