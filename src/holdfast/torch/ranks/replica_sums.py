@@ -20,7 +20,6 @@ import torch
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import slabs
 from holdfast.engine.digest import tensor_crcs
-from holdfast.engine.source import OpenSource
 from holdfast.torch.cuda.host import BLOCK_NBYTES
 from holdfast.torch.cuda.memory import GpuSource
 
@@ -47,7 +46,7 @@ def replica_sums(tensors: Mapping[str, LazyTensor], *, threads: int) -> bytes:
         source = tensor.source
         if isinstance(source, GpuSource):
             gpu[name] = _on_gpu(tensor, source)
-        elif isinstance(source, OpenSource) and source.store.resident:
+        elif source.store.resident:
             host[name] = tensor
     some = sum(tensor.nbytes for tensor in host.values()) > ALONE_NBYTES
     crcs = tensor_crcs(list(host.values()), threads=threads if some else 1, expand=True)

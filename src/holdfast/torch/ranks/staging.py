@@ -100,7 +100,7 @@ def stage(
             else:
                 source = tensor.source
                 if isinstance(source, OpenSource) and source.store.resident:
-                    source.threads = threads  # made for this save, by a rank that shares the machine with others
+                    source = source.over(source.store, threads=threads)  # this rank shares the machine with others
                 source.read(requests)
         staged = [t if out is None else _moved(t, out, resident, room) for t, out in zip(tensors, outs, strict=True)]
         torn = sum(tensor._version != version for tensor, version in before)
