@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdfast import errors
+    from holdfast import errors, metadata
     from holdfast.core.box import Box
     from holdfast.core.checkpoint import Alias, Checkpoint
     from holdfast.core.chunk import Chunk, Storage
@@ -23,14 +23,19 @@ if TYPE_CHECKING:
     from holdfast.inspect.diff import Diff, diff
     from holdfast.inspect.open import open, read
     from holdfast.inspect.scan import ScanReport, scan
+    from holdfast.inspect.sparsity import TensorSparsity, sparsity
+    from holdfast.inspect.stats import TensorStats, stats
     from holdfast.inspect.verify import VerifyReport, verify
     from holdfast.pruning.prune import Pruned, prune
+    from holdfast.rewrite.alias_graph import AliasGraph, alias_graph
     from holdfast.rewrite.compact import Compacted, compact
     from holdfast.rewrite.convert import Conversion, convert
     from holdfast.rewrite.edit import edit
     from holdfast.rewrite.package import package
+    from holdfast.rewrite.planned import Saved
     from holdfast.rewrite.replace_weights import replace_weights
-    from holdfast.rewrite.save import Saved, save
+    from holdfast.rewrite.reshard import reshard
+    from holdfast.rewrite.save import save
     from holdfast.rewrite.tie import Tied, tie
 
 __version__ = "0.1.0"
@@ -38,6 +43,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "DTYPES": "core.dtype",
     "Alias": "core.checkpoint",
+    "AliasGraph": "rewrite.alias_graph",
     "Box": "core.box",
     "Checkpoint": "core.checkpoint",
     "Chunk": "core.chunk",
@@ -53,11 +59,14 @@ _WHERE = {
     "Limits": "core.limits",
     "Opaque": "core.opaque",
     "Pruned": "pruning.prune",
-    "Saved": "rewrite.save",
+    "Saved": "rewrite.planned",
     "ScanReport": "inspect.scan",
     "Storage": "core.chunk",
+    "TensorSparsity": "inspect.sparsity",
+    "TensorStats": "inspect.stats",
     "Tied": "rewrite.tie",
     "VerifyReport": "inspect.verify",
+    "alias_graph": "rewrite.alias_graph",
     "compact": "rewrite.compact",
     "convert": "rewrite.convert",
     "diff": "inspect.diff",
@@ -67,8 +76,11 @@ _WHERE = {
     "prune": "pruning.prune",
     "read": "inspect.open",
     "replace_weights": "rewrite.replace_weights",
+    "reshard": "rewrite.reshard",
     "save": "rewrite.save",
     "scan": "inspect.scan",
+    "sparsity": "inspect.sparsity",
+    "stats": "inspect.stats",
     "tie": "rewrite.tie",
     "verify": "inspect.verify",
 }
@@ -77,6 +89,7 @@ _WHERE = {
 __all__ = [
     "DTYPES",
     "Alias",
+    "AliasGraph",
     "Box",
     "Checkpoint",
     "Chunk",
@@ -95,31 +108,41 @@ __all__ = [
     "Saved",
     "ScanReport",
     "Storage",
+    "TensorSparsity",
+    "TensorStats",
     "Tied",
     "VerifyReport",
+    "alias_graph",
     "compact",
     "convert",
     "diff",
     "edit",
     "errors",
+    "metadata",
     "open",
     "package",
     "prune",
     "read",
     "replace_weights",
+    "reshard",
     "save",
     "scan",
+    "sparsity",
+    "stats",
     "tie",
     "verify",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name == "errors":
-        return import_module("holdfast.errors")
+    if name in ("errors", "metadata"):
+        return import_module(f"holdfast.{name}")
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     value = getattr(import_module(f"holdfast.{_WHERE[name]}"), name)
+    if callable(value) and value.__module__ != "holdfast.errors":
+        # What a person reads (help, a signature, the name of a class) is where they have it from.
+        value.__module__ = "holdfast"
     globals()[name] = value
     return value
 

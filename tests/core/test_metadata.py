@@ -1,4 +1,4 @@
-"""`holdfast.metadata` by itself, without torch, and what `Checkpoint.metadata()` says of every format."""
+"""`holdfast.metadata` by itself, without torch, and what `Checkpoint.describe()` says of every format."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_chunk_without_elements_hides_no_other():
     assert find_chunk(w, MetadataIndex("w", (0,))) is w.chunks[0]
 
 
-# `Checkpoint.metadata()`.
+# `Checkpoint.describe()`.
 
 STATE = {
     "w": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -273,7 +273,7 @@ NAMES = {
 def test_every_tensor_and_value_is_listed(tmp_path, format):
     holdfast.save(tmp_path / "a", STATE, format=format)
     with holdfast.open(tmp_path / "a") as ckpt:
-        metadata = ckpt.metadata()
+        metadata = ckpt.describe()
         listed = metadata.state_dict_metadata
         assert {name: isinstance(each, TensorStorageMetadata) for name, each in listed.items()} == NAMES
         w = listed["w"]
@@ -290,11 +290,11 @@ def test_the_places_are_where_the_bytes_are(tmp_path, format):
     path = tmp_path / "a"
     holdfast.save(path, tensors, format=format)
     with holdfast.open(path) as ckpt:
-        for index, place in ckpt.metadata().storage_data.items():
+        for index, place in ckpt.describe().storage_data.items():
             file = path / place.relative_path if path.is_dir() else path
             stored = file.read_bytes()[place.offset : place.offset + place.length]
             assert stored == tensors[index.fqn].tobytes()
-            assert find_chunk(ckpt.metadata().state_dict_metadata[index.fqn], index).offsets == index.offset
+            assert find_chunk(ckpt.describe().state_dict_metadata[index.fqn], index).offsets == index.offset
 
 
 def test_the_texts_are_still_there(tmp_path):
@@ -303,33 +303,33 @@ def test_the_texts_are_still_there(tmp_path):
         assert ckpt.metadata["licence"] == "mit"
         assert dict(ckpt.metadata) == ckpt.metadata == {"format": "pt", "licence": "mit"}
         assert copy.deepcopy(ckpt.metadata) == pickle.loads(pickle.dumps(ckpt.metadata)) == ckpt.metadata
-        assert ckpt.metadata() == ckpt.describe()
+        assert ckpt.describe() == ckpt.describe()
 
 
 def test_names_that_meet_are_both_listed(tmp_path):
     holdfast.save(tmp_path / "a", {"a.b": 1, "a": {"b": 2}}, format="native")
     with holdfast.open(tmp_path / "a") as ckpt:
-        metadata = ckpt.metadata()
+        metadata = ckpt.describe()
         assert metadata.planner_data == {"a.b": ("a.b",), "a.b#2": ("a", "b")}
 
 
 def test_a_value_by_itself_has_a_name(tmp_path):
     holdfast.save(tmp_path / "a", 5, format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
-        assert ckpt.metadata().state_dict_metadata == {"value": BytesStorageMetadata()}
+        assert ckpt.describe().state_dict_metadata == {"value": BytesStorageMetadata()}
 
 
 def test_a_shared_container_is_listed_once(tmp_path):
     inner = {"x": 1}
     holdfast.save(tmp_path / "a", {"one": inner, "two": inner}, format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
-        assert list(ckpt.metadata().state_dict_metadata) == ["one.x"]
+        assert list(ckpt.describe().state_dict_metadata) == ["one.x"]
 
 
 def test_an_ordered_dict_is_a_mapping_like_any_other(tmp_path):
     holdfast.save(tmp_path / "a", OrderedDict(a=OrderedDict(), b=[OrderedDict(c=1)], d=[[], [[2]]]), format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
-        assert list(ckpt.metadata().state_dict_metadata) == ["a", "b.0.c", "d"]
+        assert list(ckpt.describe().state_dict_metadata) == ["a", "b.0.c", "d"]
 
 
 def test_a_tree_of_shared_containers_is_walked_once(tmp_path):
@@ -339,19 +339,19 @@ def test_a_tree_of_shared_containers_is_walked_once(tmp_path):
         tree = [tree, tree]
     holdfast.save(tmp_path / "a", {"t": tree}, format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
-        assert len(ckpt.metadata().state_dict_metadata) == 1
+        assert len(ckpt.describe().state_dict_metadata) == 1
 
 
 def test_long_names_are_bounded(tmp_path):
     # One long key stands in the name of everything below it.
     holdfast.save(tmp_path / "a", {"k" * 300_000: {str(i): i for i in range(100)}}, format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt, pytest.raises(LimitExceeded):
-        ckpt.metadata()
+        ckpt.describe()
 
 
 def test_golden_files_are_described(golden):
     with holdfast.open(golden) as ckpt:
-        metadata = ckpt.metadata()
+        metadata = ckpt.describe()
     for name, tensor in ckpt.items():
         listed = metadata.state_dict_metadata[name]
         assert listed.size == tensor.shape

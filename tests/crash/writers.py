@@ -22,7 +22,7 @@ from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransa
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.formats import Options, format_for, plan_save
-from holdfast.rewrite.save import write_plan
+from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.files import Files
 from holdfast.torch.serialization.save import plan_object
@@ -152,7 +152,7 @@ def writer_of(name: str, format: str, *, directory: bool, split: int | None = No
 
     def save(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
         plan = plan_of(path, version, format, split, sparse)
-        write_plan(plan, path, overwrite=overwrite, durable=durable, files=files, threads=1)
+        write_plan(plan, path, Writing(overwrite, durable, threads=1), files=files)
 
     def read(path: Path) -> int:
         with holdfast.open(path) as checkpoint:

@@ -26,7 +26,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.read import read_programs
 from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
-from holdfast.rewrite.save import write_plan
+from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.local import LocalStore
 from holdfast.torch import package_program

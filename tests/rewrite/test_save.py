@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.rewrite.formats import Options, byte_count, format_for
-from holdfast.rewrite.save import Saved
+from holdfast.rewrite.planned import Saved
 
 TARGETS = ["a.pt", "a.safetensors", "a"]
 """One for each format."""

@@ -9,13 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from holdfast.cli import compact, package, places, prune, reshard, stats, tie
-from holdfast.cli.planned import add_sparse
-
-if TYPE_CHECKING:
-    from holdfast.rewrite.transform import Edits
+from holdfast.cli import compact, convert, edit, package, places, prune, reshard, stats, tie
+from holdfast.cli.values import positive
 
 __all__ = ["parse"]
 
@@ -29,7 +26,7 @@ examples:
   holdfast verify model.pt                   whether every byte is as it was written
   holdfast diff old.pt new.safetensors       what is different
   holdfast convert model.pt model.safetensors
-  holdfast edit model.pt --drop 'optimizer.*'
+  holdfast edit model.pt small.pt --drop 'optimizer.*'
 """
 
 SHOW = """\
@@ -113,38 +110,6 @@ examples:
 """
 
 
-CONVERT = """\
-Write a checkpoint in another format: torch (.pt, .pth, .bin, .ckpt), safetensors, or a native directory (no suffix).
-It is streamed, never held in memory; checked against its own checksums, read back, and put in place in one step. If anything
-goes wrong nothing is there. Ties, views and everything that is no tensor are kept, or the conversion is refused with a list.
-"""
-
-CONVERT_EXAMPLES = """\
-examples:
-  holdfast convert model.pt model.safetensors
-  holdfast convert model.pt model/ --format safetensors --max-shard-size 5GB
-  holdfast convert pytorch_model.bin model.safetensors --dtype bf16 --rename 'model.*=*'
-  holdfast convert trainer.ckpt weights.safetensors --keep 'state_dict.*' --tensors-only
-  holdfast convert model.pt model.safetensors --dry-run
-  holdfast convert heads.pt2 classify.safetensors --model classify               its state dict, without the program
-"""
-
-EDIT = """\
-Rename, drop, keep and cast tensors and values, and set metadata: a new checkpoint, in place of the old one unless -o says
-where. A reader sees the old one or the new one, never a half; a failed edit leaves the old one.
-"""
-
-EDIT_EXAMPLES = """\
-patterns:
-  globs on dotted names; * matches dots, too. Each * of a new name stands for what that * of the old one matched.
-
-examples:
-  holdfast edit model.pt --rename 'model.*=*'
-  holdfast edit model.pt --drop 'optimizer.*' -o small.pt
-  holdfast edit model.safetensors --dtype bf16 --set licence=apache-2.0 --unset author
-"""
-
-
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, as all errors here are."""
 
@@ -196,8 +161,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_scan(_verb(verbs, "scan", "say what pickles would have done", SCAN, SCAN_EXAMPLES))
     _add_verify(_verb(verbs, "verify", "check every byte against its checksum", VERIFY, VERIFY_EXAMPLES))
     _add_diff(_verb(verbs, "diff", "say how two checkpoints differ", DIFF, DIFF_EXAMPLES))
-    _add_convert(_verb(verbs, "convert", "write a checkpoint in another format", CONVERT, CONVERT_EXAMPLES))
-    _add_edit(_verb(verbs, "edit", "rename, drop, cast, set metadata", EDIT, EDIT_EXAMPLES))
+    convert.add_arguments(_verb(verbs, "convert", "write a checkpoint in another format", convert.DESCRIPTION, convert.EXAMPLES))
+    edit.add_arguments(_verb(verbs, "edit", "rename, drop, cast, set metadata", edit.DESCRIPTION, edit.EXAMPLES))
     reshard.add_arguments(_verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", reshard.DESCRIPTION, reshard.EXAMPLES))
     prune.add_arguments(_verb(verbs, "prune", "set weights to zero by rules", prune.DESCRIPTION, prune.EXAMPLES))
     stats.add_arguments(_verb(verbs, "stats", "say what the numbers look like", stats.DESCRIPTION, stats.EXAMPLES))
@@ -232,7 +197,7 @@ QUIET_HELP = "no progress bar"
 def _add_show(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=places.path, help=PATH_HELP)
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
-    verb.add_argument("-d", "--depth", metavar="N", type=_positive, help="levels of the tree to show")
+    verb.add_argument("-d", "--depth", metavar="N", type=positive, help="levels of the tree to show")
     verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
     verb.add_argument("--ranks", action="store_true", help="draw which file holds which part of each tensor")
     verb.add_argument("--sparsity", action="store_true", help="where the zeros of each tensor are; reads them all")
@@ -278,70 +243,6 @@ def _add_diff(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_run_diff)
 
 
-def _add_convert(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("src", metavar="SRC", type=places.path, help=PATH_HELP)
-    verb.add_argument("dst", metavar="DST", type=places.target, help="where to write; the suffix says the format")
-    verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
-    _add_edits(verb)
-    verb.add_argument("--model", metavar="NAME", help="of a package: the state dict of this model")
-    verb.add_argument("--constants", action="store_true", help="of a package: with the constants of its programs")
-    verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
-    verb.add_argument("--overwrite", action="store_true", help="replace what is there")
-    verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
-    add_sparse(verb)
-    verb.set_defaults(run=_run_convert)
-
-
-def _add_edit(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="PATH", type=places.path, help=PATH_HELP)
-    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, help="write here and leave PATH as it is")
-    _add_edits(verb)
-    verb.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], type=_pair, help="set metadata")
-    verb.add_argument("--unset", metavar="KEY", action="append", default=[], help="take metadata out")
-    verb.add_argument("--overwrite", action="store_true", help="with -o: replace what is there")
-    verb.set_defaults(run=_run_edit)
-
-
-def _add_edits(verb: argparse.ArgumentParser) -> None:
-    """What `convert` and `edit` have in common."""
-    verb.add_argument("--dtype", metavar="DTYPE", help="cast floating-point tensors: bf16, f16, f32, float8_e4m3fn, …")
-    verb.add_argument("--keep", metavar="GLOB", action="append", default=[], help="only names that match")
-    verb.add_argument("--drop", metavar="GLOB", action="append", default=[], help="all but names that match")
-    verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=_pair, help="'model.*=*'")
-    verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
-    verb.add_argument("--max-shard-size", metavar="SIZE", type=_size, help="split into files of at most 5GB, 500MiB, …")
-    verb.add_argument("--max-memory", metavar="SIZE", type=_size, default=1 << 30, help="use no more than this (1GiB)")
-    verb.add_argument("--threads", metavar="N", type=_positive, help="how many threads")
-    verb.add_argument("--no-durable", action="store_true", help="do not wait for the disk (no fsync)")
-    verb.add_argument("--no-verify", action="store_true", help="do not read back what was written")
-    verb.add_argument("-n", "--dry-run", action="store_true", help="say what would be done, and do nothing")
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
-    verb.add_argument("--json", action="store_true", help=JSON_HELP)
-
-
-def _pair(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form OLD=NEW")
-    return key, value
-
-
-def _size(text: str) -> int:
-    from holdfast.errors import Unsupported
-    from holdfast.rewrite.formats import byte_count
-
-    try:
-        return byte_count(text)
-    except Unsupported as error:
-        raise argparse.ArgumentTypeError(error.message) from None
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
-    return int(text)
-
-
 def _run_show(options: argparse.Namespace) -> int:
     if options.ranks:
         from holdfast.cli.ranks import run as draw
@@ -381,36 +282,3 @@ def _run_diff(options: argparse.Namespace) -> int:
     from holdfast.cli.diff import run
 
     return run(options.a, options.b, exact=options.exact, everything=options.all, quiet=options.quiet, as_json=options.json)
-
-
-def _run_convert(options: argparse.Namespace) -> int:
-    from holdfast.cli.convert import run
-    from holdfast.rewrite.formats import Options
-    from holdfast.rewrite.models import Selection
-
-    selection = Selection(options.model, options.constants, options.sample_inputs)
-    return run(
-        options.src, options.dst, format=options.format, selection=selection, edits=_edits(options),
-        options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse), max_memory=options.max_memory,
-        overwrite=options.overwrite, durable=not options.no_durable, verify=not options.no_verify, threads=options.threads,
-        resume=options.resume, dry_run=options.dry_run, quiet=options.quiet, as_json=options.json,
-    )  # fmt: skip
-
-
-def _run_edit(options: argparse.Namespace) -> int:
-    from holdfast.cli.edit import run
-    from holdfast.rewrite.edit import metadata_changes
-
-    return run(
-        options.path, options.output, edits=_edits(options), metadata=metadata_changes(dict(options.set), options.unset),
-        max_shard_size=options.max_shard_size, max_memory=options.max_memory, overwrite=options.overwrite,
-        durable=not options.no_durable, verify=not options.no_verify, threads=options.threads, dry_run=options.dry_run,
-        quiet=options.quiet, as_json=options.json,
-    )  # fmt: skip
-
-
-def _edits(options: argparse.Namespace) -> Edits:
-    from holdfast.rewrite.transform import Edits, dtype_named
-
-    dtype = dtype_named(options.dtype) if options.dtype else None
-    return Edits(tuple(options.keep), tuple(options.drop), tuple(options.rename), dtype, options.tensors_only)

@@ -2,105 +2,99 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from pathlib import Path
+import argparse
+from typing import TYPE_CHECKING
 
-from holdfast.cli.lines import Line, print_lines
-from holdfast.cli.progress import bar
-from holdfast.cli.text import clip, escape, nbytes, plural
-from holdfast.inspect.open import open as open_checkpoint
-from holdfast.rewrite.convert import Conversion, PlannedConversion, plan_conversion
-from holdfast.rewrite.formats import Options
-from holdfast.rewrite.models import Selection
-from holdfast.rewrite.transform import Edits
+from holdfast.cli import places
+from holdfast.cli.planned import FORMATS, add_sparse, add_writing, carry_out, writing
+from holdfast.cli.values import pair, size
 
-__all__ = ["carry_out", "conversion_document", "done_line", "run"]
+if TYPE_CHECKING:
+    from holdfast.rewrite.convert import Conversion
+    from holdfast.rewrite.transform import Edits
 
-SCHEMA = 1
-"""Raised when a field changes its meaning or goes away."""
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "add_edits", "conversion_fields", "edits_of", "rate", "run"]
+
+DESCRIPTION = """\
+Write a checkpoint in another format: torch (.pt, .pth, .bin, .ckpt), safetensors, or a native directory (no suffix).
+It is streamed, never held in memory; checked against its own checksums, read back, and put in place in one step. If anything
+goes wrong nothing is there. Ties, views and everything that is no tensor are kept, or the conversion is refused with a list.
+"""
+
+EXAMPLES = """\
+examples:
+  holdfast convert model.pt model.safetensors
+  holdfast convert model.pt model/ --format safetensors --max-shard-size 5GB
+  holdfast convert pytorch_model.bin model.safetensors --dtype bf16 --rename 'model.*=*'
+  holdfast convert trainer.ckpt weights.safetensors --keep 'state_dict.*' --tensors-only
+  holdfast convert model.pt model.safetensors --dry-run
+  holdfast convert heads.pt2 classify.safetensors --model classify               its state dict, without the program
+"""
+
+BUDGET = 1 << 30
 
 
-def run(
-    src: Path,
-    dst: str,
-    *,
-    format: str | None,
-    selection: Selection,
-    edits: Edits,
-    options: Options,
-    max_memory: int,
-    overwrite: bool,
-    durable: bool,
-    verify: bool,
-    threads: int | None,
-    resume: bool,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> int:
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """What the verb takes."""
+    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
+    verb.add_argument("dst", metavar="DST", type=places.target, help="where to write; the suffix says the format")
+    add_edits(verb)
+    verb.add_argument("--model", metavar="NAME", help="of a package: the state dict of this model")
+    verb.add_argument("--constants", action="store_true", help="of a package: with the constants of its programs")
+    verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
+    verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
+    add_sparse(verb)
+    add_writing(verb, budget=BUDGET, read_back=True)
+    verb.set_defaults(run=run)
+
+
+def add_edits(verb: argparse.ArgumentParser) -> None:
+    """What `convert` and `edit` have in common."""
+    verb.add_argument("--format", choices=FORMATS, help="the format, whatever the suffix")
+    verb.add_argument("--dtype", metavar="DTYPE", help="cast floating-point tensors: bf16, f16, f32, float8_e4m3fn, …")
+    verb.add_argument("--keep", metavar="GLOB", action="append", default=[], help="only names that match")
+    verb.add_argument("--drop", metavar="GLOB", action="append", default=[], help="all but names that match")
+    verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=pair, help="'model.*=*'")
+    verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
+    verb.add_argument("--max-shard-size", metavar="SIZE", type=size, help="split into files of at most 5GB, 500MiB, …")
+
+
+def edits_of(options: argparse.Namespace) -> Edits:
+    """Those options, for the library."""
+    from holdfast.rewrite.transform import Edits, dtype_named
+
+    dtype = dtype_named(options.dtype) if options.dtype else None
+    return Edits(tuple(options.keep), tuple(options.drop), tuple(options.rename), dtype, options.tensors_only)
+
+
+def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    with open_checkpoint(src, threads=1) as source:
-        planned = plan_conversion(
-            source, dst, format=format, selection=selection, edits=edits, options=options, max_memory=max_memory,
-            overwrite=overwrite, durable=durable, verify=verify, threads=threads,
-        )  # fmt: skip
-        return carry_out(planned, "Converting", resume=resume, dry_run=dry_run, quiet=quiet, as_json=as_json)
+    from holdfast.rewrite.convert import plan_conversion
+    from holdfast.rewrite.formats import Options
+    from holdfast.rewrite.models import Selection
+
+    planned = plan_conversion(
+        options.src, options.dst, format=options.format, edits=edits_of(options),
+        selection=Selection(options.model, options.constants, options.sample_inputs),
+        options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse),
+        writing=writing(options, resume=options.resume),
+    )  # fmt: skip
+    return carry_out(planned, "Converting", options, fields=conversion_fields, more=rate)
 
 
-def carry_out(planned: PlannedConversion, title: str, *, resume: bool = False, dry_run: bool, quiet: bool, as_json: bool) -> int:
-    """Do what was planned under a bar and say what was done; or only say what would be. Returns the exit code."""
-    begin = time.perf_counter()
-    done = planned.report
-    if not dry_run:
-        with bar(title, done.write_nbytes, quiet=quiet or as_json) as progress:
-            done = planned.run(progress, resume=resume)
-    seconds = time.perf_counter() - begin
-    if as_json:
-        from holdfast.cli.document import print_json
+def rate(done: Conversion, seconds: float) -> str:
+    """How fast it was."""
+    from holdfast.cli.text import nbytes
 
-        print_json(conversion_document(done, seconds))
-    elif dry_run:
-        print_lines([(escape(clip(line, 2000)), "")] for line in done.explain().split("\n"))
-    elif not quiet:
-        print_lines([done_line(done, seconds), *note_lines(done)])
-    return 0
+    return f", {nbytes(int(done.nbytes / max(seconds, 1e-3)))}/s"
 
 
-def done_line(done: Conversion, seconds: float) -> Line:
-    """What was written, how much, how fast."""
-    rate = f"{nbytes(int(done.write_nbytes / max(seconds, 1e-3)))}/s"
-    return [
-        ("wrote ", "clean"),
-        (escape(clip(done.target, 400)), "title"),
-        (f"  {done.format}", "dim"),
-        (f"  {nbytes(done.write_nbytes)}", "size"),
-        (f" in {plural(len(done.files), 'file')}", "dim"),
-        (f"  {seconds:.1f} s, {rate}", "dim"),
-    ]
-
-
-def note_lines(done: Conversion) -> Iterator[Line]:
-    """What a person should know about it."""
-    for note in done.notes:
-        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
-
-
-def conversion_document(done: Conversion, seconds: float) -> dict[str, object]:
-    """The conversion as values that JSON has."""
+def conversion_fields(done: Conversion) -> dict[str, object]:
+    """What only a conversion says, as values that JSON has."""
     return {
-        "schema": SCHEMA,
         "source": done.source,
-        "target": done.target,
-        "format": done.format,
-        "done": done.saved is not None,
         "tensors": done.tensors,
         "read_nbytes": done.read_nbytes,
         "over_read_nbytes": done.over_read_nbytes,
-        "write_nbytes": done.write_nbytes,
-        "files": [{"name": name, "nbytes": length} for name, length in done.files],
         "peak_nbytes": done.peak_nbytes,
-        "free_nbytes": done.free_nbytes,
-        "notes": list(done.notes),
-        "seconds": round(seconds, 6) if done.saved is not None else None,
     }

@@ -1,38 +1,48 @@
-"""`holdfast edit`: a checkpoint with other names, dtypes, metadata, or less in it; in place or beside the old one."""
+"""`holdfast edit`: a checkpoint with other names, dtypes, metadata, or less in it; beside the old one or in its place."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import argparse
 
-from holdfast.cli.convert import carry_out
-from holdfast.inspect.open import open as open_checkpoint
-from holdfast.rewrite.edit import plan_edit
-from holdfast.rewrite.transform import Edits
+from holdfast.cli.convert import BUDGET, add_edits, conversion_fields, edits_of, rate
+from holdfast.cli.planned import add_place, add_writing, carry_out, is_in_place, writing
+from holdfast.cli.values import pair
 
-__all__ = ["run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+
+DESCRIPTION = """\
+Rename, drop, keep and cast tensors and values, and set metadata: a new checkpoint, or, with --in-place, one in
+place of the old. A reader sees the old one or the new one, never a half; a failed edit leaves the old one.
+"""
+
+EXAMPLES = """\
+patterns:
+  globs on dotted names; * matches dots, too. Each * of a new name stands for what that * of the old one matched.
+
+examples:
+  holdfast edit model.pt renamed.pt --rename 'model.*=*'
+  holdfast edit model.pt --in-place --drop 'optimizer.*'
+  holdfast edit model.safetensors small.safetensors --dtype bf16 --set licence=apache-2.0 --unset author
+"""
 
 
-def run(
-    path: Path,
-    output: str | None,
-    *,
-    edits: Edits,
-    metadata: Mapping[str, str | None],
-    max_shard_size: int | None,
-    max_memory: int,
-    overwrite: bool,
-    durable: bool,
-    verify: bool,
-    threads: int | None,
-    dry_run: bool,
-    quiet: bool,
-    as_json: bool,
-) -> int:
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """What the verb takes."""
+    add_place(verb)
+    add_edits(verb)
+    verb.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], type=pair, help="set metadata")
+    verb.add_argument("--unset", metavar="KEY", action="append", default=[], help="take metadata out")
+    add_writing(verb, budget=BUDGET, read_back=True)
+    verb.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    with open_checkpoint(path, threads=1) as source:
-        planned = plan_edit(
-            source, output, edits=edits, metadata=metadata, max_shard_size=max_shard_size, max_memory=max_memory,
-            overwrite=overwrite, durable=durable, verify=verify, threads=threads,
-        )  # fmt: skip
-        return carry_out(planned, "Editing", dry_run=dry_run, quiet=quiet, as_json=as_json)
+    from holdfast.rewrite.edit import metadata_changes, plan_edit
+
+    planned = plan_edit(
+        options.src, options.dst, in_place=is_in_place(options), format=options.format, edits=edits_of(options),
+        metadata=metadata_changes(dict(options.set), options.unset), max_shard_size=options.max_shard_size,
+        writing=writing(options),
+    )  # fmt: skip
+    return carry_out(planned, "Editing", options, fields=conversion_fields, more=rate)

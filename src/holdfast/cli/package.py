@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import ExitStack
+import time
 
 from holdfast.cli import places
-from holdfast.cli.planned import add_writing, carry_out, writing
+from holdfast.cli.planned import add_writing, carry_out, is_in_place, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -17,56 +17,60 @@ With --replace, put other weights into the program of a .pt2: names, dtypes and 
 
 EXAMPLES = """\
 examples:
-  holdfast package base=base.pt adapter=adapter.safetensors -o bundle.pt2
-  holdfast package a=a.safetensors b=b.safetensors --content -o bundle.pt2       equal tensors once, though in two files
-  holdfast package --replace model.pt2 tuned.safetensors -o tuned.pt2
-  holdfast package --replace heads.pt2 classify=tuned.pt -o tuned.pt2            one of several models
+  holdfast package base=base.pt adapter=adapter.safetensors bundle.pt2
+  holdfast package a=a.safetensors b=b.safetensors bundle.pt2 --content      equal tensors once, though in two files
+  holdfast package --replace model.pt2 tuned.safetensors tuned.pt2
+  holdfast package --replace model.pt2 tuned.safetensors --in-place
+  holdfast package --replace heads.pt2 classify=tuned.pt tuned.pt2            one of several models
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
     verb.add_argument("models", metavar="NAME=PATH", nargs="+", help="a name and a checkpoint of any format")
-    where = "where to write; without it, --replace replaces the archive"
-    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, help=where)
+    verb.add_argument("dst", metavar="DST", nargs="?", help="where to write")
+    verb.add_argument("--in-place", action="store_true", help="with --replace: write it in place of the archive, atomically")
     archive = "put the weights into this archive; NAME= is its model, if it has several"
     verb.add_argument("--replace", metavar="PT2", type=places.target, help=archive)
     verb.add_argument("--format", choices=("pt2", "native"), help="the format, whatever the suffix")
     verb.add_argument("--content", action="store_true", help="store equal tensors once, wherever they are; reads what looks equal")
-    add_writing(verb, "replace what is there")
+    add_writing(verb)
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
+    if not options.in_place and len(options.models) > 1:
+        # As for cp, the last one is where it goes; a model that stands there was not meant to be overwritten.
+        _, equals, path = options.models[-1].partition("=")
+        if not equals or not os.path.exists(path):
+            options.dst = places.target(options.models.pop())
     return _replace(options) if options.replace is not None else _package(options)
 
 
 def _package(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.errors import Unsupported
-    from holdfast.rewrite.package import planned_package
+    from holdfast.rewrite.package import plan_package
 
-    if options.output is None:
-        raise Unsupported("say where to write: -o bundle.pt2")
+    if options.dst is None or options.in_place:
+        raise Unsupported("say where to write, last of all: holdfast package base=base.pt bundle.pt2")
     models = dict(_pair(text) for text in options.models)
     if len(models) < len(options.models):
         raise Unsupported("two models have one name")
-    native = options.format == "native" or (options.format is None and not os.path.splitext(options.output)[1])
-    with ExitStack() as stack:
-        with bar("Comparing", quiet=options.quiet or options.json or not options.content) as progress:
-            planned = stack.enter_context(
-                planned_package(
-                    options.output, models, format="native" if native else "pt2",
-                    deduplicate="content" if options.content else "storage", writing=writing(options), progress=progress,
-                )
-            )  # fmt: skip
-        return carry_out(planned, "Packaging", options, fields={"models": models})
+    native = options.format == "native" or (options.format is None and not os.path.splitext(options.dst)[1])
+    begin = time.perf_counter()
+    with bar("Comparing", quiet=options.quiet or options.json or not options.content) as progress:
+        planned = plan_package(
+            models, options.dst, format="native" if native else "pt2", deduplicate="content" if options.content else "storage",
+            writing=writing(options), progress=progress,
+        )  # fmt: skip
+    return carry_out(planned, "Packaging", options, fields=lambda done: {"models": models}, begin=begin)
 
 
 def _replace(options: argparse.Namespace) -> int:
     from holdfast.errors import Unsupported
-    from holdfast.rewrite.replace_weights import planned_replacement
+    from holdfast.rewrite.replace_weights import plan_replacement
 
     if options.content or options.format:
         raise Unsupported("--replace keeps the format and the sharing of the new weights; leave out --content and --format")
@@ -75,9 +79,11 @@ def _replace(options: argparse.Namespace) -> int:
     name, equals, path = options.models[0].partition("=")
     # A path may have an equals sign, too; one that is there is a path.
     model, weights = (name, path) if equals and not os.path.exists(options.models[0]) else (None, options.models[0])
-    with planned_replacement(options.replace, weights, output=options.output, model=model, writing=writing(options)) as planned:
-        fields = {"source": options.replace, "weights": weights, "model": model}
-        return carry_out(planned, "Replacing", options, fields=fields)
+    planned = plan_replacement(
+        options.replace, options.dst, weights=weights, model=model, in_place=is_in_place(options), writing=writing(options)
+    )
+    fields = {"source": options.replace, "weights": weights, "model": model}
+    return carry_out(planned, "Replacing", options, fields=lambda done: fields)
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -1,31 +1,55 @@
-"""What verbs that write share: their options, and, for `package`, `tie` and `compact`, carrying out what is planned.
+"""What verbs that write share: their options, and carrying out what is planned.
 
-A dry run says what would be written and stops there. `--json` prints one document of the same fields for all three, beside those of
-the verb; see docs/cli.md.
+A dry run says what would be written and stops there. `--json` prints one document of the same fields for all of them, beside those
+of the verb; see docs/cli.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, TypeVar
+
+from holdfast.cli import places
+from holdfast.cli.values import positive, size
 
 if TYPE_CHECKING:
-    from holdfast.rewrite.planned import PlannedSave, Writing
-    from holdfast.rewrite.save import Saved
+    from holdfast.cli.lines import Line
+    from holdfast.rewrite.planned import Planned, Saved, Writing
 
-__all__ = ["SCHEMA", "add_sparse", "add_writing", "carry_out", "say", "writing"]
+    R = TypeVar("R", bound=Saved)
+
+__all__ = ["SCHEMA", "add_place", "add_sparse", "add_writing", "carry_out", "is_in_place", "say", "writing"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
 
+FORMATS = ("torch", "safetensors", "native")
 
-def add_writing(verb: argparse.ArgumentParser, overwrite: str) -> None:
-    """The options of every verb that writes what it planned."""
-    verb.add_argument("--overwrite", action="store_true", help=overwrite)
+
+def add_place(verb: argparse.ArgumentParser) -> None:
+    """The source and the target of a verb that may replace the one with the other."""
+    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
+    verb.add_argument("dst", metavar="DST", type=places.target, nargs="?", help="where to write; the suffix says the format")
+    verb.add_argument("--in-place", action="store_true", help="write it in place of SRC, atomically")
+
+
+def is_in_place(options: argparse.Namespace) -> bool:
+    """Whether the source is to be replaced; a dry run without a target looks at what that would be."""
+    return bool(options.in_place or (options.dst is None and options.dry_run))
+
+
+def add_writing(verb: argparse.ArgumentParser, *, budget: int | None = None, read_back: bool = False) -> None:
+    """The options of every verb that writes. `budget` and `read_back` are what holds unless told otherwise."""
+    verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--no-durable", action="store_true", help="do not wait for the disk (no fsync)")
-    verb.add_argument("--threads", metavar="N", type=int, help="how many threads")
+    again = verb.add_mutually_exclusive_group()
+    again.add_argument("--read-back", action="store_true", default=read_back, help="read what was written before publishing it")
+    again.add_argument("--no-read-back", action="store_false", dest="read_back", help="do not")
+    told = "use no more than this" + ("" if budget is None else f" ({budget >> 30}GiB)")
+    verb.add_argument("--max-memory", metavar="SIZE", type=size, default=budget, help=told)
+    verb.add_argument("--threads", metavar="N", type=positive, help="how many threads")
     verb.add_argument("-n", "--dry-run", action="store_true", help="say what would be written, and write nothing")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/cli.md)")
@@ -37,61 +61,63 @@ def add_sparse(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--sparse", metavar="HOW", default="never", help=told)
 
 
-def writing(options: argparse.Namespace) -> Writing:
+def writing(options: argparse.Namespace, *, resume: bool = False) -> Writing:
     """Those options, for the library."""
     from holdfast.rewrite.planned import Writing
 
-    return Writing(options.overwrite, not options.no_durable, options.threads)
+    return Writing(
+        options.overwrite, not options.no_durable, options.threads, options.read_back, options.max_memory, resume
+    )  # fmt: skip
 
 
 def carry_out(
-    planned: PlannedSave,
+    planned: Planned[R],
     title: str,
     options: argparse.Namespace,
     *,
-    fields: Mapping[str, object],
-    notes: Sequence[str] = (),
-    more: str = "",
-    would: str = "",
+    fields: Callable[[R], Mapping[str, object]],
+    more: Callable[[R, float], str] = lambda done, seconds: "",
+    told: Callable[[R, float], Iterable[Line]] | None = None,
+    begin: float | None = None,
 ) -> int:
-    """Write what was planned under a bar and say so; or only say what would be. Returns the exit code.
+    """Write what was planned under a bar and say so; or only say what would be. Closes it, and returns the exit code.
 
-    `fields` begin the document, and `notes` those of the plan in it; `more` ends the line of what was written, `would` begins what
-    a dry run says.
+    `fields` begin the document of `--json`. `more` ends the line of what was written; `told` are all lines, where that line is not
+    enough. `begin` is when the verb began, where that was before now.
     """
+    from holdfast.cli.lines import print_lines
     from holdfast.cli.progress import bar
 
-    begin = time.perf_counter()
-    free = planned.free_nbytes
-    saved = None
-    if not options.dry_run:
-        with bar(title, planned.plan.nbytes, quiet=options.quiet or options.json) as progress:
-            saved = planned.run(progress)
+    begin = time.perf_counter() if begin is None else begin
+    with planned, bar(title, None if options.dry_run else planned.report.nbytes, quiet=options.quiet or options.json) as progress:
+        done = planned.look(progress) if options.dry_run else planned.run(progress)
     seconds = time.perf_counter() - begin
     if options.json:
         from holdfast.cli.document import print_json
 
-        print_json({"schema": SCHEMA, **fields, **_written_fields(planned, saved, notes, free, seconds)})
-    elif saved is None:
-        say("\n".join(filter(None, (would, planned.explain()))))
-    elif not options.quiet:
-        _print_saved(saved, seconds, more)
+        print_json({"schema": SCHEMA, **fields(done), **_written_fields(done, seconds)})
+    elif options.quiet and not options.dry_run:
+        pass
+    elif told is not None:
+        print_lines(told(done, seconds))
+    elif options.dry_run:
+        say(done.explain())
+    else:
+        print_lines(written_lines(done, f"{seconds:.1f} s{more(done, seconds)}"))
     return 0
 
 
-def _written_fields(
-    planned: PlannedSave, saved: Saved | None, notes: Sequence[str], free: int, seconds: float
-) -> dict[str, object]:
+def _written_fields(done: Saved, seconds: float) -> dict[str, object]:
     """What was written, or would be, as values that JSON has."""
     return {
-        "target": planned.target,
-        "format": planned.plan.format,
-        "done": saved is not None,
-        "write_nbytes": planned.plan.nbytes,
-        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in planned.files],
-        "free_nbytes": free,
-        "notes": [*notes, *planned.plan.notes],
-        "seconds": None if saved is None else round(seconds, 6),
+        "target": done.path,
+        "format": done.format,
+        "done": done.done,
+        "write_nbytes": done.nbytes,
+        "files": [{"name": name, "nbytes": nbytes} for name, nbytes in done.files],
+        "free_nbytes": done.free_nbytes,
+        "notes": list(done.notes),
+        "seconds": round(seconds, 6) if done.done else None,
     }
 
 
@@ -103,20 +129,16 @@ def say(text: str) -> None:
     print_lines([(escape(clip(line, 2000)), "")] for line in text.split("\n"))
 
 
-def _print_saved(saved: Saved, seconds: float, more: str) -> None:
+def written_lines(done: Saved, more: str) -> Iterable[Line]:
     """What was written, in a line, and what a person should know about it."""
-    from holdfast.cli.lines import print_lines
     from holdfast.cli.text import clip, escape, nbytes, plural
 
-    print_lines(
-        [
-            [
-                ("wrote ", "clean"),
-                (escape(clip(saved.path, 400)), "title"),
-                (f"  {saved.format}", "dim"),
-                (f"  {nbytes(saved.nbytes)}", "size"),
-                (f" in {plural(saved.files, 'file')}  {seconds:.1f} s{more}", "dim"),
-            ],
-            *([("  note  ", "note"), (escape(clip(note, 600)), "")] for note in saved.notes),
-        ]
-    )
+    yield [
+        ("wrote ", "clean"),
+        (escape(clip(done.path, 400)), "title"),
+        (f"  {done.format}", "dim"),
+        (f"  {nbytes(done.nbytes)}", "size"),
+        (f" in {plural(len(done.files), 'file')}  {more}", "dim"),
+    ]
+    for note in done.notes:
+        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from holdfast.cli import places
-from holdfast.cli.planned import add_sparse
+from holdfast.cli.planned import FORMATS, add_sparse, add_writing, carry_out, writing, written_lines
 
 if TYPE_CHECKING:
     from holdfast.cli.lines import Line
@@ -31,11 +31,11 @@ rules:
   PATTERN: keep
 
 examples:
-  holdfast prune model.safetensors -o out.safetensors --rule '*.mlp.*.weight: 2:4' --rule 'lm_head.*: keep'
-  holdfast prune model.pt -o sparse --rule '*.weight: global 0.8' --dry-run
-  holdfast prune model.pt -o sparse --rule '*.weight: 2:4' --sparse auto
-  holdfast prune model.pt -o out.pt --rule '*.weight: 0.5' --masks beside
-  holdfast show --sparsity out.pt
+  holdfast prune model.safetensors out.safetensors --rule '*.mlp.*.weight: 2:4' --rule 'lm_head.*: keep'
+  holdfast prune model.pt sparse --rule '*.weight: global 0.8' --dry-run
+  holdfast prune model.pt sparse --rule '*.weight: 2:4' --sparse auto
+  holdfast prune model.pt out/ --rule '*.weight: 0.5' --masks beside
+  holdfast show --sparsity out/
 """
 
 ROWS = 200
@@ -45,54 +45,36 @@ ROWS = 200
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
     verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
-    where = "where to write; the suffix says the format"
-    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, required=True, help=where)
+    verb.add_argument("dst", metavar="DST", type=places.target, help="where to write; the suffix says the format")
     verb.add_argument("--rule", metavar="RULE", action="append", default=[], help="'*.weight: 2:4'; the first that matches decides")
     verb.add_argument("--rules", metavar="FILE", type=places.path, help="a file of rules, one a line; # begins a comment")
-    verb.add_argument("--format", choices=("torch", "safetensors", "native"), help="the format, whatever the suffix")
-    verb.add_argument("--masks", choices=("beside", "only"), help="write the masks too, beside OUT; or only them, to OUT")
-    add_sparse(verb)
-    verb.add_argument("--overwrite", action="store_true", help="replace what is there")
-    verb.add_argument("--no-durable", action="store_true", help="do not wait for the disk (no fsync)")
-    verb.add_argument("--threads", metavar="N", type=int, help="how many threads")
-    verb.add_argument("-n", "--dry-run", action="store_true", help="say what would be pruned, and write nothing")
+    verb.add_argument("--format", choices=FORMATS, help="the format, whatever the suffix")
+    masks = "write the masks too, into the directory DST; or only them, to DST"
+    verb.add_argument("--masks", choices=("beside", "only"), help=masks)
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
-    verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
-    verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/pruning.md)")
+    add_sparse(verb)
+    add_writing(verb)
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.cli.lines import print_lines
     from holdfast.cli.progress import bar
-    from holdfast.inspect.open import open as open_checkpoint
     from holdfast.pruning.prune import plan_prune
 
     lines = options.rules.read_text("utf-8").splitlines() if options.rules else []
     rules = [*options.rule, *(line for line in (text.partition("#")[0].strip() for text in lines) if line)]
-    quiet = options.quiet or options.json
     begin = time.perf_counter()
-    with open_checkpoint(options.src, threads=1) as source:
-        planned = plan_prune(source, options.output, rules, format=options.format, masks=options.masks, sparse=options.sparse)
-        with bar("Measuring", quiet=quiet) as progress:
-            planned.measure(threads=options.threads, progress=progress)
-        if options.dry_run:
-            with bar("Weighing", quiet=quiet) as progress:
-                done = planned.report(threads=options.threads, progress=progress)
-        else:
-            with bar("Writing", planned.nbytes, quiet=quiet) as progress:
-                done = planned.run(
-                    overwrite=options.overwrite, durable=not options.no_durable, threads=options.threads, progress=progress
-                )
-    seconds = time.perf_counter() - begin
-    if options.json:
-        from holdfast.cli.document import print_json
-
-        print_json(prune_document(done, seconds))
-    elif not options.quiet:
-        print_lines(report_lines(done, seconds, None if options.all else ROWS))
-    return 0
+    with bar("Measuring", quiet=options.quiet or options.json) as progress:
+        planned = plan_prune(
+            options.src, options.dst, rules, format=options.format, masks=options.masks, sparse=options.sparse,
+            writing=writing(options), progress=progress,
+        )  # fmt: skip
+    most = None if options.all else ROWS
+    return carry_out(
+        planned, "Weighing" if options.dry_run else "Writing", options, fields=pruned_fields, begin=begin,
+        told=lambda done, seconds: report_lines(done, seconds, most),
+    )  # fmt: skip
 
 
 def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
@@ -123,33 +105,23 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
         (f"  {_percent(done.sparsity).strip()} zero, {_percent(done.norm_lost).strip()} of the norm lost", ""),
         (f"  ({plural(done.kept, 'other')} unchanged)", "dim"),
     ]
-    if done.saved is None:
-        size = f"  {done.format}  {nbytes(done.write_nbytes)}"
-        yield [("would write ", "dim"), (escape(clip(done.target, 400)), "title"), (size, "dim")]
+    if not done.done:
+        size = f"  {done.format}  {nbytes(done.nbytes)}"
+        yield [("would write ", "dim"), (escape(clip(done.path, 400)), "title"), (size, "dim")]
     else:
-        saved = done.saved
-        size = f"  {nbytes(saved.nbytes)} in {plural(saved.files, 'file')}  {seconds:.1f} s"
-        yield [("wrote ", "clean"), (escape(clip(saved.path, 400)), "title"), (f"  {saved.format}{size}", "dim")]
-        if done.masks is not None and done.masks != saved.path:
+        yield from written_lines(done, f"{seconds:.1f} s")
+        if done.masks is not None and done.masks != done.path:
             yield [("wrote ", "clean"), (escape(clip(done.masks, 400)), "title"), ("  masks", "dim")]
-        for note in saved.notes:
-            yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
 
 
 def _percent(part: float) -> str:
     return f"{100 * part:6.2f}%" if math.isfinite(part) else "     ?%"
 
 
-def prune_document(done: Pruned, seconds: float) -> dict[str, object]:
+def pruned_fields(done: Pruned) -> dict[str, object]:
     """The report as values that JSON has."""
     return {
-        "schema": 1,
         "source": done.source,
-        "target": done.target,
-        "done": done.saved is not None,
-        "format": done.format,
-        "write_nbytes": done.saved.nbytes if done.saved is not None else done.write_nbytes,
-        "notes": list(done.saved.notes) if done.saved is not None else [],
         "masks": done.masks,
         "sparsity": done.sparsity,
         "norm_lost": _number(done.norm_lost),
@@ -169,7 +141,6 @@ def prune_document(done: Pruned, seconds: float) -> dict[str, object]:
             }
             for row in done.tensors
         ],
-        "seconds": round(seconds, 6) if done.saved is not None else None,
     }
 
 

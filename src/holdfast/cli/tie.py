@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import ExitStack
+import time
 from typing import TYPE_CHECKING
 
-from holdfast.cli import places
-from holdfast.cli.planned import SCHEMA, add_writing, carry_out, say, writing
+from holdfast.cli.planned import add_place, add_writing, carry_out, is_in_place, say, writing
 
 if TYPE_CHECKING:
     from holdfast.rewrite.tie import Tied
@@ -16,57 +15,43 @@ if TYPE_CHECKING:
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
 DESCRIPTION = """\
-Find tensors that hold the same, byte by byte, and say how many bytes could be saved. With -o or --in-place, write a checkpoint in
-which they are tied: stored once, under all their names."""
+Find tensors that hold the same, byte by byte, and write a checkpoint in which they are tied: stored once, under all their names.
+With --dry-run, only say how many bytes could be saved."""
 
 EXAMPLES = """\
 examples:
-  holdfast tie model.safetensors                  what could be saved
-  holdfast tie model.safetensors -o model.pt
+  holdfast tie model.safetensors --dry-run        what could be saved
+  holdfast tie model.safetensors model.pt
   holdfast tie bundle.pt2 --in-place
 """
 
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("path", metavar="PATH", type=places.path, help="a checkpoint of any format")
-    verb.add_argument("-o", "--output", metavar="OUT", type=places.target, help="write a checkpoint with ties here")
-    verb.add_argument("--in-place", action="store_true", help="write it in place of PATH, atomically")
-    add_writing(verb, "with -o: replace what is there")
+    add_place(verb)
+    add_writing(verb)
     verb.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.cli.document import print_json
     from holdfast.cli.progress import bar
-    from holdfast.errors import Unsupported
-    from holdfast.rewrite.tie import planned_tie
+    from holdfast.rewrite.tie import plan_tie
 
-    if options.in_place and options.output:
-        raise Unsupported("--in-place and -o exclude each other")
-    output = options.path if options.in_place else options.output
-    total = os.path.getsize(options.path) if options.path.is_file() else None
-    with ExitStack() as stack:
-        with bar("Comparing", total, quiet=options.quiet or options.json) as progress:
-            found, planned = stack.enter_context(
-                planned_tie(options.path, output=output, writing=writing(options), progress=progress)
-            )
-        fields = found_fields(found)
-        if not options.json and not options.quiet:
-            say(str(found))
-        if planned is not None:
-            return carry_out(planned, "Tying", options, fields=fields, notes=found.notes)
-    if options.json:
-        print_json({"schema": SCHEMA, **fields, "done": False, "notes": list(found.notes)})
-    return 0
+    begin = time.perf_counter()
+    total = os.path.getsize(options.src) if options.src.is_file() else None
+    with bar("Comparing", total, quiet=options.quiet or options.json) as progress:
+        planned = plan_tie(options.src, options.dst, in_place=is_in_place(options), writing=writing(options), progress=progress)
+    if not (options.json or options.quiet or options.dry_run):
+        say("\n".join(planned.report.listing()))
+    return carry_out(planned, "Tying", options, fields=found_fields, begin=begin)
 
 
 def found_fields(found: Tied) -> dict[str, object]:
     """What holds the same, as values that JSON has."""
     return {
-        "source": found.path,
-        "nbytes": found.nbytes,
+        "source": found.source,
+        "nbytes": found.storage_nbytes,
         "savable_nbytes": found.savable_nbytes,
         "groups": [
             {

@@ -19,7 +19,7 @@ from holdfast.errors import NoSuchTensor, Unsupported
 if TYPE_CHECKING:
     from holdfast.metadata import Metadata
 
-__all__ = ["Alias", "Checkpoint", "Texts"]
+__all__ = ["Alias", "Checkpoint"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +28,6 @@ class Alias:
 
     names: tuple[str, ...]
     storage: Storage
-
-
-class Texts(dict[str, str]):
-    """What a file says about itself. Called, it gives the whole checkpoint in the vocabulary of a sharded one."""
-
-    def __init__(self, texts: Mapping[str, str], checkpoint: Checkpoint) -> None:
-        super().__init__(texts)
-        self._checkpoint = checkpoint
-
-    def __call__(self) -> Metadata:
-        return self._checkpoint.describe()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        # A copy is a plain dict: the checkpoint and its open files stay behind.
-        return (dict, (dict(self),))
 
 
 class Checkpoint(Mapping[str, LazyTensor]):
@@ -55,7 +40,6 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._description = description
         self._aliases: tuple[Alias, ...] | None = None
         self._tree: object = None
-        self._texts: Texts | None = None
 
     def __getitem__(self, name: str) -> LazyTensor:
         try:
@@ -117,11 +101,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._description.notes
 
     @property
-    def metadata(self) -> Texts:
-        """Text that the file carries about itself: `metadata["format"]`. `metadata()`, with a call, is `describe()`."""
-        if self._texts is None:
-            self._texts = Texts(self._description.metadata, self)
-        return self._texts
+    def metadata(self) -> Mapping[str, str]:
+        """Text that the file carries about itself: `metadata["format"]`. What it says of its tensors is `describe()`."""
+        return self._description.metadata
 
     def describe(self) -> Metadata:
         """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""

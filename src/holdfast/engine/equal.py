@@ -24,7 +24,7 @@ Part = tuple[int, int, int]
 """A pair's number, and bytes of its tensors in C order: start, stop."""
 
 
-def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None) -> list[bool]:
+def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threads: int | None = None) -> list[bool]:
     """Whether each pair has one dtype, one shape and the same bytes.
 
     False also where that cannot be told without looking at elements: strides, pieces, byte orders. Progress is told of pairs
@@ -68,7 +68,7 @@ def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None) -> list[
     if group:
         work.append(task(group))
     if work:
-        run_all(work, default_threads())
+        run_all(work, threads or default_threads())
     return comparable
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import BinaryIO, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import local_path
 
-__all__ = ["open", "read"]
+__all__ = ["Openable", "open", "opened", "read"]
 
 T = TypeVar("T")
 
@@ -60,6 +61,18 @@ def open(
             # Several archives, one behind the other, of which the index beside them knows the places.
             raise UnknownFormat("one of the data files of a distributed checkpoint; open the folder that it is in") from error
         raise
+
+
+@contextmanager
+def opened(
+    src: Openable | Checkpoint, *, limits: Limits | None = None, threads: int | None = None, verify: bool = True
+) -> Iterator[Checkpoint]:
+    """What every verb takes as its source, opened for a block: an open checkpoint stays open, anything else is closed after it."""
+    if isinstance(src, Checkpoint):
+        yield src
+        return
+    with open(src, limits=limits, threads=threads, verify=verify) as checkpoint:
+        yield checkpoint
 
 
 def _described(source: Source) -> Checkpoint:

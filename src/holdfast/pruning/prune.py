@@ -18,6 +18,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.checkpoint import Checkpoint
@@ -25,11 +26,11 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.execute import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
-from holdfast.inspect.open import Openable
-from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import Openable, opened
+from holdfast.plan.saves import SavePlan
 from holdfast.pruning.jobs import Job, assign, conflicts, identity
 from holdfast.pruning.keys import PIECE, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.loss import Loss, loss_of_counts, weighing
@@ -37,14 +38,18 @@ from holdfast.pruning.masked import Masked
 from holdfast.pruning.rules import Block, Global, Groups, Magnitude, Random, Rule, parse_rule, tensor_seed
 from holdfast.pruning.select_masks import GroupMask, Mask, block_mask, threshold_masks
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save
-from holdfast.rewrite.save import Saved, unchanged, write_plan
+from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
+from holdfast.rewrite.rehearse import rehearse
 from holdfast.rewrite.state import describe_state, map_tensors
 from holdfast.stores.paths import local_path
 
-__all__ = ["MASKS", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
+__all__ = ["MASKS", "MASKS_FILE", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
 
 MASKS = "holdfast.masks"
 """The metadata of a file of masks: JSON, from the name of each tensor to its shape and rule."""
+
+MASKS_FILE = "masks.safetensors"
+"""Where they are in a directory of pruned weights."""
 
 MOST_VISITS = 100_000
 
@@ -79,24 +84,18 @@ class PrunedTensor:
         return self.zeros / self.size if self.size else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    """What a pruning did, or would do; `saved` says which."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned(Saved):
+    """What a pruning did, or would do."""
 
     source: str
-    target: str
-    tensors: tuple[PrunedTensor, ...]
-    kept: int
+    tensors: tuple[PrunedTensor, ...] = ()
+    kept: int = 0
     """Tensors that no rule changed."""
-    norm_lost: float
+    norm_lost: float = 0.0
     """Over all pruned tensors together."""
-    format: str
-    """Of the target."""
-    write_nbytes: int
-    """What is written there, masks beside it not counted."""
-    saved: Saved | None = None
     masks: str | None = None
-    """Where the masks were written."""
+    """The file of masks."""
 
     @property
     def size(self) -> int:
@@ -114,46 +113,73 @@ def prune(
     dst: str | os.PathLike[str],
     rules: Sequence[str | Rule],
     *,
-    format: str | None = None,
     masks: str | None = None,
     sparse: str = "never",
-    overwrite: bool | None = None,
+    format: str | None = None,
+    overwrite: bool = False,
     durable: bool = True,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
     dry_run: bool = False,
+    limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Pruned:
     """Write a checkpoint with weights set to zero by rules (`pruning/rules.py`), the first that matches a name deciding.
 
-    `masks="beside"` writes the masks too, to a safetensors file beside the target, `NAME.mask` a tensor, of packed bits;
-    `masks="only"` writes that file to `dst` and no weights. A native directory may hold the zeros packed (`sparse`, as for `save`).
-    With `dry_run` everything is found out and nothing is written.
+    `masks="beside"` writes the masks too: `masks.safetensors` in the directory that `dst` then has to be, `NAME.mask` a tensor, of
+    packed bits, published with the weights by one rename. `masks="only"` writes that file to `dst` and no weights. A native
+    directory may hold the zeros packed (`sparse`, as for `save`). With `dry_run` everything is found out and nothing is written.
 
     Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
     """
-    target = local_path(dst)
-    source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1)
-    try:
-        planned = plan_prune(source, target, rules, format=format, masks=masks, sparse=sparse)
-        planned.measure(threads=threads, progress=progress)
-        if dry_run:
-            return planned.report(threads=threads, progress=progress)
-        return planned.run(overwrite=overwrite, durable=durable, threads=threads, progress=progress)
-    finally:
-        if source is not src:
-            source.close()
+    planned = plan_prune(
+        src, dst, rules, format=format, masks=masks, sparse=sparse,
+        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits, progress=progress,
+    )  # fmt: skip
+    return planned.carry_out(dry_run=dry_run, progress=progress)
 
 
 def plan_prune(
-    source: Checkpoint,
-    target: str,
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str],
     rules: Sequence[str | Rule],
     *,
     format: str | None = None,
     masks: str | None = None,
     sparse: str = "never",
-) -> Pruning:
-    """Lay the rules over an open checkpoint. Nothing is read."""
+    writing: Writing,
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> Planned[Pruned]:
+    """Lay the rules over a checkpoint, find what goes, which reads, and lay out what stays."""
+    target = local_path(dst)
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(src, threads=1, limits=limits))
+        state = describe_state(source, limits=limits)
+        jobs = _jobs(source, state, target, rules, masks)
+        chosen = "safetensors" if masks == "only" else format_for(target, format, Options(keep_tree=True))
+        if masks != "only":
+            # The format is asked now: a target that cannot hold the state is refused before anything is read.
+            check_sparse(target, chosen, sparse)
+            directory = plan_save(target, state, chosen, Options(keep_tree=True)).directory
+            if masks == "beside" and not directory:
+                problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
+                raise CannotHold("the masks have no place", [f"{problem}, or write them by themselves (masks='only')"], file=target)
+        pruning = Pruning(state, jobs, masks, sparse)
+        pruning.measure(writing.reading_threads, progress)
+        plan = pruning.plan(target, chosen)
+        beside = os.path.join(target, MASKS_FILE) if masks == "beside" else target if masks == "only" else None
+        report = Pruned(**planned_fields(plan, target), source=source.path, masks=beside)
+
+        def finish(report: Pruned, progress: Progress | None) -> Pruned:
+            return pruning.report(report, writing.reading_threads, progress)
+
+        return Planned(plan, report, writing, stores_of(state), stack.pop_all(), finish)
+
+
+def _jobs(source: Checkpoint, state: State, target: str, rules: Sequence[str | Rule], masks: str | None) -> list[Job]:
+    """What is to be done to which tensor. Raises `CannotHold` with all that does not fit."""
     problems: list[str] = []
     parsed: list[Rule] = []
     for rule in rules:
@@ -168,41 +194,20 @@ def plan_prune(
     if os.path.exists(target) and os.path.exists(source.path) and os.path.samefile(target, source.path):
         problems.append(f"the target {target!r} is the source; write beside it")
     problems += conflicts(parsed)
-    state = describe_state(source)
     jobs = assign(state, parsed, problems)
     if problems:
         raise CannotHold("these rules do not fit the checkpoint", problems, file=source.path)
-    # The format is asked now: a target that cannot hold the state is refused before anything is read.
-    if masks == "only":
-        return Pruning(source.path, target, state, jobs, "safetensors", masks, sum(-(-job.tensor.size // 8) for job in jobs))
-    chosen = format_for(target, format, Options(keep_tree=True))
-    check_sparse(target, chosen, sparse)
-    nbytes = plan_save(target, state, chosen, Options(keep_tree=True)).nbytes
-    return Pruning(source.path, target, state, jobs, chosen, masks, nbytes, sparse)
+    return jobs
 
 
 class Pruning:
-    """A pruning that is laid out: `measure` finds the masks; `report` says what they do, or `run` writes and says it."""
+    """What is pruned: `measure` finds the masks, `plan` lays out what they leave, `report` says what they do."""
 
-    def __init__(
-        self,
-        source: str,
-        target: str,
-        state: State,
-        jobs: list[Job],
-        format: str,
-        masks: str | None,
-        nbytes: int,
-        sparse: str = "never",
-    ) -> None:
-        self._source, self._target, self._state, self._jobs, self._format, self._masks = source, target, state, jobs, format, masks
-        self._sparse = sparse
-        self.nbytes = nbytes
-        """What is written, masks beside it not counted; where zeros are packed, no more than that."""
+    def __init__(self, state: State, jobs: list[Job], masks: str | None, sparse: str) -> None:
+        self._state, self._jobs, self._masks, self._sparse = state, jobs, masks, sparse
 
-    def measure(self, *, threads: int | None = None, progress: Progress | None = None) -> None:
+    def measure(self, workers: int, progress: Progress | None) -> None:
         """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
-        workers = threads or default_threads()
         tell = progress or _nothing
         small = [job for job in self._jobs if job.tensor.size <= PIECE]
         run_all([_finding(job, 1, tell) for job in small], workers)
@@ -224,9 +229,9 @@ class Pruning:
         left = [job for job in self._jobs if job.tally.whole() is None]
         run_all([task for job in left for task in weighing(job.tensor, _mask(job), job.tally, tell)], workers)
 
-    def report(self, *, threads: int | None = None, progress: Progress | None = None) -> Pruned:
-        """What goes, and what is lost with it; after `measure`. Reads what `run` did not."""
-        self._weigh(threads or default_threads(), progress or _nothing)
+    def report(self, report: Pruned, workers: int, progress: Progress | None) -> Pruned:
+        """What goes, and what is lost with it; after `measure`. Reads what was not read as a whole while it was written."""
+        self._weigh(workers, progress or _nothing)
         losses = [job.loss for job in self._jobs]
         rows = [
             PrunedTensor(
@@ -240,36 +245,19 @@ class Pruning:
         names = sum(len(job.names) for job in self._jobs)
         total = sum(losses, Loss())
         kept = len(self._state.tensors) - names
-        return Pruned(self._source, self._target, tuple(rows), kept, total.norm_lost, self._format, self.nbytes)
+        return replace(report, tensors=tuple(rows), kept=kept, norm_lost=total.norm_lost)
 
-    def run(
-        self, *, overwrite: bool | None = None, durable: bool = True, threads: int | None = None, progress: Progress | None = None
-    ) -> Pruned:
-        """Write what was measured, wholly or not at all."""
+    def plan(self, target: str, format: str) -> SavePlan:
+        """All that is written: weights, masks, or both in one directory."""
         masked = Masked()
-        beside = self._target if self._masks == "only" else masks_path(self._target)
-
-        def write_masks() -> Saved:
-            plan = plan_save(beside, self._bits(masked), "safetensors", Options())
-            return write_plan(plan, beside, overwrite=overwrite, durable=durable, threads=threads, progress=progress)
-
-        def before_commit() -> None:
-            unchanged(self._state, self._target)
-            if self._masks == "beside":
-                # Last of all: when the weights only wait for their rename.
-                write_masks()
-
         if self._masks == "only":
-            saved = write_masks()
-            return replace(self.report(threads=threads), saved=saved, masks=beside)
-        if self._masks == "beside" and overwrite is False and os.path.lexists(beside):
-            raise CannotHold("the masks have no place", [f"{beside!r} exists"], file=self._target)
-        options = Options(keep_tree=True, sparse=self._sparse)
-        saved = write_plan(
-            plan_save(self._target, self._pruned(masked), self._format, options), self._target, overwrite=overwrite,
-            durable=durable, threads=threads, progress=progress, before_commit=before_commit,
-        )  # fmt: skip
-        return replace(self.report(threads=threads), saved=saved, masks=beside if self._masks else None)
+            return plan_save(target, self._bits(masked), format, Options())
+        plan = plan_save(target, self._pruned(masked), format, Options(keep_tree=True, sparse=self._sparse))
+        if self._masks is None:
+            return plan
+        (bits,) = plan_save(target, self._bits(masked), "safetensors", Options()).files
+        # The reader is asked once more: it must not take the masks for weights.
+        return rehearse(replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target)
 
     def _pruned(self, masked: Masked) -> State:
         made: dict[object, LazyTensor] = {}
@@ -301,16 +289,6 @@ class Pruning:
                 tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally)
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
         return State(dict(tensors), tensors, {name: (name,) for name in tensors}, {MASKS: json.dumps(notes)})
-
-
-def masks_path(target: str) -> str:
-    """Where the masks of a target go.
-
-    >>> masks_path("out/model.safetensors"), masks_path("step-1/")
-    ('out/model.masks.safetensors', 'step-1.masks.safetensors')
-    """
-    stem, suffix = os.path.splitext(target.rstrip("/"))
-    return f"{stem if suffix in ('.safetensors', '.pt', '.pth', '.bin', '.ckpt') else stem + suffix}.masks.safetensors"
 
 
 def _nothing(nbytes: int) -> None:

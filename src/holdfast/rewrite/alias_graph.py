@@ -22,24 +22,32 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest
+from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes, read_slab, slabs
+from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.equal import same_bytes
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.formats.safetensors.strict_json import quoted
+from holdfast.inspect.open import Openable
+from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import describe_state
 
-__all__ = ["AliasGraph", "AliasGroup", "AliasMember", "By", "alias_graph"]
+__all__ = ["AliasGraph", "AliasGroup", "AliasMember", "By", "alias_graph", "find_aliases"]
 
 By = Literal["storage", "content"]
+
+ONLY = "model"
+"""What the one model is called that is given without a name."""
 
 BLOCK = 2 << 20
 """Bytes of each side that are compared at a time."""
@@ -145,19 +153,40 @@ class AliasGraph:
 
 
 def alias_graph(
-    checkpoints_or_states: Mapping[str, Checkpoint | State | object], *, by: By = "storage", progress: Progress | None = None
+    src: Openable | Checkpoint | Mapping[str, object],
+    *,
+    by: By = "storage",
+    max_memory: int | str | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> AliasGraph:
-    """Find what models share: open checkpoints, or states in memory (nested dicts of arrays, tensors and lazy tensors), by name.
+    """Find what models share: of one checkpoint, or of several by name: paths, open checkpoints, or states in memory.
 
-    `by="storage"` compares places and reads nothing. `by="content"` reads what no file has a checksum for, and everything that
-    looks equal. Tensors without data or elements share nothing. `progress` is told of bytes that were read.
+    A state is nested dicts of arrays, tensors and lazy tensors. `by="storage"` compares places and reads nothing. `by="content"`
+    reads what no file has a checksum for, and everything that looks equal. Tensors without data or elements share nothing.
+    `progress` is told of bytes that were read.
     """
+    several = src if isinstance(src, Mapping) and not isinstance(src, Checkpoint) else {ONLY: src}
+    with ExitStack() as stack:
+        models: dict[str, object] = {}
+        for model, state in several.items():
+            if isinstance(state, str | os.PathLike | bytes | bytearray | memoryview):
+                state = stack.enter_context(open_checkpoint(state, limits=limits, threads=threads))
+            models[model] = state
+        return find_aliases(models, by=by, threads=reading_threads(max_memory, threads), progress=progress)
+
+
+def find_aliases(
+    models: Mapping[str, object], *, by: By, threads: int | None = None, progress: Progress | None = None
+) -> AliasGraph:
+    """What models share that are open, or in memory."""
     if by not in ("storage", "content"):
         raise Unsupported(f"aliases are found by 'storage' or by 'content', not by {by!r}", found=by)
     search = _Search(noted=by == "storage")
-    for model, state in checkpoints_or_states.items():
+    for model, state in models.items():
         search.add(model, _tensors(state))
-    return search.by_storage() if by == "storage" else search.by_content(progress)
+    return search.by_storage() if by == "storage" else search.by_content(threads, progress)
 
 
 def _tensors(state: object) -> Mapping[str, LazyTensor]:
@@ -251,7 +280,7 @@ class _Search:
                 made.append(AliasGroup(tuple(members), self._nbytes[number], saved, same=len(copies) == 1))
         return self._graph("storage", made, [])
 
-    def by_content(self, progress: Progress | None) -> AliasGraph:
+    def by_content(self, threads: int | None, progress: Progress | None) -> AliasGraph:
         readable, notes = [], []
         for copy in self._copies.values():
             try:
@@ -259,7 +288,7 @@ class _Search:
                 readable.append(copy)
             except LimitExceeded as error:
                 notes.append(f"{copy.members[0]}: not compared: {error.message}")
-        classes = _classes(readable, progress)
+        classes = _classes(readable, threads, progress)
         freed = self._freed(classes)
         made = []
         for copies in classes:
@@ -294,27 +323,29 @@ class _Search:
         )
 
 
-def _classes(copies: Sequence[_Copy], progress: Progress | None) -> list[list[_Copy]]:
+def _classes(copies: Sequence[_Copy], threads: int | None, progress: Progress | None) -> list[list[_Copy]]:
     """Copies that hold the same, byte for byte; each class in the order of the models."""
-    crcs = tensor_crcs([copy.tensor for copy in copies], progress=progress)
+    crcs = tensor_crcs([copy.tensor for copy in copies], threads=threads, progress=progress)
     buckets: dict[object, list[_Copy]] = {}
     for copy, crc in zip(copies, crcs, strict=True):
         buckets.setdefault(Digest.of(copy.tensor.dtype, copy.tensor.shape, crc), []).append(copy)
-    classes, others = _compare(buckets.values(), progress)
+    classes, others = _compare(buckets.values(), threads, progress)
     again: dict[object, list[_Copy]] = {}
     for copy in others:
         again.setdefault((Digest.of(copy.tensor.dtype, copy.tensor.shape, None), _hash(copy.tensor)), []).append(copy)
-    more, left = _compare(again.values(), progress)
+    more, left = _compare(again.values(), threads, progress)
     return [*classes, *more, *([copy] for copy in left)]
 
 
-def _compare(buckets: Iterable[list[_Copy]], progress: Progress | None) -> tuple[list[list[_Copy]], list[_Copy]]:
+def _compare(
+    buckets: Iterable[list[_Copy]], threads: int | None, progress: Progress | None
+) -> tuple[list[list[_Copy]], list[_Copy]]:
     """The first of each bucket with all that are equal to it, and those that are not."""
     classes = [[copies[0]] for copies in buckets if copies]
     rivals = [(number, copy) for number, copies in enumerate(b for b in buckets if b) for copy in copies[1:]]
     pairs = [(classes[number][0].tensor, copy.tensor) for number, copy in rivals]
     others = []
-    for (number, copy), pair, quick in zip(rivals, pairs, same_bytes(pairs, progress), strict=True):
+    for (number, copy), pair, quick in zip(rivals, pairs, same_bytes(pairs, progress, threads=threads), strict=True):
         if quick or (None in map(contiguous_bytes, pair) and _same_stream(*pair)):
             classes[number].append(copy)
         else:

@@ -10,23 +10,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
-from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import Openable, opened
 from holdfast.rewrite.places import plan_rewrite
-from holdfast.rewrite.planned import PlannedSave, Writing
-from holdfast.rewrite.save import Saved
+from holdfast.rewrite.planned import Planned, Saved, Writing, destination, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state, map_tensors
-from holdfast.stores.paths import local_path
 
-__all__ = ["Compacted", "PlannedCompact", "compact", "planned_compact"]
+__all__ = ["Compacted", "compact", "plan_compact"]
 
 WIDEST = 16
 """Bytes of the widest element: islands begin at multiples of it, so that every view begins with a whole element."""
@@ -34,75 +32,65 @@ WIDEST = 16
 Place = tuple[int, Storage]
 
 
-@dataclass(frozen=True, slots=True)
-class Compacted:
-    """What `compact` did."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted(Saved):
+    """What `compact` did, or would do."""
 
-    path: str
-    format: str
+    source: str
     before_nbytes: int
     """Bytes of the files that were read."""
-    after_nbytes: int
-    """Bytes of those that were written."""
-    saved: Saved
 
     @property
     def dropped_nbytes(self) -> int:
         """How much smaller it became."""
-        return max(self.before_nbytes - self.after_nbytes, 0)
+        return max(self.before_nbytes - self.nbytes, 0)
+
+    def _told(self) -> list[str]:
+        would = "went" if self.done else "would go"
+        return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._told(self)]
 
 
 def compact(
-    path: str | os.PathLike[str],
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
     *,
-    output: str | os.PathLike[str] | None = None,
+    in_place: bool = False,
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
-    threads: int | None = None,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
     limits: Limits | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Compacted:
-    """Write a checkpoint again without what no tensor reaches: in its place, atomically, or at `output`.
+    """Write a checkpoint again without what no tensor reaches: at `dst`, or in its place, atomically (`in_place=True`).
 
     Raises `Unsupported` for a format that can be read and not written, where no other path is given.
     """
-    writing = Writing(overwrite, durable, threads)
-    with planned_compact(path, output=output, format=format, writing=writing, limits=limits) as planned:
-        saved = planned.run(progress)
-        return Compacted(saved.path, saved.format, planned.before_nbytes, saved.nbytes, saved)
+    writing = Writing(overwrite, durable, threads, read_back, max_memory)
+    planned = plan_compact(src, dst, in_place=in_place or (dst is None and dry_run), format=format, writing=writing, limits=limits)
+    return planned.carry_out(dry_run=dry_run, progress=progress)
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedCompact(PlannedSave):
-    """A `compact` that is laid out and not begun."""
-
-    before_nbytes: int
-    """Bytes of the files that are read."""
-
-
-@contextmanager
-def planned_compact(
-    path: str | os.PathLike[str],
+def plan_compact(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
     *,
-    output: str | os.PathLike[str] | None = None,
+    in_place: bool,
     format: str | None = None,
     writing: Writing,
     limits: Limits | None = None,
-) -> Iterator[PlannedCompact]:
-    """A checkpoint laid out without what no tensor reaches, as long as the block lasts."""
-    source = local_path(path)
-    with open_checkpoint(source, threads=writing.threads, limits=limits) as opened:
-        described = describe_state(opened, limits=limits)
-        target = source if output is None else local_path(output)
-        planned = plan_rewrite(opened, _islands(described), target, read=described, format=format, writing=writing)
-        yield PlannedCompact(planned.plan, target, planned.writing, planned.before_commit, _nbytes(source))
-
-
-def _nbytes(path: str) -> int:
-    if not os.path.isdir(path):
-        return os.path.getsize(path)
-    return sum(entry.stat().st_size for entry in os.scandir(path) if entry.is_file())
+) -> Planned[Compacted]:
+    """Lay out a checkpoint without what no tensor reaches."""
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
+        where = destination(source, dst, in_place=in_place, format=format, writing=writing, writable=("pt2",))
+        described = describe_state(source, limits=limits)
+        plan = plan_rewrite(source, _islands(described), where)
+        report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
+        return Planned(plan, report, where.writing, stores_of(described), stack.pop_all())
 
 
 def _islands(state: State) -> State:

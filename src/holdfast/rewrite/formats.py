@@ -16,7 +16,7 @@ from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.rehearse import rehearse
 from holdfast.rewrite.rejoin import rejoin
 
-__all__ = ["NAMES", "Options", "byte_count", "check_sparse", "format_for", "is_replaceable", "plan_save"]
+__all__ = ["NAMES", "Options", "check_sparse", "format_for", "is_replaceable", "plan_save"]
 
 NAMES = {
     "torch": "torch-zip", "torch-zip": "torch-zip", "pt": "torch-zip", "safetensors": "safetensors",
@@ -41,28 +41,6 @@ class Options:
     """safetensors: record what is no tensor in the header, where Holdfast finds it again."""
     sparse: str = "never"
     """native: which tensors are stored packed (`engine.sparse_choice`)."""
-
-
-def byte_count(size: int | str) -> int:
-    """A number of bytes, as an int or as people write it.
-
-    >>> byte_count("5GB"), byte_count("1GiB"), byte_count(4096)
-    (5000000000, 1073741824, 4096)
-    """
-    if isinstance(size, int):
-        count = size
-    else:
-        text = size.strip().lower().removesuffix("b")
-        powers = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-        unit = next((u for u in sorted(powers, key=len, reverse=True) if text.endswith(u)), "")
-        number = text.removesuffix(unit).strip()
-        try:
-            count = int(float(number) * powers.get(unit, 1))
-        except (ValueError, OverflowError):
-            raise Unsupported(f"{size!r} is no number of bytes; write 512MiB, 5GB or 1000000", found=size) from None
-    if count <= 0:
-        raise Unsupported(f"a size must be positive, not {size!r}", found=size)
-    return count
 
 
 def format_for(path: str, format: str | None, options: Options) -> str:

@@ -1,6 +1,6 @@
 """`package`: the weights of several models in one checkpoint, each storage once.
 
-    holdfast.package("bundle.pt2", {"base": state, "tuned": "tuned.safetensors"})
+    holdfast.package({"base": state, "tuned": "tuned.safetensors"}, "bundle.pt2")
 
 1. Every model is described, states in memory together, so that what they share is one storage. A file that is given twice is one.
 2. What files that copy each tensor say about shared storages is put back together (`rejoin`). With `deduplicate="content"`,
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -33,14 +33,13 @@ from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in
-from holdfast.rewrite.planned import PlannedSave, Writing
+from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.save import Saved, unchanged
 from holdfast.rewrite.state import MOST_VISITS, describe_state
 from holdfast.rewrite.tie import changed, tie_state
 from holdfast.stores.paths import local_path
 
-__all__ = ["Deduplicate", "package", "planned_package", "share_files"]
+__all__ = ["Deduplicate", "package", "plan_package", "share_files"]
 
 Deduplicate = Literal["storage", "content"]
 
@@ -48,13 +47,17 @@ EXTRACT = "extract the weights alone first (convert)"
 
 
 def package(
-    path: str | os.PathLike[str],
     models: Mapping[str, object],
+    dst: str | os.PathLike[str],
     *,
-    format: Literal["pt2", "native"] = "pt2",
     deduplicate: Deduplicate = "storage",
-    overwrite: bool | None = None,
+    format: Literal["pt2", "native"] = "pt2",
+    overwrite: bool = False,
     durable: bool = True,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
+    limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Saved:
@@ -66,30 +69,32 @@ def package(
 
     Raises `CannotHold` with every problem, by model and weight; nothing is written then.
     """
-    writing = Writing(overwrite, durable, threads)
-    with planned_package(path, models, format=format, deduplicate=deduplicate, writing=writing, progress=progress) as planned:
-        return planned.run(progress)
+    planned = plan_package(
+        models, dst, format=format, deduplicate=deduplicate, writing=Writing(overwrite, durable, threads, read_back, max_memory),
+        limits=limits, progress=progress,
+    )  # fmt: skip
+    return planned.carry_out(dry_run=dry_run, progress=progress)
 
 
-@contextmanager
-def planned_package(
-    path: str | os.PathLike[str],
+def plan_package(
     models: Mapping[str, object],
+    dst: str | os.PathLike[str],
     *,
     format: str = "pt2",
     deduplicate: str = "storage",
     writing: Writing,
+    limits: Limits | None = None,
     progress: Progress | None = None,
-) -> Iterator[PlannedSave]:
-    """A package laid out, as long as the block lasts. With `deduplicate="content"`, what looks equal is read and compared."""
+) -> Planned[Saved]:
+    """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
     if format not in ("pt2", "native"):
         raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
     if deduplicate not in ("storage", "content"):
         raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
-    target = local_path(path)
+    target = local_path(dst)
     with ExitStack() as stack:
-        members = _describe(models, stack, writing.threads)
-        state, notes = _deduplicated(members.state, deduplicate, progress)
+        members = _describe(models, stack, writing.threads, limits)
+        state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress)
         if format == "native":
             plan = _plan_native(replace(members, state=state))
         else:
@@ -97,7 +102,7 @@ def planned_package(
             plan = _plan_pt2(replace(members, state=rejoined.state), archive_name(target))
             notes += rejoined.notes
         plan = replace(plan, notes=(*notes, *plan.notes))
-        yield PlannedSave(plan, target, writing, lambda: unchanged(members.state, target))
+        return Planned(plan, Saved(**planned_fields(plan, target)), writing, stores_of(members.state), stack.pop_all())
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +114,18 @@ class _Members:
     """For models that come from a `.pt2`: what else they have there."""
 
 
-def _deduplicated(state: State, deduplicate: str, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
+def _deduplicated(state: State, deduplicate: str, threads: int, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
     problems = _incomplete(state)
     if problems:
         raise CannotHold("some weights of this package are not all there", problems)
     state = share_files(state)
     if deduplicate == "storage":
         return state, ()
-    tied = tie_state(state, progress=progress)
+    tied = tie_state(state, threads=threads, progress=progress)
     return tied.state, tied.notes
 
 
-def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | None) -> _Members:
+def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | None, limits: Limits | None) -> _Members:
     """All models as one state: those in memory together, so that they share what they share."""
     if not isinstance(models, Mapping) or not models:
         raise CannotHold("a package holds models by their names", ["there is no model"])
@@ -135,20 +140,20 @@ def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | Non
         if isinstance(value, str | os.PathLike):
             place = os.path.realpath(local_path(value))
             if place not in opened:
-                opened[place] = stack.enter_context(open_checkpoint(value, threads=threads))
+                opened[place] = stack.enter_context(open_checkpoint(value, threads=threads, limits=limits))
             value = opened[place]
         if isinstance(value, Checkpoint) and value.format == "pt2":
-            trees[model], beside[model] = _member(value)
+            trees[model], beside[model] = _member(value, limits)
         elif isinstance(value, Checkpoint):
-            trees[model] = describe_state(value).tree
+            trees[model] = describe_state(value, limits=limits).tree
         elif isinstance(value, State):
             trees[model] = value.tree
         else:
             memory[model] = _state_dict(value)
-    described = describe_state(memory).tree if memory else {}
+    described = describe_state(memory, limits=limits).tree if memory else {}
     trees |= described if isinstance(described, dict) else {}
     tree = {model: trees[model] for model in models}
-    named = name_tensors(tree, Limits(), MOST_VISITS)
+    named = name_tensors(tree, limits or Limits(), MOST_VISITS)
     return _Members(State(tree, named.tensors, named.paths), beside)
 
 
@@ -158,9 +163,9 @@ def _state_dict(value: object) -> object:
     return state_dict(keep_vars=True) if callable(state_dict) and not isinstance(value, Mapping) else value
 
 
-def _member(checkpoint: Checkpoint) -> tuple[object, Beside]:
+def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Beside]:
     """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
-    models = models_in(checkpoint, describe_state(checkpoint).tree)
+    models = models_in(checkpoint, describe_state(checkpoint, limits=limits).tree)
     if len(models) != 1:
         problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=, --model)"
         raise CannotHold("a model of a package is one state", [problem])

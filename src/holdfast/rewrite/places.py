@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from holdfast.core.checkpoint import Checkpoint
@@ -12,43 +11,24 @@ from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.formats.torch.write import archive_name
 from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.formats import NAMES, Options, format_for, plan_save
+from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import programs_of, state_of, weights_of
-from holdfast.rewrite.planned import PlannedSave, Writing
-from holdfast.rewrite.save import unchanged
+from holdfast.rewrite.planned import Destination
 
 __all__ = ["plan_rewrite"]
 
 
-def plan_rewrite(
-    source: Checkpoint, state: State, target: str, *, read: State, format: str | None, writing: Writing
-) -> PlannedSave:
-    """Lay out a state that came from an open checkpoint; in its own format where the target is the checkpoint itself.
-
-    `read` is the state as it was opened: its files must be the same when all is written.
-    Raises `Unsupported` for a format that can be read and not written, where it is to be replaced.
-    """
-    inside = os.path.realpath(target) == os.path.realpath(source.path)
-    if inside and format is None:
-        format = source.format
-        if format != "pt2" and format not in NAMES.values():
-            raise Unsupported(
-                f"{format} can be read and not written, so it cannot be replaced; give the new one another path",
-                file=source.path,
-                found=format,
-            )
-    if format == "pt2" or (format is None and target.lower().endswith(".pt2")):
-        plan = _plan_pt2(source, state, target)
-    else:
-        options = Options(keep_tree=True)
-        if source.format == "pt2":
-            # Only its weights were looked at; what stands beside them in the tree is written as well.
-            state = state_of(state.tree, dict(state.metadata))
-        plan = plan_save(target, state, format_for(target, format, options), options)
-        left = (f"left out of model {model!r}: the program" for model in programs_of(source))
-        plan = replace(plan, notes=(*left, *plan.notes))
-    writing = replace(writing, overwrite=writing.overwrite or inside)
-    return PlannedSave(plan, target, writing, lambda: unchanged(read, target))
+def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
+    """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
+    if where.format == "pt2" or (where.format is None and where.path.lower().endswith(".pt2")):
+        return _plan_pt2(source, state, where.path)
+    options = Options(keep_tree=True)
+    if source.format == "pt2":
+        # Only its weights were looked at; what stands beside them in the tree is written as well.
+        state = state_of(state.tree, dict(state.metadata))
+    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options)
+    left = (f"left out of model {model!r}: the program" for model in programs_of(source))
+    return replace(plan, notes=(*left, *plan.notes))
 
 
 def _plan_pt2(source: Checkpoint, state: State, target: str) -> SavePlan:

@@ -1,77 +1,318 @@
-"""A save that is laid out and not begun: it can be looked at, explained, and run once.
+"""`Planned`: what a verb that writes is going to do. It can be looked at, explained, and run once; it closes its sources.
 
-    with planned_package("bundle.pt2", models) as planned:      the sources are open as long as the block lasts
+    sources → State → change → plan_save → Planned → run
+
+    with plan_compact("rows.pt", "small.pt", writing=Writing()) as planned:
         print(planned.explain())
         planned.run()
 
-`package`, `replace_weights`, `tie` and `compact` are each such a block around `run`; a dry run is one without it.
+Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them ask for room in the same
+way, keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile.
 """
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Generic, TypedDict, TypeVar
 
-from holdfast.engine.write import Progress
-from holdfast.errors import NotCommitted, StoreError
-from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.save import Saved, write_plan
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.protocols import State, Store
+from holdfast.engine.budget import Budget, budget, reading_threads
+from holdfast.engine.commit.resumable import Staging
+from holdfast.engine.commit.target import refusal
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
+from holdfast.engine.readback import check_source, check_written
+from holdfast.engine.write import Progress, write_file
+from holdfast.errors import NotCommitted, StoreError, Unsupported
+from holdfast.plan.saves import FilePlan, SavePlan
+from holdfast.rewrite.formats import NAMES, is_replaceable
+from holdfast.rewrite.rehearse import rehearse
+from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
+from holdfast.stores.paths import local_path
 
-__all__ = ["PlannedSave", "Writing"]
+__all__ = ["Destination", "Planned", "Saved", "Writing", "destination", "planned_fields", "stores_of", "unchanged", "write_plan"]
 
 
 @dataclass(frozen=True, slots=True)
 class Writing:
     """How a plan is written."""
 
-    overwrite: bool | None = None
-    """None: files are replaced, directories are not."""
+    overwrite: bool | None = False
+    """Whether what is there may be replaced. None: a file may, a directory may not."""
     durable: bool = True
     """Whether to wait for the disk."""
     threads: int | None = None
+    read_back: bool = False
+    """Whether what was written is read again and compared before it is published."""
+    max_memory: int | str | None = None
+    """Memory above the interpreter's own; None: a few blocks a thread."""
+    resume: bool = False
+    """Take over the finished files of an interrupted try at the same directory (engine/commit/resumable.py)."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What `max_memory` allows."""
+        return None if self.max_memory is None else budget(self.max_memory, self.threads)
+
+    @property
+    def reading_threads(self) -> int:
+        """How many threads may read before anything is written, in blocks that are not of our choice."""
+        return reading_threads(self.max_memory, self.threads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """What a verb wrote, or would write; `done` says which. The results of all verbs that write are such."""
+
+    path: str
+    format: str
+    nbytes: int
+    """Bytes of all files."""
+    files: tuple[tuple[str, int], ...]
+    """Each file and its length."""
+    notes: tuple[str, ...] = ()
+    """What a person should know."""
+    free_nbytes: int
+    """What was free there before; the old target stays until the new one is in place."""
+    done: bool = False
+    """Whether it was written; a dry run writes nothing."""
+    crcs: Mapping[str, int] = field(default_factory=dict, repr=False)
+    """CRC-32 of the bytes of each stored piece, under the name that the file gives it; once it is written."""
+
+    def explain(self) -> str:
+        """In words."""
+        return "\n".join([*self._told(), *(f"note   {note}" for note in self.notes)])
+
+    def _told(self) -> list[str]:
+        """The lines of `explain` but for the notes."""
+        count, enough = len(self.files), self.done or self.free_nbytes >= self.nbytes
+        return [
+            f"→ {self.path} ({self.format})",
+            f"write  {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}",
+            f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH"),
+        ]
+
+
+class PlannedFields(TypedDict):
+    """The fields of `Saved` that a plan knows."""
+
+    path: str
+    format: str
+    nbytes: int
+    files: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+    free_nbytes: int
+
+
+def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
+    """What a plan says about the result."""
+    name = os.path.basename(target.rstrip("/"))
+    files = tuple((file.key or name, file.nbytes) for file in (*plan.files, *plan.index))
+    nbytes = sum(length for _, length in files)
+    return PlannedFields(
+        path=target, format=plan.format, nbytes=nbytes, files=files, notes=plan.notes, free_nbytes=_free(target)
+    )  # fmt: skip
+
+
+def _free(target: str) -> int:
+    """What is free where a target goes."""
+    parent = os.path.dirname(os.path.realpath(target))
+    try:
+        return free_nbytes(parent)
+    except StoreError as error:
+        raise refusal(f"the folder to save into cannot be used: {error.message} ({parent!r})", target, error.errno) from None
+
+
+R = TypeVar("R", bound=Saved)
+
+
+def _as_it_is(report: R, progress: Progress | None) -> R:
+    return report
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedSave:
-    """A plan, and where and how it goes."""
+class Planned(Generic[R]):
+    """A save that is laid out and not begun. A context manager: its sources are open as long as the block lasts."""
 
     plan: SavePlan
-    target: str
+    report: R
+    """The result, unwritten."""
     writing: Writing
-    before_commit: Callable[[], None]
-    """Has the last word before anything is published: what it raises keeps everything as it was."""
-
-    @property
-    def files(self) -> tuple[tuple[str, int], ...]:
-        """Each file of the target and its length."""
-        return tuple((file.key or os.path.basename(self.target), file.nbytes) for file in (*self.plan.files, *self.plan.index))
-
-    @property
-    def free_nbytes(self) -> int:
-        """What is free where the target goes; the old target stays until the new one is in place."""
-        parent = os.path.dirname(os.path.abspath(self.target))
-        try:
-            return free_nbytes(parent)
-        except StoreError as error:
-            refused = NotCommitted(f"the folder to save into cannot be used: {error.message} ({parent!r})", file=self.target)
-            refused.errno = error.errno
-            raise refused from None
+    reads: tuple[Store, ...] = ()
+    """What is read; when it changes meanwhile, nothing is published."""
+    sources: ExitStack = field(default_factory=ExitStack)
+    """What is closed in the end."""
+    finish: Callable[[R, Progress | None], R] = _as_it_is
+    """Completes the report with what is known when all was read; `look` may have to read for that."""
 
     def explain(self) -> str:
         """What would be written, in words."""
-        free, files = self.free_nbytes, len(self.files)
-        lines = [
-            f"→ {self.target} ({self.plan.format})",
-            f"write  {self.plan.nbytes:,} bytes in {files:,} file{'s' if files != 1 else ''}",
-            f"space  {free:,} bytes free" + ("" if free >= self.plan.nbytes else ": NOT ENOUGH"),
-        ]
-        return "\n".join([*lines, *(f"note   {note}" for note in self.plan.notes)])
+        return self.report.explain()
 
-    def run(self, progress: Progress | None = None) -> Saved:
-        """Write it and publish it, while its sources are open."""
-        return write_plan(
-            self.plan, self.target, overwrite=self.writing.overwrite, durable=self.writing.durable, threads=self.writing.threads,
-            progress=progress, before_commit=self.before_commit,
-        )  # fmt: skip
+    def look(self, progress: Progress | None = None) -> R:
+        """The result of a run that writes nothing."""
+        return self.finish(self.report, progress)
+
+    def run(self, progress: Progress | None = None) -> R:
+        """Write it and publish it. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
+        report = self.report
+        if report.free_nbytes < report.nbytes:
+            refused = refusal(
+                f"{report.nbytes:,} bytes are to be written and {report.free_nbytes:,} are free", report.path, errno.ENOSPC
+            )
+            refused.expected, refused.found = report.nbytes, report.free_nbytes
+            raise refused
+        crcs = write_plan(
+            self.plan, report.path, self.writing, progress=progress, before_commit=lambda: unchanged(self.reads, report.path)
+        )
+        return self.finish(replace(report, done=True, crcs=crcs), None)
+
+    def carry_out(self, *, dry_run: bool, progress: Progress | None = None) -> R:
+        """Run it, or only look, and close it."""
+        with self:
+            return self.look(progress) if dry_run else self.run(progress)
+
+    def __enter__(self) -> Planned[R]:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the sources that were opened for it."""
+        self.sources.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where a verb writes that can do it in place."""
+
+    path: str
+    format: str | None
+    writing: Writing
+
+
+def destination(
+    source: Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    *,
+    in_place: bool,
+    format: str | None,
+    writing: Writing,
+    writable: Collection[str] = (),
+) -> Destination:
+    """The target that was named, or the place of the source, in its own format. `writable` are formats beside those of `save`.
+
+    Raises `Unsupported` where neither was said, or both; and for a place in a format that can be read and not written.
+    """
+    if dst is not None and in_place:
+        raise Unsupported("a target and in_place=True (--in-place) exclude each other; leave one of them out", file=source.path)
+    if dst is None and not in_place:
+        message = "say where to write: a target, or in_place=True (--in-place) to replace the source"
+        raise Unsupported(f"{message}; dry_run=True (--dry-run) only looks", file=source.path)
+    if dst is None and source.source.store.place() != ("file", os.path.realpath(source.path)):
+        raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
+    path = source.path if dst is None else local_path(dst)
+    if dst is not None and os.path.realpath(path) != os.path.realpath(source.path):
+        return Destination(path, format, writing)
+    if format is None and source.format not in (*NAMES.values(), *writable):
+        raise Unsupported(
+            f"{source.format} can be read and not written, so it cannot be replaced; give the new one another path",
+            file=source.path,
+            found=source.format,
+        )
+    return Destination(path, format or source.format, replace(writing, overwrite=writing.overwrite or in_place))
+
+
+def stores_of(state: State) -> tuple[Store, ...]:
+    """What the tensors of a state are read from."""
+    return tuple({id(tensor.source): tensor.source.store for tensor in state.tensors.values()}.values())
+
+
+def unchanged(stores: Iterable[Store], target: str) -> None:
+    """Raise `NotCommitted` where a file of these stores was written to since it was opened."""
+    for store in stores:
+        changed = store.changed()
+        if changed:
+            names = ", ".join(changed[:3])
+            raise NotCommitted(
+                f"the source {store.name!r} changed while it was read ({names}); nothing was published: start again when nobody "
+                "writes to it",
+                file=target,
+                found=changed,
+            )
+
+
+FILES_REPLACED = Writing(overwrite=None)
+
+
+def write_plan(
+    plan: SavePlan,
+    path: str,
+    writing: Writing = FILES_REPLACED,
+    *,
+    progress: Progress | None = None,
+    before_commit: Callable[[], None] | None = None,
+    files: Files | None = None,
+    rehearsed: bool = True,
+) -> Mapping[str, int]:
+    """Write a plan and publish it. Gives the CRC-32 of each stored piece.
+
+    First of all the plan is given to the reader (`rewrite.rehearse`): what would not open again is refused with `CannotHold` while
+    nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
+    `before_commit` has the last word: what it raises keeps everything as it was.
+    """
+    if rehearsed:
+        plan = rehearse(plan, path)
+    within = writing.budget
+    threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
+    crcs: dict[str, int] = {}
+
+    def write(file: FilePlan, sink: NewFile) -> Mapping[str, int]:
+        receipt = write_file(file, sink, crcs=crcs, threads=threads, progress=progress, block=block)
+        crcs.update(receipt.crcs)
+        check_source(file, crcs)
+        if writing.read_back:
+            check_written(file, sink.descriptor, crcs, path=path, threads=threads)
+        sink.complete = True
+        return receipt.crcs
+
+    if plan.directory:
+        staging = Staging(path, plan, durable=writing.durable, files=files) if writing.resume else None
+        try:
+            if staging is not None:
+                for file in plan.files:
+                    crcs.update(staging.put(file, write))
+            with DirectoryTransaction(
+                path, durable=writing.durable, overwrite=bool(writing.overwrite), replaceable=is_replaceable, files=files
+            ) as folder:
+                for file in plan.files:
+                    if staging is not None:
+                        staging.adopt(folder, file)
+                    else:
+                        write(file, folder.create(file.key))
+                folder.seal_data()
+                for file in plan.index:
+                    write(file, folder.create(file.key))
+                if before_commit:
+                    before_commit()
+                folder.commit()
+            if staging is not None:
+                staging.remove()
+        finally:
+            if staging is not None:
+                staging.close()
+    else:
+        (file,) = plan.files
+        with FileTransaction(path, durable=writing.durable, overwrite=writing.overwrite is not False, files=files) as single:
+            write(file, single.file)
+            if before_commit:
+                before_commit()
+            single.commit()
+    return crcs

@@ -7,89 +7,84 @@ else in the archive (programs, constants, compiled code, extra files) is copied 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
+from contextlib import ExitStack
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import State
+from holdfast.core.protocols import Source, State
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.source import OpenSource
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold, NotCommitted, Unsupported
+from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.pt2.read import Pt2Reader
 from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.torch.write import archive_name
 from holdfast.formats.zip.reader import read_archive
+from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.models import weights_of
-from holdfast.rewrite.planned import PlannedSave, Writing
+from holdfast.rewrite.planned import Planned, Saved, Writing, destination, planned_fields, stores_of
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.save import Saved, unchanged
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.local import LocalStore
-from holdfast.stores.paths import local_path
 
-__all__ = ["planned_replacement", "replace_weights"]
+__all__ = ["plan_replacement", "replace_weights"]
 
 
 def replace_weights(
-    pt2: str | os.PathLike[str],
-    state: object,
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
     *,
-    output: str | os.PathLike[str] | None = None,
+    weights: object,
     model: str | None = None,
+    in_place: bool = False,
     overwrite: bool = False,
     durable: bool = True,
-    threads: int | None = None,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
     limits: Limits | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Saved:
-    """Put other weights into a `.pt2`: in its place, atomically, or as a new archive at `output`.
+    """Put other weights into a `.pt2`: as a new archive at `dst`, or in its place, atomically (`in_place=True`).
 
-    `state` is a state dict, an open checkpoint, or the path of one. An archive of several models needs `model`, or a state
+    `weights` is a state dict, an open checkpoint, or the path of one. An archive of several models needs `model`, or a state
     `{model: state dict}` with those that change. Streams; nothing is held in memory.
 
     Raises `CannotHold` with every name, dtype and shape that does not fit, and writes nothing then.
     """
-    writing = Writing(overwrite, durable, threads)
-    with planned_replacement(pt2, state, output=output, model=model, writing=writing, limits=limits) as planned:
-        return planned.run(progress)
+    planned = plan_replacement(
+        src, dst, weights=weights, model=model, in_place=in_place or (dst is None and dry_run),
+        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits,
+    )  # fmt: skip
+    return planned.carry_out(dry_run=dry_run, progress=progress)
 
 
-@contextmanager
-def planned_replacement(
-    pt2: str | os.PathLike[str],
-    state: object,
+def plan_replacement(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
     *,
-    output: str | os.PathLike[str] | None = None,
+    weights: object,
     model: str | None = None,
+    in_place: bool,
     writing: Writing,
     limits: Limits | None = None,
-) -> Iterator[PlannedSave]:
-    """The archive with other weights laid out, as long as the block lasts."""
-    path = local_path(pt2)
-    target = path if output is None else local_path(output)
+) -> Planned[Saved]:
+    """Lay out the archive with other weights."""
     with ExitStack() as stack:
-        store = LocalStore(path)
-        stack.callback(store.close)
-        source = OpenSource(store, limits=limits, threads=writing.threads)
-        if isinstance(state, str | os.PathLike):
-            state = stack.enter_context(open_checkpoint(state, threads=writing.threads, limits=limits))
-        given = describe_state(state, limits=limits)
-        states = _states(rejoin(given).state, state if isinstance(state, Checkpoint) else None, _models(source), model)
-        plan = lay_out_replaced(source, states, name=archive_name(target))
-
-        def same() -> None:
-            unchanged(given, target)
-            if store.changed():
-                raise NotCommitted("the archive changed while it was read; nothing was published", file=target)
-
-        yield PlannedSave(plan, target, replace(writing, overwrite=writing.overwrite or output is None), same)
+        archive = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
+        where = destination(archive, dst, in_place=in_place, format=None, writing=writing, writable=("pt2",))
+        source = archive.source
+        if isinstance(weights, str | os.PathLike):
+            weights = stack.enter_context(open_checkpoint(weights, threads=writing.threads, limits=limits))
+        given = describe_state(weights, limits=limits)
+        states = _states(rejoin(given).state, weights if isinstance(weights, Checkpoint) else None, _models(source), model)
+        plan = lay_out_replaced(source, states, name=archive_name(where.path))
+        report = Saved(**planned_fields(plan, where.path))
+        return Planned(plan, report, where.writing, (source.store, *stores_of(given)), stack.pop_all())
 
 
-def _models(source: OpenSource) -> list[str]:
+def _models(source: Source) -> list[str]:
     keys = source.store.list()
     if len(keys) != 1:
         raise Unsupported("weights are replaced in a .pt2, which is one file", file=source.store.name)

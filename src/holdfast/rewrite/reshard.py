@@ -16,17 +16,19 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
 from holdfast.engine.write import Progress
 from holdfast.errors import BadPlacement
 from holdfast.formats.native.write import lay_out_split
-from holdfast.inspect.open import Openable
-from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.save import Saved, unchanged, write_plan
+from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import local_path
 
@@ -80,11 +82,10 @@ def parse_rule(text: str) -> Rule:
     return Rule(pattern.strip(), axes)
 
 
-def plan_reshard(source: Checkpoint, mesh: Mapping[str, int], rules: Sequence[Rule]) -> SavePlan:
+def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]) -> SavePlan:
     """The plan of a native directory with a file for each rank of the mesh."""
     known = ", ".join(mesh)
     problems = [f"rule {r.pattern!r}: the mesh has no axis {a!r}, only {known}" for r in rules for a in r.axes if a not in mesh]
-    state = describe_state(source)
     used: set[int] = set()
     placed: dict[str, Mapping[str, int]] = {}
     for name, tensor in state.tensors.items():
@@ -135,29 +136,40 @@ def reshard(
     rules: Sequence[Rule | str] = (),
     overwrite: bool = False,
     durable: bool = True,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
+    limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Saved:
     """Write a checkpoint as a native directory with one data file for each rank of a mesh; streams, in bounded memory.
 
+    `mesh` is `{"dp": 2, "tp": 4}` or "dp=2,tp=4", a rule is text like "*.weight: tp=0" (see `Rule`).
+
     Raises `BadPlacement` for a mesh or a rule that makes no sense, with all that is wrong, before anything is written.
     """
+    writing = Writing(overwrite, durable, threads, read_back, max_memory)
+    return plan_reshard(src, dst, mesh=mesh, rules=rules, writing=writing, limits=limits).carry_out(
+        dry_run=dry_run, progress=progress
+    )
+
+
+def plan_reshard(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str],
+    *,
+    mesh: Mapping[str, int] | str,
+    rules: Sequence[Rule | str],
+    writing: Writing,
+    limits: Limits | None = None,
+) -> Planned[Saved]:
+    """Lay out a checkpoint for a mesh."""
     grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
     parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]
-    source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=threads)
     target = local_path(dst)
-    try:
-        state = describe_state(source)
-        plan = replace(plan_reshard(source, grid, parsed), holds=state.tensors)
-        return write_plan(
-            plan,
-            target,
-            overwrite=overwrite,
-            durable=durable,
-            threads=threads,
-            progress=progress,
-            before_commit=lambda: unchanged(state, target),
-        )
-    finally:
-        if source is not src:
-            source.close()
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
+        state = describe_state(source, limits=limits)
+        plan = replace(lay_out_reshard(state, grid, parsed), holds=state.tensors)
+        return Planned(plan, Saved(**planned_fields(plan, target)), writing, stores_of(state), stack.pop_all())

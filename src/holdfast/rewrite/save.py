@@ -9,50 +9,36 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from holdfast.core.collector import resting_collector
-from holdfast.core.protocols import State
-from holdfast.engine.commit.resumable import Staging
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
-from holdfast.engine.readback import check_source, check_written
-from holdfast.engine.write import Progress, write_file
-from holdfast.errors import NotCommitted
-from holdfast.plan.saves import FilePlan, SavePlan
-from holdfast.rewrite.formats import Options, byte_count, format_for, is_replaceable, plan_save
-from holdfast.rewrite.rehearse import rehearse
+from holdfast.core.limits import Limits
+from holdfast.engine.budget import byte_count
+from holdfast.engine.write import Progress
+from holdfast.rewrite.formats import Options, format_for, plan_save
+from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.files import Files
 from holdfast.stores.paths import local_path
 
-__all__ = ["Saved", "save", "unchanged", "write_plan"]
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a save did."""
-
-    path: str
-    format: str
-    nbytes: int
-    files: int
-    crcs: Mapping[str, int]
-    """CRC-32 of the bytes of each stored piece, under the name that the file gives it."""
-    notes: tuple[str, ...] = ()
+__all__ = ["save"]
 
 
 def save(
     path: str | os.PathLike[str],
     state: object,
     *,
-    format: str | None = None,
-    overwrite: bool | None = None,
-    durable: bool = True,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
     keep_tree: bool = False,
     sparse: str = "never",
+    format: str | None = None,
+    overwrite: bool | None = None,
+    durable: bool = True,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
+    limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Saved:
@@ -68,107 +54,25 @@ def save(
     Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
     """
-    target = local_path(path)
     options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
-
-    def run() -> Saved:
-        described = describe_state(state, metadata=metadata)
-        plan = plan_save(target, described, format_for(target, format, options), options)
-        return write_plan(
-            replace(plan, notes=(*described.notes, *plan.notes)),
-            target,
-            overwrite=overwrite,
-            durable=durable,
-            threads=threads,
-            progress=progress,
-            before_commit=lambda: unchanged(described, target),
-        )
-
+    writing = Writing(overwrite, durable, threads, read_back, max_memory)
     # In a function of its own, so that description and plan are gone before the collector wakes and would walk through them.
     with resting_collector():
-        return run()
+        planned = _plan(state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits)
+        return planned.carry_out(dry_run=dry_run, progress=progress)
 
 
-def unchanged(state: State, target: str) -> None:
-    """Raise `NotCommitted` where a file that tensors of this state were read from was written to since it was opened."""
-    stores = {id(tensor.source): tensor.source.store for tensor in state.tensors.values()}
-    for store in stores.values():
-        changed = store.changed()
-        if changed:
-            names = ", ".join(changed[:3])
-            raise NotCommitted(
-                f"the source {store.name!r} changed while it was read ({names}); nothing was published: start again when nobody "
-                "writes to it",
-                file=target,
-                found=changed,
-            )
-
-
-def write_plan(
-    plan: SavePlan,
-    path: str,
+def _plan(
+    state: object,
+    target: str,
     *,
-    overwrite: bool | None = None,
-    durable: bool = True,
-    threads: int | None = None,
-    progress: Progress | None = None,
-    block: int | None = None,
-    check: bool = False,
-    resume: bool = False,
-    before_commit: Callable[[], None] | None = None,
-    files: Files | None = None,
-    rehearsed: bool = True,
-) -> Saved:
-    """Write a plan and publish it. With `check`, what was written is read back and compared before it is published.
-
-    First of all the plan is given to the reader (`api.rehearse`): what would not open again is refused with `CannotHold` while
-    nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
-
-    With `resume`, the finished files of an interrupted try at the same directory are taken over (engine/commit/resumable.py).
-    `before_commit` has the last word: what it raises keeps everything as it was.
-    """
-    if rehearsed:
-        plan = rehearse(plan, path)
-    crcs: dict[str, int] = {}
-
-    def write(file: FilePlan, sink: NewFile) -> Mapping[str, int]:
-        receipt = write_file(file, sink, crcs=crcs, threads=threads, progress=progress, block=block)
-        crcs.update(receipt.crcs)
-        check_source(file, crcs)
-        if check:
-            check_written(file, sink.descriptor, crcs, path=path, threads=threads)
-        sink.complete = True
-        return receipt.crcs
-
-    if plan.directory:
-        staging = Staging(path, plan, durable=durable, files=files) if resume else None
-        try:
-            if staging is not None:
-                for file in plan.files:
-                    crcs.update(staging.put(file, write))
-            replaced = bool(overwrite)
-            with DirectoryTransaction(path, durable=durable, overwrite=replaced, replaceable=is_replaceable, files=files) as folder:
-                for file in plan.files:
-                    if staging is not None:
-                        staging.adopt(folder, file)
-                    else:
-                        write(file, folder.create(file.key))
-                folder.seal_data()
-                for file in plan.index:
-                    write(file, folder.create(file.key))
-                if before_commit:
-                    before_commit()
-                folder.commit()
-            if staging is not None:
-                staging.remove()
-        finally:
-            if staging is not None:
-                staging.close()
-    else:
-        (file,) = plan.files
-        with FileTransaction(path, durable=durable, overwrite=overwrite is not False, files=files) as single:
-            write(file, single.file)
-            if before_commit:
-                before_commit()
-            single.commit()
-    return Saved(path, plan.format, plan.nbytes, len(plan.files) + len(plan.index), crcs, plan.notes)
+    format: str | None,
+    metadata: Mapping[str, str] | None,
+    options: Options,
+    writing: Writing,
+    limits: Limits | None,
+) -> Planned[Saved]:
+    described = describe_state(state, metadata=metadata, limits=limits)
+    plan = plan_save(target, described, format_for(target, format, options), options)
+    plan = replace(plan, notes=(*described.notes, *plan.notes))
+    return Planned(plan, Saved(**planned_fields(plan, target)), writing, stores_of(described))

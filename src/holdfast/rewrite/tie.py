@@ -12,8 +12,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.checkpoint import Checkpoint
@@ -23,42 +23,44 @@ from holdfast.core.protocols import Source, State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.formats.safetensors.strict_json import quoted
-from holdfast.inspect.open import open as open_checkpoint
-from holdfast.rewrite.alias_graph import AliasGraph, AliasGroup, alias_graph
+from holdfast.inspect.open import Openable, opened
+from holdfast.rewrite.alias_graph import AliasGraph, AliasGroup, find_aliases
 from holdfast.rewrite.models import weights_of
 from holdfast.rewrite.places import plan_rewrite
-from holdfast.rewrite.planned import PlannedSave, Writing
+from holdfast.rewrite.planned import Planned, Saved, Writing, destination, planned_fields, stores_of
 from holdfast.rewrite.rejoin import rejoin
-from holdfast.rewrite.save import Saved
 from holdfast.rewrite.state import describe_state, map_tensors
-from holdfast.stores.paths import local_path
 
-__all__ = ["Tied", "TiedState", "planned_tie", "tie", "tie_state"]
+__all__ = ["Tied", "TiedState", "plan_tie", "tie", "tie_state"]
 
 Place = tuple[int, str, int, int]
 """A storage: source, key, start and length."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tied:
-    """What `tie` found, and what it did. Print it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tied(Saved):
+    """What `tie` found, and what it wrote or would write. Print it."""
 
-    path: str
+    source: str
     groups: tuple[AliasGroup, ...]
     """Tensors that hold the same and are stored more than once."""
-    nbytes: int
-    """Bytes of all storages, each once."""
+    storage_nbytes: int
+    """Bytes of all storages that were read, each once."""
     savable_nbytes: int
-    """Bytes of storages that nothing would need if equal tensors were tied."""
-    notes: tuple[str, ...] = ()
-    saved: Saved | None = None
-    """The new checkpoint, where one was asked for."""
+    """Bytes of storages that nothing needs once equal tensors are tied."""
 
-    def __str__(self) -> str:
+    def listing(self) -> list[str]:
+        """What holds the same, a line a group, the largest first."""
         order = sorted(self.groups, key=lambda group: -group.savable_nbytes)
         more = [f"… {len(order) - 20:,} more groups"] if len(order) > 20 else []
-        first = f"{self.path}: {self.savable_nbytes:,} of {self.nbytes:,} bytes could be saved"
-        return "\n".join([first, *(_listed(group) for group in order[:20]), *more, *self.notes])
+        first = f"{self.source}: {self.savable_nbytes:,} of {self.storage_nbytes:,} bytes could be saved"
+        return [first, *(_listed(group) for group in order[:20]), *more]
+
+    def _told(self) -> list[str]:
+        return [*self.listing(), *Saved._told(self)]
+
+    def __str__(self) -> str:
+        return "\n".join([*self.listing(), *self.notes])
 
 
 def _listed(group: AliasGroup) -> str:
@@ -79,48 +81,57 @@ class TiedState:
 
 
 def tie(
-    path: str | os.PathLike[str],
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
     *,
-    output: str | os.PathLike[str] | None = None,
+    in_place: bool = False,
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
-    threads: int | None = None,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
     limits: Limits | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Tied:
-    """Find tensors of a checkpoint that hold the same, byte by byte; with `output`, write one in which they are tied.
+    """Write a checkpoint in which tensors that hold the same, byte by byte, are stored once: at `dst`, or `in_place=True`.
 
-    Without `output` nothing is written. `output` may be the path itself, which is then replaced, atomically; its suffix says the
-    format, if `format` does not. torch files, packages and native directories hold tied tensors once; safetensors files hold them
-    under the first name, and the others in their metadata, where Holdfast finds them.
+    With `dry_run=True` they are only found, and the result says what could be saved. The suffix of `dst` says the format, if
+    `format` does not. torch files, packages and native directories hold tied tensors once; safetensors files hold them under the
+    first name, and the others in their metadata, where Holdfast finds them.
     """
-    writing = Writing(overwrite, durable, threads)
-    with planned_tie(path, output=output, format=format, writing=writing, limits=limits, progress=progress) as (found, planned):
-        return found if planned is None else replace(found, saved=planned.run(progress))
+    planned = plan_tie(
+        src, dst, in_place=in_place or (dst is None and dry_run), format=format,
+        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits, progress=progress,
+    )  # fmt: skip
+    return planned.carry_out(dry_run=dry_run, progress=progress)
 
 
-@contextmanager
-def planned_tie(
-    path: str | os.PathLike[str],
+def plan_tie(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
     *,
-    output: str | os.PathLike[str] | None = None,
+    in_place: bool,
     format: str | None = None,
     writing: Writing,
     limits: Limits | None = None,
     progress: Progress | None = None,
-) -> Iterator[tuple[Tied, PlannedSave | None]]:
-    """What holds the same, which is compared here; with `output`, the checkpoint in which it is tied, laid out."""
-    source = local_path(path)
-    with open_checkpoint(source, threads=writing.threads, limits=limits) as opened:
-        described = _weights(opened, describe_state(opened, limits=limits))
-        if output is None:
-            graph = alias_graph({"": described}, by="content", progress=progress)
-            yield _report(source, graph, graph.notes), None
-            return
-        tied = tie_state(described, progress=progress)
-        planned = plan_rewrite(opened, tied.state, local_path(output), read=described, format=format, writing=writing)
-        yield _report(source, tied.graph, tied.notes), planned
+) -> Planned[Tied]:
+    """Find what holds the same, which is read and compared here, and lay out the checkpoint in which it is tied."""
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
+        where = destination(source, dst, in_place=in_place, format=format, writing=writing, writable=("pt2",))
+        described = _weights(source, describe_state(source, limits=limits))
+        tied = tie_state(described, threads=writing.reading_threads, progress=progress)
+        plan = plan_rewrite(source, tied.state, where)
+        plan = replace(plan, notes=(*tied.notes, *plan.notes))
+        groups = tuple(group for group in tied.graph.groups if group.storages > 1)
+        report = Tied(
+            **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=tied.graph.nbytes,
+            savable_nbytes=tied.graph.savable_nbytes,
+        )  # fmt: skip
+        return Planned(plan, report, where.writing, stores_of(described), stack.pop_all())
 
 
 def _weights(opened: Checkpoint, state: State) -> State:
@@ -133,15 +144,10 @@ def _weights(opened: Checkpoint, state: State) -> State:
     return replace(state, tensors={name: tensor for name, tensor in state.tensors.items() if name in names})
 
 
-def _report(path: str, graph: AliasGraph, notes: tuple[str, ...]) -> Tied:
-    groups = tuple(group for group in graph.groups if group.storages > 1)
-    return Tied(path, groups, graph.nbytes, graph.savable_nbytes, notes)
-
-
-def tie_state(state: State, *, progress: Progress | None = None) -> TiedState:
+def tie_state(state: State, *, threads: int | None = None, progress: Progress | None = None) -> TiedState:
     """Tie what holds the same. Reads what has no checksum in a file, and everything that looks equal."""
     rejoined = rejoin(state)
-    graph = alias_graph({"": rejoined.state}, by="content", progress=progress)
+    graph = find_aliases({"": rejoined.state}, by="content", threads=threads, progress=progress)
     tying = _Tying(rejoined.state)
     for group in graph.groups:
         tying.add([rejoined.state.tensors[member.name] for member in group.members])

@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_format_is_described_to_torch(tmp_path):
     state = {"w": torch.arange(6.0).view(2, 3), "p": torch.nn.Parameter(torch.zeros(2)), "step": 3}
     torch.save(state, tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as ckpt:
-        there = to_torch(ckpt.metadata())
+        there = to_torch(ckpt.describe())
     assert there.state_dict_metadata["w"].size == torch.Size([2, 3])
     assert there.state_dict_metadata["w"].properties == theirs.TensorProperties.create_from_tensor(state["w"])
     assert there.state_dict_metadata["p"].properties == theirs.TensorProperties.create_from_tensor(state["p"])
@@ -237,6 +237,6 @@ def test_a_directory_that_torch_wrote_is_described_alike(tmp_path):
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     there = dcp.FileSystemReader(tmp_path).read_metadata()
     with holdfast.open(tmp_path) as ckpt:
-        here = ckpt.metadata()
+        here = ckpt.describe()
     assert to_torch(here).state_dict_metadata == there.state_dict_metadata
     assert here.planner_data == there.planner_data

@@ -72,7 +72,7 @@ def test_sparse_layouts_go_both_ways(tmp_path, kind, target):
     holdfast.convert(tmp_path / target, other)
     for path in (tmp_path / target, other):
         with open_torch(path) as ckpt:
-            found = ckpt.tree()["w"]
+            found = ckpt.tree["w"]
         assert found.layout is made.layout
         assert torch.equal(found.to_dense(), dense)
     path = tmp_path / target if target.endswith(".pt") else other

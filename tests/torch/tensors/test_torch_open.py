@@ -225,7 +225,7 @@ def test_every_golden_file(golden):
                     assert tensor.shape == alone.shape
                     a, b = tensor.resolve_conj().resolve_neg().contiguous(), alone.contiguous()
                     assert a.numel() == 0 or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
-            checkpoint.tree()
+            checkpoint.tree
 
 
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "native"])
@@ -240,7 +240,7 @@ def test_the_tree(name, tmp_path):
     state["again"] = state["model"]
     state["model"]._metadata = OrderedDict({"": {"version": 1}})
     with torch_open(save(tmp_path / name, state)) as checkpoint:
-        tree = checkpoint.tree()
+        tree = checkpoint.tree
         assert tree["step"] == 3
         assert type(tree["model"]) is OrderedDict
         assert one_storage(tree["model"]["a"], tree["model"]["b"])
@@ -254,7 +254,7 @@ def test_the_tree(name, tmp_path):
             assert tree["model"]["a"] is tree["model"]["b"]
             assert tree["again"] is tree["model"]
             assert tree["model"]._metadata == {"": {"version": 1}}
-        half = checkpoint.tree(dtype=torch.bfloat16)
+        half = checkpoint.read_tree(dtype=torch.bfloat16)
         assert half["model"]["a"].dtype == torch.bfloat16
         plain = checkpoint["model.a"]
         assert not isinstance(plain, nn.Parameter)
@@ -276,12 +276,12 @@ def test_composites_stand_under_their_own_name(tmp_path):
             assert torch.equal(found["sparse"].to_dense(), torch.eye(3, dtype=torch.float64))
             assert torch.equal(found["q"].dequantize(), torch.arange(4.0))
             assert torch.equal(checkpoint["q"].int_repr(), state["q"].int_repr())
-            assert checkpoint.tree()["sparse"].is_sparse
+            assert checkpoint.tree["sparse"].is_sparse
 
 
 def test_a_file_of_nothing_but_a_tensor(tmp_path):
     with torch_open(save(tmp_path / "zip.pt", torch.ones(2))) as checkpoint:
-        assert checkpoint.tree().tolist() == [1, 1]
+        assert checkpoint.tree.tolist() == [1, 1]
         assert checkpoint["tensor"].tolist() == [1, 1]
 
 

@@ -1,7 +1,7 @@
 """Exported programs in a `.pt2` that stock torch loads: what `torch.export.save` and `package_pt2` write, each storage once.
 
-    holdfast.torch.package_program("model.pt2", torch.export.export(model, inputs))
-    holdfast.torch.package_program("heads.pt2", {"classify": first, "embed": second})     one encoder, stored once
+    holdfast.torch.package_program(torch.export.export(model, inputs), "model.pt2")
+    holdfast.torch.package_program({"classify": first, "embed": second}, "heads.pt2")     one encoder, stored once
 
 torch serialises the programs and their inputs; weights and constants are laid out and written here (formats/pt2/write.py): in
 parallel, checked, published by one rename. torch's own writer shares storages within a model; here models share them, too, and its
@@ -33,7 +33,7 @@ from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.write import Part, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
-from holdfast.rewrite.save import Saved, write_plan
+from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import local_path
 
@@ -47,15 +47,18 @@ PROTOCOL = 2
 
 
 def package_program(
-    path: str | os.PathLike[str],
     exported_programs: ExportedProgram | Mapping[str, ExportedProgram],
+    dst: str | os.PathLike[str],
     *,
     sample_inputs: bool = True,
     extra_files: Mapping[str, str | bytes] | None = None,
     opset_version: Mapping[str, int] | None = None,
     trim: bool = True,
-    overwrite: bool | None = None,
+    overwrite: bool = False,
     durable: bool = True,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Saved:
@@ -65,7 +68,7 @@ def package_program(
     a program was exported with stay out of the file. Raises `CannotHold` with every weight that cannot be written or that a program
     lacks, by model and name; nothing is written then.
     """
-    target = local_path(path)
+    target = local_path(dst)
     programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
     wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
     if wrong or not programs:
@@ -75,7 +78,8 @@ def package_program(
         parts = _parts(programs, sample_inputs, dict(opset_version) if opset_version else None)
     extra = {name: text.encode() if isinstance(text, str) else bytes(text) for name, text in (extra_files or {}).items()}
     plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)
-    return write_plan(plan, target, overwrite=overwrite, durable=durable, threads=threads, progress=progress)
+    planned = Planned(plan, Saved(**planned_fields(plan, target)), Writing(overwrite, durable, threads, read_back, max_memory))
+    return planned.carry_out(dry_run=dry_run, progress=progress)
 
 
 def _is_program(value: object) -> bool:

@@ -140,7 +140,7 @@ def _is_opened(value: object) -> bool:
     waiting, seen = [value], set()
     while waiting:
         one = waiting.pop()
-        if type(one).__module__.startswith("holdfast."):
+        if type(one).__module__.split(".")[0] == "holdfast":
             return True
         if isinstance(one, list | tuple | set | frozenset | dict) and id(one) not in seen:
             seen.add(id(one))

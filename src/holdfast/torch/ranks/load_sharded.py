@@ -194,7 +194,7 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
     from holdfast.torch.tensors.open import open as open_torch
 
     with open_torch(path) as checkpoint:
-        return checkpoint.tree(device=device)
+        return checkpoint.read_tree(device=device)
 
 
 def _read_nbytes(fills: list[Fill]) -> int:

@@ -22,7 +22,7 @@ from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
 from holdfast.plan.saves import Data, FilePlan, Hole, Memory, SavePlan, Segment
-from holdfast.rewrite.save import write_plan
+from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.stores.paths import found_path
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.legacy_save import lay_out_legacy
@@ -82,7 +82,7 @@ def save(
             write_stream(plan.files[0], special)
     else:
         try:
-            write_plan(plan, found_path(path), durable=durable, rehearsed=False)
+            write_plan(plan, found_path(path), Writing(overwrite=None, durable=durable), rehearsed=False)
         except NotCommitted as error:
             raise NotSaved(*error.args, file=error.file, found=error.found) from error
 

@@ -3,7 +3,7 @@
     with holdfast.torch.open("model.pt") as checkpoint:
         w = checkpoint["encoder.weight"]          one tensor, read now
         state = checkpoint.read()                 all of them, in one parallel batch
-        everything = checkpoint.tree()            the nested state, parameters and all
+        everything = checkpoint.tree              the nested state, parameters and all (`read_tree` onto a device)
 
 Names over one storage of the file are views of one torch storage, with the offsets and strides that they had (`regions.py`).
 Read one by one, they are views of each other for as long as one of them is in use. Names that stand alone are read anew.
@@ -139,7 +139,14 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         made |= {name: _moved(whole.torch(), device, dtype) for name, whole in wholes.items()}
         return {name: made[name] for name in order}
 
-    def tree(self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None) -> object:
+    @property
+    def tree(self) -> object:
+        """The whole nested state with torch tensors in it; read anew each time, as by `read_tree()`."""
+        return self.read_tree()
+
+    def read_tree(
+        self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None
+    ) -> object:
         """The whole nested state with torch tensors in it: parameters are parameters, and what shares a storage still does.
 
         Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.

@@ -1,0 +1,82 @@
+"""A budget of memory: how many threads may work within it, and on blocks of which size.
+
+A verb that streams holds a few blocks a thread, whatever the size of a checkpoint. So a number of bytes is a number of threads and
+a block: the block shrinks first, and then there are fewer threads. What a block may not shrink below is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.engine.execute import default_threads
+from holdfast.errors import LimitExceeded, Unsupported
+
+__all__ = ["Budget", "budget", "byte_count", "reading_threads"]
+
+SMALLEST_BLOCK_NBYTES = 64 << 10
+LARGEST_BLOCK_NBYTES = 4 << 20
+
+BASE_NBYTES = 64 << 20
+"""What the plan and the interpreter take beside the blocks, counted against the budget."""
+
+COPIES = 4
+"""Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a verb may work with."""
+
+    threads: int
+    block: int
+    """Bytes that are read at a time."""
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The memory that this leads to, above the interpreter's own."""
+        return BASE_NBYTES + self.threads * COPIES * self.block
+
+
+def budget(max_memory: int | str, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES) -> Budget:
+    """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do.
+
+    Raises `LimitExceeded` where not even that fits, and says what would. Threads that the caller asked for are never taken away.
+    """
+    room, workers = byte_count(max_memory) - BASE_NBYTES, threads or default_threads()
+    if threads is None:
+        workers = max(1, min(workers, room // (COPIES * smallest)))
+    block = min(max(LARGEST_BLOCK_NBYTES, smallest), room // (workers * COPIES))
+    if block < smallest:
+        least = BASE_NBYTES + workers * COPIES * smallest
+        message = f"max_memory is too small: {workers} thread{'s' if workers > 1 else ''} need {least:,} bytes at least"
+        raise LimitExceeded(message, expected=least, found=byte_count(max_memory))
+    return Budget(workers, block)
+
+
+def reading_threads(max_memory: int | str | None, threads: int | None = None) -> int:
+    """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit."""
+    return (
+        threads or default_threads() if max_memory is None else budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES).threads
+    )
+
+
+def byte_count(size: int | str) -> int:
+    """A number of bytes, as an int or as people write it.
+
+    >>> byte_count("5GB"), byte_count("1GiB"), byte_count(4096)
+    (5000000000, 1073741824, 4096)
+    """
+    if isinstance(size, int):
+        count = size
+    else:
+        text = size.strip().lower().removesuffix("b")
+        powers = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+        unit = next((u for u in sorted(powers, key=len, reverse=True) if text.endswith(u)), "")
+        number = text.removesuffix(unit).strip()
+        try:
+            count = int(float(number) * powers.get(unit, 1))
+        except (ValueError, OverflowError):
+            raise Unsupported(f"{size!r} is no number of bytes; write 512MiB, 5GB or 1000000", found=size) from None
+    if count <= 0:
+        raise Unsupported(f"a size must be positive, not {size!r}", found=size)
+    return count
