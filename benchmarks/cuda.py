@@ -141,13 +141,13 @@ class Bench:
         """One checkpoint of each kind, by its own library; and by Holdfast where checksums are recorded."""
         if "safetensors" in self.formats:
             save_file(self.state, self.path("peer.safetensors"))
-            holdfast.save(self.path("ours.safetensors"), self.state, durable=False)
+            holdfast.save(self.state, self.path("ours.safetensors"), durable=False)
         if "pt" in self.formats:
             torch.save(self.state, self.path("peer.pt"))
         if "dcp" in self.formats:
             dcp.save(self.state, checkpoint_id=self.path("peer.dcp"))
         if "native" in self.formats:
-            holdfast.save(self.path("native"), self.state, durable=False)
+            holdfast.save(self.state, self.path("native"), durable=False)
 
     def loads(self) -> dict[str, Side]:
         into = {name: torch.empty_like(tensor) for name, tensor in self.state.items()}
@@ -221,7 +221,7 @@ class Bench:
 
         sides: dict[str, Side] = {
             "holdfast.torch.serialization.save": plain(lambda p: ht.save(self.state, p, durable=False)),
-            "holdfast.save safetensors": plain(lambda p: holdfast.save(p, self.state, format="safetensors", durable=False)),
+            "holdfast.save safetensors": plain(lambda p: holdfast.save(self.state, p, format="safetensors", durable=False)),
             "holdfast save_sharded": plain(lambda p: ht.save_sharded(p + ".native", self.state, overwrite=True, durable=False)),
             "torch.save": plain(lambda p: torch.save(self.state, p)),
             "save_file": plain(lambda p: save_file(self.state, p)),

@@ -39,7 +39,7 @@ def ours(suffix: str, durable: bool):
     def job(path: Path) -> object:
         import holdfast
 
-        return holdfast.save(beside(path, "ours" + suffix), state_of(path), durable=durable)
+        return holdfast.save(state_of(path), beside(path, "ours" + suffix), durable=durable)
 
     return job
 

@@ -54,7 +54,7 @@ def recipe(kind: str) -> Recipe:
                     kept = (rng.random((rows // 16, columns // 16)) < 0.1).astype(np.uint16)
                     bits *= np.repeat(np.repeat(kept, 16, axis=0), 16, axis=1)
             state[f"layers.{i}.weight"] = bits.view(ml_dtypes.bfloat16)
-        holdfast.save(path, state, format="safetensors", durable=False)
+        holdfast.save(state, path, format="safetensors", durable=False)
 
     return Recipe(f"sparse-{kind}.safetensors", lambda quick: 3 * dense_nbytes(quick), make)
 
@@ -70,7 +70,7 @@ def measured(path: Path) -> dict[str, int]:
 
     def save() -> None:
         shutil.rmtree(out, ignore_errors=True)
-        holdfast.save(out, state, format="native", sparse="auto", durable=False)
+        holdfast.save(state, out, format="native", sparse="auto", durable=False)
 
     def read() -> None:
         with holdfast.open(out) as checkpoint:

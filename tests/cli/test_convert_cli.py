@@ -25,7 +25,7 @@ COMMAND = [sys.executable, "-c", "import sys; from holdfast.cli.main import main
 @pytest.fixture
 def source(tmp_path) -> Path:
     weight = np.arange(12, dtype=np.float32).reshape(3, 4)
-    holdfast.save(tmp_path / "a.pt", {"model": {"w": weight, "tied": weight, "b": np.zeros(3, np.float32)}, "step": 7})
+    holdfast.save({"model": {"w": weight, "tied": weight, "b": np.zeros(3, np.float32)}, "step": 7}, tmp_path / "a.pt")
     return tmp_path / "a.pt"
 
 
@@ -64,7 +64,17 @@ def test_dry_run(run, source, tmp_path):
 
 def test_every_option(run, source, tmp_path):
     options = ["--format", "safetensors", "--dtype", "f16", "--keep", "model.*", "--drop", "*.tied", "--rename", "model.*=*"]
-    more = ["--max-shard-size", "24B", "--max-memory", "100MiB", "--tensors-only", "--no-durable", "--no-verify", "--threads", "1"]
+    more = [
+        "--max-shard-size",
+        "24B",
+        "--max-memory",
+        "100MiB",
+        "--tensors-only",
+        "--no-durable",
+        "--no-read-back",
+        "--threads",
+        "1",
+    ]
     code, _, err = run("convert", source, tmp_path / "b", *options, *more)
     assert (code, err) == (0, "")
     with holdfast.open(tmp_path / "b") as ckpt:
@@ -100,7 +110,7 @@ def test_errors_are_one_line(arguments, words, run, source, tmp_path, monkeypatc
 
 
 def test_what_cannot_be_held_is_a_list(run, tmp_path):
-    holdfast.save(tmp_path / "a.pt", {"w": np.zeros(1), "c\x1b[2J": np.zeros(1, np.complex128), "d": np.zeros(1, np.complex128)})
+    holdfast.save({"w": np.zeros(1), "c\x1b[2J": np.zeros(1, np.complex128), "d": np.zeros(1, np.complex128)}, tmp_path / "a.pt")
     code, out, err = run("convert", tmp_path / "a.pt", tmp_path / "b.safetensors")
     assert (code, out) == (2, "")
     first, *problems = err.splitlines()

@@ -29,8 +29,8 @@ def test_different(run, tmp_path):
     changed = w.copy()
     changed[1, 2] = 7
     old = {"w": w, "old.bias": np.ones(4), "gone": np.zeros(2), "half": w.copy(), "lr": 0.1}
-    save(a, old, durable=False)
-    save(b, {"w": changed, "new.bias": np.ones(4), "came": np.zeros(3), "half": w.astype(np.float16), "lr": 0.25}, durable=False)
+    save(old, a, durable=False)
+    save({"w": changed, "new.bias": np.ones(4), "came": np.zeros(3), "half": w.astype(np.float16), "lr": 0.25}, b, durable=False)
     code, out, err = run("diff", a, b)
     assert (code, err) == (1, "")
     assert out.splitlines() == [

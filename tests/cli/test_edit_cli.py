@@ -15,13 +15,13 @@ import holdfast
 @pytest.fixture
 def source(tmp_path) -> Path:
     state = {"model.w": np.ones((2, 2), np.float32), "model.b": np.zeros(2, np.float32)}
-    holdfast.save(tmp_path / "a.safetensors", state, metadata={"author": "me"})
+    holdfast.save(state, tmp_path / "a.safetensors", metadata={"author": "me"})
     return tmp_path / "a.safetensors"
 
 
 def test_in_place(run, source, tmp_path):
     names = ["--rename", "model.*=*", "--drop", "*.b", "--dtype", "bf16"]
-    code, out, err = run("edit", source, *names, "--set", "licence=a=b", "--set", "note=", "--unset", "author")
+    code, out, err = run("edit", source, "--in-place", *names, "--set", "licence=a=b", "--set", "note=", "--unset", "author")
     assert (code, err) == (0, "")
     assert out.startswith(f"wrote {source}  safetensors  ")
     with holdfast.open(source) as ckpt:
@@ -34,14 +34,14 @@ def test_in_place(run, source, tmp_path):
 
 def test_beside(run, source, tmp_path):
     before = source.read_bytes()
-    code, out, _ = run("edit", source, "-o", tmp_path / "b.pt", "--keep", "model.w", "--json")
+    code, out, _ = run("edit", source, tmp_path / "b.pt", "--keep", "model.w", "--json")
     assert code == 0
     assert json.loads(out)["format"] == "torch-zip"
     assert source.read_bytes() == before
-    code, out, err = run("edit", source, "-o", tmp_path / "b.pt", "--keep", "model.w")
+    code, out, err = run("edit", source, tmp_path / "b.pt", "--keep", "model.w")
     assert (code, out) == (2, "")
     assert "exists" in err
-    assert run("edit", source, "-o", tmp_path / "b.pt", "--keep", "model.w", "--overwrite")[0] == 0
+    assert run("edit", source, tmp_path / "b.pt", "--keep", "model.w", "--overwrite")[0] == 0
 
 
 def test_dry_run(run, source):
@@ -67,7 +67,7 @@ def test_dry_run(run, source):
 )
 def test_errors(options, words, run, source, tmp_path):
     before = source.read_bytes()
-    code, out, err = run("edit", source, *options)
+    code, out, err = run("edit", source, "--in-place", *options)
     assert (code, out) == (2, "")
     assert err.startswith("holdfast: ")
     assert words in err

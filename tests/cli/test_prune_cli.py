@@ -17,19 +17,19 @@ def source(tmp_path) -> Path:
     rng = np.random.default_rng(0)
     state = {f"layers.{i}.mlp.weight": rng.normal(size=(32, 64)).astype(np.float32) for i in range(2)}
     state |= {"lm_head.weight": np.ones((8, 8), np.float32), "norm": np.array([1, np.nan, 0], np.float32)}
-    holdfast.save(tmp_path / "a.safetensors", state)
+    holdfast.save(state, tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
 
 
 def test_prune(run, source, tmp_path):
     rules = ["--rule", "*.mlp.*: 2:4", "--rule", "lm_head.*: keep"]
-    code, out, err = run("prune", source, "-o", tmp_path / "b.safetensors", *rules, "--masks", "beside")
+    code, out, err = run("prune", source, tmp_path / "b", *rules, "--masks", "beside")
     assert (code, err) == (0, "")
     assert "layers.0.mlp.weight   50.00% zero     1,024 pruned" in out
     assert "2 tensors  50.00% zero" in out
-    assert f"wrote {tmp_path / 'b.safetensors'}  safetensors" in out
-    assert f"wrote {tmp_path / 'b.masks.safetensors'}  masks" in out
-    code, out, _ = run("show", "--sparsity", tmp_path / "b.safetensors")
+    assert f"wrote {tmp_path / 'b'}  native" in out
+    assert f"wrote {tmp_path / 'b' / 'masks.safetensors'}  masks" in out
+    code, out, _ = run("show", "--sparsity", tmp_path / "b")
     assert code == 0
     lines = out.splitlines()
     assert lines[0].endswith("4 tensors · 49.22% of 4,163 elements are zero")
@@ -38,7 +38,7 @@ def test_prune(run, source, tmp_path):
 
 def test_json_dry_run_and_a_file_of_rules(run, source, tmp_path):
     (tmp_path / "rules.txt").write_text("# what goes\nlm_head.*: keep  # not this\n*.weight: global 0.8\n")
-    code, out, err = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--dry-run", "--json")
+    code, out, err = run("prune", source, tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--dry-run", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert (found["done"], found["kept"], len(found["tensors"])) == (False, 2, 2)
@@ -47,21 +47,21 @@ def test_json_dry_run_and_a_file_of_rules(run, source, tmp_path):
     assert (found["format"], found["seconds"], found["notes"]) == ("torch-zip", None, [])
     assert found["write_nbytes"] > 4163 * 4
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "rules.txt"]
-    code, out, err = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--dry-run")
+    code, out, err = run("prune", source, tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--dry-run")
     assert (code, err) == (0, "")
     assert f"would write {tmp_path / 'b.pt'}  torch-zip" in out
     assert sorted(os.listdir(tmp_path)) == ["a.safetensors", "rules.txt"]
-    code, out, _ = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--json")
+    code, out, _ = run("prune", source, tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "--json")
     written = json.loads(out)
     assert (written["done"], written["tensors"]) == (True, found["tensors"])
     assert written["write_nbytes"] == (tmp_path / "b.pt").stat().st_size == found["write_nbytes"]
-    code, out, _ = run("prune", source, "-o", tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "-q", "--overwrite")
+    code, out, _ = run("prune", source, tmp_path / "b.pt", "--rules", tmp_path / "rules.txt", "-q", "--overwrite")
     assert (code, out) == (0, "")
     assert (tmp_path / "b.pt").exists()
 
 
 def test_problems_are_lines(run, source, tmp_path):
-    code, out, err = run("prune", source, "-o", tmp_path / "b.pt", "--rule", "lm_hed.weight: 0.5", "--rule", "norm: 1:2")
+    code, out, err = run("prune", source, tmp_path / "b.pt", "--rule", "lm_hed.weight: 0.5", "--rule", "norm: 1:2")
     assert (code, out) == (2, "")
     assert "  - rule 'lm_hed.weight' matches no tensor; near: lm_head.weight" in err
     assert "  - norm: 1:2 needs a last axis of a multiple of 2 elements; [3] has 3" in err
@@ -70,9 +70,9 @@ def test_problems_are_lines(run, source, tmp_path):
 
 def test_what_is_there_stays_unless_asked(run, source, tmp_path):
     (tmp_path / "b.pt").write_bytes(b"mine")
-    assert run("prune", source, "-o", tmp_path / "b.pt", "--rule", "norm: 0.5")[0] == 2
+    assert run("prune", source, tmp_path / "b.pt", "--rule", "norm: 0.5")[0] == 2
     assert (tmp_path / "b.pt").read_bytes() == b"mine"
-    assert run("prune", source, "-o", tmp_path / "b.pt", "--rule", "norm: 0.5", "--overwrite")[0] == 0
+    assert run("prune", source, tmp_path / "b.pt", "--rule", "norm: 0.5", "--overwrite")[0] == 0
 
 
 def test_stats(run, source):

@@ -15,7 +15,7 @@ def source(tmp_path):
     rng = np.random.default_rng(0)
     half = rng.integers(1, 9, (64, 64), np.int16) * rng.integers(0, 2, (64, 64), np.int16)
     layers = {f"layers.{i}.w": half + np.int16(0) for i in range(4)}
-    holdfast.save(tmp_path / "a.safetensors", {**layers, "full": rng.integers(1, 9, (64, 64), np.int16)})
+    holdfast.save({**layers, "full": rng.integers(1, 9, (64, 64), np.int16)}, tmp_path / "a.safetensors")
     return tmp_path / "a.safetensors"
 
 

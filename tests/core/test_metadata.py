@@ -180,7 +180,7 @@ def test_an_array_of_objects_has_no_properties():
 
 
 def test_properties_of_a_lazy_tensor(tmp_path):
-    holdfast.save(tmp_path / "a", {"w": np.zeros(3, np.int64)}, format="native")
+    holdfast.save({"w": np.zeros(3, np.int64)}, tmp_path / "a", format="native")
     with holdfast.open(tmp_path / "a") as ckpt:
         assert TensorProperties.create_from_tensor(ckpt["w"]) == TensorProperties(I64)
 
@@ -271,7 +271,7 @@ NAMES = {
 
 @pytest.mark.parametrize("format", ["native", "torch-zip"])
 def test_every_tensor_and_value_is_listed(tmp_path, format):
-    holdfast.save(tmp_path / "a", STATE, format=format)
+    holdfast.save(STATE, tmp_path / "a", format=format)
     with holdfast.open(tmp_path / "a") as ckpt:
         metadata = ckpt.describe()
         listed = metadata.state_dict_metadata
@@ -288,7 +288,7 @@ def test_every_tensor_and_value_is_listed(tmp_path, format):
 def test_the_places_are_where_the_bytes_are(tmp_path, format):
     tensors = {"w": STATE["w"], "empty": np.zeros((0, 3), np.float32), "scalar": np.array(7, np.int64)}
     path = tmp_path / "a"
-    holdfast.save(path, tensors, format=format)
+    holdfast.save(tensors, path, format=format)
     with holdfast.open(path) as ckpt:
         for index, place in ckpt.describe().storage_data.items():
             file = path / place.relative_path if path.is_dir() else path
@@ -298,7 +298,7 @@ def test_the_places_are_where_the_bytes_are(tmp_path, format):
 
 
 def test_the_texts_are_still_there(tmp_path):
-    holdfast.save(tmp_path / "a", {"w": STATE["w"]}, format="safetensors", metadata={"licence": "mit"})
+    holdfast.save({"w": STATE["w"]}, tmp_path / "a", format="safetensors", metadata={"licence": "mit"})
     with holdfast.open(tmp_path / "a") as ckpt:
         assert ckpt.metadata["licence"] == "mit"
         assert dict(ckpt.metadata) == ckpt.metadata == {"format": "pt", "licence": "mit"}
@@ -307,27 +307,27 @@ def test_the_texts_are_still_there(tmp_path):
 
 
 def test_names_that_meet_are_both_listed(tmp_path):
-    holdfast.save(tmp_path / "a", {"a.b": 1, "a": {"b": 2}}, format="native")
+    holdfast.save({"a.b": 1, "a": {"b": 2}}, tmp_path / "a", format="native")
     with holdfast.open(tmp_path / "a") as ckpt:
         metadata = ckpt.describe()
         assert metadata.planner_data == {"a.b": ("a.b",), "a.b#2": ("a", "b")}
 
 
 def test_a_value_by_itself_has_a_name(tmp_path):
-    holdfast.save(tmp_path / "a", 5, format="torch-zip")
+    holdfast.save(5, tmp_path / "a", format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
         assert ckpt.describe().state_dict_metadata == {"value": BytesStorageMetadata()}
 
 
 def test_a_shared_container_is_listed_once(tmp_path):
     inner = {"x": 1}
-    holdfast.save(tmp_path / "a", {"one": inner, "two": inner}, format="torch-zip")
+    holdfast.save({"one": inner, "two": inner}, tmp_path / "a", format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
         assert list(ckpt.describe().state_dict_metadata) == ["one.x"]
 
 
 def test_an_ordered_dict_is_a_mapping_like_any_other(tmp_path):
-    holdfast.save(tmp_path / "a", OrderedDict(a=OrderedDict(), b=[OrderedDict(c=1)], d=[[], [[2]]]), format="torch-zip")
+    holdfast.save(OrderedDict(a=OrderedDict(), b=[OrderedDict(c=1)], d=[[], [[2]]]), tmp_path / "a", format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
         assert list(ckpt.describe().state_dict_metadata) == ["a", "b.0.c", "d"]
 
@@ -337,14 +337,14 @@ def test_a_tree_of_shared_containers_is_walked_once(tmp_path):
     tree: object = {"leaf": 1}
     for _ in range(40):
         tree = [tree, tree]
-    holdfast.save(tmp_path / "a", {"t": tree}, format="torch-zip")
+    holdfast.save({"t": tree}, tmp_path / "a", format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt:
         assert len(ckpt.describe().state_dict_metadata) == 1
 
 
 def test_long_names_are_bounded(tmp_path):
     # One long key stands in the name of everything below it.
-    holdfast.save(tmp_path / "a", {"k" * 300_000: {str(i): i for i in range(100)}}, format="torch-zip")
+    holdfast.save({"k" * 300_000: {str(i): i for i in range(100)}}, tmp_path / "a", format="torch-zip")
     with holdfast.open(tmp_path / "a") as ckpt, pytest.raises(LimitExceeded):
         ckpt.describe()
 

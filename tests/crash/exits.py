@@ -93,9 +93,9 @@ def no_thread_at_all(folder: Path) -> None:
 def _everything(folder: Path) -> None:
     time.sleep(0.3)  # the program has ended
     state = content()
-    holdfast.save(folder / "step", state)
-    holdfast.save(folder / "one.safetensors", state)
-    holdfast.save(folder / "one.pt", state)
+    holdfast.save(state, folder / "step")
+    holdfast.save(state, folder / "one.safetensors")
+    holdfast.save(state, folder / "one.pt")
     holdfast.convert(folder / "one.pt", folder / "two.safetensors")
     with open(folder / "stream.pt", "wb") as file:
         holdfast.torch.save({"big": torch.ones(9 << 20)}, file)

@@ -113,7 +113,7 @@ def a_child_saves(folder: Path) -> None:
 
     def save(where: Path) -> bool:
         where.mkdir()
-        holdfast.save(where / "a.pt", content(1))
+        holdfast.save(content(1), where / "a.pt")
         holdfast.torch.save_sharded(where / "b", content(2))
         own = holdfast.torch.async_save_sharded(where / "c", content(3))
         below = child(lambda: save(where / "below")) if where.name == "child" else None
@@ -178,7 +178,7 @@ def a_child_leaves_the_block(folder: Path) -> None:
 def a_child_reads(folder: Path) -> None:
     """What is open can be read on both sides, also where it is forked in the midst of it."""
     for name in ("a.pt", "b.safetensors", "c"):
-        holdfast.save(folder / name, content())
+        holdfast.save(content(), folder / name)
     holdfast.torch.save_sharded(folder / "d", content(), format="dcp")
     opened = [holdfast.open(folder / name) for name in ("a.pt", "b.safetensors", "c", "d")]
     stop = threading.Event()

@@ -55,13 +55,13 @@ def save(kind: str, path: str, which: int) -> None:
         tensors = {name: torch.from_numpy(value) for name, value in made.items() if isinstance(value, np.ndarray)}
         save_sharded(path, made | tensors, format="dcp", overwrite=True, durable=False)
     elif kind == "split-safetensors":
-        holdfast.save(path, made, format="safetensors", max_shard_size=4096, keep_tree=True, overwrite=True, durable=False)
+        holdfast.save(made, path, format="safetensors", max_shard_size=4096, keep_tree=True, overwrite=True, durable=False)
     elif kind == "safetensors":
-        holdfast.save(path, made, keep_tree=True, overwrite=True, durable=False)
+        holdfast.save(made, path, keep_tree=True, overwrite=True, durable=False)
     elif kind == "native-sparse":
-        holdfast.save(path, made, sparse="auto", overwrite=True, durable=False)
+        holdfast.save(made, path, sparse="auto", overwrite=True, durable=False)
     else:
-        holdfast.save(path, made, overwrite=True, durable=False)
+        holdfast.save(made, path, overwrite=True, durable=False)
 
 
 def main(kind: str, path: str) -> None:

@@ -60,7 +60,7 @@ class Readers:
 @pytest.mark.parametrize("name", ["ours", "ours.pt", "ours.safetensors"])
 def test_closing_under_readers(tmp_path: Path, name: str, request: pytest.FixtureRequest):
     path = tmp_path / name
-    holdfast.save(path, {"w": np.full((2048, 64), OURS, np.uint8)})
+    holdfast.save({"w": np.full((2048, 64), OURS, np.uint8)}, path)
     theirs = tmp_path / "theirs"
     theirs.write_bytes(bytes([THEIRS]) * path_nbytes(path))
     before = len(ALIVE)
@@ -89,7 +89,7 @@ def path_nbytes(path: Path) -> int:
 
 
 def test_reads_after_close_are_refused(tmp_path: Path):
-    holdfast.save(tmp_path / "x", {"w": np.ones(8)})
+    holdfast.save({"w": np.ones(8)}, tmp_path / "x")
     checkpoint = holdfast.open(tmp_path / "x")
     lazy = checkpoint["w"]
     assert lazy.numpy().sum() == 8
@@ -101,7 +101,7 @@ def test_reads_after_close_are_refused(tmp_path: Path):
 
 def test_an_error_that_is_kept_keeps_no_file_open(tmp_path: Path):
     path = tmp_path / "x.safetensors"
-    holdfast.save(path, {"w": np.ones(1000)})
+    holdfast.save({"w": np.ones(1000)}, path)
     before = len(ALIVE)
     checkpoint = holdfast.open(path)
     os.truncate(path, path.stat().st_size - 10)

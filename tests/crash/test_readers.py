@@ -131,7 +131,7 @@ def test_a_file_that_is_mapped_is_the_one_that_was_read(tmp_path: Path, monkeypa
     from holdfast.torch import load
 
     for name, length in (("x.pt", 100), ("y.pt", 300)):
-        holdfast.save(tmp_path / name, {"w": np.full((length, 10), length)})
+        holdfast.save({"w": np.full((length, 10), length)}, tmp_path / name)
 
     def read_archive(*arguments, **options):
         found = real(*arguments, **options)

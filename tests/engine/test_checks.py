@@ -15,7 +15,7 @@ STATE = {"small": np.arange(6, dtype=np.float32), "other": np.ones(5, np.int8), 
 @pytest.mark.parametrize("tensor", STATE)
 def test_damage_is_caught_on_read(tmp_path, name, tensor):
     path = tmp_path / name
-    holdfast.save(path, STATE, durable=False)
+    holdfast.save(STATE, path, durable=False)
     with holdfast.open(path) as ckpt:
         (storage,) = ckpt[tensor].storages
         file = path / storage.key if path.is_dir() else path

@@ -36,38 +36,38 @@ def state() -> dict[str, object]:
 
 
 def _native(path: Path) -> None:
-    holdfast.save(path, state(), metadata=ABOUT)
+    holdfast.save(state(), path, metadata=ABOUT)
 
 
 def _several(path: Path) -> None:
-    holdfast.save(path, state(), metadata=ABOUT, max_shard_size=50)
+    holdfast.save(state(), path, metadata=ABOUT, max_shard_size=50)
 
 
 def _packed(path: Path) -> None:
     zeros = np.zeros((16, 16), np.float32)
     zeros[::3, 1] = 5
-    holdfast.save(path, {"z": zeros, "step": 3}, sparse="auto")
+    holdfast.save({"z": zeros, "step": 3}, path, sparse="auto")
 
 
 def _cut(path: Path) -> None:
-    holdfast.save(path.with_name("whole"), state(), metadata=ABOUT)
+    holdfast.save(state(), path.with_name("whole"), metadata=ABOUT)
     reshard(path.with_name("whole"), path, mesh={"tp": 2}, rules=["model.w: tp=0"])
 
 
 def _safetensors(path: Path) -> None:
-    holdfast.save(path, state(), format="safetensors", metadata=ABOUT, keep_tree=True)
+    holdfast.save(state(), path, format="safetensors", metadata=ABOUT, keep_tree=True)
 
 
 def _split(path: Path) -> None:
-    holdfast.save(path, state(), format="safetensors", metadata=ABOUT, keep_tree=True, max_shard_size=50)
+    holdfast.save(state(), path, format="safetensors", metadata=ABOUT, keep_tree=True, max_shard_size=50)
 
 
 def _torch(path: Path) -> None:
-    holdfast.save(path, state(), format="torch")
+    holdfast.save(state(), path, format="torch")
 
 
 def _package(path: Path) -> None:
-    holdfast.package(path, {"one": {"w": W, "b": W[0]}, "two": {"w": W}})
+    holdfast.package({"one": {"w": W, "b": W[0]}, "two": {"w": W}}, path)
 
 
 def _sharded(path: Path, format: str) -> None:
@@ -203,7 +203,7 @@ def test_no_file_cut_short_or_blanked_changes_content_unnoticed(checkpoint, requ
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    holdfast.save(tmp_path / "step", state(), metadata=ABOUT, max_shard_size=50)
+    holdfast.save(state(), tmp_path / "step", metadata=ABOUT, max_shard_size=50)
     return tmp_path / "step"
 
 
@@ -273,7 +273,7 @@ def test_headers_of_data_files_are_verified(folder, change):
 
 @pytest.fixture
 def single(tmp_path: Path) -> Path:
-    holdfast.save(tmp_path / "a.safetensors", state(), metadata=ABOUT, keep_tree=True)
+    holdfast.save(state(), tmp_path / "a.safetensors", metadata=ABOUT, keep_tree=True)
     return tmp_path / "a.safetensors"
 
 
@@ -323,7 +323,7 @@ def test_another_programs_edit_is_opened_and_reported(single, capsys):
 
 def test_an_index_that_was_lost_is_reported(tmp_path):
     path = tmp_path / "split"
-    holdfast.save(path, state(), format="safetensors", keep_tree=True, max_shard_size=50)
+    holdfast.save(state(), path, format="safetensors", keep_tree=True, max_shard_size=50)
     index = path / "model.safetensors.index.json"
     raw = index.read_bytes()
     index.write_bytes(raw.replace(b'"metadata"', b'"netadata"'))
@@ -339,7 +339,7 @@ def test_an_index_that_was_lost_is_reported(tmp_path):
 
 def test_numbers_in_an_index_that_no_writer_of_ours_has(tmp_path):
     path = tmp_path / "split"
-    holdfast.save(path, {"w": W}, format="safetensors", max_shard_size=50)
+    holdfast.save({"w": W}, path, format="safetensors", max_shard_size=50)
     index = path / "model.safetensors.index.json"
     index.write_bytes(index.read_bytes().replace(b'"total_size": 48', b'"total_size": 99999999999999999999'))
     with holdfast.open(path) as ckpt:

@@ -101,7 +101,7 @@ assert len(os.listdir(sys.argv[1])) == 200
 
 
 def test_what_is_open_already_is_let_go_where_there_is_no_room(tmp_path: Path):
-    holdfast.save(tmp_path / "x", {f"w{i}": np.full(10, i) for i in range(40)}, max_shard_size=80)
+    holdfast.save({f"w{i}": np.full(10, i) for i in range(40)}, tmp_path / "x", max_shard_size=80)
     run(
         """
 limit()
@@ -120,7 +120,7 @@ with holdfast.open(sys.argv[1]) as c:
 
 
 def test_no_room_at_all_is_said_in_a_sentence(tmp_path: Path):
-    holdfast.save(tmp_path / "x.pt", {"w": np.ones(3)})
+    holdfast.save({"w": np.ones(3)}, tmp_path / "x.pt")
     run(
         """
 limit()

@@ -15,7 +15,7 @@ from holdfast.torch import save_sharded
 
 
 def save(path: Path) -> None:
-    holdfast.save(path, {"w": np.ones(3), "step": 1}, overwrite=True)
+    holdfast.save({"w": np.ones(3), "step": 1}, path, overwrite=True)
 
 
 def save_sharded_native(path: Path) -> None:
@@ -27,18 +27,18 @@ def save_sharded_dcp(path: Path) -> None:
 
 
 def split(path: Path) -> None:
-    holdfast.save(path, {f"w{i}": np.ones(300) for i in range(4)}, format="safetensors", max_shard_size=3000, overwrite=True)
+    holdfast.save({f"w{i}": np.ones(300) for i in range(4)}, path, format="safetensors", max_shard_size=3000, overwrite=True)
 
 
 def convert_resumed(path: Path) -> None:
-    holdfast.save(path.with_name("source.pt"), {"w": np.ones(3), "step": 1})
+    holdfast.save({"w": np.ones(3), "step": 1}, path.with_name("source.pt"))
     holdfast.convert(path.with_name("source.pt"), path, overwrite=True, resume=True)
 
 
 @pytest.mark.parametrize("replace", [save, save_sharded_native, save_sharded_dcp, split, convert_resumed])
 def test_a_private_checkpoint_stays_private(tmp_path: Path, replace: Callable[[Path], None]):
     path = tmp_path / "model"
-    holdfast.save(path, {"w": np.zeros(2)})
+    holdfast.save({"w": np.zeros(2)}, path)
     for file in path.iterdir():
         file.chmod(0o600)
     path.chmod(0o2750)

@@ -30,7 +30,7 @@ def is_old(path: Path) -> bool:
 
 def save_refused(path: Path, state: object = NEW) -> NotCommitted:
     with pytest.raises(NotCommitted) as caught:
-        holdfast.save(path, state, overwrite=True)
+        holdfast.save(state, path, overwrite=True)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -50,7 +50,7 @@ def mounted(options: str) -> Iterator[Path]:
 @pytest.mark.parametrize("name", NAMES)
 def test_disk_full(name):
     with mounted("size=1m") as disk:
-        holdfast.save(disk / name, OLD)
+        holdfast.save(OLD, disk / name)
         error = save_refused(disk / name)
         assert error.errno == errno.ENOSPC
         assert "disk is full" in str(error)
@@ -60,17 +60,17 @@ def test_disk_full(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_convert_looks_for_room_first(name, tmp_path):
-    holdfast.save(tmp_path / "big.safetensors", NEW)
+    holdfast.save(NEW, tmp_path / "big.safetensors")
     with mounted("size=1m") as disk:
         with pytest.raises(NotCommitted, match="are free"):
             holdfast.convert(tmp_path / "big.safetensors", disk / name)
-        assert "NOT ENOUGH" in holdfast.convert(tmp_path / "big.safetensors", disk / name, explain=True).explain()
+        assert "NOT ENOUGH" in holdfast.convert(tmp_path / "big.safetensors", disk / name, dry_run=True).explain()
         assert os.listdir(disk) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_file_larger_than_the_user_may_write(name, tmp_path):
-    holdfast.save(tmp_path / name, OLD)
+    holdfast.save(OLD, tmp_path / name)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
@@ -86,7 +86,7 @@ def test_a_file_larger_than_the_user_may_write(name, tmp_path):
 
 def test_a_read_only_file_system():
     with mounted("size=1m") as disk:
-        holdfast.save(disk / "a.pt", OLD)
+        holdfast.save(OLD, disk / "a.pt")
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         for name in NAMES:
             assert save_refused(disk / name).errno == errno.EROFS
@@ -121,7 +121,7 @@ def test_a_folder_that_one_may_not_write_to(name):
 
 
 def test_a_file_that_is_marked_read_only(tmp_path):
-    holdfast.save(tmp_path / "a.pt", OLD)
+    holdfast.save(OLD, tmp_path / "a.pt")
     os.chmod(tmp_path / "a.pt", 0o444)
     assert "read-only" in str(save_refused(tmp_path / "a.pt"))
     assert is_old(tmp_path / "a.pt")
@@ -130,7 +130,7 @@ def test_a_file_that_is_marked_read_only(tmp_path):
 def test_a_source_that_one_may_not_read(tmp_path):
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        holdfast.save(Path(folder, "a.pt"), OLD)
+        holdfast.save(OLD, Path(folder, "a.pt"))
         os.chmod(Path(folder, "a.pt"), 0)
         with nobody() as other, pytest.raises(HoldfastError, match="permission denied"):
             holdfast.convert(Path(folder, "a.pt"), other / "b.pt")
@@ -141,7 +141,7 @@ def test_a_parent_that_is_not_there(name, tmp_path):
     assert save_refused(tmp_path / "no" / "such" / name).errno == errno.ENOENT
     (tmp_path / "file").write_text("x")
     assert save_refused(tmp_path / "file" / name).errno in (errno.ENOTDIR, errno.ENOENT)
-    holdfast.save(tmp_path / "source.pt", OLD)
+    holdfast.save(OLD, tmp_path / "source.pt")
     for parent in ("no", "file"):
         with pytest.raises(NotCommitted):
             holdfast.convert(tmp_path / "source.pt", tmp_path / parent / name)
@@ -153,7 +153,7 @@ def test_a_folder_where_a_file_should_be(name, tmp_path):
     (tmp_path / name).mkdir()
     (tmp_path / name / "mine").write_text("x")
     with pytest.raises(HoldfastError):
-        holdfast.save(tmp_path / name, NEW, format="torch" if name == "a.pt" else "safetensors")
+        holdfast.save(NEW, tmp_path / name, format="torch" if name == "a.pt" else "safetensors")
     assert os.listdir(tmp_path) == [name]
     assert os.listdir(tmp_path / name) == ["mine"]
 
@@ -175,7 +175,7 @@ def test_a_pipe(name, tmp_path):
 @pytest.mark.parametrize("format", ["torch", "safetensors", "native"])
 def test_a_device(format):
     with pytest.raises(NotCommitted):
-        holdfast.save("/dev/null", NEW, format=format, overwrite=True)
+        holdfast.save(NEW, "/dev/null", format=format, overwrite=True)
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     assert not [name for name in os.listdir("/dev") if name.startswith(".null")]
 
@@ -184,5 +184,5 @@ def test_names_that_no_file_can_have(tmp_path):
     for name in ("x" * 300 + ".pt", "a\0b.pt"):
         save_refused(tmp_path / name)
     with pytest.raises(NotCommitted):
-        holdfast.save("", NEW, format="torch")
+        holdfast.save(NEW, "", format="torch")
     assert os.listdir(tmp_path) == []

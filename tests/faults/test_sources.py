@@ -68,7 +68,7 @@ def test_grown_while_read(source, tmp_path):
 
 def test_changed_while_a_save_reads_it(source, tmp_path):
     with holdfast.open(source) as ckpt, pytest.raises(NotCommitted, match="changed while it was read"):
-        holdfast.save(tmp_path / "b.pt", {"w": ckpt["w0"]}, progress=Meddling(lambda: os.utime(source, (1, 1))))
+        holdfast.save({"w": ckpt["w0"]}, tmp_path / "b.pt", progress=Meddling(lambda: os.utime(source, (1, 1))))
     assert os.listdir(tmp_path) == ["a.safetensors"]
 
 
@@ -97,7 +97,7 @@ def test_replaced_while_read_is_no_change(source, tmp_path):
 
 
 def test_the_old_target_survives(source, tmp_path):
-    holdfast.save(tmp_path / "b.pt", {"old": np.ones(1)})
+    holdfast.save({"old": np.ones(1)}, tmp_path / "b.pt")
     with pytest.raises(Truncated):
         convert(source, tmp_path / "b.pt", lambda: os.truncate(source, 5 << 20))
     assert torch.load(tmp_path / "b.pt", weights_only=True)["old"] == 1
@@ -106,7 +106,7 @@ def test_the_old_target_survives(source, tmp_path):
 @pytest.mark.parametrize("cut", [0, 1, 7, 8, 100, 1 << 20])
 @pytest.mark.parametrize("kind", ["a.safetensors", "a.pt"])
 def test_truncated_before(kind, cut, tmp_path):
-    holdfast.save(tmp_path / kind, {"w": np.ones(1 << 20, np.float32)})
+    holdfast.save({"w": np.ones(1 << 20, np.float32)}, tmp_path / kind)
     os.truncate(tmp_path / kind, cut)
     with pytest.raises(FormatError):
         holdfast.convert(tmp_path / kind, tmp_path / "b.safetensors")

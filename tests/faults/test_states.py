@@ -18,7 +18,7 @@ NAMES = ["a.pt", "a.safetensors", "a"]
 @pytest.mark.parametrize("name", NAMES)
 def test_one_dotted_name_for_two_tensors(name, tmp_path):
     state = {"a.b": np.zeros(1), "a": {"b": np.ones(1)}}
-    holdfast.save(tmp_path / name, state)
+    holdfast.save(state, tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         tree = ckpt.tree
         assert isinstance(tree, dict)
@@ -28,7 +28,7 @@ def test_one_dotted_name_for_two_tensors(name, tmp_path):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_renames_that_collide(name, tmp_path):
-    holdfast.save(tmp_path / "source.pt", {"a": np.zeros(1), "b": np.ones(1)})
+    holdfast.save({"a": np.zeros(1), "b": np.ones(1)}, tmp_path / "source.pt")
     with pytest.raises(CannotHold, match="the name 'b'"):
         holdfast.convert(tmp_path / "source.pt", tmp_path / name, rename=[("a", "b")])
     assert os.listdir(tmp_path) == ["source.pt"]
@@ -38,7 +38,7 @@ def test_renames_that_collide(name, tmp_path):
 @pytest.mark.parametrize("key", ["__metadata__", "\ud800"])
 def test_names_that_a_format_forbids(key, name, tmp_path):
     with pytest.raises(CannotHold) as caught:
-        holdfast.save(tmp_path / name, {key: np.zeros(1), "fine": np.zeros(1)})
+        holdfast.save({key: np.zeros(1), "fine": np.zeros(1)}, tmp_path / name)
     assert len(caught.value.problems) == 1
     assert os.listdir(tmp_path) == []
 
@@ -46,7 +46,7 @@ def test_names_that_a_format_forbids(key, name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_odd_names_that_are_allowed(name, tmp_path):
     keys = ["", ".", "..", "/", "a/b", "\0", "\n", "ü\U0001f600", "x" * 1000, " ", '"', "\\", "#2", "tensor"]
-    holdfast.save(tmp_path / name, {key: np.full(1, i) for i, key in enumerate(keys)})
+    holdfast.save({key: np.full(1, i) for i, key in enumerate(keys)}, tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         assert [ckpt[key].numpy()[0] for key in keys] == list(range(len(keys)))
 
@@ -54,7 +54,7 @@ def test_odd_names_that_are_allowed(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_but_nan(name, tmp_path):
     bits = np.array([0x7FC00000, 0xFFC00001, 0x7F800001, 0x7FFFFFFF], np.uint32)
-    holdfast.save(tmp_path / name, {"n": bits.view(np.float32), "d": np.full(3, np.nan)})
+    holdfast.save({"n": bits.view(np.float32), "d": np.full(3, np.nan)}, tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         assert ckpt["n"].numpy().view(np.uint32).tolist() == bits.tolist()
     assert holdfast.diff(tmp_path / name, tmp_path / name, exact=True).equal
@@ -64,7 +64,7 @@ def test_nothing_but_nan(name, tmp_path):
 def test_nothing_and_points(name, tmp_path):
     shapes = [(), (0,), (0, 3), (3, 0, 2), (1, 1, 1)]
     state = {str(i): torch.ones(shape) for i, shape in enumerate(shapes)}
-    holdfast.save(tmp_path / name, state)
+    holdfast.save(state, tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         assert [t.shape for t in ckpt.values()] == shapes
         assert ckpt["0"].numpy() == 1
@@ -77,7 +77,7 @@ def test_nothing_and_points(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("state", [{}, {"only": {}}, {"zero": np.empty((0,))}], ids=["nothing", "no tensor", "no element"])
 def test_an_empty_state(state, name, tmp_path):
-    holdfast.save(tmp_path / name, state, keep_tree=True)
+    holdfast.save(state, tmp_path / name, keep_tree=True)
     with holdfast.open(tmp_path / name) as ckpt:
         assert list(ckpt.tree) == list(state)
     holdfast.convert(tmp_path / name, tmp_path / "again.pt")
@@ -88,7 +88,7 @@ def test_an_empty_state(state, name, tmp_path):
 def test_a_hundred_thousand_tensors(name, tmp_path):
     memory = np.arange(100_000, dtype=np.float32)
     # Each in memory of its own: views of one array would be views of one storage.
-    holdfast.save(tmp_path / name, {f"layer.{i}.weight": memory[i : i + 1].copy() for i in range(len(memory))}, durable=False)
+    holdfast.save({f"layer.{i}.weight": memory[i : i + 1].copy() for i in range(len(memory))}, tmp_path / name, durable=False)
     with holdfast.open(tmp_path / name) as ckpt:
         assert len(ckpt) == len(memory)
         assert ckpt["layer.99999.weight"].numpy().tolist() == [99_999]

@@ -29,11 +29,11 @@ def state(*, packed: bool = False) -> dict[str, object]:
 def make(folder: Path) -> None:
     """Write all of them."""
     about = {"author": "me"}
-    holdfast.save(folder / "native", state(), metadata=about, max_shard_size=100)
-    holdfast.save(folder / "packed", state(packed=True), metadata=about, sparse="auto")
+    holdfast.save(state(), folder / "native", metadata=about, max_shard_size=100)
+    holdfast.save(state(packed=True), folder / "packed", metadata=about, sparse="auto")
     reshard(folder / "native", folder / "cut", mesh={"tp": 2}, rules=["model.w: tp=0"])
-    holdfast.save(folder / "one.safetensors", state(), metadata=about, keep_tree=True)
-    holdfast.save(folder / "split", state(), format="safetensors", metadata=about, keep_tree=True, max_shard_size=100)
+    holdfast.save(state(), folder / "one.safetensors", metadata=about, keep_tree=True)
+    holdfast.save(state(), folder / "split", format="safetensors", metadata=about, keep_tree=True, max_shard_size=100)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def test_formats_of_the_same_state_are_the_same(tmp_path):
              "h": np.arange(5, dtype=ml_dtypes.bfloat16), "e": np.zeros((0, 3)), "s": np.array(1.5)}  # fmt: skip
     paths = [tmp_path / "x.pt", tmp_path / "x.safetensors", tmp_path / "x"]
     for path in paths:
-        save(path, state, format=None if path.suffix else "native", durable=False)
+        save(state, path, format=None if path.suffix else "native", durable=False)
     for a in paths:
         for b in paths:
             found = diff(a, b)
@@ -93,8 +93,8 @@ def test_golden_byte_orders_and_protocols(golden_dir):
 
 def test_nothing_is_read_where_both_record_it(tmp_path, monkeypatch):
     state = {"a": np.arange(1000.0), "b": np.arange(500)}
-    save(tmp_path / "x.pt", state, durable=False)
-    save(tmp_path / "y", state, format="native", durable=False)
+    save(state, tmp_path / "x.pt", durable=False)
+    save(state, tmp_path / "y", format="native", durable=False)
     with holdfast.open(tmp_path / "x.pt") as a, holdfast.open(tmp_path / "y") as b:
         assert Comparison(a, b).nbytes == 0
         assert Comparison(a, b, exact=True).nbytes == 2 * (8000 + 4000)
@@ -105,8 +105,8 @@ def test_nothing_is_read_where_both_record_it(tmp_path, monkeypatch):
 def test_added_removed_changed_and_values(tmp_path):
     old = {"m": {"w": np.ones((2, 2), np.float32), "gone": np.zeros(3)}, "lr": 0.1, "betas": (0.9, 1), "n": math.nan, "k": [1, 2]}
     new = {"m": {"w": np.full((2, 2), 3, np.float32), "new": np.ones(4)}, "lr": 0.2, "betas": [0.9, 1], "n": math.nan, "k": [1]}
-    save(tmp_path / "a.pt", old, durable=False)
-    save(tmp_path / "b.pt", new, durable=False)
+    save(old, tmp_path / "a.pt", durable=False)
+    save(new, tmp_path / "b.pt", durable=False)
     found = diff(tmp_path / "a.pt", tmp_path / "b.pt")
     assert (found.added, found.removed, found.same, found.equal) == (("m.new",), ("m.gone",), 0, False)
     (change,) = found.changed
@@ -137,8 +137,8 @@ def test_renames(tmp_path):
     zeros = np.zeros(5)
     old = {"model.0.w": w[0], "model.1.w": w[1], "keep": w[2], "model.0.b": zeros, "model.1.b": zeros.copy(), "x": np.ones(5)}
     new = {"0.w": w[0], "1.w": w[1], "keep": w[2], "1.b": zeros, "0.b": zeros.copy(), "y": np.full(5, 2.0)}
-    save(tmp_path / "a.pt", old, durable=False)
-    save(tmp_path / "b.safetensors", new, durable=False)
+    save(old, tmp_path / "a.pt", durable=False)
+    save(new, tmp_path / "b.safetensors", durable=False)
     for exact in (False, True):
         found = diff(tmp_path / "a.pt", tmp_path / "b.safetensors", exact=exact)
         assert set(found.renamed) == {Rename(f"model.{n}", n) for n in ("0.w", "1.w", "0.b", "1.b")}

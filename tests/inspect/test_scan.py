@@ -231,7 +231,7 @@ def test_a_tensor_pickled_without_torch_save_is_followed(tmp_path, golden_dir):
 def test_a_native_directory_is_one_thing(tmp_path):
     import holdfast
 
-    holdfast.save(tmp_path / "native", {"w": np.arange(6.0), "step": 3}, format="native")
+    holdfast.save({"w": np.arange(6.0), "step": 3}, tmp_path / "native", format="native")
     report = scan(tmp_path)
     assert [(f.format, f.error, f.findings) for f in report.files] == [("native", None, ())]
     assert report.verdict() == "clean"

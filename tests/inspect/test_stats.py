@@ -28,7 +28,7 @@ def small_blocks(request, monkeypatch):
 def test_the_same_as_numpy(tmp_path, dtype):
     rng = np.random.default_rng(0)
     array = (rng.normal(size=(37, 29)) * 5).astype(dtype)
-    holdfast.save(tmp_path / "a.pt", {"w": array, "empty": array[:0].copy()})
+    holdfast.save({"w": array, "empty": array[:0].copy()}, tmp_path / "a.pt")
     empty, row = sorted(stats(tmp_path / "a.pt", bins=16), key=lambda r: r.size)
     wide = np.abs(array).astype(np.float64) if array.dtype.kind == "c" else array.astype(np.float64)
     assert (row.minimum, row.maximum, row.zeros) == (wide.min(), wide.max(), int((wide == 0).sum()))
@@ -45,7 +45,7 @@ def test_the_same_as_numpy(tmp_path, dtype):
 def test_what_is_not_finite_is_counted_and_left_out(tmp_path):
     array = np.arange(300, dtype=np.float32)
     array[[0, 150, 299]] = [np.nan, np.inf, -np.inf]
-    holdfast.save(tmp_path / "a.safetensors", {"w": array, "v": np.full(3, np.nan, np.float32)})
+    holdfast.save({"w": array, "v": np.full(3, np.nan, np.float32)}, tmp_path / "a.safetensors")
     nothing, row = sorted(stats(tmp_path / "a.safetensors"), key=lambda r: r.size)
     left = array[np.isfinite(array)].astype(np.float64)
     assert (row.nans, row.infinities, row.minimum, row.maximum) == (1, 2, 1, 298)
@@ -61,7 +61,7 @@ def test_a_large_mean_does_not_drown_the_deviations():
 
 def test_extreme_numbers(tmp_path):
     array = np.array([-1.7e308, 1.7e308, 5.0, 0.0])
-    holdfast.save(tmp_path / "a.safetensors", {"w": array, "c": np.full(5, 2.0)})
+    holdfast.save({"w": array, "c": np.full(5, 2.0)}, tmp_path / "a.safetensors")
     constant, row = sorted(stats(tmp_path / "a.safetensors", bins=4), key=lambda r: -r.size)
     assert row.histogram == (1, 0, 2, 1)
     assert constant.histogram == (0, 0, 5, 0)
@@ -69,7 +69,7 @@ def test_extreme_numbers(tmp_path):
 
 
 def test_only_what_matches(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)})
+    holdfast.save({"a.w": np.ones(2, np.float32), "b.w": np.ones(2, np.float32)}, tmp_path / "a.safetensors")
     assert [row.name for row in stats(tmp_path / "a.safetensors", "b.*", bins=0)] == ["b.w"]
     with pytest.raises(ValueError, match="0 bins or more"):
         stats(tmp_path / "a.safetensors", bins=-1)
@@ -85,7 +85,7 @@ def small_tiles(request, monkeypatch):
 
 
 def look(tmp_path, **arrays: np.ndarray):
-    holdfast.save(tmp_path / "a.safetensors", arrays)
+    holdfast.save(arrays, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as source:
         return {row.name: row for row in sparsity(source.values())}
 
@@ -94,7 +94,7 @@ def look(tmp_path, **arrays: np.ndarray):
 def test_patterns_blocks_and_dead_rows_are_found(tmp_path):
     rng = np.random.default_rng(0)
     dense = rng.normal(size=(256, 192)).astype(np.float32) + 10
-    holdfast.save(tmp_path / "d.safetensors", {name: dense + i for i, name in enumerate("abcdef")})
+    holdfast.save({name: dense + i for i, name in enumerate("abcdef")}, tmp_path / "d.safetensors")
     rules = ["a: 2:4", "b: 1:4", "c: 4:8", "d: block 16x16 0.5", "e: 0.9", "f: keep"]
     holdfast.prune(tmp_path / "d.safetensors", tmp_path / "p.safetensors", rules)
     with holdfast.open(tmp_path / "p.safetensors") as source:

@@ -149,7 +149,7 @@ def test_what_we_write_carries_checksums(tmp_path, form):
     tied = rng.standard_normal((1 << 20, 3)).astype(np.float32)  # three blocks
     state = {"a": tied, "b": {"tied": tied}, "c": np.arange(7)}
     path = tmp_path / {"torch": "x.pt", "safetensors": "x.safetensors", "native": "x"}[form]
-    save(path, state, format="native" if form == "native" else None, durable=False)
+    save(state, path, format="native" if form == "native" else None, durable=False)
     seen: list[int] = []
     report = verify(path, progress=seen.append)
     assert report.ok
@@ -168,7 +168,7 @@ def test_what_we_write_carries_checksums(tmp_path, form):
 
 def test_bytes_that_cannot_be_read(tmp_path, monkeypatch):
     path = tmp_path / "x.pt"
-    save(path, {name: np.full(1 << 18, 1.5) for name in "abc"}, durable=False)
+    save({name: np.full(1 << 18, 1.5) for name in "abc"}, path, durable=False)
     bad, names = next((s, names) for s, names in recorded_storages(path).items() if names == ["b"])
     middle = bad.start + bad.nbytes // 2
     read = LocalStore.read

@@ -98,7 +98,7 @@ VALUES = {"w": [1.0, 500.0, -1e9, np.inf, 464.0, 464.1], "tiny": [1e-9, -1e-9, 0
 
 
 def saved(path, dtype=torch.float32):
-    holdfast.save(path, {name: torch.tensor(values, dtype=dtype) for name, values in VALUES.items()} | {"step": 3})
+    holdfast.save({name: torch.tensor(values, dtype=dtype) for name, values in VALUES.items()} | {"step": 3}, path)
     return path
 
 
@@ -117,7 +117,7 @@ def test_convert_saturates_and_says_how_many(tmp_path, suffix):
 
 
 def test_edit_says_what_became_infinite(tmp_path):
-    done = holdfast.edit(saved(tmp_path / "a.pt"), dtype="f16")
+    done = holdfast.edit(saved(tmp_path / "a.pt"), in_place=True, dtype="f16")
     assert [n for n in done.notes if "cast" in n] == [
         "cast to float16: 1 of 11 values beyond ±65504 became infinite: 'w' (1)",
         "cast to float16: 2 of 11 values too small became zero: 'tiny' (2)",

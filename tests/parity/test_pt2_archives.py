@@ -387,7 +387,7 @@ def test_the_bytes_are_those_of_torch(folder, tmp_path, name):
 @pytest.mark.parametrize("name", X)
 def test_what_is_packaged_here_runs_there(folder, tmp_path, name):
     exported = loaded(folder / f"{name}.pt2")
-    package_program(tmp_path / "m.pt2", exported)
+    package_program(exported, tmp_path / "m.pt2")
     again = loaded(tmp_path / "m.pt2")
     assert torch.equal(again.module()(*X[name][1]), exported.module()(*X[name][1]))
     if name == "dynamic":
@@ -399,7 +399,7 @@ def test_what_is_packaged_here_runs_there(folder, tmp_path, name):
 
 
 def test_ten_archives_become_one(folder, tmp_path):
-    holdfast.package(tmp_path / "all.pt2", {name: folder / f"{name}.pt2" for name in X})
+    holdfast.package({name: folder / f"{name}.pt2" for name in X}, tmp_path / "all.pt2")
     programs = load_pt2(tmp_path / "all.pt2").exported_programs
     assert list(programs) == list(X)
     for name, program in programs.items():

@@ -177,7 +177,7 @@ def test_a_module_comes_back(tmp_path):
 def test_torch_reads_every_dtype(dtype, tmp_path):
     tensor = filled(dtype, 24).reshape(4, 6)
     state = {"w": tensor, "row": tensor[1:3], "t": tensor.T, "none": tensor[:0], "one": tensor[2, 3]}
-    holdfast.save(tmp_path / "a.pt", state)
+    holdfast.save(state, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     assert_same_tensors(loaded, state)
     assert len({t.untyped_storage().data_ptr() for t in loaded.values()}) == 1
@@ -188,7 +188,7 @@ def test_safetensors_reads_every_dtype(dtype, tmp_path):
     # safetensors 0.8 has no way to torch.float8_e5m2fnuz and friends, and says F4 in pairs.
     tensor = filled(dtype, 24).reshape(4, 6)
     state = {"w": tensor, "t": tensor.T, "none": torch.empty(0, 3, dtype=dtype), "one": tensor[2, 3]}
-    holdfast.save(tmp_path / "a.safetensors", state)
+    holdfast.save(state, tmp_path / "a.safetensors")
     with safetensors.safe_open(tmp_path / "a.safetensors", "pt") as opened:
         assert set(opened.keys()) == set(state)
         assert {n: opened.get_slice(n).get_shape() for n in state} == {n: list(t.shape) for n, t in state.items()}
@@ -263,7 +263,7 @@ def test_views_far_apart_do_not_bring_back_what_lay_between():
 
 def test_a_changed_copy_is_found_by_its_checksum(tmp_path):
     base = torch.arange(12.0)
-    holdfast.save(tmp_path / "a.safetensors", {"whole": base, "part": base[3:6]})
+    holdfast.save({"whole": base, "part": base[3:6]}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as ckpt:
         at = ckpt["part"].chunks[0].storage.start
     content = bytearray((tmp_path / "a.safetensors").read_bytes())

@@ -159,9 +159,9 @@ def test_versions_of_modules_are_values():
 ])  # fmt: skip
 @pytest.mark.parametrize("suffix", ["a.pt", "a"])
 def test_files(tmp_path, a, b, suffix):
-    holdfast.save(tmp_path / suffix, a, durable=False)
-    holdfast.save(tmp_path / "b.pt", b, durable=False)
-    holdfast.save(tmp_path / "same.pt", a, durable=False)
+    holdfast.save(a, tmp_path / suffix, durable=False)
+    holdfast.save(b, tmp_path / "b.pt", durable=False)
+    holdfast.save(a, tmp_path / "same.pt", durable=False)
     assert not holdfast.diff(tmp_path / suffix, tmp_path / "b.pt").equal
     assert not holdfast.diff(tmp_path / "b.pt", tmp_path / suffix).equal
     assert holdfast.diff(tmp_path / suffix, tmp_path / "same.pt").equal
@@ -170,7 +170,7 @@ def test_files(tmp_path, a, b, suffix):
 def test_names_alone_are_enough_for_a_file_that_has_no_more(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     safetensors.save_file({"a.b": np.ones(2)}, tmp_path / "a.safetensors")
-    holdfast.save(tmp_path / "b.pt", {"a": {"b": np.ones(2)}}, durable=False)
+    holdfast.save({"a": {"b": np.ones(2)}}, tmp_path / "b.pt", durable=False)
     found = holdfast.diff(tmp_path / "a.safetensors", tmp_path / "b.pt")
     assert found.equal
     assert found.notes == ("1 tensors are nested on one side and have dotted names on the other",)
@@ -183,7 +183,7 @@ def test_every_format_gives_back_what_it_takes(tmp_path, number):
     held = []
     for path in paths:
         try:
-            holdfast.save(path, state, durable=False)
+            holdfast.save(state, path, durable=False)
             held.append(path)
         except CannotHold:
             assert not path.exists()

@@ -64,7 +64,7 @@ def check_state(state: object, *, ranks: bool = True) -> list[str]:
         folder = Path(name)
         for target, options in SAVES.items():
             with refused_or(folder):
-                holdfast.save(folder / target, state, durable=False, **options)
+                holdfast.save(state, folder / target, durable=False, **options)
                 held.append(target)
                 opened_again(folder / target, state)
         if held:
@@ -230,7 +230,7 @@ def test_around_limits(name):
 def test_a_pickle_of_more_than_its_limit_is_refused(tmp_path):
     state = {"w": W, "t": "x" * (holdfast.Limits().pickle_nbytes + 1)}
     with pytest.raises(CannotHold, match="pickle_nbytes"):
-        holdfast.save(tmp_path / "a.pt", state)
+        holdfast.save(state, tmp_path / "a.pt")
     with pytest.raises(CannotHold, match="pickle_nbytes"):
         ht.save_sharded(tmp_path / "a", state, format="dcp")
     assert os.listdir(tmp_path) == []

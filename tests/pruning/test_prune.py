@@ -104,7 +104,7 @@ class TestMethods:
     @pytest.mark.parametrize("shape", [(24, 32), (7, 3, 5), (129,), (1,), (0, 4)])
     def test_magnitude(self, tmp_path, dtype, level, shape):
         array = values(shape, dtype)
-        holdfast.save(tmp_path / "a.safetensors", {"w": array})
+        holdfast.save({"w": array}, tmp_path / "a.safetensors")
         done = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", [f"w: {level}"])
         found = load(tmp_path / "b.safetensors")["w"]
         kept = lowest(array.reshape(-1), count(level, array.size))
@@ -115,7 +115,7 @@ class TestMethods:
     @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (0, 2), (3, 3), (5, 24), (1, 1)])
     def test_groups(self, tmp_path, dtype, n, m):
         array = values((10, 48), dtype)
-        holdfast.save(tmp_path / "a.safetensors", {"w": array})
+        holdfast.save({"w": array}, tmp_path / "a.safetensors")
         holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", [f"w: {n}:{m}"])
         kept = np.concatenate([lowest(row, m - n) for row in array.reshape(-1, m)])
         np.testing.assert_array_equal(bits(load(tmp_path / "b.safetensors")["w"]), applied(array, kept))
@@ -124,14 +124,14 @@ class TestMethods:
     @pytest.mark.parametrize(("block", "level"), [((4, 4), 0.9), ((1, 4), 0.5), ((2, 3), 0.3), ((16, 1), 1), ((64, 64), 0.5)])
     def test_block(self, tmp_path, dtype, shape, block, level):
         array = values(shape, dtype)
-        holdfast.save(tmp_path / "a.safetensors", {"w": array})
+        holdfast.save({"w": array}, tmp_path / "a.safetensors")
         holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", [f"w: block {block[0]}x{block[1]} {level}"])
         found = load(tmp_path / "b.safetensors")["w"]
         np.testing.assert_array_equal(bits(found), applied(array, oracle_block(array, *block, level)))
 
     def test_random(self, tmp_path, dtype):
         state = {"a": values((30, 40), dtype, odd=False) + dtype.type(9), "b": values((30, 40), dtype, odd=False) + dtype.type(9)}
-        holdfast.save(tmp_path / "a.safetensors", state)
+        holdfast.save(state, tmp_path / "a.safetensors")
         for out, seed in (("b", 1), ("c", 1), ("d", 2)):
             holdfast.prune(tmp_path / "a.safetensors", tmp_path / out, [f"*: random 0.3 seed={seed}"])
         b, c, d = (load(tmp_path / out) for out in "bcd")
@@ -142,7 +142,7 @@ class TestMethods:
 
     def test_global(self, tmp_path, dtype):
         state = {"z": values((30, 8), dtype, 1), "a": values((90,), dtype, 2), "m": values((4, 40), np.float32, 3)}
-        holdfast.save(tmp_path / "a.safetensors", state)
+        holdfast.save(state, tmp_path / "a.safetensors")
         holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b", ["z: global 0.8", "*: global 0.8"])
         flat = np.concatenate([state[name].reshape(-1).astype(np.float64) for name in sorted(state)])
         kept = np.split(lowest(flat, count(0.8, flat.size)), [90, 90 + 160])
@@ -158,7 +158,7 @@ def test_the_same_as_the_masks_of_torch(tmp_path, dtype):
     from holdfast.torch.sparsity import masks
 
     state = {f"{name}.{i}": values((33, 24), dtype, i) for name in ("mag", "nm", "block", "random", "global") for i in range(3)}
-    holdfast.save(tmp_path / "a.safetensors", state)
+    holdfast.save(state, tmp_path / "a.safetensors")
     rules = ["mag*: 0.7", "nm*: 2:4", "block*: block 4x5 0.6", "random*: random 0.4 seed=5", "global*: global 0.55"]
     holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules)
     found = load(tmp_path / "b.safetensors")
@@ -211,7 +211,7 @@ def test_the_same_as_a_sparsifier_in_memory(tmp_path, kind):
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ""])
 def test_any_format_and_the_rest_as_it_was(tmp_path, suffix):
     state = {"model": {"w": values((8, 8), np.float32), "head": values((8, 8), np.float32, 1), "n": np.int64(3)}, "step": 7}
-    holdfast.save(tmp_path / "a.pt", state)
+    holdfast.save(state, tmp_path / "a.pt")
     before = (tmp_path / "a.pt").read_bytes()
     done = holdfast.prune(tmp_path / "a.pt", tmp_path / f"b{suffix}", ["model.head: keep", "model.[wh]*: 0.5"])
     assert (tmp_path / "a.pt").read_bytes() == before
@@ -226,7 +226,7 @@ def test_any_format_and_the_rest_as_it_was(tmp_path, suffix):
 def test_tied_weights_are_one_and_stay_tied(tmp_path, suffix):
     torch = pytest.importorskip("torch")
     weight = torch.randn(16, 8)
-    holdfast.save(tmp_path / f"a{suffix}", {"embed": weight, "head": weight, "other": torch.randn(4, 4)})
+    holdfast.save({"embed": weight, "head": weight, "other": torch.randn(4, 4)}, tmp_path / f"a{suffix}")
     done = holdfast.prune(tmp_path / f"a{suffix}", tmp_path / "b.pt", ["embed: global 0.5", "head: global 0.5", "o*: global 0.5"])
     assert [(t.name, t.also) for t in done.tensors] == [("embed", ("head",)), ("other", ())]
     assert sum(t.pruned for t in done.tensors) == 72
@@ -236,7 +236,7 @@ def test_tied_weights_are_one_and_stay_tied(tmp_path, suffix):
         holdfast.prune(tmp_path / f"a{suffix}", tmp_path / "c.pt", ["embed: 0.5"])
     with pytest.raises(CannotHold, match="embed and head are one tensor"):
         holdfast.prune(tmp_path / f"a{suffix}", tmp_path / "c.pt", ["embed: 0.5", "head: 0.6"])
-    holdfast.save(tmp_path / f"v{suffix}", {"a": weight, "b": weight[2:]})
+    holdfast.save({"a": weight, "b": weight[2:]}, tmp_path / f"v{suffix}")
     with pytest.raises(CannotHold, match="share elements"):
         holdfast.prune(tmp_path / f"v{suffix}", tmp_path / "c.pt", ["a: 0.5"])
     assert not (tmp_path / "c.pt").exists()
@@ -244,11 +244,12 @@ def test_tied_weights_are_one_and_stay_tied(tmp_path, suffix):
 
 def test_masks_beside_and_only(tmp_path):
     state = {"w": values((9, 12), np.float32), "b": values((4,), np.float32)}
-    holdfast.save(tmp_path / "a.safetensors", state)
+    holdfast.save(state, tmp_path / "a.safetensors")
     for rule in ("0.5", "2:4", "block 2x5 0.4"):
-        done = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.pt", [f"w: {rule}"], masks="beside")
-        only = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "m.safetensors", [f"w: {rule}"], masks="only")
-        assert done.masks == str(tmp_path / "b.masks.safetensors")
+        done = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b", [f"w: {rule}"], masks="beside", overwrite=True)
+        only = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "m.safetensors", [f"w: {rule}"], masks="only", overwrite=True)
+        assert done.masks == str(tmp_path / "b" / "masks.safetensors")
+        assert ("masks.safetensors", os.path.getsize(done.masks)) in done.files
         assert (only.masks, only.tensors) == (str(tmp_path / "m.safetensors"), done.tensors)
         for path in (done.masks, only.masks):
             with holdfast.open(path) as found:
@@ -257,29 +258,29 @@ def test_masks_beside_and_only(tmp_path):
                 packed = found["w.mask"].numpy()
                 assert list(found) == ["w.mask"]
             kept = np.unpackbits(packed, count=108, bitorder="little").astype(bool)
-            np.testing.assert_array_equal(bits(load(tmp_path / "b.pt")["w"]), applied(state["w"], kept))
+            np.testing.assert_array_equal(bits(load(tmp_path / "b")["w"]), applied(state["w"], kept))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_report(tmp_path, dtype):
     array = np.array([[3.0, 0.0, 4.0, 1.0, 2.0, np.nan]], dtype)
-    holdfast.save(tmp_path / "a.safetensors", {"w": array, "b": array[0].copy()})
+    holdfast.save({"w": array, "b": array[0].copy()}, tmp_path / "a.safetensors")
     done = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ["w: 0.5"], dry_run=True)
     assert not (tmp_path / "b.safetensors").exists()
-    assert done.saved is None
+    assert not done.done
     (row,) = done.tensors
     assert (row.rule, row.pruned, row.zeros, row.nonfinite, row.sparsity) == ("w: 0.5", 3, 3, 1, 0.5)
     assert row.norm_lost == pytest.approx((5 / 30) ** 0.5)
     assert (done.kept, done.sparsity, done.norm_lost) == (1, 0.5, row.norm_lost)
     written = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ["w: 0.5"])
     assert written.tensors == done.tensors
-    assert (done.format, done.write_nbytes) == ("safetensors", (tmp_path / "b.safetensors").stat().st_size)
+    assert (done.format, done.nbytes) == ("safetensors", (tmp_path / "b.safetensors").stat().st_size)
 
 
 def test_every_problem_is_listed_and_nothing_is_written(tmp_path):
     state = {"w": np.ones((4, 6), np.float32), "i": np.ones(4, np.int64)}
     state |= {"s": np.ones((), np.float32), "f8": np.ones(4, ml_dtypes.float8_e4m3fn)}
-    holdfast.save(tmp_path / "a.safetensors", state)
+    holdfast.save(state, tmp_path / "a.safetensors")
     rules = ["wx: 0.5", "w: 2:4", "i: 0.5", "s: 0.5", "w: 0.1", "*: 50", "f8: 1:2", "g: global 0.1", "h: global 0.2", "nonsense"]
     rules += ["a: 5:4"]
     before = (tmp_path / "a.safetensors").read_bytes()
@@ -316,13 +317,13 @@ def test_every_problem_is_listed_and_nothing_is_written(tmp_path):
     ],
 )
 def test_rules_that_make_no_sense(tmp_path, rules, words):
-    holdfast.save(tmp_path / "a.safetensors", {"w": np.ones((4, 4), np.float32)})
+    holdfast.save({"w": np.ones((4, 4), np.float32)}, tmp_path / "a.safetensors")
     with pytest.raises(CannotHold, match=words):
         holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", rules)
 
 
 def test_the_source_is_no_target(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"w": np.ones((4, 4), np.float32)})
+    holdfast.save({"w": np.ones((4, 4), np.float32)}, tmp_path / "a.safetensors")
     with pytest.raises(CannotHold, match="is the source"):
         holdfast.prune(tmp_path / "a.safetensors", tmp_path / "a.safetensors", ["w: 0.5"])
 
@@ -352,7 +353,7 @@ def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 small, large, out, rule = sys.argv[1:]
 holdfast.prune(small, out, ["*: " + rule], threads=2, durable=False)
 before = peak()
-holdfast.prune(large, out, ["*: " + rule], threads=2, durable=False)
+holdfast.prune(large, out, ["*: " + rule], threads=2, durable=False, overwrite=True)
 print(peak() - before)
 """
 
@@ -362,8 +363,8 @@ def test_memory_is_bounded(tmp_path, rule):
     rng = np.random.default_rng(0)
     nbytes = 256 << 20
     row = rng.standard_normal((64, 4096), np.float32)
-    holdfast.save(tmp_path / "small.safetensors", {"w": np.tile(row, (8, 1))}, durable=False)
-    holdfast.save(tmp_path / "large.safetensors", {"w": np.tile(row, (nbytes // row.nbytes, 1))}, durable=False)
+    holdfast.save({"w": np.tile(row, (8, 1))}, tmp_path / "small.safetensors", durable=False)
+    holdfast.save({"w": np.tile(row, (nbytes // row.nbytes, 1))}, tmp_path / "large.safetensors", durable=False)
     arguments = [str(tmp_path / name) for name in ("small.safetensors", "large.safetensors", "out.safetensors")]
     done = subprocess.run([sys.executable, "-c", MEMORY, *arguments, rule], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -372,7 +373,7 @@ def test_memory_is_bounded(tmp_path, rule):
 
 def test_zeros_are_packed_at_once(tmp_path):
     weight = np.random.default_rng(5).standard_normal((64, 256)).astype(np.float32)
-    holdfast.save(tmp_path / "a.safetensors", {"w": weight, "b": weight[0].copy()})
+    holdfast.save({"w": weight, "b": weight[0].copy()}, tmp_path / "a.safetensors")
     dense = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "dense", ["w: 2:4"])
     packed = holdfast.prune(tmp_path / "a.safetensors", tmp_path / "packed", ["w: 2:4"], sparse="auto")
     assert packed.tensors == dense.tensors

@@ -175,7 +175,7 @@ def test_pruned_tensors_are_read_at_any_byte(tmp_path, monkeypatch, packed):
     monkeypatch.setattr(prune_keys, "PIECE", 24)
     # Whole numbers: sums of their squares are exact in any order.
     values = (np.random.default_rng(3).permutation(168) - 83.5).astype(np.float32).reshape(6, 28) * np.float32(2)
-    holdfast.save(tmp_path / "a.safetensors", {"w": values})
+    holdfast.save({"w": values}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as source:
         masked, tally = Masked(), Tally(168)
         mask = GroupMask(2, 4, "float32")

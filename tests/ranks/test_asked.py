@@ -72,7 +72,7 @@ def test_what_no_rank_asks_for_and_what_one_does_not_find(pool: Pool, tmp_path: 
 ])  # fmt: skip
 def test_a_part_is_checked_as_well(tmp_path: Path, name: str, value: object, said: str, strict: bool):
     state = {"w": torch.ones(2, 3), "v": torch.ones(2), "step": 3, "nest": {"t": torch.ones(2)}}
-    holdfast.save(tmp_path / "step", {**state, "sparse": torch.eye(3)[0].to_sparse()})
+    holdfast.save({**state, "sparse": torch.eye(3)[0].to_sparse()}, tmp_path / "step")
     part = {"v": torch.zeros(2), name: value}
     with pytest.raises(RanksFailed) as caught:
         load_sharded(tmp_path / "step", part, strict=strict)
@@ -132,7 +132,7 @@ def tied(*names: str, value: float = 0.0) -> nn.Module:
 @pytest.mark.parametrize("as_state", [False, True])
 @pytest.mark.parametrize("stored", [("embed",), ("head",), ("embed", "head")])
 def test_one_name_is_enough(tmp_path: Path, stored: tuple[str, ...], as_state: bool):
-    holdfast.save(tmp_path / "m.safetensors", {name: torch.ones(4, 2) for name in stored})
+    holdfast.save({name: torch.ones(4, 2) for name in stored}, tmp_path / "m.safetensors")
     model = tied("embed", "head")
     loaded = load_sharded(tmp_path / "m.safetensors", model.state_dict() if as_state else model)
     assert (loaded.names, loaded.missing, loaded.unexpected) == (("embed", "head"), (), ())
@@ -144,7 +144,7 @@ def test_one_name_is_enough(tmp_path: Path, stored: tuple[str, ...], as_state: b
 
 
 def test_tied_here_and_different_there(tmp_path: Path):
-    holdfast.save(tmp_path / "m.safetensors", {"embed": torch.ones(4, 2), "head": torch.zeros(4, 2)})
+    holdfast.save({"embed": torch.ones(4, 2), "head": torch.zeros(4, 2)}, tmp_path / "m.safetensors")
     model = tied("embed", "head", value=5.0)
     with pytest.raises(RanksFailed, match="'embed': it is tied to 'head' here, and the checkpoint has other elements for that"):
         load_sharded(tmp_path / "m.safetensors", model)
@@ -155,7 +155,7 @@ def test_tied_here_and_different_there(tmp_path: Path):
 
 
 def test_not_tied_here_and_one_there(tmp_path: Path):
-    holdfast.save(tmp_path / "m.safetensors", {"embed": torch.ones(4, 2)})
+    holdfast.save({"embed": torch.ones(4, 2)}, tmp_path / "m.safetensors")
     with pytest.raises(RanksFailed, match="missing 'head'"):
         load_sharded(tmp_path / "m.safetensors", {"embed": torch.zeros(4, 2), "head": torch.zeros(4, 2)})
 
@@ -174,11 +174,11 @@ def tied_shards(world: World, path: str, bad: bool) -> None:
 def test_tied_shards(pool: Pool, tmp_path: Path):
     """Of two copies, each rank compares the part that it has."""
     whole = np.arange(8, dtype=np.float32).reshape(4, 2)
-    holdfast.save(tmp_path / "one", {"head": whole})
+    holdfast.save({"head": whole}, tmp_path / "one")
     good(pool.run(2, tied_shards, str(tmp_path / "one"), False))
-    holdfast.save(tmp_path / "two", {"head": whole, "embed": whole.copy()})
+    holdfast.save({"head": whole, "embed": whole.copy()}, tmp_path / "two")
     good(pool.run(2, tied_shards, str(tmp_path / "two"), False))
     other = whole.copy()
     other[3, 1] = 9
-    holdfast.save(tmp_path / "bad", {"head": whole, "embed": other})
+    holdfast.save({"head": whole, "embed": other}, tmp_path / "bad")
     good(pool.run(2, tied_shards, str(tmp_path / "bad"), True))

@@ -52,7 +52,7 @@ def test_copies_are_one_checkpoint_and_other_content_is_not(tmp_path: Path, name
     messages = []
     for folder, number in (("a", 1.0), ("b", 1.0), ("c", 2.0)):
         (tmp_path / folder).mkdir()
-        holdfast.save(tmp_path / folder / name, {"w": torch.full((5,), number), "step": 1})
+        holdfast.save({"w": torch.full((5,), number), "step": 1}, tmp_path / folder / name)
         with holdfast.open(tmp_path / folder / name) as checkpoint:
             messages.append(marked(checkpoint, folder.encode(), alone=False))
     assert unmarked(messages[:2]) == [b"a", b"b"]

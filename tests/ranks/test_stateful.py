@@ -288,7 +288,7 @@ def test_native_says_what_to_do(tmp_path: Path):
 @pytest.mark.parametrize("name", ["step", "step.pt", "step.safetensors"])
 def test_save_takes_them_too(tmp_path: Path, name: str):
     model = nn.Linear(2, 2)
-    holdfast.save(tmp_path / name, model)
+    holdfast.save(model, tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         assert list(ckpt) == ["weight", "bias"]
         assert np.array_equal(ckpt["weight"].numpy(), model.weight.detach().numpy())
@@ -297,7 +297,7 @@ def test_save_takes_them_too(tmp_path: Path, name: str):
 def test_save_takes_nested_ones_and_keeps_what_is_tied(tmp_path: Path):
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    holdfast.save(tmp_path / "step.pt", {"nets": [model], "loader": Loader(1, [])})
+    holdfast.save({"nets": [model], "loader": Loader(1, [])}, tmp_path / "step.pt")
     found = torch.load(tmp_path / "step.pt")
     assert found["loader"]["epoch"] == 1
     weights = found["nets"][0]
@@ -312,7 +312,7 @@ def test_an_object_that_hands_out_itself(tmp_path: Path):
         def load_state_dict(self, state: object) -> None: ...
 
     with pytest.raises(CannotHold, match=r"me: an object of class .*Endless; save its state_dict\(\)"):
-        holdfast.save(tmp_path / "step", Endless())
+        holdfast.save(Endless(), tmp_path / "step")
 
 
 def test_what_only_pretends_is_left_alone(tmp_path: Path):
@@ -323,6 +323,6 @@ def test_what_only_pretends_is_left_alone(tmp_path: Path):
             return lambda *_: {}
 
     with pytest.raises(CannotHold, match="Anything"):
-        holdfast.save(tmp_path / "step", {"a": Anything()})
+        holdfast.save({"a": Anything()}, tmp_path / "step")
     with pytest.raises(CannotHold, match="type"):
-        holdfast.save(tmp_path / "step", {"a": nn.Linear})
+        holdfast.save({"a": nn.Linear}, tmp_path / "step")

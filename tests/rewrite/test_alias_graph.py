@@ -38,7 +38,7 @@ def test_memory_is_compared_by_address_across_states():
 
 def test_records_of_a_file_are_the_same_however_often_it_is_opened(tmp_path):
     emb = rng(5, 4)
-    holdfast.save(tmp_path / "m.pt", {"emb": emb, "head": emb, "rows": emb[1:3], "alone": rng(3)})
+    holdfast.save({"emb": emb, "head": emb, "rows": emb[1:3], "alone": rng(3)}, tmp_path / "m.pt")
     (tmp_path / "again.pt").symlink_to(tmp_path / "m.pt")
     with holdfast.open(tmp_path / "m.pt") as one, holdfast.open(tmp_path / "again.pt") as two:
         graph = alias_graph({"a": one, "b": two})
@@ -48,7 +48,7 @@ def test_records_of_a_file_are_the_same_however_often_it_is_opened(tmp_path):
 
 def test_a_file_that_noted_what_was_shared(tmp_path):
     emb = rng(5, 4)
-    holdfast.save(tmp_path / "m.safetensors", {"emb": emb, "head": emb, "rows": emb[1:3], "alone": rng(3)})
+    holdfast.save({"emb": emb, "head": emb, "rows": emb[1:3], "alone": rng(3)}, tmp_path / "m.safetensors")
     with holdfast.open(tmp_path / "m.safetensors") as ckpt:
         by_storage, by_content = alias_graph({"m": ckpt}), alias_graph({"m": ckpt}, by="content")
     (group,) = by_storage.groups
@@ -58,8 +58,8 @@ def test_a_file_that_noted_what_was_shared(tmp_path):
 
 def test_a_lost_tie_is_found_by_content(tmp_path):
     emb, bias = rng(50, 40), rng(7)
-    holdfast.save(tmp_path / "base.pt", {"emb": emb, "head": emb.copy(), "bias": bias})
-    holdfast.save(tmp_path / "tuned.safetensors", {"emb": emb, "bias": rng(7, seed=1)})
+    holdfast.save({"emb": emb, "head": emb.copy(), "bias": bias}, tmp_path / "base.pt")
+    holdfast.save({"emb": emb, "bias": rng(7, seed=1)}, tmp_path / "tuned.safetensors")
     with holdfast.open(tmp_path / "base.pt") as base, holdfast.open(tmp_path / "tuned.safetensors") as tuned:
         assert alias_graph({"base": base, "tuned": tuned}).groups == ()
         graph = alias_graph({"base": base, "tuned": tuned, "live": {"turned": np.asfortranarray(emb)}}, by="content")
@@ -120,7 +120,7 @@ def collision() -> tuple[np.ndarray, np.ndarray]:
 
 def test_equal_checksums_are_no_proof(tmp_path):
     first, second = collision()
-    holdfast.save(tmp_path / "m.pt", {"a": first, "b": second, "c": first.copy(), "d": second.copy()})
+    holdfast.save({"a": first, "b": second, "c": first.copy(), "d": second.copy()}, tmp_path / "m.pt")
     with holdfast.open(tmp_path / "m.pt") as ckpt:
         assert len({str(digest) for digest in ckpt.digests().values()}) == 1
         graph = alias_graph({"m": ckpt}, by="content")
@@ -130,7 +130,7 @@ def test_equal_checksums_are_no_proof(tmp_path):
 def test_a_file_that_lies_about_its_checksums_costs_no_more_than_its_bytes(tmp_path):
     count = 200
     arrays = {f"t{i}": np.full(64, i % 50, np.uint8) for i in range(count)}
-    holdfast.save(tmp_path / "m.safetensors", arrays)
+    holdfast.save(arrays, tmp_path / "m.safetensors")
     with holdfast.open(tmp_path / "m.safetensors") as ckpt:
         # As if the file said the same of all of them.
         lied = {

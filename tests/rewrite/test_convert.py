@@ -30,8 +30,8 @@ def trainer(tmp_path) -> Path:
 @pytest.mark.parametrize("name", ["b.safetensors", "b", "b.pt", "b.bin"])
 def test_the_content_is_the_same(name, trainer, tmp_path):
     done = holdfast.convert(trainer, tmp_path / name)
-    assert done.saved is not None
-    assert done.saved.nbytes == done.write_nbytes
+    assert done.done
+    assert done.nbytes == sum(nbytes for _, nbytes in done.files)
     assert holdfast.diff(trainer, tmp_path / name).equal
     assert holdfast.verify(tmp_path / name).ok
 
@@ -67,12 +67,12 @@ def test_edits_on_the_way(trainer, tmp_path):
 
 def test_explain_does_nothing_and_knows_everything(trainer, tmp_path):
     before = sorted(os.listdir(tmp_path))
-    told = holdfast.convert(trainer, tmp_path / "b.safetensors", dtype="f16", explain=True)
+    told = holdfast.convert(trainer, tmp_path / "b.safetensors", dtype="f16", dry_run=True)
     assert sorted(os.listdir(tmp_path)) == before
-    assert told.saved is None
+    assert not told.done
     done = holdfast.convert(trainer, tmp_path / "b.safetensors", dtype="f16")
-    assert (told.write_nbytes, told.read_nbytes) == (done.write_nbytes, done.read_nbytes)
-    assert told.write_nbytes == (tmp_path / "b.safetensors").stat().st_size
+    assert (told.nbytes, told.read_nbytes) == (done.nbytes, done.read_nbytes)
+    assert told.nbytes == (tmp_path / "b.safetensors").stat().st_size
     assert told.read_nbytes == 2 * 64 * 48 * 4 + 4 + 48 * 2
     for word in ("read", "write", "memory", "space"):
         assert word in told.explain()
@@ -81,7 +81,7 @@ def test_explain_does_nothing_and_knows_everything(trainer, tmp_path):
 def test_over_read_is_reported(tmp_path):
     base = torch.randn(1000, 100)
     torch.save({"columns": base[:, ::2]}, tmp_path / "a.pt")
-    told = holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", explain=True)
+    told = holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", dry_run=True)
     assert told.read_nbytes > base[:, ::2].numel() * 4
     assert told.over_read_nbytes > 0
     assert "between wanted ones" in told.explain()
@@ -139,7 +139,7 @@ def test_progress_counts_every_byte(trainer, tmp_path):
     for name in ("b.pt", "b.safetensors", "b"):
         counts: list[int] = []
         done = holdfast.convert(trainer, tmp_path / name, progress=counts.append)
-        assert done.write_nbytes * 0.98 <= sum(counts) <= done.write_nbytes * 1.02
+        assert done.nbytes * 0.98 <= sum(counts) <= done.nbytes * 1.02
 
 
 def test_unknown_targets(trainer, tmp_path):

@@ -44,7 +44,7 @@ def assert_holds(path, models):
 
 @pytest.mark.parametrize("format", ["pt2", "native"])
 def test_a_base_and_its_adapters_take_the_bytes_of_one_base(models, tmp_path, format):
-    saved = holdfast.package(tmp_path / "p", models, format=format)
+    saved = holdfast.package(models, tmp_path / "p", format=format)
     assert saved.nbytes == size(tmp_path / "p")
     assert size(tmp_path / "p") == pytest.approx(parts(models), rel=0.01)
     for model, state in models.items():
@@ -58,26 +58,26 @@ def test_a_base_and_its_adapters_take_the_bytes_of_one_base(models, tmp_path, fo
 def test_files_that_each_hold_the_base(models, tmp_path, suffix, format):
     paths = {model: tmp_path / f"{model}.{suffix}" for model in models}
     for model, state in models.items():
-        holdfast.save(paths[model], state)
-    holdfast.package(tmp_path / "apart", paths, format=format)
+        holdfast.save(state, paths[model])
+    holdfast.package(paths, tmp_path / "apart", format=format)
     assert size(tmp_path / "apart") > 3.9 * parts(models)
-    holdfast.package(tmp_path / "p", paths, format=format, deduplicate="content")
+    holdfast.package(paths, tmp_path / "p", format=format, deduplicate="content")
     assert size(tmp_path / "p") == pytest.approx(parts(models), rel=0.01)
     assert_holds(tmp_path / "p", {m: dict(sorted(s.items())) for m, s in models.items()})
 
 
 def test_a_file_that_is_given_twice_is_one_file(models, tmp_path):
-    holdfast.save(tmp_path / "base.pt", models["base"])
+    holdfast.save(models["base"], tmp_path / "base.pt")
     with holdfast.open(tmp_path / "base.pt") as first, holdfast.open(tmp_path / "base.pt") as second:
         given = {"a": first, "b": second, "c": tmp_path / "base.pt", "d": str(tmp_path / "base.pt")}
-        saved = holdfast.package(tmp_path / "p.pt2", given)
+        saved = holdfast.package(given, tmp_path / "p.pt2")
     assert saved.nbytes < 1.02 * size(tmp_path / "base.pt")
 
 
 def test_views_are_views_again(tmp_path):
     whole = np.arange(24.0).reshape(4, 6)
     state = {"whole": whole, "turned": whole.T, "rows": whole[1:3], "steps": whole[:, ::2]}
-    holdfast.package(tmp_path / "p.pt2", {"m": state, "n": {"row": whole[2]}})
+    holdfast.package({"m": state, "n": {"row": whole[2]}}, tmp_path / "p.pt2")
     with holdfast.open(tmp_path / "p.pt2") as ckpt:
         assert [len(alias.names) for alias in ckpt.aliases] == [5]
         for name, array in state.items():
@@ -88,7 +88,7 @@ def test_views_are_views_again(tmp_path):
 def test_equal_storages_take_their_views_along(tmp_path):
     a, b = np.arange(4096.0), np.arange(4096.0)
     models = {"a": {"w": a}, "b": {"w": b, "part": b[100:200]}}
-    saved = holdfast.package(tmp_path / "p.pt2", models, deduplicate="content")
+    saved = holdfast.package(models, tmp_path / "p.pt2", deduplicate="content")
     assert saved.nbytes < 1.2 * a.nbytes
     with holdfast.open(tmp_path / "p.pt2") as ckpt:
         assert [alias.names for alias in ckpt.aliases] == [("a.w", "b.w", "b.part")]
@@ -99,7 +99,7 @@ def test_storages_that_are_equal_in_two_shapes(tmp_path):
     a, b, c = (np.arange(4096.0) for _ in range(3))
     turned = [x.reshape(64, 64) for x in (c, b, a)]
     state = {"a": a, "b": b, "c2": turned[0], "b2": turned[1], "a2": turned[2], "part": b[7:9]}
-    saved = holdfast.package(tmp_path / "p.pt2", {"m": state}, deduplicate="content")
+    saved = holdfast.package({"m": state}, tmp_path / "p.pt2", deduplicate="content")
     assert saved.nbytes < 1.2 * a.nbytes
     with holdfast.open(tmp_path / "p.pt2") as ckpt:
         assert [len(alias.names) for alias in ckpt.aliases] == [6]
@@ -109,21 +109,21 @@ def test_storages_that_are_equal_in_two_shapes(tmp_path):
 
 def test_what_looks_equal_in_another_dtype_stays(tmp_path):
     zeros = {"a": np.zeros(100, np.float32), "b": np.zeros(100, np.int32), "c": np.zeros((10, 10), np.float32)}
-    holdfast.package(tmp_path / "p.pt2", {"m": zeros}, deduplicate="content")
+    holdfast.package({"m": zeros}, tmp_path / "p.pt2", deduplicate="content")
     with holdfast.open(tmp_path / "p.pt2") as ckpt:
         assert ckpt.aliases == ()
 
 
 def test_parameters_are_told_from_buffers(tmp_path):
     norm = torch.nn.BatchNorm1d(3)
-    holdfast.package(tmp_path / "p.pt2", {"m": norm, "n": norm.state_dict()})
+    holdfast.package({"m": norm, "n": norm.state_dict()}, tmp_path / "p.pt2")
     with holdfast.open(tmp_path / "p.pt2") as ckpt:
         assert {name for name, tensor in ckpt.items() if tensor.traits.parameter} == {"m.weight", "m.bias"}
 
 
 def test_constants_of_a_package_stay_constants(tmp_path):
-    holdfast.package(tmp_path / "a.pt2", {"m": {"w": np.ones(3), "constants": {"mask": np.zeros(2)}}})
-    holdfast.package(tmp_path / "b.pt2", {"again": tmp_path / "a.pt2", "more": {"w": np.ones(2)}})
+    holdfast.package({"m": {"w": np.ones(3), "constants": {"mask": np.zeros(2)}}}, tmp_path / "a.pt2")
+    holdfast.package({"again": tmp_path / "a.pt2", "more": {"w": np.ones(2)}}, tmp_path / "b.pt2")
     with holdfast.open(tmp_path / "b.pt2") as ckpt:
         assert list(ckpt) == ["again.w", "again.constants.mask", "more.w"]
         assert ckpt["again.constants.mask"].chunks[0].storage.label.startswith("data/constants/tensor_")
@@ -144,7 +144,7 @@ def test_constants_of_a_package_stay_constants(tmp_path):
 )
 def test_what_cannot_be_packaged(tmp_path, models, words):
     with pytest.raises(errors.CannotHold) as caught:
-        holdfast.package(tmp_path / "p.pt2", models)
+        holdfast.package(models, tmp_path / "p.pt2")
     assert words in str(caught.value)
     assert os.listdir(tmp_path) == []
 
@@ -152,7 +152,7 @@ def test_what_cannot_be_packaged(tmp_path, models, words):
 def test_models_that_disagree_in_the_dtype_of_a_storage(tmp_path):
     words = torch.arange(6, dtype=torch.int32)
     with pytest.raises(errors.CannotHold, match=r"b\.w: float32 over the storage of a\.w, which is int32"):
-        holdfast.package(tmp_path / "p.pt2", {"a": {"w": words}, "b": {"w": words.view(torch.float32)}})
+        holdfast.package({"a": {"w": words}, "b": {"w": words.view(torch.float32)}}, tmp_path / "p.pt2")
     assert os.listdir(tmp_path) == []
 
 
@@ -163,30 +163,30 @@ def test_a_group_without_a_complete_member(tmp_path):
         chunk = ckpt["w"][:2].chunks[0]
         part = replace(ckpt["w"], chunks=(chunk,))
         with pytest.raises(errors.CannotHold, match=r"a\.w: 8 of 16 elements are here") as caught:
-            holdfast.package(tmp_path / "p.pt2", {"a": {"w": part}, "b": {"w": part}})
+            holdfast.package({"a": {"w": part}, "b": {"w": part}}, tmp_path / "p.pt2")
     assert len(caught.value.problems) == 2
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def _saved(path, state):
-    holdfast.save(path, state)
+    holdfast.save(state, path)
     return path
 
 
 def test_other_formats_and_ways_are_refused(tmp_path):
     for wrong in ({"format": "zip"}, {"deduplicate": "luck"}):
         with pytest.raises(errors.Unsupported):
-            holdfast.package(tmp_path / "p", {"a": {"w": np.ones(1)}}, **wrong)
+            holdfast.package({"a": {"w": np.ones(1)}}, tmp_path / "p", **wrong)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_package_is_replaced_wholly_or_not(tmp_path):
-    holdfast.package(tmp_path / "p.pt2", {"a": {"w": np.ones(1)}})
+    holdfast.package({"a": {"w": np.ones(1)}}, tmp_path / "p.pt2")
     before = (tmp_path / "p.pt2").read_bytes()
     with pytest.raises(errors.CannotHold):
-        holdfast.package(tmp_path / "p.pt2", {"a": {"w": None}})
+        holdfast.package({"a": {"w": None}}, tmp_path / "p.pt2")
     with pytest.raises(errors.NotCommitted):
-        holdfast.package(tmp_path / "p.pt2", {"a": {"w": np.ones(2)}}, overwrite=False)
+        holdfast.package({"a": {"w": np.ones(2)}}, tmp_path / "p.pt2", overwrite=False)
     assert (tmp_path / "p.pt2").read_bytes() == before
 
 
@@ -194,32 +194,34 @@ def test_a_package_is_replaced_wholly_or_not(tmp_path):
 
 
 def test_weights_are_replaced_in_place_and_beside(tmp_path):
-    holdfast.package(tmp_path / "p.pt2", {"a": {"w": np.ones(3), "v": np.zeros(2)}, "b": {"w": np.ones(3)}})
-    holdfast.save(tmp_path / "new.safetensors", {"w": np.full(3, 5.0), "v": np.full(2, 6.0)})
-    holdfast.replace_weights(tmp_path / "p.pt2", tmp_path / "new.safetensors", model="a", output=tmp_path / "q.pt2")
-    holdfast.replace_weights(tmp_path / "p.pt2", {"b": {"w": np.full(3, 7.0)}})
+    holdfast.package({"a": {"w": np.ones(3), "v": np.zeros(2)}, "b": {"w": np.ones(3)}}, tmp_path / "p.pt2")
+    holdfast.save({"w": np.full(3, 5.0), "v": np.full(2, 6.0)}, tmp_path / "new.safetensors")
+    holdfast.replace_weights(tmp_path / "p.pt2", tmp_path / "q.pt2", weights=tmp_path / "new.safetensors", model="a")
+    holdfast.replace_weights(tmp_path / "p.pt2", weights={"b": {"w": np.full(3, 7.0)}}, in_place=True)
     with holdfast.open(tmp_path / "p.pt2") as p, holdfast.open(tmp_path / "q.pt2") as q:
         assert [float(p[name].numpy()[0]) for name in ("a.w", "a.v", "b.w")] == [1, 0, 7]
         assert [float(q[name].numpy()[0]) for name in ("a.w", "a.v", "b.w")] == [5, 6, 1]
 
 
 def test_weights_that_do_not_fit_are_listed_and_nothing_is_written(tmp_path):
-    holdfast.package(tmp_path / "p.pt2", {"a": {"w": np.ones(3), "v": np.zeros(2), "u": np.ones(1)}, "b": {"w": np.ones(3)}})
+    holdfast.package({"a": {"w": np.ones(3), "v": np.zeros(2), "u": np.ones(1)}, "b": {"w": np.ones(3)}}, tmp_path / "p.pt2")
     before = (tmp_path / "p.pt2").read_bytes()
     with pytest.raises(errors.CannotHold) as caught:
-        holdfast.replace_weights(tmp_path / "p.pt2", {"w": np.ones(3, np.float32), "v": np.ones(5), "x": np.ones(1)}, model="a")
+        holdfast.replace_weights(
+            tmp_path / "p.pt2", weights={"w": np.ones(3, np.float32), "v": np.ones(5), "x": np.ones(1)}, in_place=True, model="a"
+        )
     assert sorted(p.partition(":")[0] for p in caught.value.problems) == ["a.u", "a.v", "a.w", "a.x"]
     for state, model in (({"w": np.ones(3)}, None), ({"w": np.ones(3)}, "c"), ({"w": np.ones(3), "n": 1}, "b")):
         with pytest.raises(errors.CannotHold):
-            holdfast.replace_weights(tmp_path / "p.pt2", state, model=model)
+            holdfast.replace_weights(tmp_path / "p.pt2", weights=state, in_place=True, model=model)
     assert (tmp_path / "p.pt2").read_bytes() == before
     assert os.listdir(tmp_path) == ["p.pt2"]
 
 
 def test_what_is_no_package_has_no_weights_to_replace(tmp_path):
-    holdfast.save(tmp_path / "a.pt", {"w": np.ones(3)})
+    holdfast.save({"w": np.ones(3)}, tmp_path / "a.pt")
     with pytest.raises(errors.HoldfastError):
-        holdfast.replace_weights(tmp_path / "a.pt", {"w": np.ones(3)})
+        holdfast.replace_weights(tmp_path / "a.pt", weights={"w": np.ones(3)}, in_place=True)
 
 
 # Ties that were lost.
@@ -231,27 +233,27 @@ def test_ties_are_found_and_restored(tmp_path, source, target):
     values = np.arange(5000.0)
     state = {"emb": values, "head": values.copy(), "other": values + 1}
     path = _saved(tmp_path / source, state)
-    found = holdfast.tie(path)
-    assert found.saved is None
+    found = holdfast.tie(path, dry_run=True)
+    assert not found.done
     assert found.savable_nbytes == values.nbytes
     assert [[m.name for m in group.members] for group in found.groups] == [["emb", "head"]]
     assert f"{values.nbytes:,} of {3 * values.nbytes:,} bytes could be saved" in str(found)
     output = path if target is None else tmp_path / target
-    done = holdfast.tie(path, output=output)
-    assert done.saved is not None
+    done = holdfast.tie(path, in_place=True) if target is None else holdfast.tie(path, output)
+    assert done.done
     assert size(output) < 2.2 * values.nbytes
     with holdfast.open(output) as ckpt:
         for name, array in state.items():
             assert np.array_equal(ckpt[name].numpy(), array)
         assert [set(alias.names) for alias in ckpt.aliases] == [{"emb", "head"}]
-    assert holdfast.tie(output).savable_nbytes == 0
+    assert holdfast.tie(output, dry_run=True).savable_nbytes == 0
 
 
 def test_a_tie_needs_a_target_that_is_not_there(tmp_path):
     path = _saved(tmp_path / "a.pt", {"a": np.ones(3), "b": np.ones(3)})
     (tmp_path / "b.pt").write_bytes(b"mine")
     with pytest.raises(errors.NotCommitted):
-        holdfast.tie(path, output=tmp_path / "b.pt")
+        holdfast.tie(path, tmp_path / "b.pt")
     assert (tmp_path / "b.pt").read_bytes() == b"mine"
 
 
@@ -263,26 +265,26 @@ def test_the_parent_of_a_few_rows_goes_away(tmp_path):
     rows = large.view(1000, 1000)
     state = {"first": rows[3:13, :5], "same": rows[3:13, :5], "inner": rows[4, :2], "last": large[-10:]}
     torch.save(state, tmp_path / "a.pt")
-    done = holdfast.compact(tmp_path / "a.pt", output=tmp_path / "b.pt")
+    done = holdfast.compact(tmp_path / "a.pt", tmp_path / "b.pt")
     assert done.before_nbytes > 4_000_000
-    assert done.after_nbytes == size(tmp_path / "b.pt") < 60_000
+    assert done.nbytes == size(tmp_path / "b.pt") < 60_000
     found = torch.load(tmp_path / "b.pt")
     for name, tensor in state.items():
         assert torch.equal(found[name], tensor)
         assert found[name].stride() == tensor.stride()
     pointers = [found[n].untyped_storage().data_ptr() for n in state]
     assert pointers[0] == pointers[1] == pointers[2] != pointers[3]
-    holdfast.compact(tmp_path / "a.pt")
+    holdfast.compact(tmp_path / "a.pt", in_place=True)
     assert size(tmp_path / "a.pt") == size(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m", "m.pt2"])
 def test_other_formats_stay_what_they_are(tmp_path, name):
     state = {"a": np.arange(10.0), "b": np.arange(3)}
-    holdfast.package(tmp_path / name, {"model": state}) if name.endswith("pt2") else holdfast.save(tmp_path / name, state)
+    holdfast.package({"model": state}, tmp_path / name) if name.endswith("pt2") else holdfast.save(state, tmp_path / name)
     with holdfast.open(tmp_path / name) as ckpt:
         before = ckpt.digest()
-    holdfast.compact(tmp_path / name)
+    holdfast.compact(tmp_path / name, in_place=True)
     with holdfast.open(tmp_path / name) as ckpt:
         assert ckpt.digest() == before
 
@@ -290,6 +292,6 @@ def test_other_formats_stay_what_they_are(tmp_path, name):
 def test_what_cannot_be_written_is_not_replaced(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     with pytest.raises(errors.Unsupported, match="another path"):
-        holdfast.compact(tmp_path / "old.pt")
-    holdfast.compact(tmp_path / "old.pt", output=tmp_path / "new.pt")
+        holdfast.compact(tmp_path / "old.pt", in_place=True)
+    holdfast.compact(tmp_path / "old.pt", tmp_path / "new.pt")
     assert torch.equal(torch.load(tmp_path / "new.pt")["a"], torch.ones(3))

@@ -32,16 +32,16 @@ TENSORS = {name: torch.from_numpy(array) for name, array in STATE.items()}
 READERS = (TorchZip, SafetensorsFile, SafetensorsDirectory, NativeDirectory, DcpDirectory, Pt2Archive)
 
 WRITERS = {
-    "save .pt": lambda src, dst: holdfast.save(dst / "x.pt", STATE),
-    "save safetensors": lambda src, dst: holdfast.save(dst / "x.safetensors", STATE),
-    "save safetensors in shards": lambda src, dst: holdfast.save(dst / "x", STATE, format="safetensors", max_shard_size=8),
-    "save native": lambda src, dst: holdfast.save(dst / "x", STATE),
+    "save .pt": lambda src, dst: holdfast.save(STATE, dst / "x.pt"),
+    "save safetensors": lambda src, dst: holdfast.save(STATE, dst / "x.safetensors"),
+    "save safetensors in shards": lambda src, dst: holdfast.save(STATE, dst / "x", format="safetensors", max_shard_size=8),
+    "save native": lambda src, dst: holdfast.save(STATE, dst / "x"),
     "convert": lambda src, dst: holdfast.convert(src, dst / "x"),
     "edit": lambda src, dst: holdfast.edit(src, dst / "x.pt", rename=[("w", "v")]),
     "prune": lambda src, dst: holdfast.prune(src, dst / "x", ["w: 0.5"]),
-    "package": lambda src, dst: holdfast.package(dst / "x.pt2", {"model": STATE}),
-    "tie": lambda src, dst: holdfast.tie(src, output=dst / "x.pt"),
-    "compact": lambda src, dst: holdfast.compact(src, output=dst / "x.pt"),
+    "package": lambda src, dst: holdfast.package({"model": STATE}, dst / "x.pt2"),
+    "tie": lambda src, dst: holdfast.tie(src, dst / "x.pt"),
+    "compact": lambda src, dst: holdfast.compact(src, dst / "x.pt"),
     "reshard": lambda src, dst: reshard(src, dst / "x", mesh={"tp": 2}),
     "ranks, native": lambda src, dst: ht.save_sharded(dst / "x", TENSORS),
     "ranks, dcp": lambda src, dst: ht.save_sharded(dst / "x", TENSORS, format="dcp"),
@@ -51,7 +51,7 @@ WRITERS = {
 
 @pytest.fixture
 def src(tmp_path: Path) -> Path:
-    holdfast.save(tmp_path / "src.safetensors", STATE)
+    holdfast.save(STATE, tmp_path / "src.safetensors")
     return tmp_path / "src.safetensors"
 
 
@@ -117,7 +117,7 @@ def test_a_rehearsal_reads_no_tensor(writer, src, dst, monkeypatch):
 
 def test_lists_of_a_manifest_are_paid_for_by_the_whole_of_it(tmp_path):
     state = {"w": np.ones(2), "pairs": [[0, 1] for _ in range(5000)]}
-    holdfast.save(tmp_path / "d", state)
+    holdfast.save(state, tmp_path / "d")
     holdfast.convert(tmp_path / "d", tmp_path / "e")
     ht.save_sharded(tmp_path / "f", {**state, "w": torch.ones(2)})
     for name in "def":
@@ -153,7 +153,7 @@ def test_a_tensor_without_a_name_has_its_checksum(dst):
 
 def test_opened_values_go_into_a_dcp_directory_as_torch_has_them(dst):
     state = {"w": torch.ones(1), "rest": (torch.Size([2]), torch.float16, torch.device("cpu"))}
-    holdfast.save(dst / "a.pt", state)
+    holdfast.save(state, dst / "a.pt")
     with holdfast.open(dst / "a.pt") as ckpt:
         ht.save_sharded(dst / "x", {"w": torch.ones(1), "rest": ckpt.tree["rest"]}, format="dcp")
     with holdfast.open(dst / "x") as again:
@@ -167,20 +167,20 @@ def test_the_drop_in_writes_what_torch_writes(dst):
 
 @pytest.mark.parametrize("value", [np.str_(""), np.bytes_(b""), np.str_("ab"), np.bytes_(b"ab")], ids=repr)
 def test_text_of_numpy_comes_back_from_a_torch_file(value, dst):
-    holdfast.save(dst / "a.pt", {"t": value})
+    holdfast.save({"t": value}, dst / "a.pt")
     with holdfast.open(dst / "a.pt") as ckpt:
         assert (type(ckpt.tree["t"]), ckpt.tree["t"]) == (type(value), value)
 
 
 def test_text_of_numpy_that_numpy_cuts_is_refused(dst):
     with pytest.raises(CannotHold, match="NUL"):
-        holdfast.save(dst / "a.pt", {"t": np.str_("a\0")})
+        holdfast.save({"t": np.str_("a\0")}, dst / "a.pt")
 
 
 def test_more_files_than_are_opened_are_refused(dst, monkeypatch):
     monkeypatch.setattr("holdfast.rewrite.rehearse.Limits", lambda: Limits(files=2))
     with pytest.raises(CannotHold, match="files=2"):
-        holdfast.save(dst / "x", STATE, max_shard_size=8)
+        holdfast.save(STATE, dst / "x", max_shard_size=8)
     assert os.listdir(dst) == []
 
 

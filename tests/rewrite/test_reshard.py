@@ -25,7 +25,7 @@ STATE = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    holdfast.save(tmp_path / "source.safetensors", STATE)
+    holdfast.save(STATE, tmp_path / "source.safetensors")
     return tmp_path / "source.safetensors"
 
 

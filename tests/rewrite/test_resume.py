@@ -13,7 +13,7 @@ from holdfast.errors import NotCommitted
 @pytest.fixture
 def source(tmp_path):
     state = {f"w{i}": np.full((50, 50), i, np.float32) for i in range(6)}
-    holdfast.save(tmp_path / "in.pt", state)
+    holdfast.save(state, tmp_path / "in.pt")
     return tmp_path / "in.pt"
 
 
@@ -28,7 +28,7 @@ def interrupted(monkeypatch, after: int):
             raise OSError(5, "the plug was pulled")
         return real(plan, sink, **rest)
 
-    monkeypatch.setattr("holdfast.rewrite.save.write_file", failing)
+    monkeypatch.setattr("holdfast.rewrite.planned.write_file", failing)
     return calls
 
 
@@ -51,7 +51,7 @@ def test_finished_files_are_taken_over(source, tmp_path, monkeypatch):
     data = [key for key in written if key.endswith(".safetensors")]
     assert len(data) == 2, "four of six files were there already"
     assert hidden(tmp_path) == []
-    assert done.saved is not None
+    assert done.done
     with holdfast.open(source) as a, holdfast.open(target) as b:
         assert a.digest() == b.digest()
 
@@ -78,7 +78,7 @@ def test_a_changed_source_starts_anew(source, tmp_path, monkeypatch):
     interrupted(monkeypatch, 3)
     with pytest.raises(NotCommitted):
         holdfast.convert(source, target, max_shard_size=12_000, resume=True)
-    holdfast.save(source, {f"w{i}": np.full((50, 50), i + 1, np.float32) for i in range(6)})
+    holdfast.save({f"w{i}": np.full((50, 50), i + 1, np.float32) for i in range(6)}, source)
     written = interrupted(monkeypatch, -1)
     holdfast.convert(source, target, max_shard_size=12_000, resume=True)
     assert len([key for key in written if key.endswith(".safetensors")]) == 6

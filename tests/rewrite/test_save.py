@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.engine.budget import byte_count
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
-from holdfast.rewrite.formats import Options, byte_count, format_for
+from holdfast.rewrite.formats import Options, format_for
 from holdfast.rewrite.planned import Saved
 
 TARGETS = ["a.pt", "a.safetensors", "a"]
@@ -25,7 +26,7 @@ def nested() -> dict[str, object]:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_arrays_come_back(name, tmp_path):
-    saved = holdfast.save(tmp_path / name, nested())
+    saved = holdfast.save(nested(), tmp_path / name)
     assert isinstance(saved, Saved)
     assert saved.nbytes == sum(f.stat().st_size for f in tmp_path.rglob("*") if f.is_file())
     with holdfast.open(tmp_path / name) as ckpt:
@@ -36,10 +37,10 @@ def test_arrays_come_back(name, tmp_path):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_checkpoint_is_streamed(name, tmp_path):
-    holdfast.save(tmp_path / "first.pt", nested())
+    holdfast.save(nested(), tmp_path / "first.pt")
     with holdfast.open(tmp_path / "first.pt") as ckpt:
-        holdfast.save(tmp_path / name, ckpt)
-        holdfast.save(tmp_path / f"part-{name}", {"rows": ckpt["w"][1:], "turned": ckpt["w"].T})
+        holdfast.save(ckpt, tmp_path / name)
+        holdfast.save({"rows": ckpt["w"][1:], "turned": ckpt["w"].T}, tmp_path / f"part-{name}")
     with holdfast.open(tmp_path / f"part-{name}") as ckpt:
         assert ckpt["rows"].numpy().tolist() == [[3, 4, 5]]
         assert ckpt["turned"].numpy().tolist() == [[0, 3], [1, 4], [2, 5]]
@@ -50,7 +51,7 @@ def test_a_checkpoint_is_streamed(name, tmp_path):
 def test_containers_keep_their_types_in_torch_and_native(tmp_path):
     state = {"t": (1, [2.5, None]), "o": OrderedDict(b=1, a=True), "d": defaultdict(list, k=[np.zeros(2)]), 3: b"x", "s": {1, 2}}
     for name in ("a.pt", "a"):
-        holdfast.save(tmp_path / name, state)
+        holdfast.save(state, tmp_path / name)
         with holdfast.open(tmp_path / name) as ckpt:
             tree = ckpt.tree
             assert isinstance(tree, dict)
@@ -64,10 +65,10 @@ def test_containers_keep_their_types_in_torch_and_native(tmp_path):
 
 def test_what_safetensors_cannot_hold_is_listed_and_nothing_is_written(tmp_path):
     with pytest.raises(CannotHold) as caught:
-        holdfast.save(tmp_path / "a.safetensors", {"w": np.zeros(2), "pair": (1, 2), "c": np.zeros(1, np.complex128), "n": None})
+        holdfast.save({"w": np.zeros(2), "pair": (1, 2), "c": np.zeros(1, np.complex128), "n": None}, tmp_path / "a.safetensors")
     assert [p.partition(":")[0] for p in sorted(caught.value.problems)] == ["c", "n", "pair"]
     assert os.listdir(tmp_path) == []
-    holdfast.save(tmp_path / "a.safetensors", {"w": np.zeros(2), "pair": (1, 2)}, keep_tree=True)
+    holdfast.save({"w": np.zeros(2), "pair": (1, 2)}, tmp_path / "a.safetensors", keep_tree=True)
     with holdfast.open(tmp_path / "a.safetensors") as ckpt:
         assert ckpt.tree["pair"] == (1, 2)
 
@@ -78,7 +79,7 @@ def test_an_object_is_refused_by_its_path(name, tmp_path):
         pass
 
     with pytest.raises(CannotHold) as caught:
-        holdfast.save(tmp_path / name, {"a": [np.zeros(1), {"b": Thing()}]}, keep_tree=True)
+        holdfast.save({"a": [np.zeros(1), {"b": Thing()}]}, tmp_path / name, keep_tree=True)
     assert "a.1.b" in str(caught.value)
     assert os.listdir(tmp_path) == []
 
@@ -87,14 +88,14 @@ def test_a_state_that_contains_itself_is_refused(tmp_path):
     state: dict[str, object] = {"w": np.zeros(1)}
     state["self"] = state
     with pytest.raises(CannotHold, match="contains itself"):
-        holdfast.save(tmp_path / "a.pt", state)
+        holdfast.save(state, tmp_path / "a.pt")
 
 
 def test_a_state_with_2_to_the_60_paths_is_saved_at_the_cost_of_its_60_lists(tmp_path):
     value: object = 1.5
     for _ in range(60):
         value = [value, value]
-    holdfast.save(tmp_path / "a.pt", {"deep": value})
+    holdfast.save({"deep": value}, tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as ckpt:
         inner = ckpt.tree["deep"]
         assert inner[0] is inner[1]
@@ -102,7 +103,7 @@ def test_a_state_with_2_to_the_60_paths_is_saved_at_the_cost_of_its_60_lists(tmp
 
 def test_one_object_in_two_places_stays_one(tmp_path):
     weight, shared = torch.nn.Parameter(torch.ones(2)), {"x": 1}
-    holdfast.save(tmp_path / "a.pt", {"a": weight, "b": weight, "m": shared, "n": shared})
+    holdfast.save({"a": weight, "b": weight, "m": shared, "n": shared}, tmp_path / "a.pt")
     loaded = torch.load(tmp_path / "a.pt", weights_only=True)
     assert loaded["a"] is loaded["b"]
     assert loaded["m"] is loaded["n"]
@@ -110,14 +111,14 @@ def test_one_object_in_two_places_stays_one(tmp_path):
 
 def test_files_are_replaced_and_directories_are_not(tmp_path):
     for name in ("a.pt", "a.safetensors"):
-        holdfast.save(tmp_path / name, {"w": np.zeros(1)})
-        holdfast.save(tmp_path / name, {"w": np.ones(1)})
+        holdfast.save({"w": np.zeros(1)}, tmp_path / name)
+        holdfast.save({"w": np.ones(1)}, tmp_path / name)
         with pytest.raises(NotCommitted, match="exists"):
-            holdfast.save(tmp_path / name, {"w": np.zeros(1)}, overwrite=False)
-    holdfast.save(tmp_path / "a", {"w": np.zeros(1)})
+            holdfast.save({"w": np.zeros(1)}, tmp_path / name, overwrite=False)
+    holdfast.save({"w": np.zeros(1)}, tmp_path / "a")
     with pytest.raises(NotCommitted, match="exists"):
-        holdfast.save(tmp_path / "a", {"w": np.ones(1)})
-    holdfast.save(tmp_path / "a", {"w": np.ones(1)}, overwrite=True)
+        holdfast.save({"w": np.ones(1)}, tmp_path / "a")
+    holdfast.save({"w": np.ones(1)}, tmp_path / "a", overwrite=True)
     for name in TARGETS:
         with holdfast.open(tmp_path / name) as ckpt:
             assert ckpt["w"].numpy().tolist() == [1]
@@ -125,9 +126,9 @@ def test_files_are_replaced_and_directories_are_not(tmp_path):
 
 
 def test_a_checkpoint_may_be_saved_over_itself(tmp_path):
-    holdfast.save(tmp_path / "a.pt", nested())
+    holdfast.save(nested(), tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as ckpt:
-        holdfast.save(tmp_path / "a.pt", {"w": ckpt["w"]})
+        holdfast.save({"w": ckpt["w"]}, tmp_path / "a.pt")
         assert ckpt["inner.half"].numpy().tolist() == [1, 1, 1]
     with holdfast.open(tmp_path / "a.pt") as ckpt:
         assert list(ckpt) == ["w"]
@@ -135,7 +136,7 @@ def test_a_checkpoint_may_be_saved_over_itself(tmp_path):
 
 def test_shards(tmp_path):
     state = {f"w{i}": np.full(1000, i, np.float32) for i in range(10)}
-    saved = holdfast.save(tmp_path / "model", state, format="safetensors", max_shard_size="10KB")
+    saved = holdfast.save(state, tmp_path / "model", format="safetensors", max_shard_size="10KB")
     assert saved.format == "safetensors-dir"
     assert len(list((tmp_path / "model").glob("*.safetensors"))) == 5
     with holdfast.open(tmp_path / "model") as ckpt:
@@ -143,14 +144,14 @@ def test_shards(tmp_path):
 
 
 def test_metadata_is_kept_and_torch_files_say_that_they_have_none(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"w": np.zeros(1)}, metadata={"licence": "mit"})
+    holdfast.save({"w": np.zeros(1)}, tmp_path / "a.safetensors", metadata={"licence": "mit"})
     with holdfast.open(tmp_path / "a.safetensors") as ckpt:
         assert ckpt.metadata["licence"] == "mit"
-        holdfast.save(tmp_path / "native", ckpt)
-        assert any("licence" in note for note in holdfast.save(tmp_path / "a.pt", ckpt).notes)
+        holdfast.save(ckpt, tmp_path / "native")
+        assert any("licence" in note for note in holdfast.save(ckpt, tmp_path / "a.pt").notes)
     with holdfast.open(tmp_path / "native") as ckpt:
         assert ckpt.metadata["licence"] == "mit"
-        holdfast.save(tmp_path / "b.safetensors", ckpt)
+        holdfast.save(ckpt, tmp_path / "b.safetensors")
     with holdfast.open(tmp_path / "b.safetensors") as ckpt:
         assert ckpt.metadata["licence"] == "mit"
 
@@ -179,5 +180,5 @@ def test_a_state_nested_too_deep_is_refused(tmp_path):
     for _ in range(100):
         value = [value]
     with pytest.raises((CannotHold, LimitExceeded), match="depth"):
-        holdfast.save(tmp_path / "a.pt", {"deep": value})
+        holdfast.save({"deep": value}, tmp_path / "a.pt")
     assert os.listdir(tmp_path) == []

@@ -122,7 +122,7 @@ def test_a_cast_keeps_what_a_file_remembers_of_views(tmp_path):
     import holdfast
 
     base = torch.randn(4, 6)
-    holdfast.save(tmp_path / "a.safetensors", {"base": base, "row": base[1:3], "turned": base.T})
+    holdfast.save({"base": base, "row": base[1:3], "turned": base.T}, tmp_path / "a.safetensors")
     holdfast.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", dtype="bf16")
     holdfast.convert(tmp_path / "b.safetensors", tmp_path / "c.pt")
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)

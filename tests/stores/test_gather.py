@@ -60,7 +60,7 @@ def test_pieces_far_apart_are_not_mapped(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(LocalStore, "gather", lambda self, key, starts, nbytes, places: asked.append(len(starts)) or 0)
     wide = np.arange(64 * 20_000, dtype=np.float32).reshape(64, 20_000)
-    save(tmp_path / "w.safetensors", {"w": wide})
+    save({"w": wide}, tmp_path / "w.safetensors")
     with open_checkpoint(tmp_path / "w.safetensors") as checkpoint:
         assert np.array_equal(checkpoint["w"][:, 5:9].numpy(), wide[:, 5:9])
         assert asked == []
@@ -106,7 +106,7 @@ def column(request, tmp_path, monkeypatch):
     if request.param == "forbidden":
         monkeypatch.setattr(gathering, "_process_vm_readv", lambda: lambda *_: -1)
     matrix = np.random.default_rng(1).standard_normal((3000, 900)).astype(np.float32)
-    save(tmp_path / "m.safetensors", {"w": matrix})
+    save({"w": matrix}, tmp_path / "m.safetensors")
     return tmp_path / "m.safetensors", matrix
 
 

@@ -42,28 +42,28 @@ READERS = {
     "diff": lambda path: holdfast.diff("here.pt", path),
     "stats": lambda path: list(stats(path)),
     "convert from": lambda path: holdfast.convert(path, "made.pt"),
-    "edit": lambda path: holdfast.edit(path, drop=["w"]),
+    "edit": lambda path: holdfast.edit(path, in_place=True, drop=["w"]),
     "prune from": lambda path: prune(path, "made.pt", ["*: 2:4"]),
     "reshard from": lambda path: reshard(path, "made", mesh={"tp": 2}),
-    "tie": holdfast.tie,
-    "compact": lambda path: holdfast.compact(path, output="made.pt"),
-    "replace_weights": lambda path: holdfast.replace_weights(path, STATE),
-    "package of": lambda path: holdfast.package("made.pt2", {"m": path}),
+    "tie": lambda path: holdfast.tie(path, dry_run=True),
+    "compact": lambda path: holdfast.compact(path, "made.pt"),
+    "replace_weights": lambda path: holdfast.replace_weights(path, weights=STATE, in_place=True),
+    "package of": lambda path: holdfast.package({"m": path}, "made.pt2"),
 }
 WRITERS = {
-    "save": lambda path: holdfast.save(path, STATE, format="native"),
-    "save torch": lambda path: holdfast.save(path, STATE, format="torch"),
+    "save": lambda path: holdfast.save(STATE, path, format="native"),
+    "save torch": lambda path: holdfast.save(STATE, path, format="torch"),
     "save_sharded": lambda path: save_sharded(path, {"w": torch.ones(2)}),
     "async_save_sharded": lambda path: async_save_sharded(path, {"w": torch.ones(2)}).wait(),
     "convert": lambda path: holdfast.convert("here.pt", path, format="native"),
     "convert with resume": lambda path: holdfast.convert("here.pt", path, format="native", resume=True),
-    "convert, only explained": lambda path: holdfast.convert("here.pt", path, format="native", explain=True),
+    "convert, only explained": lambda path: holdfast.convert("here.pt", path, format="native", dry_run=True),
     "edit to": lambda path: holdfast.edit("here.pt", path, rename=[("w", "v")]),
     "prune": lambda path: prune("here.pt", path, ["*: 0.5"], format="native"),
     "reshard": lambda path: reshard("here.pt", path, mesh={"tp": 2}),
-    "tie to": lambda path: holdfast.tie("here.pt", output=path, format="native"),
-    "compact to": lambda path: holdfast.compact("here.pt", output=path, format="native"),
-    "package": lambda path: holdfast.package(path, {"m": STATE}),
+    "tie to": lambda path: holdfast.tie("here.pt", path, format="native"),
+    "compact to": lambda path: holdfast.compact("here.pt", path, format="native"),
+    "package": lambda path: holdfast.package({"m": STATE}, path),
 }
 VERBS = READERS | WRITERS
 
@@ -76,7 +76,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HOME", str(home))
-    holdfast.save("here.pt", STATE)
+    holdfast.save(STATE, "here.pt")
     return folder
 
 
@@ -128,14 +128,14 @@ COMMANDS = {
     "diff": ["diff", "here.pt", "{}"],
     "convert": ["convert", "here.pt", "{}", "--format", "native"],
     "convert from": ["convert", "{}", "x.pt"],
-    "edit": ["edit", "here.pt", "--rename", "w=v", "-o", "{}"],
+    "edit": ["edit", "here.pt", "--rename", "w=v", "{}"],
     "reshard": ["reshard", "here.pt", "{}", "--mesh", "tp=2"],
-    "prune": ["prune", "here.pt", "-o", "{}", "--rule", "*: 2:4"],
+    "prune": ["prune", "here.pt", "{}", "--rule", "*: 2:4"],
     "stats": ["stats", "{}"],
-    "package": ["package", "m=here.pt", "-o", "{}"],
-    "package of": ["package", "m={}", "-o", "made.pt2"],
-    "tie": ["tie", "here.pt", "-o", "{}"],
-    "compact": ["compact", "here.pt", "-o", "{}"],
+    "package": ["package", "m=here.pt", "{}"],
+    "package of": ["package", "m={}", "made.pt2"],
+    "tie": ["tie", "here.pt", "{}"],
+    "compact": ["compact", "here.pt", "{}"],
 }
 
 
@@ -183,7 +183,7 @@ ODD = ["~odd.pt", "s3:", "C:\\x.pt", "a:b.pt", "x ~.pt"]
 def test_names_that_look_like_something_else_are_reached_by_their_absolute_path(here: Path):
     for name in ODD:
         for path in (here / name, f"./{name}", f"././{name}"):
-            holdfast.save(path, STATE, format="torch")
+            holdfast.save(STATE, path, format="torch")
             assert holdfast.verify(path).ok
             assert holdfast.scan(path).verdict() == "clean"
             with holdfast.open(path) as checkpoint:
@@ -195,7 +195,7 @@ def test_names_that_look_like_something_else_are_reached_by_their_absolute_path(
 def test_what_is_found_in_a_folder_is_what_it_is(here: Path):
     """A scan of `.` comes upon `~odd.pt`, which is nobody's home."""
     for name in ODD:
-        holdfast.save(here / name, STATE, format="torch")
+        holdfast.save(STATE, here / name, format="torch")
     found = holdfast.scan(".")
     assert [file.error for file in found.files] == [None] * len(found.files)
     assert len(found.files) == len(ODD) + 1 or found.skipped

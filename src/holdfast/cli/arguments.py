@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from holdfast.cli import compact, convert, edit, package, places, prune, reshard, stats, tie
@@ -118,6 +118,13 @@ class Parser(argparse.ArgumentParser):
 
         self.exit(2, f"holdfast: {escape(message)} (try: {self.prog} --help)\n")
 
+    def placed(self, kind: Callable[[str], str], text: str) -> str:
+        """An argument of a kind, as argparse would have taken it."""
+        try:
+            return kind(text)
+        except argparse.ArgumentTypeError as error:
+            self.error(f"argument DST: {error}")
+
 
 class Version(argparse.Action):
     """`--version`; the version is looked up only when it is asked for."""
@@ -131,7 +138,17 @@ class Version(argparse.Action):
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; `run` is the function of the verb. Raises `SystemExit` as argparse does."""
-    return _parser().parse_args(_with_slices_joined(arguments))
+    whole = _parser()
+    options, late = whole.parse_known_args(_with_slices_joined(arguments))
+    # argparse settles an optional place as soon as an option comes: `edit SRC --drop x DST` leaves DST over.
+    more = [] if any(text.startswith("-") for text in late) else late
+    if more and getattr(options, "several", False):
+        options.models += more
+    elif len(more) == 1 and getattr(options, "dst", "") is None:
+        options.dst = whole.placed(places.target, more[0])
+    elif late:
+        whole.error(f"unrecognized arguments: {' '.join(late)}")
+    return options
 
 
 def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
@@ -145,7 +162,7 @@ def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     whole = Parser(
         prog="holdfast",
         description=DESCRIPTION,

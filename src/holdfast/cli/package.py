@@ -27,24 +27,30 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("models", metavar="NAME=PATH", nargs="+", help="a name and a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", nargs="?", help="where to write")
+    verb.add_argument(
+        "models",
+        metavar="NAME=PATH | DST",
+        nargs="+",
+        help="a name and a checkpoint of any format; last of all, where to write (DST)",
+    )
     verb.add_argument("--in-place", action="store_true", help="with --replace: write it in place of the archive, atomically")
     archive = "put the weights into this archive; NAME= is its model, if it has several"
     verb.add_argument("--replace", metavar="PT2", type=places.target, help=archive)
     verb.add_argument("--format", choices=("pt2", "native"), help="the format, whatever the suffix")
     verb.add_argument("--content", action="store_true", help="store equal tensors once, wherever they are; reads what looks equal")
     add_writing(verb)
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=run, several=True, dst=None)
 
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
+    from holdfast.stores.paths import local_path
+
     if not options.in_place and len(options.models) > 1:
         # As for cp, the last one is where it goes; a model that stands there was not meant to be overwritten.
         _, equals, path = options.models[-1].partition("=")
         if not equals or not os.path.exists(path):
-            options.dst = places.target(options.models.pop())
+            options.dst = local_path(options.models.pop())
     return _replace(options) if options.replace is not None else _package(options)
 
 

@@ -25,8 +25,8 @@ __all__ = ["save"]
 
 
 def save(
-    path: str | os.PathLike[str],
     state: object,
+    dst: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str | None = None,
@@ -58,7 +58,7 @@ def save(
     writing = Writing(overwrite, durable, threads, read_back, max_memory)
     # In a function of its own, so that description and plan are gone before the collector wakes and would walk through them.
     with resting_collector():
-        planned = _plan(state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits)
+        planned = _plan(state, local_path(dst), format=format, metadata=metadata, options=options, writing=writing, limits=limits)
         return planned.carry_out(dry_run=dry_run, progress=progress)
 
 

@@ -86,7 +86,7 @@ def test_the_directory_is_what_hugging_face_loads():
 def test_data_files_without_their_manifest_are_damaged_and_open_one_by_one(tmp_path):
     """They would pass for plain safetensors, and every value and second name would be lost without a word."""
     array = np.arange(4.0)
-    holdfast.save(tmp_path / "d", {"w": array, "v": array + 1, "step": 3}, max_shard_size=40)
+    holdfast.save({"w": array, "v": array + 1, "step": 3}, tmp_path / "d", max_shard_size=40)
     (tmp_path / "d" / MANIFEST).unlink()
     with pytest.raises(Corrupted, match="is not in the folder") as caught:
         holdfast.open(tmp_path / "d")

@@ -187,7 +187,7 @@ def test_a_slice_reads_its_groups_only(tmp_path):
     """Rows of a matrix of 4 MiB: two groups of it, and not the file."""
     rng = np.random.default_rng(2)
     array = rng.integers(1, 9, (2048, 1024), np.int16) * rng.integers(0, 2, (2048, 1024), np.int16)
-    holdfast.save(tmp_path / "c", {"w": array}, sparse="bitmap")
+    holdfast.save({"w": array}, tmp_path / "c", sparse="bitmap")
     with holdfast.open(tmp_path / "c") as ckpt:
         store, read = ckpt["w"].source.store.below("holdfast.json"), []
         original = store.read
@@ -202,12 +202,12 @@ def test_a_slice_reads_its_groups_only(tmp_path):
 def test_a_file_per_part_and_no_hugging_face_index(tmp_path):
     array = np.zeros((64, 64), np.float32)
     array[0] = 1
-    done = holdfast.save(tmp_path / "c", {"w": array, "step": 3}, sparse="auto", max_shard_size=40)
+    done = holdfast.save({"w": array, "step": 3}, tmp_path / "c", sparse="auto", max_shard_size=40)
     assert done.files > 2
     with holdfast.open(tmp_path / "c") as ckpt:
         assert ckpt["w"].numpy().tobytes() == array.tobytes()
     assert not (tmp_path / "c" / "model.safetensors.index.json").exists()
-    holdfast.save(tmp_path / "d", {"w": array}, sparse="never")
+    holdfast.save({"w": array}, tmp_path / "d", sparse="never")
     assert (tmp_path / "d" / "model.safetensors.index.json").exists()
     assert holdfast.verify(tmp_path / "c").ok
 
@@ -252,7 +252,7 @@ def test_a_name_that_is_taken_stays_dense():
 def test_views_and_second_names_come_back(tmp_path):
     array = np.zeros((100, 100))
     array[::3, ::5] = -0.0
-    holdfast.save(tmp_path / "c", {"w": array, "same": array, "t": array.T, "rows": array[::2]}, sparse="auto")
+    holdfast.save({"w": array, "same": array, "t": array.T, "rows": array[::2]}, tmp_path / "c", sparse="auto")
     with holdfast.open(tmp_path / "c") as ckpt:
         assert packing_of(ckpt["w"]) is not None
         assert ckpt["t"].numpy().tobytes() == array.T.tobytes()
@@ -263,13 +263,13 @@ def test_views_and_second_names_come_back(tmp_path):
 @pytest.mark.parametrize("sparse", ["foo", "0:4", "4:4", "1:17", "0x4", "", "AUTO", "2:4 ", None])
 def test_what_is_no_choice_is_refused(tmp_path, sparse):
     with pytest.raises(Unsupported, match="sparse="):
-        holdfast.save(tmp_path / "c", {"w": np.zeros(9)}, sparse=sparse)
+        holdfast.save({"w": np.zeros(9)}, tmp_path / "c", sparse=sparse)
     assert not (tmp_path / "c").exists()
 
 
 def test_other_formats_do_not_pack(tmp_path):
     with pytest.raises(Unsupported, match="native"):
-        holdfast.save(tmp_path / "c.pt", {"w": np.zeros(9)}, sparse="auto")
+        holdfast.save({"w": np.zeros(9)}, tmp_path / "c.pt", sparse="auto")
     assert not (tmp_path / "c.pt").exists()
 
 
@@ -294,7 +294,7 @@ def packed_directory(tmp_path):
     arrays["block"] = np.zeros((128, 128), np.float16)
     arrays["block"][32:64, 64:96] = rng.standard_normal((32, 32))
     arrays["dense"] = rng.standard_normal((10, 10))
-    holdfast.save(tmp_path / "packed", arrays, sparse="auto")
+    holdfast.save(arrays, tmp_path / "packed", sparse="auto")
     return tmp_path / "packed", arrays
 
 
@@ -305,7 +305,7 @@ def test_convert_reshard_and_diff(packed_directory, tmp_path):
             "bitmap": "bitmap", "nm": "2:4", "block": "32x32", "dense": None,
         }  # fmt: skip
         digests = {name: tensor.digest() for name, tensor in ckpt.items()}
-    holdfast.save(tmp_path / "plain", arrays)
+    holdfast.save(arrays, tmp_path / "plain")
     for name in ("out.safetensors", "out.pt", "out", "again"):
         holdfast.convert(packed, tmp_path / name, sparse="auto" if name == "again" else "never")
     reshard(packed, tmp_path / "split", mesh="tp=2", rules=["bitmap: tp=0", "*: tp=1"])
@@ -567,7 +567,7 @@ def test_few_groups_are_kept(monkeypatch):
 def test_a_damaged_source_is_not_packed(tmp_path):
     array = np.zeros(4096, np.float32)
     array[::3] = 1.5
-    holdfast.save(tmp_path / "a.safetensors", {"w": array})
+    holdfast.save({"w": array}, tmp_path / "a.safetensors")
     content = bytearray((tmp_path / "a.safetensors").read_bytes())
     content[-1] ^= 1
     (tmp_path / "a.safetensors").write_bytes(content)

@@ -422,7 +422,7 @@ def test_a_damaged_archive_is_packaged_and_extracted_or_refused(seed, tmp_path):
             raw[random.randrange(len(raw))] = random.randrange(256)
         try:
             with holdfast.open(bytes(raw)) as ckpt:
-                holdfast.package(tmp_path / "p.pt2", {"a": ckpt, "b": ckpt}, durable=False)
+                holdfast.package({"a": ckpt, "b": ckpt}, tmp_path / "p.pt2", durable=False)
                 holdfast.convert(ckpt, tmp_path / "s.pt", model="model", constants=True, overwrite=True, durable=False)
             done += 1
         except errors.HoldfastError:
@@ -435,5 +435,5 @@ def test_a_compressed_program_is_not_copied(tmp_path):
         for name, content in records().items():
             made.writestr(f"m/{name}", content, zipfile.ZIP_DEFLATED if name.startswith("models/") else zipfile.ZIP_STORED)
     with pytest.raises(errors.Unsupported, match=r"models/model\.json.* is compressed"):
-        holdfast.package(tmp_path / "p.pt2", {"a": tmp_path / "m.pt2"})
+        holdfast.package({"a": tmp_path / "m.pt2"}, tmp_path / "p.pt2")
     assert not (tmp_path / "p.pt2").exists()

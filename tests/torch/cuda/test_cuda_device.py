@@ -71,7 +71,7 @@ def write(path, tensors):
     elif path.suffix == ".pt":
         torch.save(tensors, path)
     else:
-        holdfast.save(path, tensors)
+        holdfast.save(tensors, path)
     return path
 
 
@@ -122,7 +122,7 @@ def test_load_as_torch_load_does(tmp_path, kind, weights_only, budget):
     made = state()
     path = tmp_path / ("a.safetensors" if kind == "safetensors" else "a.pt")
     if kind == "safetensors":
-        holdfast.save(path, made)
+        holdfast.save(made, path)
     else:
         torch.save(made, path, _use_new_zipfile_serialization=kind == "zip")
     found = load(path, map_location="cuda", weights_only=weights_only, max_host_memory=budget)
@@ -166,7 +166,7 @@ def test_load_into_a_model_on_the_gpu(path):
 
 def test_targets_of_every_layout(tmp_path):
     made = {"a": values(64, 48), "b": values(64, 48, seed=1), "c": values(64, 48, seed=2), "d": values(30, dtype=torch.complex64)}
-    holdfast.save(tmp_path / "a.safetensors", made)
+    holdfast.save(made, tmp_path / "a.safetensors")
     room = torch.zeros(64, 96, device="cuda")
     targets = {
         "a": room[:, 1::2],
@@ -186,13 +186,13 @@ def test_targets_of_every_layout(tmp_path):
 
 
 def test_an_expanded_target_is_refused(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"a": torch.ones(4, 3)})
+    holdfast.save({"a": torch.ones(4, 3)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint, pytest.raises(BadTarget, match="expanded"):
         fill([Fill(checkpoint["a"], torch.zeros(1, 3, device="cuda").expand(4, 3))])
 
 
 def test_of_targets_that_overlap_the_last_one_wins(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"a": torch.ones(100), "b": torch.full((50,), 2.0)})
+    holdfast.save({"a": torch.ones(100), "b": torch.full((50,), 2.0)}, tmp_path / "a.safetensors")
     room = torch.zeros(100, device="cuda")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         fill([Fill(checkpoint["a"], room), Fill(checkpoint["b"], room[25:75])])
@@ -202,7 +202,7 @@ def test_of_targets_that_overlap_the_last_one_wins(tmp_path):
 
 
 def test_a_load_comes_behind_what_the_current_stream_still_does(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"a": torch.ones(1 << 20)})
+    holdfast.save({"a": torch.ones(1 << 20)}, tmp_path / "a.safetensors")
     target = torch.zeros(1 << 20, device="cuda")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         for stream in (torch.cuda.current_stream(), torch.cuda.Stream()):
@@ -235,7 +235,7 @@ def test_save_from_a_gpu(tmp_path, kind):
         save(made, path, _use_new_zipfile_serialization=kind == "torch")
         found = torch.load(path)
     else:
-        holdfast.save(path, made)
+        holdfast.save(made, path)
         with torch_open(path) as checkpoint:
             found = checkpoint.read()
     for name, tensor in made.items():
@@ -265,7 +265,7 @@ def test_views_that_only_a_gpu_has(tmp_path):
         "wide": tensor[0].expand(9, 20),
         "step": tensor[::3, ::2],
     }
-    holdfast.save(tmp_path / "native", made)
+    holdfast.save(made, tmp_path / "native")
     with torch_open(tmp_path / "native") as checkpoint:
         found = checkpoint.read()
     for name, one in made.items():
@@ -305,7 +305,7 @@ def test_damage_is_named_and_nothing_is_left(tmp_path):
 
 
 def test_a_fault_in_a_reader_is_one_error(tmp_path, monkeypatch):
-    holdfast.save(tmp_path / "a.safetensors", {f"t{i}": values(3 << 20, seed=i) for i in range(8)})
+    holdfast.save({f"t{i}": values(3 << 20, seed=i) for i in range(8)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors", verify=False) as checkpoint:
         targets = [Fill(tensor, torch.empty(tensor.shape, device="cuda")) for tensor in checkpoint.values()]
         kept = host.POOL.kept_nbytes
@@ -329,7 +329,7 @@ def test_a_fault_in_a_reader_is_one_error(tmp_path, monkeypatch):
 
 
 def test_a_fault_in_a_copy_is_one_error(tmp_path, monkeypatch):
-    holdfast.save(tmp_path / "a.safetensors", {f"t{i}": values(3 << 20, seed=i) for i in range(8)})
+    holdfast.save({f"t{i}": values(3 << 20, seed=i) for i in range(8)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         targets = [Fill(tensor, torch.empty(tensor.shape, device="cuda")) for tensor in checkpoint.values()]
         put, count = gpu_load._put_pieces, iter(range(100))
@@ -349,14 +349,14 @@ def test_a_fault_in_a_copy_is_one_error(tmp_path, monkeypatch):
 
 def test_without_locked_memory_it_works_and_says_so(tmp_path, monkeypatch):
     made = {"a": values(5_000_000)}
-    holdfast.save(tmp_path / "a.safetensors", made)
+    holdfast.save(made, tmp_path / "a.safetensors")
     monkeypatch.setattr(host, "lock", lambda address, nbytes: False)
     host.POOL.free()
     with torch_open(tmp_path / "a.safetensors") as checkpoint, pytest.warns(HoldfastWarning, match="ordinary memory"):
         found = checkpoint.read(device="cuda")
     assert same(found["a"], made["a"])
     model = nn.Linear(100, 100).cuda()
-    holdfast.save(tmp_path / "m.safetensors", model.state_dict())
+    holdfast.save(model.state_dict(), tmp_path / "m.safetensors")
     assert any("ordinary memory" in note for note in load_into(model, tmp_path / "m.safetensors").notes)
     save({"a": made["a"].cuda()}, tmp_path / "a.pt")
     assert same(torch.load(tmp_path / "a.pt", map_location="cpu")["a"], made["a"])
@@ -373,7 +373,7 @@ def test_a_refused_lock_leaves_no_error_behind():
 
 
 def test_memory_is_kept_within_the_bound_and_can_be_freed(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {f"t{i}": values(3 << 20, seed=i) for i in range(16)})
+    holdfast.save({f"t{i}": values(3 << 20, seed=i) for i in range(16)}, tmp_path / "a.safetensors")
     host.POOL.free()
     with torch_open(tmp_path / "a.safetensors") as checkpoint:
         checkpoint.read(device="cuda", max_host_memory=128 << 20)
@@ -385,7 +385,7 @@ def test_memory_is_kept_within_the_bound_and_can_be_freed(tmp_path):
 
 
 def test_refused_while_a_graph_is_captured(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"a": torch.ones(100)})
+    holdfast.save({"a": torch.ones(100)}, tmp_path / "a.safetensors")
     target = torch.zeros(100, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint, torch.cuda.graph(graph):
@@ -393,7 +393,7 @@ def test_refused_while_a_graph_is_captured(tmp_path):
         with pytest.raises(Refused, match="captured"):
             fill([Fill(checkpoint["a"], target)])
         with pytest.raises(HoldfastError, match="captured"):
-            holdfast.save(tmp_path / "b.safetensors", {"a": target})
+            holdfast.save({"a": target}, tmp_path / "b.safetensors")
     graph.replay()
     assert bool((target == 1).all())
 

@@ -109,7 +109,7 @@ def test_a_tensor_of_many_blocks_streams_through_them(tmp_path, monkeypatch):
     gpus = source()
     state = {"a": described(gpus, torch.randn(400, 300)), "b": described(gpus, torch.randn(300, 400).T), "c": torch.ones(3)}
     for name in ("a.safetensors", "a.pt", "native"):
-        holdfast.save(tmp_path / name, state)
+        holdfast.save(state, tmp_path / name)
         with torch_open(tmp_path / name) as checkpoint:
             found = checkpoint.read()
         for key in "ab":

@@ -151,7 +151,7 @@ def test_same_dtypes_are_bytes_and_others_are_elements():
 
 @pytest.mark.parametrize("kind", ["a.pt", "a.safetensors", "native"])
 def test_damage_is_found_across_blocks(tmp_path, kind):
-    holdfast.save(tmp_path / kind, {"a": torch.arange(1_000_000), "b": torch.ones(5)})
+    holdfast.save({"a": torch.arange(1_000_000), "b": torch.ones(5)}, tmp_path / kind)
     file = next((tmp_path / kind).glob("data*")) if kind == "native" else tmp_path / kind
     with holdfast.open(tmp_path / kind) as checkpoint:
         where = checkpoint["a"].chunks[0].storage.start + 5_000_001
@@ -167,7 +167,7 @@ def test_damage_is_found_across_blocks(tmp_path, kind):
 
 
 def test_progress_counts_every_byte(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"a": torch.ones(1_000_000), "b": torch.ones(7, 9)})
+    holdfast.save({"a": torch.ones(1_000_000), "b": torch.ones(7, 9)}, tmp_path / "a.safetensors")
     seen = []
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         fills = [Fill(checkpoint["a"], torch.zeros(1_000_000)), Fill(checkpoint["b"], torch.zeros(9, 7).T)]
@@ -187,7 +187,7 @@ def test_a_budget_is_kept_or_refused():
 
 def test_several_loads_at_once(tmp_path):
     made = {f"t{i}": torch.full((300_000,), float(i)) for i in range(8)}
-    holdfast.save(tmp_path / "a.safetensors", made)
+    holdfast.save(made, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint, ThreadPoolExecutor(4) as pool:
 
         def one() -> list[torch.Tensor]:
@@ -200,7 +200,7 @@ def test_several_loads_at_once(tmp_path):
 
 
 def test_without_a_gpu_the_memory_is_ordinary_and_a_note_says_so(tmp_path):
-    holdfast.save(tmp_path / "a.safetensors", {"a": torch.ones(10)})
+    holdfast.save({"a": torch.ones(10)}, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
         notes = load_fills([Fill(checkpoint["a"], torch.zeros(10))], checks_of, None, None)
     assert notes == ([] if torch.cuda.is_available() else [gpu_load.UNLOCKED])

@@ -81,12 +81,12 @@ def heads():
 def test_one_program_is_torchs_file(tied, tmp_path):
     (tmp_path / "ours").mkdir()
     torch.export.save(tied, tmp_path / "m.pt2", extra_files={"note.txt": "x"})
-    package_program(tmp_path / "ours" / "m.pt2", tied, extra_files={"note.txt": "x"}, trim=False)
+    package_program(tied, tmp_path / "ours" / "m.pt2", extra_files={"note.txt": "x"}, trim=False)
     assert (tmp_path / "ours" / "m.pt2").read_bytes() == (tmp_path / "m.pt2").read_bytes()
 
 
 def test_stock_torch_loads_and_runs_it(tied, tmp_path):
-    package_program(tmp_path / "m.pt2", tied)
+    package_program(tied, tmp_path / "m.pt2")
     again = torch.export.load(tmp_path / "m.pt2")
     assert torch.equal(again.module()(IDS), tied.module()(IDS))
     pointers = {name: tensor.untyped_storage().data_ptr() for name, tensor in again.state_dict.items()}
@@ -94,7 +94,7 @@ def test_stock_torch_loads_and_runs_it(tied, tmp_path):
 
 
 def test_programs_share_an_encoder(heads, tmp_path):
-    package_program(tmp_path / "m.pt2", heads)
+    package_program(heads, tmp_path / "m.pt2")
     records = [name for name in zipfile.ZipFile(tmp_path / "m.pt2").namelist() if "/weights/weight_" in name]
     assert len(records) == 6
     again = load_pt2(tmp_path / "m.pt2").exported_programs
@@ -110,13 +110,13 @@ def test_a_view_of_a_large_storage_costs_what_it_shows(tmp_path):
     line = nn.Linear(3, 2)
     line.weight = nn.Parameter(torch.randn(1_000_000)[5:11].view(2, 3))
     exported = torch.export.export(line, (ROWS,))
-    saved = package_program(tmp_path / "m.pt2", exported)
+    saved = package_program(exported, tmp_path / "m.pt2")
     assert saved.nbytes < 100_000
     assert torch.equal(torch.export.load(tmp_path / "m.pt2").module()(ROWS), line(ROWS))
 
 
 def test_sample_inputs_can_stay_out(tied, tmp_path):
-    package_program(tmp_path / "m.pt2", tied, sample_inputs=False)
+    package_program(tied, tmp_path / "m.pt2", sample_inputs=False)
     with holdfast.open(tmp_path / "m.pt2") as ckpt:
         assert "sample_inputs" not in ckpt.tree
     assert torch.equal(torch.export.load(tmp_path / "m.pt2").module()(IDS), tied.module()(IDS))
@@ -126,33 +126,33 @@ def test_a_subclass_is_pickled_as_torch_does(tmp_path):
     exported = torch.export.export(Subclassed(), (torch.ones(3),))
     (tmp_path / "ours").mkdir()
     torch.export.save(exported, tmp_path / "m.pt2")
-    package_program(tmp_path / "ours" / "m.pt2", exported)
+    package_program(exported, tmp_path / "ours" / "m.pt2")
     assert (tmp_path / "ours" / "m.pt2").read_bytes() == (tmp_path / "m.pt2").read_bytes()
 
 
 def test_replaced_weights_run(tied, tmp_path):
-    package_program(tmp_path / "m.pt2", tied)
+    package_program(tied, tmp_path / "m.pt2")
     torch.manual_seed(1)
     tuned = Tied()
-    holdfast.save(tmp_path / "tuned.safetensors", tuned.state_dict())
-    holdfast.replace_weights(tmp_path / "m.pt2", tmp_path / "tuned.safetensors", output=tmp_path / "tuned.pt2")
+    holdfast.save(tuned.state_dict(), tmp_path / "tuned.safetensors")
+    holdfast.replace_weights(tmp_path / "m.pt2", tmp_path / "tuned.pt2", weights=tmp_path / "tuned.safetensors")
     again = torch.export.load(tmp_path / "tuned.pt2")
     assert torch.equal(again.module()(IDS), tuned(IDS))
     assert again.state_dict["emb.weight"].data_ptr() == again.state_dict["head.weight"].data_ptr()
     # As well from another program, and in place.
-    package_program(tmp_path / "other.pt2", tied)
-    holdfast.replace_weights(tmp_path / "other.pt2", tmp_path / "tuned.pt2")
+    package_program(tied, tmp_path / "other.pt2")
+    holdfast.replace_weights(tmp_path / "other.pt2", weights=tmp_path / "tuned.pt2", in_place=True)
     assert torch.equal(torch.export.load(tmp_path / "other.pt2").module()(IDS), tuned(IDS))
 
 
 def test_tied_and_compacted_programs_run(heads, tmp_path):
     with_copies = {m: torch.export.export(Head(nn.Linear(3, 512), 2), (ROWS,)) for m in ("a", "b")}
     state = {n: t.detach().clone() for n, t in with_copies["a"].state_dict.items()}
-    package_program(tmp_path / "m.pt2", with_copies)
-    holdfast.replace_weights(tmp_path / "m.pt2", {n: t.clone() for n, t in state.items()}, model="b")
-    found = holdfast.tie(tmp_path / "m.pt2", output=tmp_path / "tied.pt2")
+    package_program(with_copies, tmp_path / "m.pt2")
+    holdfast.replace_weights(tmp_path / "m.pt2", weights={n: t.clone() for n, t in state.items()}, in_place=True, model="b")
+    found = holdfast.tie(tmp_path / "m.pt2", tmp_path / "tied.pt2")
     assert found.savable_nbytes == sum(t.nbytes for t in state.values())
-    holdfast.compact(tmp_path / "tied.pt2")
+    holdfast.compact(tmp_path / "tied.pt2", in_place=True)
     again = load_pt2(tmp_path / "tied.pt2").exported_programs
     assert torch.equal(again["a"].module()(ROWS), with_copies["a"].module()(ROWS))
     assert torch.equal(again["b"].module()(ROWS), with_copies["a"].module()(ROWS))
@@ -160,7 +160,7 @@ def test_tied_and_compacted_programs_run(heads, tmp_path):
 
 
 def test_a_weights_only_package_is_refused_by_torch_and_read_by_us(tied, tmp_path):
-    holdfast.package(tmp_path / "w.pt2", {"model": dict(tied.state_dict)})
+    holdfast.package({"model": dict(tied.state_dict)}, tmp_path / "w.pt2")
     with pytest.raises((KeyError, RuntimeError)):
         torch.export.load(tmp_path / "w.pt2")
     with holdfast.open(tmp_path / "w.pt2") as ckpt:
@@ -171,7 +171,7 @@ def test_a_program_that_lacks_a_weight(heads, tmp_path):
     exported = torch.export.export(nn.Linear(3, 2), (ROWS,))
     del exported._state_dict["bias"]
     with pytest.raises(errors.CannotHold, match=r"b\.bias: the program asks for it"):
-        package_program(tmp_path / "m.pt2", {"a": heads["head2"], "b": exported})
+        package_program({"a": heads["head2"], "b": exported}, tmp_path / "m.pt2")
     assert os.listdir(tmp_path) == []
 
 
@@ -179,7 +179,7 @@ def test_a_weight_of_another_dtype(tmp_path):
     exported = torch.export.export(nn.Linear(3, 2), (ROWS,))
     exported._state_dict["bias"] = nn.Parameter(torch.ones(2, dtype=torch.float64))
     with pytest.raises(errors.CannotHold, match=r"model\.bias: float64 where the program was exported with float32"):
-        package_program(tmp_path / "m.pt2", exported)
+        package_program(exported, tmp_path / "m.pt2")
     assert os.listdir(tmp_path) == []
 
 
@@ -189,7 +189,7 @@ def test_fake_tensors_have_nothing_to_write(tmp_path):
     with mode:
         exported = torch.export.export(fake, (inputs,))
     with pytest.raises(errors.CannotHold, match=r"model\.weight: a fake tensor") as caught:
-        package_program(tmp_path / "m.pt2", exported)
+        package_program(exported, tmp_path / "m.pt2")
     assert len(caught.value.problems) == 2
     assert os.listdir(tmp_path) == []
 
@@ -197,5 +197,5 @@ def test_fake_tensors_have_nothing_to_write(tmp_path):
 @pytest.mark.parametrize("wrong", [{}, {"m": nn.Linear(1, 1)}])
 def test_what_is_no_program(tmp_path, wrong):
     with pytest.raises(errors.CannotHold):
-        package_program(tmp_path / "m.pt2", wrong)
+        package_program(wrong, tmp_path / "m.pt2")
     assert os.listdir(tmp_path) == []

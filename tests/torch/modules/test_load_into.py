@@ -30,7 +30,7 @@ def save(path, state):
     elif path.suffix == ".pt":
         torch.save(state, path)
     else:
-        holdfast.save(path, state)
+        holdfast.save(state, path)
     return path
 
 
@@ -252,7 +252,7 @@ class Rotary(nn.Module):
 def test_buffers_that_are_in_no_checkpoint_are_named(tmp_path):
     path = tmp_path / "m.safetensors"
     whole = nn.Sequential(nn.Linear(2, 2), Rotary())
-    holdfast.save(path, whole.state_dict())
+    holdfast.save(whole.state_dict(), path)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), Rotary())
     report = load_into(model, path)
@@ -261,7 +261,7 @@ def test_buffers_that_are_in_no_checkpoint_are_named(tmp_path):
     assert "2 tensors are still on the meta device" in str(report)
     assert "1.inv_freq, 1.cache" in str(report)
     assert load_into(whole, path).meta == ()
-    holdfast.save(path, {"a": torch.ones(2)})
+    holdfast.save({"a": torch.ones(2)}, path)
     state = {"a": torch.empty(2, device="meta"), "b": torch.empty(2, device="meta")}
     assert load_into(state, path, strict=False).meta == ("b",)
 

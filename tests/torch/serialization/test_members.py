@@ -65,7 +65,7 @@ def folder(nets, tmp_path_factory):
         torch.export.save(exported["wide"], made / "wide.pt2", extra_files={"note.txt": "wide"})
         torch.export.save(exported["narrow"], made / "narrow.pt2", extra_files={"Note.txt": "narrow"})
         torch.export.save(torch.export.export(Subclassed(), (ROWS,)), made / "subclassed.pt2")
-        package_program(made / "both.pt2", exported)
+        package_program(exported, made / "both.pt2")
     yield made
     logging.disable(logging.NOTSET)
 
@@ -78,7 +78,7 @@ def run(path):
 
 def test_programs_come_along(folder, nets, tmp_path):
     members = {"a": folder / "wide.pt2", "b": folder / "narrow.pt2", "c": folder / "subclassed.pt2"}
-    holdfast.package(tmp_path / "p.pt2", {**members, "weights": {"w": torch.ones(3)}})
+    holdfast.package({**members, "weights": {"w": torch.ones(3)}}, tmp_path / "p.pt2")
     outputs = run(tmp_path / "p.pt2")
     assert list(outputs) == ["a", "b", "c"]
     assert torch.equal(outputs["a"], nets["wide"](ROWS))
@@ -97,7 +97,7 @@ def test_programs_come_along(folder, nets, tmp_path):
 
 
 def test_one_program_twice_shares_its_weights(folder, nets, tmp_path):
-    holdfast.package(tmp_path / "p.pt2", {"a": folder / "wide.pt2", "b": folder / "wide.pt2"})
+    holdfast.package({"a": folder / "wide.pt2", "b": folder / "wide.pt2"}, tmp_path / "p.pt2")
     records = [name for name in zipfile.ZipFile(tmp_path / "p.pt2").namelist() if "/weights/weight_" in name]
     assert len(records) == 3
     assert all(torch.equal(output, nets["wide"](ROWS)) for output in run(tmp_path / "p.pt2").values())
@@ -121,7 +121,7 @@ def test_weights_that_are_called_constants(tmp_path):
     torch.export.save(torch.export.export(net, (ROWS,)), tmp_path / "m.pt2")
     holdfast.convert(tmp_path / "m.pt2", tmp_path / "m.safetensors")
     net.load_state_dict(strict(tmp_path / "m.safetensors"), strict=True)
-    holdfast.package(tmp_path / "p.pt2", {"a": tmp_path / "m.pt2", "b": net})
+    holdfast.package({"a": tmp_path / "m.pt2", "b": net}, tmp_path / "p.pt2")
     assert torch.equal(run(tmp_path / "p.pt2")["a"], expected)
     assert torch.equal(net(ROWS), expected)
 
@@ -130,11 +130,11 @@ def test_members_that_cannot_come_along(folder, tmp_path):
     code = honest({"data/aotinductor/model/code.so": b"\x7fELF"})
     (tmp_path / "code.pt2").write_bytes(code)
     with pytest.raises(errors.CannotHold, match=r"a: 1 files in data/aotinductor/model, which belong to compiled code"):
-        holdfast.package(tmp_path / "p.pt2", {"a": tmp_path / "code.pt2"})
+        holdfast.package({"a": tmp_path / "code.pt2"}, tmp_path / "p.pt2")
     with pytest.raises(errors.CannotHold, match="holds the models wide, narrow; extract one first"):
-        holdfast.package(tmp_path / "p.pt2", {"a": folder / "both.pt2"})
+        holdfast.package({"a": folder / "both.pt2"}, tmp_path / "p.pt2")
     with pytest.raises(errors.CannotHold, match="a: a program, sample inputs, extra files"):
-        holdfast.package(tmp_path / "p", {"a": folder / "wide.pt2"}, format="native")
+        holdfast.package({"a": folder / "wide.pt2"}, tmp_path / "p", format="native")
     assert os.listdir(tmp_path) == ["code.pt2"]
 
 
@@ -169,7 +169,7 @@ def test_constants_and_inputs_come_when_asked(folder, tmp_path):
 
 
 def test_a_model_of_a_native_package(nets, tmp_path):
-    holdfast.package(tmp_path / "p", {**nets, "more": {"w": torch.ones(2), "constants": {"c": torch.zeros(3)}}}, format="native")
+    holdfast.package({**nets, "more": {"w": torch.ones(2), "constants": {"c": torch.zeros(3)}}}, tmp_path / "p", format="native")
     with holdfast.open(tmp_path / "p") as ckpt:
         flags = {name: ckpt[f"wide.{name}"].traits.parameter for name in nets["wide"].state_dict()}
         assert flags == {"line.weight": True, "line.bias": True, "scale": False, "same.weight": True}
@@ -191,17 +191,17 @@ def test_a_model_of_a_native_package(nets, tmp_path):
 def test_models_that_are_not_there(folder, tmp_path):
     with pytest.raises(errors.CannotHold, match="there is no 'other'; there are wide, narrow"):
         holdfast.convert(folder / "both.pt2", tmp_path / "a.pt", model="other")
-    holdfast.save(tmp_path / "plain.pt", {"model": {"w": torch.ones(2)}})
+    holdfast.save({"model": {"w": torch.ones(2)}}, tmp_path / "plain.pt")
     with pytest.raises(errors.CannotHold, match="no package"):
         holdfast.convert(tmp_path / "plain.pt", tmp_path / "a.pt", model="model")
     assert os.listdir(tmp_path) == ["plain.pt"]
 
 
 def test_a_program_that_another_format_has_no_place_for_is_named(folder, tmp_path):
-    tied = holdfast.tie(folder / "wide.pt2", output=tmp_path / "a.safetensors")
-    assert "left out of model 'model': the program" in tied.saved.notes
-    done = holdfast.compact(folder / "wide.pt2", output=tmp_path / "b.pt")
-    assert "left out of model 'model': the program" in done.saved.notes
+    tied = holdfast.tie(folder / "wide.pt2", tmp_path / "a.safetensors")
+    assert "left out of model 'model': the program" in tied.notes
+    done = holdfast.compact(folder / "wide.pt2", tmp_path / "b.pt")
+    assert "left out of model 'model': the program" in done.notes
 
 
 def test_a_directory_of_packages_is_verified(folder, tmp_path):

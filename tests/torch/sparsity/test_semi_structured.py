@@ -49,7 +49,7 @@ def test_a_plain_tensor_is_no_packed_one():
 @pytest.mark.parametrize("target", ["c", "c.pt", "c.safetensors"])
 def test_a_state_with_packed_tensors_is_refused(tmp_path, target):
     with pytest.raises(CannotHold, match="make it dense"):
-        holdfast.save(tmp_path / target, {"w": packed_on_cpu(two_of_four())})
+        holdfast.save({"w": packed_on_cpu(two_of_four())}, tmp_path / target)
     assert not (tmp_path / target).exists()
 
 
@@ -71,7 +71,7 @@ def test_is_two_of_four():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_both_ways_on_a_device(tmp_path, dtype):
     dense = two_of_four(128, 256, dtype)
-    holdfast.save(tmp_path / "c", {"w": dense}, sparse="2:4")
+    holdfast.save({"w": dense}, tmp_path / "c", sparse="2:4")
     with holdfast.open(tmp_path / "c") as ckpt:
         assert packing_of(ckpt["w"]).text == "2:4"
         packed = to_semi_structured(ckpt["w"])
@@ -99,7 +99,7 @@ def test_both_ways_with_the_form_that_torch_packs_without_a_kernel(monkeypatch, 
         monkeypatch.setattr(kind, "_validate_device_dim_dtype_shape", classmethod(lambda cls, tensor: None))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     dense = two_of_four(128, 256, dtype)
-    holdfast.save(tmp_path / "c", {"w": dense}, sparse="2:4")
+    holdfast.save({"w": dense}, tmp_path / "c", sparse="2:4")
     with holdfast.open(tmp_path / "c") as ckpt:
         packed = to_semi_structured(ckpt["w"], device="cpu")
     assert isinstance(packed, semi_structured.SparseSemiStructuredTensorCUTLASS)

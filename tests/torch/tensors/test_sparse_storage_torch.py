@@ -27,7 +27,7 @@ def same_bits(a, b):
 @pytest.fixture
 def saved(tmp_path):
     model = pruned_model()
-    holdfast.save(tmp_path / "c", model.state_dict(), sparse="auto")
+    holdfast.save(model.state_dict(), tmp_path / "c", sparse="auto")
     with holdfast.open(tmp_path / "c") as ckpt:
         assert sum(packing_of(tensor) is not None for tensor in ckpt.values()) == 3
     return model.state_dict(), tmp_path / "c"
@@ -67,7 +67,7 @@ def test_sparse_layouts_go_both_ways(tmp_path, kind, target):
     dense[2:4, 4:8] = torch.arange(8.0).reshape(2, 4) - 3
     made = COMPOSITES[kind](dense)
     sparse = {} if target == "c.pt" else {"sparse": "auto"}
-    holdfast.save(tmp_path / target, {"w": made, "step": 3}, **sparse)
+    holdfast.save({"w": made, "step": 3}, tmp_path / target, **sparse)
     other = tmp_path / ("again.pt" if target == "c" else "again")
     holdfast.convert(tmp_path / target, other)
     for path in (tmp_path / target, other):

@@ -28,7 +28,7 @@ def save(path, state):
     elif path.suffix == ".pt":
         torch.save(state, path)
     else:
-        holdfast.save(path, state)
+        holdfast.save(state, path)
     return path
 
 
@@ -225,7 +225,7 @@ def test_every_golden_file(golden):
                     assert tensor.shape == alone.shape
                     a, b = tensor.resolve_conj().resolve_neg().contiguous(), alone.contiguous()
                     assert a.numel() == 0 or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), name
-            checkpoint.tree
+            assert checkpoint.tree is not checkpoint
 
 
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "native"])

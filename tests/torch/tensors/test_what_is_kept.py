@@ -19,7 +19,7 @@ FORMATS = {"torch": "a.pt", "native": "a", "safetensors": "a.safetensors"}
 
 
 def saved(tmp_path, state, format):
-    return holdfast.save(tmp_path / FORMATS[format], state, keep_tree=True, durable=False), tmp_path / FORMATS[format]
+    return holdfast.save(state, tmp_path / FORMATS[format], keep_tree=True, durable=False), tmp_path / FORMATS[format]
 
 
 def rows():
@@ -114,7 +114,7 @@ PLAIN = [
 def test_torch_reads_plain_values_or_a_note_names_them(tmp_path, number):
     value = PLAIN[number]
     try:
-        done = holdfast.save(tmp_path / "a.pt", {"w": np.ones(1), "value": value}, durable=False)
+        done = holdfast.save({"w": np.ones(1), "value": value}, tmp_path / "a.pt", durable=False)
     except CannotHold:
         return
     try:
@@ -131,7 +131,7 @@ def test_torch_reads_plain_values_or_a_note_names_them(tmp_path, number):
 )
 def test_names_that_would_be_read_as_something_else_are_refused(tmp_path, name):
     with pytest.raises(CannotHold, match="no name"):
-        holdfast.save(tmp_path / "a.pt", {"g": name})
+        holdfast.save({"g": name}, tmp_path / "a.pt")
 
 
 def test_safetensors_says_where_order_is_lost(tmp_path):
