@@ -28,9 +28,9 @@ def test_ordinary_files(package: str, tmp_path: Path, request: pytest.FixtureReq
         except ImportError as missing:
             pytest.skip(str(missing))
     report = scan(tmp_path)
-    assert report.files
-    bad = [(f.path, finding) for f in report.files for finding in f.findings if finding.severity == "dangerous"]
+    assert report.reports
+    bad = [(f.path, finding) for f in report.reports for finding in f.findings if finding.severity == "dangerous"]
     assert not bad
-    assert not [(f.path, f.error) for f in report.files if f.error]
+    assert not [(f.path, f.error) for f in report.reports if f.error]
     if package in CLEAN:
-        assert report.verdict() == "clean", [f for f in report.files if f.verdict() != "clean"]
+        assert report.verdict() == "clean", [f for f in report.reports if f.verdict() != "clean"]

@@ -78,7 +78,7 @@ def scanned(data: bytes) -> str:
         path = Path(folder, "x")
         path.write_bytes(data)
         report = scan(path)
-    (file,) = report.files
+    (file,) = report.reports
     assert not OURS.search(file.error or ""), file.error
     return report.verdict()
 

@@ -39,7 +39,7 @@ class Calls:
 
 
 def whats(report: ScanReport) -> list[tuple[str, str]]:
-    return [(f.severity, f.what) for file in report.files for f in file.findings]
+    return [(f.severity, f.what) for file in report.reports for f in file.findings]
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def safetensors_bytes() -> bytes:
 @pytest.mark.parametrize("protocol", range(6))
 def test_a_bare_pickle_that_calls(bare, protocol):
     report = bare({"hook": Calls(os.system, "echo hi")}, protocol=protocol)
-    (file,) = report.files
+    (file,) = report.reports
     assert file.format == "pickle"
     (finding,) = file.findings
     assert (finding.severity, finding.what) == ("dangerous", f"{os.system.__module__}.system")
@@ -99,7 +99,7 @@ def test_an_unknown_function_that_is_mentioned_is_unknown(bare):
 def test_a_payload_that_is_popped_again_is_found(bare):
     report = bare(b"cposix\nsystem\n(S'echo hi'\ntR0N.")
     assert whats(report) == [("dangerous", "posix.system")]
-    assert report.files[0].findings[0].calls == ("posix.system('echo hi')",)
+    assert report.reports[0].findings[0].calls == ("posix.system('echo hi')",)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_payload_that_is_popped_again_is_found(bare):
 )
 def test_what_cannot_be_parsed_is_an_error_and_never_clean(bare, content):
     report = bare(content)
-    (file,) = report.files
+    (file,) = report.reports
     assert file.error
     assert report.verdict() == "error"
 
@@ -131,7 +131,7 @@ def test_what_cannot_be_parsed_is_an_error_and_never_clean(bare, content):
 )
 def test_a_break_takes_no_finding_away(bare, content):
     report = bare(content)
-    (file,) = report.files
+    (file,) = report.reports
     assert file.error
     assert whats(report) == [("dangerous", "posix.system")]
     assert report.verdict() == "dangerous"
@@ -139,7 +139,7 @@ def test_a_break_takes_no_finding_away(bare, content):
 
 def test_missing_files_are_errors(tmp_path):
     report = scan(tmp_path / "nope.pt")
-    assert report.files[0].error
+    assert report.reports[0].error
     assert report.verdict() == "error"
 
 
@@ -149,7 +149,7 @@ def test_an_oversized_pickle_is_an_error(bare, tmp_path):
     bare(b"x" * 1000)
     path = tmp_path / "x.pkl"
     path.write_bytes(pickle.dumps(list(range(1000))))
-    assert "pickle_nbytes" in (scan(path, limits=Limits(pickle_nbytes=100)).files[0].error or "")
+    assert "pickle_nbytes" in (scan(path, limits=Limits(pickle_nbytes=100)).reports[0].error or "")
 
 
 def test_directories(tmp_path):
@@ -172,7 +172,7 @@ def test_directories(tmp_path):
     (tmp_path / "loop").symlink_to(".")
     os.mkfifo(tmp_path / "pipe")
     report = scan(tmp_path)
-    found = {os.path.relpath(f.path, tmp_path): f for f in report.files}
+    found = {os.path.relpath(f.path, tmp_path): f for f in report.reports}
     assert sorted(found) == ["arrays.npz", "broken.bin", "model.safetensors", "odd.whl", "sub/deep/old", "sub/evil.dat"]
     assert (found["arrays.npz"].format, found["arrays.npz"].error) == ("npz", None)
     assert [f.severity for f in found["sub/evil.dat"].findings] == ["dangerous"]
@@ -198,7 +198,7 @@ def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):
 
 def test_hostile_golden_files(hostile, golden_dir):
     wanted = json.loads((golden_dir / "hostile" / "expected.json").read_text())[hostile.name]["globals"]
-    (file,) = scan(hostile).files
+    (file,) = scan(hostile).reports
     modern = {w.replace(" ", ".").replace("__builtin__", "builtins") for w in wanted}
     found = {f.what for f in file.findings}
     assert any(f.severity == "dangerous" for f in file.findings)
@@ -209,7 +209,7 @@ def test_hostile_golden_files(hostile, golden_dir):
 
 def test_golden_files_are_not_called_dangerous(golden):
     report = scan(golden)
-    assert all(f.error is None for f in report.files)
+    assert all(f.error is None for f in report.reports)
     assert not [w for w in whats(report) if w[0] in ("dangerous", "suspicious")]
 
 
@@ -220,7 +220,7 @@ def test_a_tensor_pickled_without_torch_save_is_followed(tmp_path, golden_dir):
     stream.write(b"B" + struct.pack("<I", len(inner)) + inner + b"\x85R.")
     path = tmp_path / "x.pkl"
     path.write_bytes(stream.getvalue())
-    (file,) = scan(path).files
+    (file,) = scan(path).reports
     assert [(f.severity, f.what) for f in file.findings] == [
         ("dangerous", "posix.system"),
         ("known", "torch.storage._load_from_bytes"),
@@ -233,7 +233,7 @@ def test_a_native_directory_is_one_thing(tmp_path):
 
     holdfast.save({"w": np.arange(6.0), "step": 3}, tmp_path / "native", format="native")
     report = scan(tmp_path)
-    assert [(f.format, f.error, f.findings) for f in report.files] == [("native", None, ())]
+    assert [(f.format, f.error, f.findings) for f in report.reports] == [("native", None, ())]
     assert report.verdict() == "clean"
     assert scan(tmp_path / "native").verdict() == "clean"
 
@@ -242,7 +242,7 @@ def test_lists_of_paths(tmp_path):
     for name in ("a.pkl", "b.pkl", "c.pkl"):
         (tmp_path / name).write_bytes(pickle.dumps(1))
     report = scan([tmp_path / "a.pkl", str(tmp_path / "b.pkl")], tmp_path / "c.pkl")
-    assert [os.path.basename(f.path) for f in report.files] == ["a.pkl", "b.pkl", "c.pkl"]
+    assert [os.path.basename(f.path) for f in report.reports] == ["a.pkl", "b.pkl", "c.pkl"]
 
 
 def test_an_item_inside_of_an_item(tmp_path):
@@ -256,7 +256,7 @@ def test_an_item_inside_of_an_item(tmp_path):
         folder.mkdir()
         (folder / ".metadata").write_bytes(craft_dcp.metadata({"step": craft_dcp.value()}, [(place, item)]))
         (folder / craft_dcp.FILE).write_bytes(outer)
-    inside, outside = scan(tmp_path).files
+    inside, outside = scan(tmp_path).reports
     assert [(f.severity, f.what) for f in inside.findings] == [("dangerous", "os.system")]
     assert inside.findings[0].stream == f"{craft_dcp.FILE} at byte {offset:,} > data.pkl"
     assert [f.severity for f in outside.findings] == ["suspicious"]
@@ -271,13 +271,13 @@ def test_open_refuses_what_torch_would_read_otherwise(tmp_path, name):
     path = write(attack, tmp_path, "/nowhere")
     with pytest.raises(errors.FormatError, match="at once"):
         holdfast.open(path)
-    assert any("several formats" in f.what or f.severity == "dangerous" for f in scan(path).files[0].findings)
+    assert any("several formats" in f.what or f.severity == "dangerous" for f in scan(path).reports[0].findings)
 
 
 def test_a_legacy_stream_that_is_a_tar_is_both(tmp_path):
     (attack,) = [a for a in ATTACKS if a.name == "where tar that begins as a legacy stream"]
     report = scan(write(attack, tmp_path, "/nowhere"))
-    assert {"one file, several formats: legacy, tar", "posix.system"} <= {f.what for f in report.files[0].findings}
+    assert {"one file, several formats: legacy, tar", "posix.system"} <= {f.what for f in report.reports[0].findings}
 
 
 @pytest.mark.parametrize(
@@ -300,8 +300,8 @@ def test_more_than_can_be_listed_is_said(bare, monkeypatch):
     monkeypatch.setattr("holdfast.inspect.scanning.findings.MOST", 100)
     content = b"".join(b"cm%d\nf\n)R0" % i for i in range(150)) + b"N."
     report = bare(content)
-    assert len(report.files[0].findings) == 100
-    assert "50 more findings" in report.files[0].error
+    assert len(report.reports[0].findings) == 100
+    assert "50 more findings" in report.reports[0].error
     assert bare(b"N." * 10_050).verdict() == "error"
 
 
@@ -309,7 +309,7 @@ def test_compressed_bombs_are_bounded(tmp_path):
     from holdfast import Limits
 
     (tmp_path / "x").write_bytes(zlib.compress(b"\x80\x04B" + struct.pack("<I", 50 << 20) + bytes(30 << 20), 9))
-    assert "unpacks to more" in scan(tmp_path / "x", limits=Limits(pickle_nbytes=1 << 20)).files[0].error
+    assert "unpacks to more" in scan(tmp_path / "x", limits=Limits(pickle_nbytes=1 << 20)).reports[0].error
 
 
 def test_a_surprise_takes_no_finding_away(bare, monkeypatch):
@@ -319,7 +319,7 @@ def test_a_surprise_takes_no_finding_away(bare, monkeypatch):
     monkeypatch.setattr("holdfast.inspect.scanning.walk.last_zip", surprise)
     report = bare(Calls(os.system, "x"))
     assert report.verdict() == "dangerous"
-    assert "a bug" in report.files[0].error
+    assert "a bug" in report.reports[0].error
 
 
 def test_scanning_imports_nothing(bare):

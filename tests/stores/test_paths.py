@@ -197,8 +197,8 @@ def test_what_is_found_in_a_folder_is_what_it_is(here: Path):
     for name in ODD:
         holdfast.save(STATE, here / name, format="torch")
     found = holdfast.scan(".")
-    assert [file.error for file in found.files] == [None] * len(found.files)
-    assert len(found.files) == len(ODD) + 1 or found.skipped
+    assert [file.error for file in found.reports] == [None] * len(found.reports)
+    assert len(found.reports) == len(ODD) + 1 or found.skipped
     assert holdfast.verify(".").ok
 
 

@@ -25,12 +25,12 @@ def sarif_document(report: ScanReport, *, strict: bool = False) -> dict[str, obj
     """One run with one result a finding."""
     from holdfast import __version__
 
-    results = [result for file in report.files for result in _results(file, strict=strict)]
+    results = [result for file in report.reports for result in _results(file, strict=strict)]
     rules = [
         {"id": f"holdfast/{name}", "shortDescription": {"text": text}, "defaultConfiguration": {"level": level}}
         for name, (level, text) in RULES.items()
     ]
-    failed = any(file.error is not None for file in report.files)
+    failed = any(file.error is not None for file in report.reports)
     return {
         "$schema": SCHEMA,
         "version": "2.1.0",
@@ -38,7 +38,7 @@ def sarif_document(report: ScanReport, *, strict: bool = False) -> dict[str, obj
             {
                 "tool": {"driver": {"name": "holdfast", "semanticVersion": __version__, "rules": rules}},
                 "invocations": [{"executionSuccessful": not failed}],
-                "artifacts": [{"location": {"uri": _uri(file.path)}} for file in report.files],
+                "artifacts": [{"location": {"uri": _uri(file.path)}} for file in report.reports],
                 "results": results,
                 "properties": {"verdict": report.verdict(strict=strict), "skipped": report.skipped},
             }

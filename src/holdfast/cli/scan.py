@@ -45,7 +45,7 @@ def run(
 
 def scan_lines(report: ScanReport, *, everything: bool = False, strict: bool = False) -> Iterator[Line]:
     """The report for people: each file, its findings, and one line of totals."""
-    for file in report.files:
+    for file in report.reports:
         yield from _file_lines(file, everything)
     yield [(_totals(report, strict=strict), "title")]
     if report.skipped:
@@ -99,15 +99,15 @@ def _finding_lines(finding: Finding) -> Iterator[Line]:
 
 
 def _totals(report: ScanReport, *, strict: bool) -> str:
-    parts = [f"{plural(len(report.files), 'file')} scanned"] if report.files else ["nothing scanned"]
+    parts = [f"{plural(len(report.reports), 'file')} scanned"] if report.reports else ["nothing scanned"]
     for severity in ("dangerous", "suspicious", "unknown", "known"):
         number = report.count(severity)
         if number:
             parts.append(f"{number:,} {severity}")
-    allowed = sum(f.allowed for file in report.files for f in file.findings)
+    allowed = sum(f.allowed for file in report.reports for f in file.findings)
     if allowed:
         parts.append(f"{allowed:,} allowed")
-    errors = sum(f.error is not None for f in report.files)
+    errors = sum(f.error is not None for f in report.reports)
     if errors:
         parts.append(plural(errors, "error"))
     if report.verdict(strict=strict) == "clean":
@@ -147,6 +147,6 @@ def scan_document(report: ScanReport, *, strict: bool = False) -> dict[str, obje
                     for f in file.findings
                 ],
             }
-            for file in report.files
+            for file in report.reports
         ],
     }

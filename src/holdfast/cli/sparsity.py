@@ -14,7 +14,7 @@ from holdfast.cli.progress import bar
 from holdfast.cli.show import LINES, matcher
 from holdfast.cli.text import clip, escape, plural, width
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.inspect.sparsity import TensorSparsity, sparsity
+from holdfast.inspect.sparsity import TensorSparsity, find_zeros
 
 __all__ = ["run"]
 
@@ -25,7 +25,7 @@ def run(path: Path, *, pattern: str | None, everything: bool, as_json: bool) -> 
     with open_checkpoint(path, threads=1) as checkpoint:
         tensors = [checkpoint[name] for name in checkpoint if wanted(name)]
         with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=as_json) as progress:
-            found = sparsity(tensors, progress=progress)
+            found = find_zeros(tensors, progress=progress)
         if as_json:
             from holdfast.cli.document import print_json
 

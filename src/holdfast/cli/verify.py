@@ -112,7 +112,7 @@ def verify_document(reports: Sequence[VerifyReport]) -> dict[str, object]:
                 "path": report.path,
                 "format": report.format,
                 "ok": report.ok,
-                "files": report.files,
+                "files": len(report.files),
                 "checked_nbytes": report.checked_nbytes,
                 "unchecked": list(report.unchecked),
                 "unchecked_nbytes": report.unchecked_nbytes,

@@ -23,6 +23,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import Content, Tally, blocks, compare_block
 from holdfast.engine.digest import recorded_crc, tensor_crcs
@@ -30,8 +31,7 @@ from holdfast.engine.equal import same_bytes
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.errors import located
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
-from holdfast.inspect.open import Openable
-from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.renames import Rename, match_names
 
 __all__ = ["ABSENT", "Absent", "Comparison", "Content", "Diff", "Rename", "TensorChange", "ValueChange", "diff"]
@@ -82,7 +82,9 @@ def diff(
     *,
     rename: bool = True,
     exact: bool = False,
+    max_memory: int | str | None = None,
     limits: Limits | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Diff:
     """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
@@ -91,15 +93,19 @@ def diff(
     its word. `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
     with ExitStack() as stack:
-        sides = [x if isinstance(x, Checkpoint) else stack.enter_context(open_checkpoint(x, limits=limits)) for x in (a, b)]
-        return Comparison(sides[0], sides[1], rename=rename, exact=exact).run(progress)
+        sides = [stack.enter_context(opened(src, limits=limits)) for src in (a, b)]
+        return Comparison(sides[0], sides[1], rename=rename, exact=exact, threads=reading_threads(max_memory, threads)).run(
+            progress
+        )
 
 
 class Comparison:
     """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
 
-    def __init__(self, a: Checkpoint, b: Checkpoint, *, rename: bool = True, exact: bool = False) -> None:
-        self._a, self._b, self._exact = a, b, exact
+    def __init__(
+        self, a: Checkpoint, b: Checkpoint, *, rename: bool = True, exact: bool = False, threads: int | None = None
+    ) -> None:
+        self._a, self._b, self._exact, self._threads = a, b, exact, threads
         left, right = dict(a), dict(b)
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
@@ -117,7 +123,7 @@ class Comparison:
 
     def run(self, progress: Progress | None = None) -> Diff:
         """Read what has to be read, and say what differs."""
-        found = compare_tensors(list(self._pairs.values()), progress)
+        found = compare_tensors(list(self._pairs.values()), progress, threads=self._threads)
         changes, same = dict(self._changes), self._same
         for (name, pair), content in zip(self._pairs.items(), found, strict=True):
             if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
@@ -194,13 +200,13 @@ class Comparison:
     def _renames(self, progress: Progress | None) -> tuple[Rename, ...]:
         """Pairs of removed and added tensors with the same content."""
         old, new = self._candidates
-        crcs = tensor_crcs([*old, *new], recorded=not self._exact, progress=progress)
+        crcs = tensor_crcs([*old, *new], recorded=not self._exact, threads=self._threads, progress=progress)
         digests = [Digest.of(t.dtype, t.shape, crc) for t, crc in zip([*old, *new], crcs, strict=True)]
         before = {t.name: d for t, d in zip(old, digests[: len(old)], strict=True)}
         after = {t.name: d for t, d in zip(new, digests[len(old) :], strict=True)}
         renames = match_names(before, after)
         if self._exact:
-            found = compare_tensors([(self._removed[r.a], self._added[r.b]) for r in renames], None)
+            found = compare_tensors([(self._removed[r.a], self._added[r.b]) for r in renames], None, threads=self._threads)
             renames = [r for r, content in zip(renames, found, strict=True) if not content.changed]
         order = {name: i for i, name in enumerate(self._removed)}
         return tuple(sorted(renames, key=lambda r: order[r.a]))
@@ -244,14 +250,14 @@ def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
     return TensorChange(name, pair_dtypes(pair), (shapes[0], shapes[1]), content)
 
 
-def compare_tensors(pairs: list[Pair], progress: Progress | None) -> list[Content]:
+def compare_tensors(pairs: list[Pair], progress: Progress | None, *, threads: int | None = None) -> list[Content]:
     """The difference of each pair, in bounded memory: at most a block of each side a thread.
 
     Most tensors of most pairs are the same, so their bytes are compared first, where that can be done without looking at
     elements; only what differs is looked at element by element. What is the same has a content of nothing changed.
     """
     tallies = [Tally() for _ in pairs]
-    equal = same_bytes(pairs, progress)
+    equal = same_bytes(pairs, progress, threads=threads)
     lock = threading.Lock()
 
     def task(number: int, start: int, stop: int) -> Callable[[], None]:
@@ -277,7 +283,7 @@ def compare_tensors(pairs: list[Pair], progress: Progress | None) -> list[Conten
                 tensor.check_expansion()
         work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
     if work:
-        run_all(work, default_threads())
+        run_all(work, threads or default_threads())
     return [tally.content() for tally in tallies]
 
 

@@ -102,7 +102,8 @@ class FileReport:
 class ScanReport:
     """What all the files hold."""
 
-    files: tuple[FileReport, ...]
+    reports: tuple[FileReport, ...]
+    """One of each file."""
     skipped: int = 0
     """Files in directories that no loader would do anything with."""
     skipped_paths: tuple[str, ...] = ()
@@ -110,14 +111,14 @@ class ScanReport:
 
     def count(self, severity: Severity, *, allowed: bool = False) -> int:
         """Findings of one severity, without those that are allowed; or of those alone."""
-        return sum(f.severity == severity and f.allowed == allowed for file in self.files for f in file.findings)
+        return sum(f.severity == severity and f.allowed == allowed for file in self.reports for f in file.findings)
 
     def verdict(self, *, strict: bool = False) -> Verdict:
         """The first word for any file: `dangerous`, `suspicious`, `unknown`, `error` (something could not be read), `clean`.
 
         `nothing scanned` where there was no file to say anything about. With `strict`, unknown globals are suspicious.
         """
-        words = {file.verdict(strict=strict) for file in self.files}
+        words = {file.verdict(strict=strict) for file in self.reports}
         order: tuple[Verdict, ...] = ("dangerous", "suspicious", "unknown", "error", "clean")
         return next((word for word in order if word in words), "nothing scanned")
 

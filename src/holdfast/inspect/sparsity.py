@@ -10,6 +10,7 @@ blocks of up to 64 lie within one. Of a tile stay a few counts, and which rows a
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -17,15 +18,19 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import read_flat
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.errors import located
+from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.stats import countable
 
-__all__ = ["TensorSparsity", "sparsity"]
+__all__ = ["TensorSparsity", "find_zeros", "sparsity"]
 
 GROUPS = (2, 4, 8, 16)
 """The `m` of patterns that are looked for."""
@@ -77,6 +82,25 @@ class Found:
 
 
 def sparsity(
+    src: Openable | Checkpoint,
+    pattern: str = "*",
+    *,
+    max_memory: int | str | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[TensorSparsity, ...]:
+    """Where the zeros of the tensors are whose names match a glob, in the order of the checkpoint.
+
+    Tensors without data, and elements that are no numbers, are left out.
+    """
+    workers = reading_threads(max_memory, threads)
+    with opened(src, threads=1, limits=limits) as source:
+        wanted = [source[name] for name in source if fnmatch.fnmatchcase(name, pattern)]
+        return find_zeros(wanted, threads=workers, progress=progress)
+
+
+def find_zeros(
     tensors: Iterable[LazyTensor], *, threads: int | None = None, progress: Progress | None = None
 ) -> tuple[TensorSparsity, ...]:
     """Look at every tensor whose elements are numbers."""

@@ -18,13 +18,14 @@ from typing import TypeVar
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks, elements
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.errors import located
-from holdfast.inspect.open import Openable
-from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import Openable, opened
 
 __all__ = ["Moments", "TensorStats", "countable", "measure", "stats"]
 
@@ -117,6 +118,8 @@ def stats(
     pattern: str = "*",
     *,
     bins: int = 32,
+    max_memory: int | str | None = None,
+    limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[TensorStats, ...]:
@@ -124,13 +127,10 @@ def stats(
 
     Complex numbers count by their absolute values. Tensors without data, and elements that are no numbers, are left out.
     """
-    source = src if isinstance(src, Checkpoint) else open_checkpoint(src, threads=1)
-    try:
+    workers = reading_threads(max_memory, threads)
+    with opened(src, threads=1, limits=limits) as source:
         wanted = [source[name] for name in source if fnmatch.fnmatchcase(name, pattern)]
-        return measure(wanted, bins=bins, threads=threads, progress=progress)
-    finally:
-        if source is not src:
-            source.close()
+        return measure(wanted, bins=bins, threads=workers, progress=progress)
 
 
 def countable(tensor: LazyTensor) -> bool:

@@ -16,14 +16,16 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Span, Sweep
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.execute import run_all
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, located
 from holdfast.formats.detect import detect
@@ -82,6 +84,12 @@ class VerifyReport:
     path: str
     format: str
     """As `Checkpoint.format`; empty where nothing opened."""
+    nbytes: int = 0
+    """Bytes of all files."""
+    files: tuple[tuple[str, int], ...] = ()
+    """Each file that was read and its length."""
+    notes: tuple[str, ...] = ()
+    """What is odd in them."""
     damaged: tuple[Damage, ...] = ()
     problems: tuple[Problem, ...] = ()
     checked_nbytes: int = 0
@@ -89,8 +97,6 @@ class VerifyReport:
     unchecked: tuple[str, ...] = ()
     """Tensors without a recorded checksum: they were read, and nothing can be said of their content."""
     unchecked_nbytes: int = 0
-    files: int = 0
-    """Files that were read."""
     skipped: tuple[str, ...] = ()
     """Files in the directory that are no checkpoints."""
 
@@ -101,23 +107,32 @@ class VerifyReport:
 
 
 def verify(
-    path: Openable, *, threads: int | None = None, limits: Limits | None = None, progress: Progress | None = None
+    src: Openable | Checkpoint,
+    *,
+    max_memory: int | str | None = None,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
 ) -> VerifyReport:
     """Verify a whole checkpoint of any format; nothing about its files raises, everything is in the report.
 
-    `progress` is called with the number of bytes that were read since its last call, from any thread.
+    Of an open checkpoint, its own files are verified, and it stays open. `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
-    check = Verification(limits or Limits(), threads or default_threads(), progress)
-    if not isinstance(path, str | os.PathLike):
-        check.one(path)
-        return check.report(f"<{type(path).__name__}>")
+    workers = reading_threads(max_memory, threads)
+    check = Verification(limits or Limits(), workers, progress)
+    if isinstance(src, Checkpoint):
+        check.opened(src)
+        return check.report(src.path)
+    if not isinstance(src, str | os.PathLike):
+        check.one(src)
+        return check.report(f"<{type(src).__name__}>")
     try:
-        path = local_path(path)
+        path = local_path(src)
     except BadPath as error:
-        check.refuse(str(path), error)
-        return check.report(str(path))
+        check.refuse(str(src), error)
+        return check.report(str(src))
     for _ in range(TRIES):
-        check = Verification(limits or Limits(), threads or default_threads(), progress)
+        check = Verification(limits or Limits(), workers, progress)
         if os.path.isdir(path):
             check.directory(path)
         else:
@@ -148,7 +163,9 @@ class Verification:
         self._formats: list[str] = []
         self._damaged: list[Damage] = []
         self._problems: list[Problem] = []
-        self._checked = self._unchecked_nbytes = self._files = 0
+        self._checked = self._unchecked_nbytes = 0
+        self._files: list[tuple[str, int]] = []
+        self._notes: list[str] = []
         self._unchecked: dict[str, None] = {}
         self._skipped: list[str] = []
         self.replaced = False
@@ -159,12 +176,14 @@ class Verification:
         return VerifyReport(
             path,
             self._formats[0] if self._formats else "",
+            sum(nbytes for _, nbytes in self._files),
+            tuple(self._files),
+            tuple(self._notes),
             tuple(order),
             tuple(self._problems),
             self._checked,
             tuple(self._unchecked),
             self._unchecked_nbytes,
-            self._files,
             tuple(self._skipped),
         )
 
@@ -221,6 +240,13 @@ class Verification:
         except HoldfastError as error:
             self.refuse(label, error, ours=ours)
 
+    def opened(self, checkpoint: Checkpoint) -> None:
+        """The files of a checkpoint that is open."""
+        try:
+            self._checkpoint(OpenSource(checkpoint.source.store, limits=self._limits, threads=self._threads), checkpoint.path)
+        except HoldfastError as error:
+            self.refuse(checkpoint.path, error)
+
     def refuse(self, file: str, error: HoldfastError, *, ours: bool = False) -> None:
         """Enter an error of a file; what breaks a rule in `ours` is damage, since no other program writes such files."""
         place = file if error.file in (None, file) else _label(file, error.file)
@@ -238,6 +264,7 @@ class Verification:
             try:
                 description = detect(source).describe(source)
                 kind, tensors = description.format, dict(description.tensors)
+                self._notes += description.notes
                 for change in description.changed:
                     self.refuse(path, change)
             except FormatError as error:
@@ -264,7 +291,7 @@ class Verification:
             _add_records(ranges, source, keys[0])
         self._sweep(source, ranges, keys, path)
         self._formats.append(kind)
-        self._files += len(keys)
+        self._files += [(os.path.basename(path) if _label(path, key) == path else key, source.store.size(key)) for key in keys]
         return set(keys)
 
     def _tensor_ranges(self, tensors: Mapping[str, LazyTensor], path: str) -> dict[object, Range]:

@@ -300,11 +300,11 @@ def test_a_scan_asks_every_item(tmp_path):
         for key, raw in content.items():
             (tmp_path / name / key).write_bytes(raw)
     report = holdfast.scan(tmp_path)
-    assert [(file.path.rsplit("/", 1)[1], file.format, file.verdict()) for file in report.files] == [
+    assert [(file.path.rsplit("/", 1)[1], file.format, file.verdict()) for file in report.reports] == [
         ("evil", "dcp", "dangerous"),
         ("good", "dcp", "clean"),
     ]
-    assert [finding.what for finding in report.files[0].findings] == ["os.system"]
+    assert [finding.what for finding in report.reports[0].findings] == ["os.system"]
 
 
 def test_verify_names_every_damage(tmp_path):
@@ -319,7 +319,7 @@ def test_verify_names_every_damage(tmp_path):
     assert not report.ok
     assert sorted(name for damage in report.damaged for name in damage.tensors) == ["t1", "t2"]
     assert report.checked_nbytes == 3 * 8192
-    assert report.files == 1
+    assert len(report.files) == 1
 
 
 def test_the_global_of_a_parameter_is_no_reason_to_refuse():
