@@ -70,7 +70,7 @@ def packagers(mib: int, folder: Path, *, durable: bool) -> dict[Path, Callable[[
         if durable:
             flush(theirs)
 
-    return {theirs: peer, ours: lambda: package_program(exported, ours, durable=durable)}
+    return {theirs: peer, ours: lambda: package_program(exported, ours, overwrite=True, durable=durable)}
 
 
 def floors(mib: int, folder: Path, *, durable: bool) -> dict[Path, Callable[[], object]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -75,13 +76,11 @@ def pruned(rule: str, masks: str | None = None) -> Callable[[Path], object]:
     def job(path: Path) -> object:
         import holdfast
 
-        out = path.with_name("pruned.safetensors")
-        beside = path.with_name("pruned.masks.safetensors")
+        out = path.with_name("pruned.safetensors" if masks is None else "pruned")
         try:
             return holdfast.prune(path, out, ["*norm*: keep", f"*: {rule}"], masks=masks, durable=False)
         finally:
-            out.unlink(missing_ok=True)
-            beside.unlink(missing_ok=True)
+            shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
 
     return job
 

@@ -51,7 +51,7 @@ def test_saving_reading_and_replacing(tmp_path: Path, format: str):
 limit()
 path, format = sys.argv[1:]
 for add in (0, 1000):
-    holdfast.save(path, state(add), format=format, max_shard_size=400, overwrite=True, durable=add == 0)
+    holdfast.save(state(add), path, format=format, max_shard_size=400, overwrite=True, durable=add == 0)
     assert sum(name.endswith(".safetensors") for name in os.listdir(path)) == 200
     check(path, add, mmap=add > 0)
 assert holdfast.verify(path).ok

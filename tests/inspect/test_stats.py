@@ -87,7 +87,7 @@ def small_tiles(request, monkeypatch):
 def look(tmp_path, **arrays: np.ndarray):
     holdfast.save(arrays, tmp_path / "a.safetensors")
     with holdfast.open(tmp_path / "a.safetensors") as source:
-        return {row.name: row for row in sparsity(source.values())}
+        return {row.name: row for row in sparsity(source)}
 
 
 @pytest.mark.usefixtures("small_tiles")
@@ -98,7 +98,7 @@ def test_patterns_blocks_and_dead_rows_are_found(tmp_path):
     rules = ["a: 2:4", "b: 1:4", "c: 4:8", "d: block 16x16 0.5", "e: 0.9", "f: keep"]
     holdfast.prune(tmp_path / "d.safetensors", tmp_path / "p.safetensors", rules)
     with holdfast.open(tmp_path / "p.safetensors") as source:
-        found = {row.name: row for row in sparsity(source.values())}
+        found = {row.name: row for row in sparsity(source)}
     patterns = {"a": (2, 4), "b": (1, 4), "c": (4, 8), **dict.fromkeys("def")}
     assert {name: row.pattern for name, row in found.items()} == patterns
     assert {name: row.block for name, row in found.items()} == {**dict.fromkeys("abcef"), "d": (16, 16)}

@@ -116,7 +116,8 @@ def verify(
 ) -> VerifyReport:
     """Verify a whole checkpoint of any format; nothing about its files raises, everything is in the report.
 
-    Of an open checkpoint, its own files are verified, and it stays open. `progress` is called with the number of bytes that were read since its last call, from any thread.
+    Of an open checkpoint, its own files are verified, and it stays open.
+    `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
     workers = reading_threads(max_memory, threads)
     check = Verification(limits or Limits(), workers, progress)

@@ -4,9 +4,11 @@ state, stateful  what a caller hands over, as a `State`
 transform, cast  changes of a state: keep, drop, rename, other dtypes
 formats          the format of a path, and the plan of a state in it
 rehearse         the plan is opened by the reader before it is written
-save             write a plan and publish it; `convert`, `edit` the same under a budget
+planned          what a verb is going to do: `Planned`, `Writing`, the result `Saved`; writes a plan and publishes it
+save             a state; `convert`, `edit`: a checkpoint, with changes on the way
 tie, compact     sharing found again, or bytes dropped (`places`, `rejoin`)
 package          several models in one checkpoint (`models`, `alias_graph`, `replace_weights`)
 reshard          cut for a mesh of ranks
-planned          a save that is laid out and not begun
+
+Every verb is a `plan_…` that gives a `Planned`, and its `carry_out`; so is `pruning.prune`.
 """

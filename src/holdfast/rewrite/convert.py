@@ -1,4 +1,4 @@
-"""`convert`: `save(dst, open(src))`, streaming under a byte budget and checked on both sides.
+"""`convert`: `save(open(src), dst)`, streaming under a byte budget and checked on both sides.
 
 Blocks go from file to file: read, summed, written. What the source records of its own checksums is compared with what was read;
 what was written is read back and compared with what was meant, before anything is published. Memory is bounded by the number
