@@ -69,7 +69,10 @@ def test_json(run, broken, tmp_path):
 def test_hostile_text_is_escaped_and_long_lists_are_cut():
     nasty = "x\x1b[2J\u202e\n"
     damage = Damage(nasty, (nasty,) * 9, nasty, 0, 1, 2, None)
-    report = VerifyReport(nasty, "torch-zip", (damage,) * 60, (Problem(nasty, nasty, "ZipError", (nasty,)),), 3, (nasty,), 1)
+    report = VerifyReport(
+        nasty, "torch-zip", damaged=(damage,) * 60, problems=(Problem(nasty, nasty, "ZipError", (nasty,)),), checked_nbytes=3,
+        unchecked=(nasty,), unchecked_nbytes=1,
+    )  # fmt: skip
     lines = [plain(line) for line in verify_lines(report)]
     assert all(line.isprintable() for line in lines)
     assert any("10 more" in line for line in lines)
