@@ -56,10 +56,11 @@ def save(
     """
     options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
     writing = Writing(overwrite, durable, threads, read_back, max_memory)
-    # In a function of its own, so that description and plan are gone before the collector wakes and would walk through them.
+    # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
-        planned = _plan(state, local_path(dst), format=format, metadata=metadata, options=options, writing=writing, limits=limits)
-        return planned.carry_out(dry_run=dry_run, progress=progress)
+        return _plan(
+            state, local_path(dst), format=format, metadata=metadata, options=options, writing=writing, limits=limits
+        ).carry_out(dry_run=dry_run, progress=progress)
 
 
 def _plan(
