@@ -21,6 +21,7 @@ Bytes are compared in blocks, and memory is a few blocks a thread.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
