@@ -90,11 +90,11 @@ def test_a_changed_source_of_what_is_computed_starts_anew(tmp_path, monkeypatch,
     source, target = tmp_path / "in", tmp_path / "out"
     how = {"max_shard_size": 6_000, "resume": True, "dtype": "float16" if sparse == "never" else None}
     states = [{f"w{i}": np.eye(50, dtype=np.float32) * (i + k) for i in range(6)} for k in (1, 2)]
-    holdfast.save(source, states[0], sparse=sparse)
+    holdfast.save(states[0], source, sparse=sparse)
     interrupted(monkeypatch, 3)
     with pytest.raises(NotCommitted):
         holdfast.convert(source, target, **how)
-    holdfast.save(source, states[1], sparse=sparse, overwrite=True)
+    holdfast.save(states[1], source, sparse=sparse, overwrite=True)
     interrupted(monkeypatch, -1)
     holdfast.convert(source, target, **how)
     with holdfast.open(target) as found:

@@ -141,7 +141,7 @@ def test_the_stamp_of_what_is_computed_is_that_of_its_file(tmp_path):
 
     stamps = []
     for value in (0, 1, 1):
-        save(tmp_path / "x.safetensors", {"w": np.full(80 + value, 1, np.float32)})
+        save({"w": np.full(80 + value, 1, np.float32)}, tmp_path / "x.safetensors")
         with open(tmp_path / "x.safetensors") as source:
             tensor = source["w"][:80]
             made = Computed().tensor(tensor, DTYPES.name("float16"), lambda elements: elements.astype(np.float16))
