@@ -73,3 +73,18 @@ def test_errors(options, words, run, source, tmp_path):
     assert words in err
     assert source.read_bytes() == before
     assert os.listdir(tmp_path) == ["a.safetensors"]
+
+
+def test_the_target_may_come_last(run, source, tmp_path):
+    assert run("edit", source, "--keep", "model.w", tmp_path / "b.pt")[0] == 0
+    assert (tmp_path / "b.pt").exists()
+    code, out, err = run("edit", source, "--keep", "model.w", tmp_path / "c.pt", tmp_path / "d.pt")
+    assert (code, out) == (2, "")
+    assert "unrecognized arguments" in err
+    code, out, err = run("edit", source, "--keep", "model.w", "s3://bucket/x")
+    assert (code, out) == (2, "")
+    assert "URL" in err
+    assert run("compact", source, "--nothing", tmp_path / "c.pt")[0] == 2
+    code, _, err = run("edit", source, "--keep", "model.w")
+    assert code == 2
+    assert "say where to write" in err
