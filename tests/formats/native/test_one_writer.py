@@ -23,9 +23,9 @@ INDEX = "model.safetensors.index.json"
 def written(folder: Path, who: str, rules: tuple[str, ...] = ()) -> Path:
     match who:
         case "process":
-            holdfast.save(folder / who, STATE, format="native")
+            holdfast.save(STATE, folder / who, format="native")
         case "mesh":
-            holdfast.save(folder / "source", STATE, format="native")
+            holdfast.save(STATE, folder / "source", format="native")
             reshard(folder / "source", folder / who, mesh="tp=2", rules=rules)
         case "ranks":
             pytest.importorskip("torch")
