@@ -31,7 +31,7 @@ class Made:
         self.content += np.ascontiguousarray(array).tobytes()
         dtype = DTYPES.numpy(array.dtype)
         assert dtype is not None
-        storage = Storage("data", start, array.nbytes, label=f"data/{start}")
+        storage = Storage("data", start, array.nbytes, label=f"data/{start}", home=self.source.store)
         tensor = LazyTensor.contiguous("", dtype, array.shape, storage, self.source)
         return tensor if traits is None else replace(tensor, traits=traits)
 
@@ -42,7 +42,7 @@ class Made:
         start = len(self.content)
         self.content += b"\0"
         nbytes = row.nbytes(int(np.prod(shape)))
-        return LazyTensor.contiguous("", row, shape, Storage("data", start, nbytes), self.source)
+        return LazyTensor.contiguous("", row, shape, Storage("data", start, nbytes, home=self.source.store), self.source)
 
     def checkpoint(
         self,

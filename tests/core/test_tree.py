@@ -20,7 +20,7 @@ SOURCE = OpenSource(MemoryStore({"f": bytes(64)}))
 
 
 def tensor() -> LazyTensor:
-    return LazyTensor.contiguous("", DTYPES.name("uint8"), (4,), Storage("f", 0, 4), SOURCE)
+    return LazyTensor.contiguous("", DTYPES.name("uint8"), (4,), Storage("f", 0, 4, home=SOURCE.store), SOURCE)
 
 
 def names(tree: object, **limits: int) -> list[str]:

@@ -41,7 +41,7 @@ def described(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> 
         count = 1
         for n in shape:
             count *= n
-        tensors[name] = LazyTensor.contiguous(name, row, shape, Storage(name, 0, row.nbytes(count)), source)
+        tensors[name] = LazyTensor.contiguous(name, row, shape, Storage(name, 0, row.nbytes(count), home=source.store), source)
     return State(dict(tensors), tensors, {name: (name,) for name in tensors})
 
 

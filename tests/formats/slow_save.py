@@ -77,7 +77,7 @@ class Memory:
         key = f"s{len(self.content)}"
         self.content[key] = content
         self.source.store = MemoryStore(self.content)
-        return Storage(key, 0, len(content))
+        return Storage(key, 0, len(content), home=self)
 
     def raw(self, dtype: DType | str, shape: tuple[int, ...], content: bytes | None = None) -> LazyTensor:
         dtype = DTYPES.name(dtype) if isinstance(dtype, str) else dtype

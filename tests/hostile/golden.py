@@ -8,6 +8,7 @@ from pathlib import Path
 
 import holdfast
 from holdfast import errors
+from holdfast.core.chunk import Chunk
 from holdfast.core.composite import Composite
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect
@@ -54,8 +55,14 @@ class Found:
 
 
 def _found(ckpt: holdfast.Checkpoint) -> Found:
-    tensors = {name: (t.dtype.name, t.shape, t.chunks) for name, t in ckpt.items()}
+    tensors = {name: (t.dtype.name, t.shape, [_place(chunk) for chunk in t.chunks]) for name, t in ckpt.items()}
     return Found(ckpt.format, tensors, [str(f.what) for f in ckpt.foreign], [_shown(v) for v in nodes(ckpt.tree)])
+
+
+def _place(chunk: Chunk) -> tuple[object, ...]:
+    """Where a chunk lies, whoever opened the file: a storage is never equal to one of another opening."""
+    s = chunk.storage
+    return chunk.box, chunk.offset, chunk.strides, s.key, s.start, s.nbytes, s.byteorder, s.crc32, s.location, s.label
 
 
 def _shown(value: object) -> str:

@@ -272,7 +272,7 @@ def test_packed_floats_and_pairs():
 
     def checkpoint(dtype: str, shape: tuple[int, ...], data: bytes) -> Checkpoint:
         source = OpenSource(MemoryStore({"data": data}))
-        tensor = LazyTensor.contiguous("x", DTYPES.name(dtype), shape, Storage("data", 0, len(data)), source)
+        tensor = LazyTensor.contiguous("x", DTYPES.name(dtype), shape, Storage("data", 0, len(data), home=source.store), source)
         return Checkpoint(source, Description("torch-zip", {"x": tensor}, {"x": tensor}))
 
     pairs = checkpoint("float4_e2m1fn_x2", (2, 3), b"\x21\x43\x65\x07\x21\x43")

@@ -116,7 +116,7 @@ def stored_tensors(draw):
         stride_of = dict(zip(order, c_strides(turned.shape, dtype.bits), strict=True))
         strides = tuple(stride_of[d] for d in range(len(shape)))
         whole = b"x" * margin + data
-        storage = Storage("data", len(content), len(whole), byteorder, zlib.crc32(whole) if record else None)
+        storage = Storage("data", len(content), len(whole), byteorder, zlib.crc32(whole) if record else None, home=None)
         content += whole + b"gap"
         chunks.append(Chunk(box, storage, margin * 8, strides))
     return array, dtype, tuple(chunks), bytes(content)
@@ -138,7 +138,7 @@ def sharded(axis: int) -> tuple[CountingStore, LazyTensor, np.ndarray]:
     content, chunks = b"", []
     for box in Box.whole((4, 6)).split(axis, 2):
         data = array[box.slices].tobytes()
-        storage = Storage("data", len(content), len(data), crc32=zlib.crc32(data))
+        storage = Storage("data", len(content), len(data), crc32=zlib.crc32(data), home=None)
         chunks.append(Chunk(box, storage, 0, c_strides(box.shape, 32)))
         content += data
     store = CountingStore({"data": content})
@@ -161,7 +161,7 @@ def test_a_missing_or_doubled_piece_is_not_combined():
 def test_pairs_of_four_bit_floats_are_four_bit_floats():
     content = bytes(range(16))
     source = OpenSource(MemoryStore({"data": content}))
-    storage = Storage("data", 0, 16)
+    storage = Storage("data", 0, 16, home=None)
     pairs = LazyTensor.contiguous("t", DTYPES.name("float4_e2m1fn_x2"), (2, 8), storage, source)
     singles = LazyTensor.contiguous("t", DTYPES.name("float4_e2m1fn"), (2, 16), storage, source)
     assert pairs.digest() == singles.digest() == Digest(DTYPES.name("float4_e2m1fn"), (2, 16), crc32(content))
@@ -188,7 +188,7 @@ def test_the_digest_of_many_depends_on_names_and_not_on_order():
 
 
 def test_expanded_views_are_refused_before_they_cost():
-    storage = Storage("data", 0, 4)
+    storage = Storage("data", 0, 4, home=None)
     chunk = Chunk(Box.whole((1 << 20, 1 << 20)), storage, 0, (0, 0))
     tensor = LazyTensor("t", DTYPES.name("float32"), (1 << 20, 1 << 20), (chunk,), OpenSource(MemoryStore({"data": b"abcd"})))
     with pytest.raises(LimitExceeded):

@@ -37,7 +37,7 @@ def chunks(draw, dtype=None, max_rank=3, max_length=5, start=0, byteorder="littl
     high = sum((n - 1) * s for n, s in zip(shape, strides, strict=True) if s > 0 and n > 0)
     offset = draw(st.integers(0, 40)) * unit - low
     nbytes = (offset + high + dtype.bits + 7) // 8 + draw(st.integers(0, 9))
-    return Chunk(Box.whole(shape), Storage("f", start, nbytes, byteorder), offset, strides), dtype
+    return Chunk(Box.whole(shape), Storage("f", start, nbytes, byteorder, home=None), offset, strides), dtype
 
 
 def read_slowly(chunk, dtype, content: bytes) -> np.ndarray:

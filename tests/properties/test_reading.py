@@ -34,7 +34,7 @@ def same_bits(a, b):
 @given(chunks(start=3), policies, st.randoms(use_true_random=False), st.sampled_from(["little", "big"]), st.booleans())
 def test_any_chunk_reads_as_the_oracle_does(drawn, policy, random, byteorder, strided_out):
     chunk, dtype = drawn
-    chunk = Chunk(chunk.box, Storage("f", 3, chunk.storage.nbytes, byteorder), chunk.offset, chunk.strides)
+    chunk = Chunk(chunk.box, Storage("f", 3, chunk.storage.nbytes, byteorder, home=None), chunk.offset, chunk.strides)
     content = random.randbytes(3 + chunk.storage.nbytes)
     source = OpenSource(MemoryStore({"f": content}), policy=policy, threads=1)
     tensor = LazyTensor("t", dtype, chunk.shape, (chunk,), source)
@@ -55,7 +55,9 @@ def tiled_tensors(draw):
         order = draw(st.permutations(range(len(shape))))
         piece = np.ascontiguousarray(array[box.slices].transpose(order))
         strides = dict(zip(order, c_strides(piece.shape, 16), strict=True))
-        parts.append(Chunk(box, Storage("f", len(content), piece.nbytes), 0, tuple(strides[d] for d in range(len(shape)))))
+        parts.append(
+            Chunk(box, Storage("f", len(content), piece.nbytes, home=None), 0, tuple(strides[d] for d in range(len(shape))))
+        )
         content += piece.tobytes()
     return array, content, tuple(parts)
 
@@ -119,7 +121,7 @@ def test_an_expanded_view_is_not_materialised_by_accident():
     from holdfast.errors import LimitExceeded
 
     source = OpenSource(MemoryStore({"f": bytes(4)}))
-    chunk = Chunk(Box.whole((10**12,)), Storage("f", 0, 4), 0, (0,))
+    chunk = Chunk(Box.whole((10**12,)), Storage("f", 0, 4, home=None), 0, (0,))
     tensor = LazyTensor("t", DTYPES.name("float32"), (10**12,), (chunk,), source)
     with pytest.raises(LimitExceeded, match="expansion"):
         tensor.numpy()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.core.checkpoint import Alias, Checkpoint
-from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
+from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import LazyTensor
 
 __all__ = ["Survey", "survey"]
@@ -34,19 +34,14 @@ class Survey:
 def survey(checkpoint: Checkpoint) -> Survey:
     """Look at every tensor once."""
     tensors = _tensors(checkpoint)
-    groups: dict[Storage, list[str]] = {}
-    for name, tensor in tensors.items():
-        # Almost every tensor has one chunk; `storages` would build a dict for each.
-        storages = (tensor.chunks[0].storage,) if len(tensor.chunks) == 1 else tensor.storages
-        for storage in storages:
-            groups.setdefault(storage, []).append(name)
-    aliases = tuple(Alias(tuple(names), s) for s, names in groups.items() if len(names) > 1 and s.nbytes)
+    over = groups(tensors)
+    aliases = tuple(Alias(tuple(names), storage) for storage, names in over.items() if len(names) > 1 and storage.nbytes)
     ties = _ties(tensors, aliases)
     elements: dict[DType, int] = {}
     for name, tensor in tensors.items():
         if name not in ties or not ties[name].startswith("="):
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.size
-    return Survey(tensors, aliases, ties, sum(storage.nbytes for storage in groups), elements)
+    return Survey(tensors, aliases, ties, sum(storage.nbytes for storage in over), elements)
 
 
 def _tensors(checkpoint: Checkpoint) -> Mapping[str, LazyTensor]:
@@ -62,15 +57,10 @@ def _tensors(checkpoint: Checkpoint) -> Mapping[str, LazyTensor]:
 def _ties(tensors: Mapping[str, LazyTensor], aliases: tuple[Alias, ...]) -> dict[str, str]:
     found: dict[str, str] = {}
     for alias in aliases:
-        same: dict[object, str] = {}
+        same = twins({name: tensors[name] for name in alias.names})
         for name in alias.names:
-            tensor = tensors[name]
-            places = tuple((c.storage, c.box, c.offset, c.strides) for c in tensor.chunks)
-            # A conjugated or negated view has the same bytes and other elements.
-            meaning = (tensor.dtype.name, tensor.shape, tensor.traits.conj, tensor.traits.neg, places)
-            first = same.setdefault(meaning, name)
-            if first != name:
-                found[name] = f"= {first}"
+            if name in same:
+                found[name] = f"= {same[name]}"
             elif name != alias.names[0]:
                 found.setdefault(name, f"in {alias.names[0]}")
     return found

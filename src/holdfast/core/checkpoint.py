@@ -12,7 +12,8 @@ import numpy as np
 
 from holdfast.core.chunk import Storage
 from holdfast.core.digest import Digest, combined
-from holdfast.core.protocols import Description, Foreign, Request, Source
+from holdfast.core.protocols import Description, Foreign, Request, Source, by_source
+from holdfast.core.sharing import groups
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import NoSuchTensor, Unsupported
 
@@ -122,28 +123,21 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def aliases(self) -> tuple[Alias, ...]:
         """Which names share a storage; names that stand alone are not listed."""
         if self._aliases is None:
-            groups: dict[Storage, list[str]] = {}
-            for name, tensor in self.items():
-                for storage in tensor.shared_storages:
-                    if storage.nbytes:
-                        groups.setdefault(storage, []).append(name)
-            self._aliases = tuple(Alias(tuple(names), s) for s, names in groups.items() if len(names) > 1)
+            found = groups(self, noted=True)
+            self._aliases = tuple(Alias(tuple(names), s) for s, names in found.items() if len(names) > 1 and s.nbytes)
         return self._aliases
 
     @property
     def nbytes(self) -> int:
         """Bytes of tensor data in the file; what is shared counts once."""
-        return sum(s.nbytes for s in dict.fromkeys(s for t in self.values() for s in t.storages))
+        return sum(storage.nbytes for storage in groups(self))
 
     def read(self, *names: str) -> dict[str, np.ndarray]:
         """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged."""
         tensors = [self[name] for name in (names or self)]
         outs = [t.empty() for t in tensors]
-        requests: dict[int, list[Request]] = {}
-        for tensor, out in zip(tensors, outs, strict=True):
-            requests.setdefault(id(tensor.source), []).append(Request(tensor, out))
-        for together in requests.values():
-            together[0].tensor.source.read(together)
+        for source, requests in by_source(map(Request, tensors, outs)).items():
+            source.read(requests)
         return {t.name: o for t, o in zip(tensors, outs, strict=True)}
 
     def digests(self) -> dict[str, Digest]:

@@ -1,7 +1,8 @@
 """`Storage` and `Chunk`: where the elements of a tensor lie.
 
 A storage is a range of bytes in one file that its writer treated as a unit: a zip record, a block of a legacy stream, the
-bytes of one safetensors tensor. A chunk places the elements of one box of one tensor inside a storage:
+bytes of one safetensors tensor. It knows its home, the store that has the file, so that two storages are equal when they are the
+same bytes: `core/sharing.py` builds on that. A chunk places the elements of one box of one tensor inside a storage:
 
     element p of the box is at bit   offset + Σ (p[d] − box.start[d]) · strides[d]    of the storage
 
@@ -16,7 +17,7 @@ a slice moves the offset and scales the stride, a new axis gets stride 0. Slicin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from holdfast.core.box import Box
 from holdfast.core.dtype import DType
@@ -24,9 +25,9 @@ from holdfast.core.dtype import DType
 __all__ = ["Chunk", "Storage", "c_strides"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Storage:
-    """A range of bytes in one file, written as a unit. Two tensors are aliases when they share one."""
+    """A range of bytes in one file, written as a unit. Two tensors share memory when their storages are equal."""
 
     key: str
     """The file, as its store names it."""
@@ -49,6 +50,30 @@ class Storage:
     label: str = ""
     """What the file calls it (`data/17`), for messages."""
 
+    home: object = field(kw_only=True, repr=False)
+    """The store that has the file. Nothing is asked of it but whether it is the same object: two stores may use one key."""
+
+    def moved(self, home: object) -> Storage:
+        """The same range, in a home that has the same file."""
+        return replace(self, home=home)
+
+    # A device or a name is no part of it: the memory is the same. A checksum is: where two differ, both are checked.
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Storage):
+            return NotImplemented
+        return (
+            self.home is other.home
+            and self.start == other.start
+            and self.key == other.key
+            and self.nbytes == other.nbytes
+            and self.crc32 == other.crc32
+            and self.byteorder == other.byteorder
+        )
+
+    def __hash__(self) -> int:
+        return hash((id(self.home), self.key, self.start, self.nbytes))
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -68,6 +93,10 @@ class Chunk:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.box.shape
+
+    def over(self, storage: Storage) -> Chunk:
+        """The same box at the same place of another storage."""
+        return Chunk(self.box, storage, self.offset, self.strides)
 
     def narrow(self, box: Box) -> Chunk:
         """The part of this chunk that covers `box`, which must lie inside."""

@@ -6,7 +6,7 @@ moves its bytes. A `Format` turns a source into a `Description`, reading headers
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.core.dtype import DType
     from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Description", "Foreign", "Format", "Outlined", "Request", "Source", "Stamp", "State", "Store"]
+__all__ = ["Description", "Foreign", "Format", "Outlined", "Request", "Source", "Stamp", "State", "Store", "by_source"]
 
 
 Stamp = tuple[object, ...]
@@ -101,6 +101,14 @@ class Request:
 
     tensor: LazyTensor
     out: np.ndarray
+
+
+def by_source(requests: Iterable[Request]) -> dict[Source, list[Request]]:
+    """The requests of each source, which it is to be given together: sources in the order in which they are met."""
+    found: dict[Source, list[Request]] = {}
+    for request in requests:
+        found.setdefault(request.tensor.source, []).append(request)
+    return found
 
 
 class Source(Protocol):

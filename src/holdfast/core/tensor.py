@@ -108,10 +108,19 @@ class LazyTensor:
         return tuple(dict.fromkeys(chunk.storage for chunk in self.chunks))
 
     @property
+    def shared_chunks(self) -> tuple[Chunk, ...]:
+        """How it lies in what it shares with its aliases: its chunks, or those that it had before it was saved as a copy."""
+        view = self.traits.alias
+        if view is None:
+            return self.chunks
+        # Numbers below 0 are no places in a file: the storages that a file remembers are no others.
+        storage = Storage("", -1 - view.group, view.nbytes, label=f"shared/{view.group}", home=self.source.store)
+        return (Chunk(Box.whole(self.shape), storage, view.offset, view.strides),)
+
+    @property
     def shared_storages(self) -> tuple[Storage, ...]:
         """What it shares with its aliases: its storages, or the one that it was a view of before it was saved as a copy."""
-        view = self.traits.alias
-        return self.storages if view is None else (Storage("", 0, view.nbytes, label=f"shared/{view.group}"),)
+        return tuple(dict.fromkeys(chunk.storage for chunk in self.shared_chunks))
 
     def __len__(self) -> int:
         if not self.shape:

@@ -50,7 +50,7 @@ class Resident:
         if found is None:
             key = f"{address:x}+{content.nbytes:x}"
             self._store.add(key, content, owner=owner)
-            found = Storage(key, 0, content.nbytes, location=location)
+            found = Storage(key, 0, content.nbytes, location=location, home=self._store)
             self._storages[address, content.nbytes] = found
         return found
 

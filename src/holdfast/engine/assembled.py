@@ -98,7 +98,7 @@ class Assembled(Virtual):
         own = sorted(copies, key=lambda copy: (_strides_up(copy), -copy.tensor.nbytes))
         key = self.put(Entry(nbytes, partial(_read, own), stamp=partial(_stamp, own)))
         self._copies[key] = own
-        return Storage(key, 0, nbytes, label=label)
+        return Storage(key, 0, nbytes, label=label, home=self)
 
     def agrees(self, key: str) -> bool:
         """Whether every element of every copy is what the storage has in its place. Reads all of them."""

@@ -144,7 +144,7 @@ class Computed(Virtual):
         nbytes, made = dtype.nbytes(original.size), Computation(original, dtype, compute, observe, Seen())
         # As many elements are read, of another width.
         entry = Entry(nbytes, made.read, stamp=partial(tensor_stamp, original), read_nbytes=original.dtype.nbytes(original.size))
-        storage = Storage(self.put(entry), 0, nbytes, label=original.name)
+        storage = Storage(self.put(entry), 0, nbytes, label=original.name, home=self)
         tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self._source)
         # The flags for conjugated and negated elements are resolved by reading the original.
         return replace(tensor, traits=replace(original.traits, conj=False, neg=False))

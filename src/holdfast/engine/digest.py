@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
+from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
 from holdfast.engine.checksums import Progress, Span, Sweep
@@ -90,17 +91,16 @@ def tensor_crcs(
     Raises `LimitExceeded` for an expanded view whose elements are many more than were stored, unless it may `expand`.
     """
     known = [recorded_crc(t) if recorded else None for t in tensors]
-    twins: dict[object, int] = {}
+    twins: dict[View, int] = {}
     twin_of: dict[int, int] = {}
-    swept: dict[int, tuple[Store, list[int], list[Span]]] = {}
+    swept: dict[Store, tuple[list[int], list[Span]]] = {}
     parts: dict[int, Sums] = {}
     work: list[Callable[[], None]] = []
     for i, tensor in enumerate(tensors):
         if known[i] is not None:
             continue
         # Tied weights are read once.
-        content = (id(tensor.source), tensor.dtype.name, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg)
-        first = twins.setdefault(content, i)
+        first = twins.setdefault(identity(tensor), i)
         if first != i:
             twin_of[i] = first
             continue
@@ -109,13 +109,13 @@ def tensor_crcs(
                 tensor.check_expansion()
         place = contiguous_bytes(tensor)
         if place is not None and mapped_bytes(tensor) is None:
-            _, numbers, spans = swept.setdefault(id(tensor.source.store), (tensor.source.store, [], []))
+            numbers, spans = swept.setdefault(tensor.source.store, ([], []))
             numbers.append(i)
             spans.append(Span(place[0], place[1], tensor.nbytes))
         else:
             parts[i] = Sums()
             work += [_slab_task(slab, tensor.name, parts[i], progress) for slab in slabs(tensor, BLOCK)]
-    sweeps = [(numbers, Sweep(store, spans)) for store, numbers, spans in swept.values()]
+    sweeps = [(numbers, Sweep(store, spans)) for store, (numbers, spans) in swept.items()]
     for _, sweep in sweeps:
         work += sweep.tasks(progress)
     if work:

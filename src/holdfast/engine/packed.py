@@ -113,7 +113,7 @@ class Packed(Virtual):
     def _part(self, key: str, counted: Counted, dtype: DType, count: int, read: ReadPart) -> LazyTensor:
         nbytes = dtype.nbytes(count)
         self.put(Entry(nbytes, partial(read, counted), stamp=partial(tensor_stamp, counted.tensor)), key)
-        storage = Storage(key, 0, nbytes, label=counted.tensor.name)
+        storage = Storage(key, 0, nbytes, label=counted.tensor.name, home=self)
         return LazyTensor.contiguous(counted.tensor.name, dtype, (count,), storage, self._source)
 
     def _read_values(self, counted: Counted, start: int, out: memoryview) -> None:

@@ -10,16 +10,14 @@ A tensor that comes out of a file with such notes (`Traits.alias`) still belongs
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from holdfast.core.chunk import c_strides
+from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import LazyTensor
 
 __all__ = ["Sharing", "ViewGroup", "find_sharing"]
-
-Bucket = tuple[int, str, int, int]
-"""What tensors of one storage have in common: source, key, start and length."""
 
 ROOM = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
@@ -60,25 +58,20 @@ class Sharing:
 def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
     """Compare where the tensors of a state lie. Nothing is read, and nothing is taken for shared that only looks equal."""
     found = Sharing()
-    buckets: dict[Bucket, list[str]] = {}
-    for name, tensor in tensors.items():
-        if not tensor.chunks:
+    found.written = {name: tensor for name, tensor in tensors.items() if tensor.chunks}
+    distinct: dict[str, LazyTensor] = {}
+    """The first name of each view that may be worth a note."""
+    for storage, names in groups(found.written).items():
+        if not storage.nbytes or (len(names) == 1 and _plain(found.written[names[0]])):
             continue
-        found.written[name] = tensor
-        storage = tensor.chunks[0].storage
-        if storage.nbytes:
-            buckets.setdefault((id(tensor.source), storage.key, storage.start, storage.nbytes), []).append(name)
-    groups: dict[Bucket, list[str]] = {}
-    for bucket, names in buckets.items():
-        if len(names) == 1 and _plain(found.written[names[0]]):
-            continue
-        for name in _distinct(names, found) if len(names) > 1 else names:
-            view = found.written[name].traits.alias
-            # Numbers below 0 are no places in a file: the storages that a file remembers have keys of their own.
-            place = bucket if view is None else (bucket[0], "", -1 - view.group, view.nbytes)
-            groups.setdefault(place, []).append(name)
-    for (_, _, _, nbytes), names in groups.items():
-        group = _group(nbytes, names, found.written)
+        members = {name: found.written[name] for name in names if name in found.written}
+        again = twins(members)
+        found.aliases |= again
+        for name in again:
+            del found.written[name]
+        distinct |= {name: tensor for name, tensor in members.items() if name not in again}
+    for storage, names in groups(distinct, noted=True).items():
+        group = _group(storage.nbytes, names, found.written)
         if group is not None:
             found.groups.append(group)
     return found
@@ -87,19 +80,6 @@ def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
 def _plain(tensor: LazyTensor) -> bool:
     """Whether a tensor that is alone in its storage needs no note; most are in C order and have none."""
     return tensor.traits.alias is None and tensor.chunks[0].strides == c_strides(tensor.shape, tensor.dtype.bits)
-
-
-def _distinct(names: list[str], found: Sharing) -> Iterable[str]:
-    """The first name of each view; the others become aliases."""
-    firsts: dict[object, str] = {}
-    for name in names:
-        tensor = found.written[name]
-        view = (tensor.dtype, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg)
-        first = firsts.setdefault(view, name)
-        if first != name:
-            found.aliases[name] = first
-            del found.written[name]
-    return firsts.values()
 
 
 def _group(nbytes: int, names: list[str], tensors: Mapping[str, LazyTensor]) -> ViewGroup | None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
+from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
@@ -221,9 +222,7 @@ def _names_only(checkpoint: Checkpoint) -> bool:
 
 def _is(one: LazyTensor | None, other: LazyTensor) -> bool:
     """Whether two are the same elements of one file, whatever they are called."""
-    if one is None or one.source is not other.source or one.dtype is not other.dtype or one.shape != other.shape:
-        return False
-    return one.chunks is other.chunks or one.chunks == other.chunks
+    return one is not None and identity(one) == identity(other)
 
 
 def _kind(tensor: LazyTensor) -> Kind:

@@ -14,7 +14,7 @@ import numpy as np
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
-from holdfast.core.protocols import Request, Source, Store
+from holdfast.core.protocols import Request, Source, Store, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located
@@ -143,9 +143,6 @@ def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
     """Read many lazy tensors (slices, too) at once: in parallel, with neighbouring reads joined."""
     wanted = list(tensors)
     outs = [t.empty() for t in wanted]
-    by_source: dict[int, tuple[Source, list[Request]]] = {}
-    for tensor, out in zip(wanted, outs, strict=True):
-        by_source.setdefault(id(tensor.source), (tensor.source, []))[1].append(Request(tensor, out))
-    for source, requests in by_source.values():
+    for source, requests in by_source(map(Request, wanted, outs)).items():
         source.read(requests)
     return outs

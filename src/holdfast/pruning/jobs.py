@@ -11,8 +11,10 @@ import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from holdfast.core.chunk import Storage
 from holdfast.core.composite import Composite
 from holdfast.core.protocols import State
+from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HoldfastError
 from holdfast.pruning.loss import Loss, Tally
@@ -20,7 +22,7 @@ from holdfast.pruning.rules import Global, Groups, Keep, Rule
 from holdfast.pruning.select_masks import Mask
 from holdfast.rewrite.state import map_tensors
 
-__all__ = ["Job", "assign", "conflicts", "identity"]
+__all__ = ["Job", "assign", "conflicts"]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 """What can be pruned. Narrower floats are quantised weights: their zeros mean something else beside their scales."""
@@ -69,8 +71,8 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job
     whole = _parts(state.tree)
     matched = [0] * len(rules)
     decided = [0] * len(rules)
-    jobs: dict[object, Job] = {}
-    left: dict[object, str] = {}
+    jobs: dict[View, Job] = {}
+    left: dict[View, str] = {}
     for name in sorted(state.tensors):
         tensor = state.tensors[name]
         numbers = [i for i, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern)]
@@ -79,7 +81,7 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job
         rule = rules[numbers[0]] if numbers else None
         if rule is not None:
             decided[numbers[0]] += 1
-        own = identity(tensor)
+        own = identity(tensor, noted=True)
         if rule is None or isinstance(rule.method, Keep):
             left.setdefault(own, name)
             continue
@@ -106,12 +108,12 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job
     return list(jobs.values())
 
 
-def _parts(tree: object) -> dict[object, str]:
+def _parts(tree: object) -> dict[View, str]:
     """The tensors that are parts of others, with the kind of the whole."""
-    found: dict[object, str] = {}
+    found: dict[View, str] = {}
 
     def note(whole: Composite) -> bool:
-        found.update((identity(part), whole.kind) for part in whole.parts.values())
+        found.update((identity(part, noted=True), whole.kind) for part in whole.parts.values())
         return True
 
     map_tensors(tree, lambda tensor: tensor, skip=note)
@@ -140,32 +142,16 @@ def _unfit(tensor: LazyTensor, rule: Rule, part_of: str | None) -> str:
     return ""
 
 
-def identity(tensor: LazyTensor) -> object:
-    """What two names of one and the same tensor have in common."""
-    view = tensor.traits.alias
-    place: object = tensor.chunks if view is None else (view.group, view.offset, view.strides)
-    return id(tensor.source), tensor.dtype, tensor.shape, place
-
-
-def _overlaps(state: State, jobs: Mapping[object, Job]) -> Iterable[str]:
+def _overlaps(state: State, jobs: Mapping[View, Job]) -> Iterable[str]:
     """Pruned tensors that share elements with other tensors, which would be pruned with them or lose the tie."""
-    spans: dict[object, dict[tuple[int, int, object], str]] = {}
+    spans: dict[Storage, dict[tuple[int, int, View], str]] = {}
     for name, tensor in state.tensors.items():
-        view = tensor.traits.alias
-        width = tensor.dtype.bits
         if not tensor.size or tensor.traits.meta:
             continue
-        if view is not None:
-            places = [((id(tensor.source), view.group), view.offset, view.strides, tensor.shape)]
-        else:
-            places = [((id(tensor.source), c.storage), c.offset, c.strides, c.shape) for c in tensor.chunks]  # type: ignore[misc]
-        for place, offset, strides, shape in places:
-            reach = [(n - 1) * step for n, step in zip(shape, strides, strict=True)]
-            start = offset + sum(x for x in reach if x < 0)
-            stop = offset + sum(x for x in reach if x > 0) + width
-            spans.setdefault(place, {}).setdefault((start, stop, identity(tensor)), name)
+        for chunk in tensor.shared_chunks:
+            spans.setdefault(chunk.storage, {}).setdefault((*chunk.extent(tensor.dtype), identity(tensor, noted=True)), name)
     for held in spans.values():
-        reached: dict[bool, tuple[int, object, str]] = {}
+        reached: dict[bool, tuple[int, View, str]] = {}
         """The furthest stop so far, among pruned ones and among others."""
         for (start, stop, own), name in sorted(held.items(), key=lambda item: item[0][:2]):
             pruned = own in jobs

@@ -81,7 +81,8 @@ class Masked(Virtual):
 
     def tensor(self, original: LazyTensor, mask: Mask, tally: Tally | None = None) -> LazyTensor:
         """The tensor with its mask applied. It shares its storage with nothing. Reading it tells the tally what is lost."""
-        storage = Storage(self._add(Content(original, mask, tally, packed=False)), 0, original.nbytes, label=original.name)
+        key = self._add(Content(original, mask, tally, packed=False))
+        storage = Storage(key, 0, original.nbytes, label=original.name, home=self)
         made = LazyTensor.contiguous(original.name, original.dtype, original.shape, storage, self._source)
         return replace(made, traits=replace(original.traits, conj=False, neg=False, alias=None))
 
@@ -92,7 +93,7 @@ class Masked(Virtual):
             raise Unsupported("the table of dtypes has no uint8")
         content = Content(original, mask, tally, packed=True)
         count = content.nbytes
-        return LazyTensor.contiguous(name, row, (count,), Storage(self._add(content), 0, count), self._source)
+        return LazyTensor.contiguous(name, row, (count,), Storage(self._add(content), 0, count, home=self), self._source)
 
     def _add(self, content: Content) -> str:
         entry = Entry(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))

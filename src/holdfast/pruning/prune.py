@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
+from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
 from holdfast.engine.execute import run_all
@@ -31,7 +32,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import SavePlan
-from holdfast.pruning.jobs import Job, assign, conflicts, identity
+from holdfast.pruning.jobs import Job, assign, conflicts
 from holdfast.pruning.keys import PIECE, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.loss import Loss, loss_of_counts, weighing
 from holdfast.pruning.masked import Masked
@@ -264,11 +265,11 @@ class Pruning:
         for job in self._jobs:
             # What is packed is read several times, and told to nobody: it is weighed by itself.
             told = job.told if self._sparse == "never" else None
-            made[identity(job.tensor)] = masked.tensor(job.tensor, _mask(job), told)
+            made[identity(job.tensor, noted=True)] = masked.tensor(job.tensor, _mask(job), told)
         same: dict[int, LazyTensor] = {}
 
         def change(tensor: LazyTensor) -> LazyTensor:
-            new = made.get(identity(tensor))
+            new = made.get(identity(tensor, noted=True))
             if new is None:
                 return tensor
             if id(tensor) not in same:

@@ -40,7 +40,7 @@ def rehearse_contents(format: str, contents: Contents, path: str, *, dcp_index: 
     boxes = []
     for name, (dtype, shape) in _outlines(contents).items():
         if name not in contents.aliases:
-            storage = Storage("nowhere", 0, dtype.nbytes(_count(shape)))
+            storage = Storage("nowhere", 0, dtype.nbytes(_count(shape)), home=nowhere.store)
             tensor = LazyTensor.contiguous(name, dtype, shape, storage, nowhere)
             boxes.append(BoxToWrite(name, Box.whole(shape), tensor, shape))
     # What is no tensor is looked at where it is, by `rehearse_value`.

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk
 from holdfast.core.digest import Digest
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
@@ -223,7 +224,7 @@ class _Search:
         self._storages: dict[Place, int] = {}
         self._nbytes: list[int] = []
         self._copies: dict[object, _Copy] = {}
-        self._owners: dict[tuple[int, str], object] = {}
+        self._owners: dict[tuple[Source, str], object] = {}
         self._alive: list[Mapping[str, LazyTensor]] = []
         """While states are looked at, no other array may take the address of one of theirs."""
 
@@ -234,37 +235,31 @@ class _Search:
             self._position[model, name] = len(self._position)
             if tensor.traits.meta or not tensor.size or not tensor.chunks:
                 continue
-            storage = self._storage(tensor)
-            view = tensor.traits.alias if self._noted else None
-            offset, strides = (view.offset, view.strides) if view else (tensor.chunks[0].offset, tensor.chunks[0].strides)
+            chunks = tensor.shared_chunks if self._noted else tensor.chunks
+            storage = self._storage(tensor.source, chunks)
+            offset, strides = chunks[0].offset, chunks[0].strides
             bits = tensor.dtype.bits
             single = len(tensor.chunks) == 1 and not any(step % bits for step in (offset, *strides))
             member = AliasMember(
                 model, name, tensor.dtype.name, tensor.shape, tensor.nbytes, storage,
                 offset // bits if single else None, tuple(step // bits for step in strides) if single else None,
             )  # fmt: skip
-            boxes = tuple((chunk.box, chunk.offset, chunk.strides) for chunk in tensor.chunks)
-            # A conjugated or negated view has the same bytes and other elements.
-            place = (storage, tensor.dtype, tensor.shape, boxes, offset, strides, tensor.traits.conj, tensor.traits.neg)
+            # The identity of a view, with the storage that is the same in files that were opened twice.
+            boxes = tuple((chunk.box, chunk.offset, chunk.strides) for chunk in chunks)
+            place = (storage, tensor.dtype, tensor.shape, boxes, tensor.traits.conj, tensor.traits.neg)
             self._copies.setdefault(place, _Copy(tensor, storage)).members.append(member)
 
-    def _storage(self, tensor: LazyTensor) -> int:
-        view = tensor.traits.alias if self._noted else None
-        if view is not None:
-            place: Place = (self._owner(tensor.source, ""), view.group)
-            nbytes = view.nbytes
-        else:
-            storages = tensor.storages
-            place = tuple((self._owner(tensor.source, s.key), s.start, s.nbytes) for s in storages)
-            nbytes = sum(s.nbytes for s in storages)
+    def _storage(self, source: Source, chunks: Sequence[Chunk]) -> int:
+        storages = dict.fromkeys(chunk.storage for chunk in chunks)
+        place = tuple((self._owner(source, s.key), s.start, s.nbytes) for s in storages)
         number = self._storages.setdefault(place, len(self._storages))
         if number == len(self._nbytes):
-            self._nbytes.append(nbytes)
+            self._nbytes.append(sum(s.nbytes for s in storages))
         return number
 
     def _owner(self, source: Source, key: str) -> object:
         """What a key belongs to: this process's memory, a file by its real path, or a source that is like no other."""
-        known = (id(source), key)
+        known = (source, key)
         if known not in self._owners:
             self._owners[known] = source.store.place(key)
         return self._owners[known]

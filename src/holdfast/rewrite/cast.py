@@ -16,6 +16,8 @@ import numpy as np
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
+from holdfast.core.protocols import Source
+from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
 from holdfast.engine.computed import Computed, Observe
@@ -73,13 +75,13 @@ class Cast:
     def __init__(self, dtype: DType, tensors: Iterable[LazyTensor], *, losses: Losses | None = None) -> None:
         self._dtype = dtype
         self._losses = losses or Losses()
-        self._kinds: dict[object, set[DType]] = {}
-        self._computed: dict[int, Computed] = {}
-        self._storages: dict[object, LazyTensor] = {}
+        self._kinds: dict[Storage, set[DType]] = {}
+        self._computed: dict[Source, Computed] = {}
+        self._storages: dict[Storage | View, LazyTensor] = {}
         self._made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
         for tensor in tensors:
-            for place in _places(tensor):
-                self._kinds.setdefault(place, set()).add(tensor.dtype)
+            for storage in (*tensor.storages, *tensor.shared_storages):
+                self._kinds.setdefault(storage, set()).add(tensor.dtype)
 
     def __call__(self, tensor: LazyTensor) -> LazyTensor:
         if tensor.dtype.kind != "float" or tensor.dtype is self._dtype:
@@ -92,25 +94,25 @@ class Cast:
         tensor = replace(tensor, traits=replace(tensor.traits, alias=self._alias(tensor)))
         if tensor.traits.meta:
             return replace(tensor, dtype=self._dtype)
-        computed = self._computed.setdefault(id(tensor.source), Computed())
+        computed = self._computed.setdefault(tensor.source, Computed())
         if len(tensor.chunks) == 1:
             (chunk,) = tensor.chunks
             moved = self._scaled(tensor.dtype, (chunk.offset, *chunk.strides))
-            uniform = len(self._kinds.get((id(tensor.source), chunk.storage), ())) < 2
+            uniform = len(self._kinds.get(chunk.storage, ())) < 2
             if moved is not None and uniform and chunk.storage.nbytes:
                 flat = self._storage(tensor, chunk.storage, computed)
                 view = Chunk(chunk.box, flat.chunks[0].storage, moved[0], moved[1:])
                 return replace(tensor, dtype=self._dtype, chunks=(view,), source=flat.source)
-        return self._once((id(tensor.source), tensor.dtype, tensor.shape, tensor.chunks), tensor, computed)
+        return self._once(identity(tensor), tensor, computed)
 
     def _storage(self, tensor: LazyTensor, storage: Storage, computed: Computed) -> LazyTensor:
         """A whole storage as a row of elements, cast."""
         count = storage.nbytes * 8 // tensor.dtype.bits
         row = Chunk(Box((0,), (count,)), storage, 0, (tensor.dtype.bits,))
         flat = LazyTensor(tensor.name, tensor.dtype, (count,), (row,), tensor.source)
-        return self._once((id(tensor.source), storage), flat, computed)
+        return self._once(storage, flat, computed)
 
-    def _once(self, key: object, tensor: LazyTensor, computed: Computed) -> LazyTensor:
+    def _once(self, key: Storage | View, tensor: LazyTensor, computed: Computed) -> LazyTensor:
         if key not in self._storages:
             self._storages[key] = computed.tensor(tensor, self._dtype, self._compute, observe=self._observer(tensor.name))
         return replace(self._storages[key], name=tensor.name, traits=replace(tensor.traits, conj=False, neg=False))
@@ -127,7 +129,7 @@ class Cast:
     def _alias(self, tensor: LazyTensor) -> AliasView | None:
         """Where the tensor lay in a storage of old, had that been cast."""
         view = tensor.traits.alias
-        if view is None or len(self._kinds.get((id(tensor.source), view.group), ())) > 1:
+        if view is None or any(len(self._kinds.get(storage, ())) > 1 for storage in tensor.shared_storages):
             return None
         moved = self._scaled(tensor.dtype, (view.nbytes * 8, view.offset, *view.strides))
         return None if moved is None else AliasView(view.group, moved[0] // 8, moved[1], moved[2:])
@@ -137,9 +139,3 @@ class Cast:
         if any(place % dtype.bits for place in places[1:]):
             return None
         return tuple(place // dtype.bits * self._dtype.bits for place in places)
-
-
-def _places(tensor: LazyTensor) -> Iterable[object]:
-    yield from ((id(tensor.source), storage) for storage in tensor.storages)
-    if tensor.traits.alias is not None:
-        yield id(tensor.source), tensor.traits.alias.group

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
+from holdfast.core.sharing import Island, Span, islands
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.inspect.open import Openable, opened
@@ -28,8 +30,6 @@ __all__ = ["Compacted", "compact", "plan_compact"]
 
 WIDEST = 16
 """Bytes of the widest element: islands begin at multiples of it, so that every view begins with a whole element."""
-
-Place = tuple[int, Storage]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,18 +95,18 @@ def plan_compact(
 
 def _islands(state: State) -> State:
     """A state in which no storage holds more than its tensors reach without a gap."""
-    reached: dict[Place, list[tuple[int, int]]] = {}
+    reached: dict[Storage, list[Span[None]]] = {}
     for tensor in state.tensors.values():
         for chunk in tensor.chunks:
             start, stop = chunk.extent(tensor.dtype)
             if start < stop:
-                reached.setdefault((id(tensor.source), chunk.storage), []).append((start, stop))
-    islands = {place: _merged(extents) for place, extents in reached.items()}
+                reached.setdefault(chunk.storage, []).append((start - start % WIDEST, stop, None))
+    found = {storage: islands(spans, touching=True) for storage, spans in reached.items()}
     made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
 
     def change(tensor: LazyTensor) -> LazyTensor:
         if id(tensor) not in made:
-            chunks = tuple(_on_island(chunk, tensor, islands) for chunk in tensor.chunks)
+            chunks = tuple(_on_island(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
             made[id(tensor)] = tensor, tensor if chunks == tensor.chunks else replace(tensor, chunks=chunks)
         return made[id(tensor)][1]
 
@@ -114,27 +114,11 @@ def _islands(state: State) -> State:
     return replace(state, tree=map_tensors(state.tree, change), tensors=tensors)
 
 
-def _merged(extents: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that overlap or touch as one.
-
-    >>> _merged([(32, 40), (0, 8), (6, 9)])
-    [(0, 9), (32, 40)]
-    """
-    merged: list[tuple[int, int]] = []
-    for start, stop in sorted((start - start % WIDEST, stop) for start, stop in extents):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
-        else:
-            merged.append((start, stop))
-    return merged
-
-
-def _on_island(chunk: Chunk, tensor: LazyTensor, islands: dict[Place, list[tuple[int, int]]]) -> Chunk:
-    found = islands.get((id(tensor.source), chunk.storage), [])
+def _on_island(chunk: Chunk, tensor: LazyTensor, found: Sequence[Island[None]]) -> Chunk:
     start, stop = chunk.extent(tensor.dtype)
     # A packed storage is kept whole: torch pads its rows. One island is what every writer makes of it by itself.
     if len(found) < 2 or start == stop or tensor.dtype.packed:
         return chunk
-    low, high = next((low, high) for low, high in found if low <= start and stop <= high)
+    low, high = next((island.start, island.stop) for island in found if island.start <= start and stop <= island.stop)
     storage = replace(chunk.storage, start=chunk.storage.start + low, nbytes=high - low, crc32=None)
     return replace(chunk, storage=storage, offset=chunk.offset - low * 8)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
 from holdfast.core.tensor import LazyTensor
@@ -253,33 +254,30 @@ def _incomplete(state: State) -> list[str]:
 
 def _two_dtypes(models: Mapping[str, Mapping[str, object]]) -> list[str]:
     """Weights over one storage that disagree in dtype, each with the first that they disagree with."""
-    first: dict[object, tuple[str, LazyTensor]] = {}
+    first: dict[Storage, tuple[str, LazyTensor]] = {}
     problems = []
     for model, weights in models.items():
         for name, tensor in weights.items():
             if not isinstance(tensor, LazyTensor) or len(tensor.chunks) != 1 or not tensor.size:
                 continue
-            storage = tensor.chunks[0].storage
-            place = (id(tensor.source), storage.key, storage.start, storage.nbytes)
-            other, earlier = first.setdefault(place, (f"{model}.{name}", tensor))
+            other, earlier = first.setdefault(tensor.chunks[0].storage, (f"{model}.{name}", tensor))
             if earlier.dtype is not tensor.dtype:
                 problems.append(f"{model}.{name}: {tensor.dtype} over the storage of {other}, which is {earlier.dtype}")
     return problems
 
 
 def share_files(state: State) -> State:
-    """A file that was opened several times is one source, so that its storages are the same."""
+    """A file that was opened several times is one source, and the home of its storages, so that these are the same."""
     sources: dict[Hashable, Source] = {}
-    known: dict[int, Source] = {}
-    for tensor in state.tensors.values():
-        source = tensor.source
-        if id(source) not in known:
-            known[id(source)] = sources.setdefault(source.store.place(), source)
+    known: dict[Source, Source] = {}
+    for source in dict.fromkeys(tensor.source for tensor in state.tensors.values()):
+        known[source] = sources.setdefault(source.store.place(), source)
     if len(sources) == len(known):
         return state
 
     def change(tensor: LazyTensor) -> LazyTensor:
-        source = known.get(id(tensor.source), tensor.source)
-        return tensor if source is tensor.source else replace(tensor, source=source)
+        source = known.get(tensor.source, tensor.source)
+        chunks = tuple(chunk.over(chunk.storage.moved(source.store)) for chunk in tensor.chunks)
+        return replace(tensor, chunks=chunks, source=source)
 
     return changed(state, change)

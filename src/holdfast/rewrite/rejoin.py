@@ -8,20 +8,16 @@ the same bytes, which is looked at; where they do not, because someone edited th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
-from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
-from holdfast.core.tensor import AliasView, LazyTensor
+from holdfast.core.sharing import groups, overlaps
+from holdfast.core.tensor import LazyTensor
 from holdfast.engine.assembled import Assembled, Copy
 from holdfast.rewrite.state import map_tensors
 
 __all__ = ["Rejoined", "rejoin"]
-
-Group = tuple[int, int]
-"""A source, and the number that its file gave the storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,44 +32,36 @@ class Rejoined:
 def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
     """Give the tensors of a state back the storages that they shared. Reads data only where copies of a storage overlap."""
     limits = limits or Limits()
-    groups: dict[Group, list[LazyTensor]] = {}
-    for tensor in state.tensors.values():
-        if tensor.traits.alias is not None and not tensor.traits.meta:
-            groups.setdefault(_group(tensor, tensor.traits.alias), []).append(tensor)
-    if not groups:
+    noted = {name: t for name, t in state.tensors.items() if t.traits.alias is not None and not t.traits.meta}
+    if not noted:
         return Rejoined(state)
-    assembled, storages, notes = Assembled(), dict[Group, Storage](), list[str]()
-    for group, tensors in groups.items():
-        made = _assemble(tensors, assembled, limits)
+    assembled, storages, notes = Assembled(), dict[Storage, Storage](), list[str]()
+    for storage, names in groups(noted, noted=True).items():
+        made = _assemble([noted[name] for name in names], assembled, limits)
         if isinstance(made, Storage):
-            storages[group] = made
+            storages[storage] = made
         else:
             notes.append(made)
     shared: dict[int, LazyTensor] = {}
 
     def change(tensor: LazyTensor) -> LazyTensor:
-        view = tensor.traits.alias
-        if view is None:
+        if tensor.traits.alias is None:
             return tensor
         # One object stays one object: torch gives it one identity.
         if id(tensor) not in shared:
-            shared[id(tensor)] = _viewed(tensor, view, storages.get(_group(tensor, view)), assembled)
+            (chunk,) = tensor.shared_chunks
+            shared[id(tensor)] = _viewed(tensor, chunk, storages.get(chunk.storage), assembled)
         return shared[id(tensor)]
 
     named = {name: change(tensor) for name, tensor in state.tensors.items()}
     return Rejoined(replace(state, tree=map_tensors(state.tree, change), tensors=named), tuple(notes))
 
 
-def _group(tensor: LazyTensor, view: AliasView) -> Group:
-    return id(tensor.source), view.group
-
-
-def _viewed(tensor: LazyTensor, view: AliasView, storage: Storage | None, assembled: Assembled) -> LazyTensor:
+def _viewed(tensor: LazyTensor, chunk: Chunk, storage: Storage | None, assembled: Assembled) -> LazyTensor:
     traits = replace(tensor.traits, alias=None)
     if storage is None:
         return replace(tensor, traits=traits)
-    chunk = Chunk(Box.whole(tensor.shape), storage, view.offset, view.strides)
-    return replace(tensor, chunks=(chunk,), source=assembled.source, traits=traits)
+    return replace(tensor, chunks=(chunk.over(storage),), source=assembled.source, traits=traits)
 
 
 def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -> Storage | str:
@@ -95,7 +83,7 @@ def _assemble(tensors: list[LazyTensor], assembled: Assembled, limits: Limits) -
             f"{shown} are {kept:,} bytes of a storage of {reached:,}; they are written apart "
             "(Limits(expansion=…) allows the whole of it)"
         )
-    overlap = any(a.stop > b.offset for a, b in pairwise(filled)) or any(copy.repeats for copy in filled)
+    overlap = any(overlaps((copy.offset, copy.stop, None) for copy in filled)) or any(copy.repeats for copy in filled)
     if overlap and not assembled.agrees(storage.key):
         return f"{shown} shared a storage once, and differ now where they overlapped; they are written apart"
     return storage

@@ -20,6 +20,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage, c_strides
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
+from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.formats.safetensors.strict_json import quoted
@@ -32,9 +33,6 @@ from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.state import describe_state, map_tensors
 
 __all__ = ["Tied", "TiedState", "plan_tie", "tie", "tie_state"]
-
-Place = tuple[int, str, int, int]
-"""A storage: source, key, start and length."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,14 +169,15 @@ class _Tying:
     """Which place each tensor gets."""
 
     def __init__(self, state: State) -> None:
-        self._views: dict[Place, set[object]] = {}
+        self._views: dict[Storage, set[View]] = {}
         """The different views of each storage."""
         for tensor in state.tensors.values():
-            for place in _places(tensor):
-                self._views.setdefault(place, set()).add(_view(tensor))
-        self._tensors: dict[object, LazyTensor] = {}
+            for storage in tensor.storages:
+                self._views.setdefault(storage, set()).add(identity(tensor))
+        self._tensors: dict[View, LazyTensor] = {}
         """A view, and what takes its place."""
-        self._storages: dict[Place, tuple[Storage, Source]] = {}
+        self._storages: dict[Storage, tuple[Storage, Source]] = {}
+        """A storage, and the one that its views move to."""
         self.notes: list[str] = []
 
     def add(self, members: list[LazyTensor]) -> None:
@@ -187,14 +186,14 @@ class _Tying:
         first = next((tensor for tensor in members if _covers(tensor)), members[0])
         stays: list[str] = []
         for tensor in members:
-            if _view(tensor) == _view(first) or _places(tensor) == _places(first):
+            if tensor.storages == first.storages:
                 continue
-            if all(len(self._views[place]) == 1 for place in _places(tensor)):
-                self._tensors[_view(tensor)] = first
+            if all(len(self._views[storage]) == 1 for storage in tensor.storages):
+                self._tensors[identity(tensor)] = first
             elif _covers(tensor) and _covers(first):
-                (place,), (onto,) = _places(tensor), _places(first)
-                if place not in self._storages and self._root(onto) != place:
-                    self._storages[place] = (first.chunks[0].storage, first.source)
+                (own,), (onto,) = tensor.storages, first.storages
+                if own not in self._storages and self._root(onto) != own:
+                    self._storages[own] = (onto, first.source)
             else:
                 stays.append(tensor.name)
         if stays:
@@ -203,7 +202,7 @@ class _Tying:
 
     def change(self, tensor: LazyTensor) -> LazyTensor:
         """A tensor at its new place, with all that is its own: its name, whether it is a parameter."""
-        first = self._tensors.get(_view(tensor))
+        first = self._tensors.get(identity(tensor))
         if first is not None:
             # What was made equal to a view may have moved with that view's storage.
             moved = self._moved(first)
@@ -211,32 +210,21 @@ class _Tying:
             return replace(tensor, chunks=moved.chunks, source=moved.source, traits=traits)
         return self._moved(tensor)
 
-    def _root(self, place: Place) -> Place:
+    def _root(self, storage: Storage) -> Storage:
         """Where the views of a storage end up; a storage that others moved to may move itself."""
-        while place in self._storages:
-            storage, source = self._storages[place]
-            place = (id(source), storage.key, storage.start, storage.nbytes)
-        return place
+        while storage in self._storages:
+            storage, _ = self._storages[storage]
+        return storage
 
     def _moved(self, tensor: LazyTensor) -> LazyTensor:
-        places = _places(tensor)
-        if len(places) != 1 or places[0] not in self._storages:
+        storages, source = tensor.storages, tensor.source
+        if len(storages) != 1 or storages[0] not in self._storages:
             return tensor
-        place = places[0]
-        while place in self._storages:
-            storage, source = self._storages[place]
-            place = (id(source), storage.key, storage.start, storage.nbytes)
-        chunks = tuple(replace(chunk, storage=storage) for chunk in tensor.chunks)
+        storage = storages[0]
+        while storage in self._storages:
+            storage, source = self._storages[storage]
+        chunks = tuple(chunk.over(storage) for chunk in tensor.chunks)
         return replace(tensor, chunks=chunks, source=source, traits=replace(tensor.traits, alias=None))
-
-
-def _places(tensor: LazyTensor) -> tuple[Place, ...]:
-    return tuple((id(tensor.source), s.key, s.start, s.nbytes) for s in tensor.storages)
-
-
-def _view(tensor: LazyTensor) -> object:
-    """What tells a view from all others."""
-    return (id(tensor.source), tensor.dtype, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg)
 
 
 def _covers(tensor: LazyTensor) -> bool:

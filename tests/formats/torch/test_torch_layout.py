@@ -303,7 +303,9 @@ def test_any_state_comes_back_through_holdfast(tmp_path_factory: pytest.TempPath
 
 def memory_tensor(content: bytes, dtype: str, shape: tuple[int, ...], *, byteorder: str = "little") -> LazyTensor:
     source = OpenSource(MemoryStore({"memory": content}))
-    return LazyTensor.contiguous("", DTYPES.name(dtype), shape, Storage("memory", 0, len(content), byteorder), source)
+    return LazyTensor.contiguous(
+        "", DTYPES.name(dtype), shape, Storage("memory", 0, len(content), byteorder, home=source.store), source
+    )
 
 
 def test_a_view_of_a_large_buffer_costs_what_it_shows_and_stays_shared():
@@ -331,7 +333,7 @@ def test_reversed_axes_are_written_in_order():
 def test_several_chunks_are_joined():
     content = np.arange(12, dtype="<f4")
     source = OpenSource(MemoryStore({"0": content[:6].tobytes(), "1": content[6:].tobytes()}))
-    chunks = tuple(Chunk(Box((i, 0), (i + 1, 6)), Storage(str(i), 0, 24), 0, c_strides((1, 6), 32)) for i in range(2))
+    chunks = tuple(Chunk(Box((i, 0), (i + 1, 6)), Storage(str(i), 0, 24, home=None), 0, c_strides((1, 6), 32)) for i in range(2))
     tensor = LazyTensor("", DTYPES.name("float32"), (2, 6), chunks, source)
     found = load(laid_out({"a": tensor, "b": tensor.renamed("other")}))
     assert found["a"].tolist() == content.reshape(2, 6).tolist()
@@ -392,7 +394,7 @@ def test_four_bit_floats_become_pairs():
 
 def test_an_expanded_view_keeps_its_one_element():
     source = OpenSource(MemoryStore({"memory": bytes(4)}))
-    chunk = Chunk(Box((0, 0), (1000, 1000)), Storage("memory", 0, 4), 0, (0, 0))
+    chunk = Chunk(Box((0, 0), (1000, 1000)), Storage("memory", 0, 4, home=None), 0, (0, 0))
     raw = laid_out(LazyTensor("", DTYPES.name("float32"), (1000, 1000), (chunk,), source))
     assert len(raw) < 2000
     assert load(raw).stride() == (0, 0)
@@ -477,7 +479,8 @@ def test_bfloat16_bits_survive_whatever_they_are():
 def test_fifty_thousand_tensors_are_a_hundred_thousand_segments():
     source = OpenSource(MemoryStore({"memory": bytes(8 * 2000)}))
     tree = {
-        f"w{i}": LazyTensor.contiguous("", DTYPES.name("float32"), (2,), Storage("memory", 8 * i, 8), source) for i in range(2000)
+        f"w{i}": LazyTensor.contiguous("", DTYPES.name("float32"), (2,), Storage("memory", 8 * i, 8, home=source.store), source)
+        for i in range(2000)
     }
     (file,) = lay_out_torch_zip(state_of(tree)).files
     assert len(file.segments) == 2 * 2000 + 2

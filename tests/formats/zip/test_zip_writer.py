@@ -24,7 +24,7 @@ from holdfast.stores.memory import MemoryStore
 
 def data(label: str, content: bytes) -> Data:
     source = OpenSource(MemoryStore({"memory": content}))
-    storage = Storage("memory", 0, len(content))
+    storage = Storage("memory", 0, len(content), home=source.store)
     return Data(LazyTensor.contiguous(label, DTYPES.name("uint8"), (len(content),), storage, source), label)
 
 
@@ -149,7 +149,9 @@ class Sparse:
 @pytest.mark.parametrize("large", [0xFFFFFFFE, 0xFFFFFFFF, 5 << 30])
 def test_zip64_is_read_back(large: int):
     source = OpenSource(MemoryStore({"memory": b""}))
-    big = Data(LazyTensor.contiguous("b", DTYPES.name("uint8"), (large,), Storage("memory", 0, large), source), "b")
+    big = Data(
+        LazyTensor.contiguous("b", DTYPES.name("uint8"), (large,), Storage("memory", 0, large, home=source.store), source), "b"
+    )
     plan = FilePlan("", lay_out_zip("p", [("b", big), ("far", b"known"), ("empty", b""), ("d", data("d", b"data"))]))
     crcs = {"b": 1, "d": zlib.crc32(b"data")}
     pieces = {}

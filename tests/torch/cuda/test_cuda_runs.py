@@ -54,7 +54,7 @@ class Drawn:
             strides[d] = room * 8
             room *= shape[d]
         start = draw(st.integers(0, max(0, len(CONTENT) - room)))
-        storage = Storage(draw(st.sampled_from("fg")), start, min(room, len(CONTENT) - start))
+        storage = Storage(draw(st.sampled_from("fg")), start, min(room, len(CONTENT) - start), home=None)
         chunk = Chunk(Box.whole(shape), storage, 0, tuple(strides))
         lazy = LazyTensor(f"t{number}", dtype, shape, (chunk,), self.source)
         return Fill(lazy, self._target(draw, lazy))
@@ -121,7 +121,9 @@ def test_neighbours_are_read_together():
     source = OpenSource(MemoryStore({"f": content}))
     row = DTYPES.name("float32")
     fills = [
-        Fill(LazyTensor.contiguous(f"t{i}", row, (1000,), Storage("f", i * 4100, 4000), source), torch.zeros(1000))
+        Fill(
+            LazyTensor.contiguous(f"t{i}", row, (1000,), Storage("f", i * 4100, 4000, home=source.store), source), torch.zeros(1000)
+        )
         for i in range(200)
     ]
     (task,) = tasks_of(source, CPU, fills, BLOCK)
@@ -131,14 +133,14 @@ def test_neighbours_are_read_together():
 
 def test_a_large_tensor_is_cut_where_blocks_end():
     source = OpenSource(MemoryStore({"f": bytes(5 * BLOCK)}))
-    lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (BLOCK,), Storage("f", 100, 4 * BLOCK), source)
+    lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (BLOCK,), Storage("f", 100, 4 * BLOCK, home=source.store), source)
     tasks = list(tasks_of(source, CPU, [Fill(lazy, torch.zeros(BLOCK))], BLOCK))
     assert [task.nbytes for task in tasks] == [BLOCK] * 4
 
 
 def test_same_dtypes_are_bytes_and_others_are_elements():
     source = OpenSource(MemoryStore({"f": bytes(400)}))
-    lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (100,), Storage("f", 0, 400), source)
+    lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (100,), Storage("f", 0, 400, home=source.store), source)
     (same,) = pieces_of(Fill(lazy, torch.zeros(100)), BLOCK)
     (cast,) = pieces_of(Fill(lazy, torch.zeros(100, dtype=torch.float64)), BLOCK)
     assert isinstance(same, Piece)

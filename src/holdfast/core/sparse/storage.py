@@ -11,9 +11,9 @@ from holdfast.core.tensor import LazyTensor
 __all__ = ["Packing", "SparseParts", "SparseStorage", "packing_of"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseStorage(Storage):
-    """The dense bytes of one chunk, under a key that is no file; `crc32` and `nbytes` are theirs."""
+    """The dense bytes of one chunk, under a key that is no file and no other chunk's; `crc32` and `nbytes` are theirs."""
 
     encoding: Encoding
     width: int

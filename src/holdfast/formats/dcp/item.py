@@ -199,7 +199,9 @@ class ItemReader:
             if not stored.stored:
                 raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
             label = f"{stored.name} at byte {window.start}"
-            return Storage(window.key, stored.start, stored.nbytes, byteorder, stored.crc32, asked.location, label)
+            return Storage(
+                window.key, stored.start, stored.nbytes, byteorder, stored.crc32, asked.location, label, home=window.store
+            )
 
         return self._interpret(content, find, stream)
 

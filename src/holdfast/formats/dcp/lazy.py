@@ -3,7 +3,7 @@
 The metadata says which box of a tensor an item holds and how long the item is, but not where in it the elements begin, how they are
 strided, or what their checksum is: that stands in the item itself. To ask 10,000 items when a directory is opened would take 10,000
 reads, so a storage asks its own item, once, when somebody wants to know. Slicing, planning, checking and comparing see an ordinary
-storage of an ordinary file; equality, hash and length need no item.
+storage of an ordinary file; home, equality, hash and length need no item.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ class ItemStorage(Storage):
     name: str
     sizes: tuple[int, ...]
 
-    def __init__(self, items: Items, item: Item, name: str, dtype: DType, sizes: tuple[int, ...]) -> None:
+    def __init__(self, items: Items, item: Item, name: str, dtype: DType, sizes: tuple[int, ...], home: object = None) -> None:
         # Frozen like every storage, so it is filled from below.
         put = object.__setattr__
+        put(self, "home", items.source.store if home is None else home)
         put(self, "key", virtual_key(item) if item.transforms else item.file)
         put(self, "nbytes", dtype.nbytes(math.prod(sizes)))
         put(self, "items", items)
@@ -134,19 +135,20 @@ class ItemStorage(Storage):
         """In bits, as the elements lie."""
         return (self.found or self.items.find(self)).strides
 
+    def moved(self, home: object) -> ItemStorage:
+        return ItemStorage(self.items, self.item, self.name, self.dtype, self.sizes, home)
+
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, ItemStorage) or (self.key, self.nbytes) != (other.key, other.nbytes):
+        if not isinstance(other, ItemStorage) or self.home is not other.home or self.key != other.key:
             return False
-        if self.items is other.items:
-            # Items of one directory do not overlap: those that begin together are one, which tied tensors share.
-            return (self.item.offset, self.dtype, self.sizes) == (other.item.offset, other.dtype, other.sizes)
-        return (self.start, self.byteorder, self.crc32) == (other.start, other.byteorder, other.crc32)
+        # Items of one directory do not overlap: those that begin together are one, which tied tensors share.
+        return (self.item.offset, self.dtype, self.sizes) == (other.item.offset, other.dtype, other.sizes)
 
     def __hash__(self) -> int:
-        return hash((self.key, self.item.offset))
+        return hash((id(self.home), self.key, self.item.offset))
 
     def __reduce__(self) -> tuple[object, ...]:
-        return ItemStorage, (self.items, self.item, self.name, self.dtype, self.sizes)
+        return ItemStorage, (self.items, self.item, self.name, self.dtype, self.sizes, self.home)
 
     def __repr__(self) -> str:
         return f"ItemStorage({self.key!r}, item={self.item.offset}+{self.item.length}, nbytes={self.nbytes})"
@@ -169,6 +171,9 @@ class ItemChunk(Chunk):
     def strides(self) -> tuple[int, ...]:
         return self.storage.strides
 
+    def over(self, storage: Storage) -> Chunk:
+        return ItemChunk(self.box, storage) if isinstance(storage, ItemStorage) else Chunk.over(self, storage)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ItemChunk) or self.box != other.box or self.storage != other.storage:
             return False
@@ -189,7 +194,7 @@ def chunk_of(piece: Piece, name: str, dtype: DType, items: Items) -> Chunk:
     box = Box.at(piece.offsets, piece.sizes)
     if 0 in piece.sizes:
         # There is nothing to find.
-        return Chunk(box, Storage(piece.item.file, piece.item.offset, 0), 0, (0,) * len(piece.sizes))
+        return Chunk(box, Storage(piece.item.file, piece.item.offset, 0, home=items.source.store), 0, (0,) * len(piece.sizes))
     return ItemChunk(box, ItemStorage(items, piece.item, name, dtype, piece.sizes))
 
 

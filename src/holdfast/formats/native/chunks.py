@@ -132,13 +132,13 @@ def _most(encoding: Encoding) -> int:
 
 
 def sparse_storage(
-    name: str, chunk: StoredChunk, sparse: StoredSparse, dtype: DType, shape: tuple[int, ...], files: Sequence[str]
+    name: str, chunk: StoredChunk, sparse: StoredSparse, dtype: DType, shape: tuple[int, ...], *, files: Sequence[str], home: object
 ) -> SparseStorage:
     """The dense bytes of a packed chunk that was checked, under a key of their own."""
     values, where, starts = part_names(name)
 
     def part(label: str, file: int, span: tuple[int, int], crc: str) -> Storage:
-        return Storage(files[file], span[0], _length(span), crc32=int(crc, 16), label=label)
+        return Storage(files[file], span[0], _length(span), crc32=int(crc, 16), label=label, home=home)
 
     encoding = encoding_of(sparse.encoding, sparse.sizes, shape)
     marks = part(where, sparse.where.file, sparse.where.bytes, sparse.where.crc32)
@@ -149,6 +149,7 @@ def sparse_storage(
         encoding.count * dtype.bits // 8,
         crc32=int(chunk.crc32, 16),
         label=name,
+        home=home,
         encoding=encoding,
         width=dtype.bits // 8,
         values=part(values, chunk.file, chunk.bytes, sparse.values),

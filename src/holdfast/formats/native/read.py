@@ -91,10 +91,11 @@ class ManifestTensors(Mapping[str, LazyTensor]):
 
     def _chunk(self, name: str, dtype: DType, stored: StoredTensor, chunk: StoredChunk) -> Chunk:
         start, stop = chunk.bytes
-        storage = Storage(self._files[chunk.file], start, stop - start, crc32=int(chunk.crc32, 16), label=name)
+        key, home = self._files[chunk.file], self._source.store
+        storage = Storage(key, start, stop - start, crc32=int(chunk.crc32, 16), label=name, home=home)
         if chunk.sparse is not None:
             shape = box_of(stored, chunk).shape
-            storage = packed = sparse_storage(name, chunk, chunk.sparse, dtype, shape, self._files)
+            storage = packed = sparse_storage(name, chunk, chunk.sparse, dtype, shape, files=self._files, home=home)
             self._unpacked.add(packed)
         if chunk.start is not None:
             box = box_of(stored, chunk)

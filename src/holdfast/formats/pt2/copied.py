@@ -122,5 +122,5 @@ def copied(source: Source, key: str, record: Record) -> Data:
     """The bytes of a record, as they are. torch stores every record plainly."""
     if BYTES is None or not record.stored:
         raise Unsupported(f"the record {record.name!r} is compressed, and cannot be copied as it is", file=key)
-    storage = Storage(key, record.start, record.nbytes, "little", record.crc32, label=record.name)
+    storage = Storage(key, record.start, record.nbytes, "little", record.crc32, label=record.name, home=source.store)
     return Data(LazyTensor.contiguous(record.name, BYTES, (record.nbytes,), storage, source), record.name)

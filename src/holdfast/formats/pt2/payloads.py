@@ -66,7 +66,8 @@ class Payloads:
             raise MetadataError(f"the pickle in {record.name!r} points at {STORAGES}{asked.key[:64]}, which is not there")
         if not stored.stored:
             raise ZipError(f"the storage {label!r} is compressed", offset=stored.header)
-        return Storage(self._key, stored.start, stored.nbytes, byteorder, stored.crc32, asked.location, label)
+        place = self._key, stored.start, stored.nbytes
+        return Storage(*place, byteorder, stored.crc32, asked.location, label, home=self._source.store)
 
     def _bare(self, record: Record) -> object:
         """A pickle without storages."""

@@ -334,7 +334,8 @@ class Pt2Reader:
                 found=record.nbytes,
             )
         label = record.name.removeprefix(f"{self._archive.prefix}/")
-        return Storage(self._key, record.start, record.nbytes, self._byteorder, record.crc32, meta.location, label)
+        place = self._key, record.start, record.nbytes
+        return Storage(*place, self._byteorder, record.crc32, meta.location, label, home=self._source.store)
 
     def _payload(self, name: str, model: str, what: str) -> object:
         """What a `torch.save` in a record holds; None where there is no such record."""

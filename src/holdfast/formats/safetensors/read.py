@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.protocols import Description, Source
+from holdfast.core.protocols import Description, Source, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
@@ -59,14 +59,14 @@ class Header:
             raise HeaderError("a dtype that is not in the table", file=self.key, tensor=name)
         return dtype
 
-    def storage(self, name: str) -> Storage:
-        """Where the bytes of a tensor lie."""
+    def storage(self, name: str, home: Store) -> Storage:
+        """Where the bytes of a tensor lie in the store that the header was read from."""
         begin, end = self.entries[name].data_offsets
-        return Storage(self.key, self.data_start + begin, end - begin, crc32=self.record.crcs.get(name), label=name)
+        return Storage(self.key, self.data_start + begin, end - begin, crc32=self.record.crcs.get(name), label=name, home=home)
 
     def tensor(self, name: str, source: Source) -> LazyTensor:
         """A tensor as it lies in this file."""
-        return LazyTensor.contiguous(name, self.dtype(name), self.entries[name].shape, self.storage(name), source)
+        return LazyTensor.contiguous(name, self.dtype(name), self.entries[name].shape, self.storage(name, source.store), source)
 
 
 class HeaderTensors(Mapping[str, LazyTensor]):

@@ -82,7 +82,7 @@ def join(name: str, pieces: Sequence[tuple[Header, tuple[int, ...]]], source: So
                 file=header.key,
                 tensor=name,
             )
-        chunks.append(Chunk(Box.at(offsets, shape), header.storage(name), 0, c_strides(shape, dtype.bits)))
+        chunks.append(Chunk(Box.at(offsets, shape), header.storage(name, source.store), 0, c_strides(shape, dtype.bits)))
     whole = Box.whole([max(chunk.box.stop[d] for chunk in chunks) for d in range(rank)])
     if not addressable(whole.shape, dtype.bits) or not tiles(whole, (chunk.box for chunk in chunks)):
         stored = sum(chunk.box.count for chunk in chunks)

@@ -141,7 +141,8 @@ def locate_storages(
         raise MetadataError(
             "the list of storage keys is not the set of storages that the object uses", expected=len(ids), found=len(listed)
         )
-    size = source.store.size(key)
+    home = source.store
+    size = home.size(key)
     places = {}
     for name in listed:
         asked = ids[name]
@@ -155,6 +156,6 @@ def locate_storages(
                 expected=asked.count,
                 found=count,
             )
-        places[name] = Storage(key, start + 8, asked.nbytes, "little", None, asked.location, f"storage {name}")
+        places[name] = Storage(key, start + 8, asked.nbytes, "little", None, asked.location, f"storage {name}", home=home)
         start += 8 + asked.nbytes
     return places, start

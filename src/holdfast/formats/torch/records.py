@@ -19,11 +19,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.sharing import overlaps
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.plan.saves import Data
 
@@ -144,7 +144,7 @@ class StorageRecords:
         # A packed storage begins with a whole byte, and its tensors anywhere in it.
         odd = 0 if dtype.packed else start % bits
         kind = dtype.name if _swapped(storage, dtype) else dtype.storage or UNTYPED
-        key = (id(tensor.source), storage.key, storage.start, storage.nbytes, kind, odd)
+        key = (storage, kind, odd)
         record = self._found.get(key)
         if record is not None:
             if stop > record.high or (start < record.low and stop):
@@ -161,7 +161,8 @@ class StorageRecords:
         return record, start, strides
 
     def _whole(self, tensor: LazyTensor, path: Sequence[object]) -> tuple[StorageRecord, int, tuple[int, ...]]:
-        key = (id(tensor.source), tensor.dtype, tensor.shape, tensor.chunks)
+        # Conjugated or not: the stored elements are written, and the pickle says what they mean.
+        key = (tensor.dtype, tensor.shape, tensor.chunks)
         record = self._found.get(key)
         if record is None:
             record = StorageRecord(len(self.records), tensor, ".".join(map(str, path)), 0, 0, 8, 0, whole=True)
@@ -176,17 +177,12 @@ class StorageRecords:
 
     def lost(self) -> list[tuple[StorageRecord, StorageRecord]]:
         """Pairs of records that had bytes in common and are now written apart."""
-        groups: dict[tuple[int, str, int], list[StorageRecord]] = {}
+        over: dict[Storage, list[StorageRecord]] = {}
         for record in self.records:
             if record.nbytes and len(record.sample.chunks) == 1:
-                storage = record.sample.chunks[0].storage
-                groups.setdefault((id(record.sample.source), storage.key, storage.start), []).append(record)
-        pairs: list[tuple[StorageRecord, StorageRecord]] = []
-        for group in groups.values():
-            if len(group) > 1:
-                group.sort(key=StorageRecord.reached)
-                pairs += [(a, b) for a, b in pairwise(group) if b.reached()[0] < a.reached()[1]]
-        return pairs
+                over.setdefault(record.sample.chunks[0].storage, []).append(record)
+        several = (group for group in over.values() if len(group) > 1)
+        return [pair for group in several for pair in overlaps((*record.reached(), record) for record in group)]
 
 
 def _swapped(storage: Storage, dtype: DType) -> bool:

@@ -194,7 +194,8 @@ def _storages(cursor: Cursor, source: Source) -> dict[int, LazyTensor]:
             raise MetadataError("a storage with a negative number of elements", found=count, offset=cursor.at)
         nbytes = count * max(dtype.bits // 8, 1)
         place = str(location) if isinstance(location, str) else ""
-        storage = Storage(cursor.key, cursor.skip(nbytes), nbytes, "little", None, place, f"storage {name}")
+        at = cursor.skip(nbytes)
+        storage = Storage(cursor.key, at, nbytes, "little", None, place, f"storage {name}", home=source.store)
         found[name] = LazyTensor.contiguous("", dtype, (count,), storage, source)
     views = cursor.pickle()
     if not isinstance(views, list):

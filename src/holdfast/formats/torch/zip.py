@@ -133,13 +133,17 @@ class PickleReader:
             raise FormatError(f"the archive has no {name}")
         content = record_bytes(self._source, self._key, record, self._source.limits.pickle_nbytes)
 
+        home = self._source.store
+
         def find(asked: StorageId) -> Storage:
-            stored = self._archive.get(folder + asked.key)
+            label = folder + asked.key
+            stored = self._archive.get(label)
             if stored is None:
                 raise MetadataError(f"the pickle points at {folder}{asked.key}, which is not in the archive")
             if stored.method != 0:
                 raise ZipError(f"the storage {stored.name!r} is compressed", offset=stored.header)
-            return Storage(self._key, stored.start, stored.nbytes, self.byteorder, stored.crc32, asked.location, folder + asked.key)
+            place = self._key, stored.start, stored.nbytes
+            return Storage(*place, self.byteorder, stored.crc32, asked.location, label, home=home)
 
         storages = Storages(self._source, find)
         table = TorchTable(self._source, storages.persistent)

@@ -94,17 +94,15 @@ def load_fills(
     losses = losses or CastLosses()
     threads = max((one.lazy.source.threads for one in fills if isinstance(one.lazy.source, OpenSource)), default=default_threads())
     size = blocks_within(most, threads)
-    groups: dict[tuple[int, torch.device], list[Fill]] = {}
-    by_source: dict[int, list[Fill]] = {}
+    groups: dict[tuple[Source, torch.device], list[Fill]] = {}
+    fills_of: dict[Source, list[Fill]] = {}
     for one in fills:
-        groups.setdefault((id(one.lazy.source), one.target.device), []).append(one)
-        by_source.setdefault(id(one.lazy.source), []).append(one)
-    checks = {number: checks_of(members[0].lazy.source, members) for number, members in by_source.items()}
+        groups.setdefault((one.lazy.source, one.target.device), []).append(one)
+        fills_of.setdefault(one.lazy.source, []).append(one)
+    checks = {source: checks_of(source, members) for source, members in fills_of.items()}
     found = lanes(device for _, device in groups)
     # All of them before the first is read: made by the readers, each call into torch would wait for the interpreter lock.
-    tasks = [
-        task for (_, device), members in groups.items() for task in tasks_of(members[0].lazy.source, device, members, size.nbytes)
-    ]
+    tasks = [task for (source, device), members in groups.items() for task in tasks_of(source, device, members, size.nbytes)]
     count = min(size.count, len(tasks))
     blocks = POOL.lend(count, size.nbytes)
     locked = all(block.locked for block in blocks)
@@ -113,7 +111,7 @@ def load_fills(
             tasks,
             blocks,
             threads=min(threads, count),
-            read=lambda task, block: _read(task, block, checks[id(task.source)]),
+            read=lambda task, block: _read(task, block, checks[task.source]),
             put=lambda task, block: _put(task, block, found[task.device], progress, losses=losses),
         )
     finally:

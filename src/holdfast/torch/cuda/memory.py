@@ -62,7 +62,7 @@ class GpuMemory(Virtual):
                 self._lanes[device] = self._make_lane(device)
             self._bytes[key] = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             self.put(Entry(nbytes, partial(self._read, key)), key)
-        return Storage(key, 0, nbytes, location=str(device))
+        return Storage(key, 0, nbytes, location=str(device), home=self)
 
     def flat(self, key: str) -> torch.Tensor:
         """All bytes under a key, where they are."""

@@ -20,6 +20,7 @@ import torch
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
+from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path
 from holdfast.errors import DoesNotFit, Unsupported
@@ -189,9 +190,7 @@ def different(a: LazyTensor | Composite, b: LazyTensor | Composite) -> bool:
     """Whether two tensors certainly hold different elements."""
     if not (isinstance(a, LazyTensor) and isinstance(b, LazyTensor)):
         return a is not b
-    if a.source is b.source and a.chunks == b.chunks:
-        return False
-    return a.digest() != b.digest()
+    return identity(a) != identity(b) and a.digest() != b.digest()
 
 
 def plain_problem(offer: LazyTensor, shape: tuple[int, ...], dtype_problem: Callable[[torch.dtype], str | None]) -> str | None:

@@ -199,8 +199,8 @@ def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None
 
 def _read_nbytes(fills: list[Fill]) -> int:
     """Bytes that were read from the files of a checkpoint that was opened for these fills alone."""
-    sources = {id(one.lazy.source): one.lazy.source for one in fills}
-    return sum(source.read_nbytes for source in sources.values() if isinstance(source, OpenSource))
+    sources = {one.lazy.source for one in fills}
+    return sum(source.read_nbytes for source in sources if isinstance(source, OpenSource))
 
 
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, machines: bool) -> list[bytes]:

@@ -26,6 +26,7 @@ import msgspec
 
 from holdfast.core.box import Box
 from holdfast.core.protocols import State
+from holdfast.core.sharing import twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.write import Progress
@@ -203,15 +204,7 @@ def _nothing(tensor: LazyTensor) -> Box:
 
 def _aliases(tensors: Mapping[str, LazyTensor]) -> list[tuple[str, str]]:
     """Names of one and the same memory, each with the first of them."""
-    first: dict[object, str] = {}
-    found = []
-    for name, tensor in tensors.items():
-        if not tensor.chunks or not tensor.size:
-            continue
-        base = first.setdefault((tensor.dtype.name, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg), name)
-        if base != name:
-            found.append((name, base))
-    return found
+    return list(twins({name: tensor for name, tensor in tensors.items() if tensor.size}).items())
 
 
 def stage_described(described: Described, copy: Copy) -> Described:

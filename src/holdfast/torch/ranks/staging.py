@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from holdfast.core.protocols import Request
+from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.arrays import Resident
 from holdfast.engine.source import OpenSource
@@ -83,25 +83,24 @@ def stage(
     room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
     copies = Copies(room)
     outs: list[np.ndarray | None] = []
-    by_source: dict[int, tuple[LazyTensor, list[Request]]] = {}
+    requests: list[Request] = []
     for tensor, place in zip(tensors, places, strict=True):
         if tensor.dtype.packed or not tensor.nbytes:
             # Packed elements are never in the caller's memory: numpy and torch have none, so they come from an open checkpoint.
             outs.append(None)
             continue
         out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
-        by_source.setdefault(id(tensor.source), (tensor, []))[1].append(Request(tensor, out))
+        requests.append(Request(tensor, out))
         outs.append(out)
     try:
         # GPUs first: they copy by themselves while the rest is copied here.
-        for tensor, requests in sorted(by_source.values(), key=lambda found: not isinstance(found[0].source, GpuSource)):
-            if isinstance(tensor.source, GpuSource):
-                copies.begin(tensor.source, requests)
+        for source, own in sorted(by_source(requests).items(), key=lambda found: not isinstance(found[0], GpuSource)):
+            if isinstance(source, GpuSource):
+                copies.begin(source, own)
             else:
-                source = tensor.source
                 if isinstance(source, OpenSource) and source.store.resident:
                     source = source.over(source.store, threads=threads)  # this rank shares the machine with others
-                source.read(requests)
+                source.read(own)
         staged = [t if out is None else _moved(t, out, resident, room) for t, out in zip(tensors, outs, strict=True)]
         torn = sum(tensor._version != version for tensor, version in before)
         if torn:

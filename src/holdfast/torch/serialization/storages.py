@@ -344,7 +344,7 @@ class FileStorages:
     def _make_on_gpu(self, found: Found, device: torch.device) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(found.nbytes, device=device)
         crc = None if self._mapped is not None or not self._verify else found.crc32
-        stored = Storage(self._key, found.start, found.nbytes, crc32=crc, label=found.label)
+        stored = Storage(self._key, found.start, found.nbytes, crc32=crc, label=found.label, home=self._source.store)
         lazy = LazyTensor.contiguous(found.label, BYTES, (found.nbytes,), stored, self._source)
         self._fills.append(Fill(lazy, torch.empty(0, dtype=torch.uint8, device=device).set_(storage)))
         return storage

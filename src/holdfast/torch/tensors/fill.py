@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from holdfast.core.protocols import Request, Source
+from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
@@ -120,11 +120,7 @@ def _overlapping(fills: list[Fill]) -> set[int]:
 
 
 def _read_in_place(fills: list[Fill], progress: Progress | None) -> None:
-    by_source: dict[int, tuple[Source, list[Request]]] = {}
-    for one in fills:
-        lazy, array = _in_file_order(one)
-        by_source.setdefault(id(lazy.source), (lazy.source, []))[1].append(Request(lazy, array))
-    for source, requests in by_source.values():
+    for source, requests in by_source(Request(*_in_file_order(one)) for one in fills).items():
         if progress is None:
             source.read(requests)
             continue
@@ -149,14 +145,13 @@ def _in_file_order(one: Fill) -> tuple[LazyTensor, np.ndarray]:
 
 
 def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: CastLosses) -> None:
-    by_source: dict[int, list[Fill]] = {}
+    fills_of: dict[Source, list[Fill]] = {}
     for one in fills:
-        by_source.setdefault(id(one.lazy.source), []).append(one)
-    if not by_source:
+        fills_of.setdefault(one.lazy.source, []).append(one)
+    if not fills_of:
         return
     blocks = Blocks()
-    for members in by_source.values():
-        source = members[0].lazy.source
+    for source, members in fills_of.items():
         checks = _checks(source, members)
         before: Batch | None = None
         for parts in _batches((part for one in members for part in parts_of(one, blocks.nbytes)), blocks.nbytes):

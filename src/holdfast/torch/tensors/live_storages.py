@@ -21,18 +21,17 @@ from holdfast.core.tensor import LazyTensor
 
 __all__ = ["keep", "view_of_kept"]
 
-Place = tuple[str, int]
-"""A storage of a source: its file and first byte."""
+Place = tuple[str, int, int]
+"""A storage of a source: its file, first byte and length. Not the `Storage`, which would keep the source's files open."""
 
 
 class Note(weakref.ref[torch.UntypedStorage]):
     """A storage that is in use as long as the reference is alive, and the names that were given views of it."""
 
-    __slots__ = ("names", "place", "storage")
+    __slots__ = ("names", "place")
 
     names: tuple[str, ...]
     place: Place
-    storage: Storage
 
 
 class Notes(dict[Place, Note]):
@@ -69,7 +68,7 @@ def keep(lazy: LazyTensor, tensor: torch.Tensor) -> None:
     if notes is None:
         notes = _notes[lazy.source] = Notes()
     note = Note(tensor.untyped_storage(), notes.forget)
-    note.names, note.place, note.storage = (lazy.name,), (storage.key, storage.start), storage
+    note.names, note.place = (lazy.name,), _place(storage)
     notes[note.place] = note
 
 
@@ -79,8 +78,8 @@ def view_of_kept(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     if not notes:
         return None
     chunk = lazy.chunks[0]
-    note = notes.get((chunk.storage.key, chunk.storage.start))
-    if note is None or lazy.name in note.names or note.storage != chunk.storage or chunk.shape != lazy.shape:
+    note = notes.get(_place(chunk.storage))
+    if note is None or lazy.name in note.names or chunk.storage.byteorder != "little" or chunk.shape != lazy.shape:
         return None
     bits = lazy.dtype.bits
     storage = note()
@@ -90,3 +89,7 @@ def view_of_kept(lazy: LazyTensor, dtype: torch.dtype) -> torch.Tensor | None:
     note.names = (*note.names, lazy.name)
     strides = tuple(s // bits for s in chunk.strides)
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, chunk.offset // bits, lazy.shape, strides)
+
+
+def _place(storage: Storage) -> Place:
+    return storage.key, storage.start, storage.nbytes

@@ -24,6 +24,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import State
+from holdfast.core.sharing import Island, groups, islands, twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Unsupported
 from holdfast.rewrite.rejoin import rejoin
@@ -97,17 +98,12 @@ def plan_regions(tensors: Mapping[str, LazyTensor]) -> Regions:
     if len(tensors) < 2:
         return regions
     joined = _rejoined(tensors, regions)
-    buckets: dict[tuple[int, str, int], list[str]] = {}
-    for name, tensor in joined.items():
-        if tensor.chunks:
-            storage = tensor.chunks[0].storage
-            buckets.setdefault((id(tensor.source), storage.key, storage.start), []).append(name)
-    for names in buckets.values():
+    for storage, names in groups(joined).items():
         if len(names) > 1:
             members = {name: joined[name] for name in names if _viewable(joined[name])}
-            for region in _regions(members, tensors, regions.notes):
+            for region in _regions(members, storage, originals=tensors, notes=regions.notes):
                 regions.by_name.update(dict.fromkeys(region.views, region))
-            regions.twins |= _twins({name: joined[name] for name in names if name not in regions.by_name})
+            regions.twins |= twins({name: joined[name] for name in names if name not in regions.by_name})
     return regions
 
 
@@ -136,28 +132,14 @@ def view_of(storage: torch.UntypedStorage, view: View, dtype: torch.dtype) -> to
 
 def _rejoined(tensors: Mapping[str, LazyTensor], regions: Regions) -> Mapping[str, LazyTensor]:
     """The same tensors, with those that were copied out of one storage as views of it again."""
-    groups: dict[tuple[int, int], list[str]] = {}
-    for name, tensor in tensors.items():
-        if tensor.traits.alias is not None and not tensor.traits.meta:
-            groups.setdefault((id(tensor.source), tensor.traits.alias.group), []).append(name)
-    shared = {name: tensors[name] for names in groups.values() if len(names) > 1 for name in names}
+    noted = {name: t for name, t in tensors.items() if t.traits.alias is not None and not t.traits.meta}
+    shared = {name: noted[name] for names in groups(noted, noted=True).values() if len(names) > 1 for name in names}
     if not shared:
         return tensors
     limits = next(iter(shared.values())).source.limits
     rejoined = rejoin(State(None, shared, {}), limits)
     regions.notes += [note.replace("written apart", "read apart") for note in rejoined.notes]
     return {**tensors, **rejoined.state.tensors}
-
-
-def _twins(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
-    firsts: dict[object, str] = {}
-    twins: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        what = (tensor.dtype, tensor.shape, tensor.chunks, tensor.traits.conj, tensor.traits.neg)
-        first = firsts.setdefault(what, name)
-        if first != name:
-            twins[name] = first
-    return twins
 
 
 def _viewable(tensor: LazyTensor) -> bool:
@@ -177,32 +159,27 @@ def _viewable(tensor: LazyTensor) -> bool:
     return True
 
 
-def _regions(members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], notes: list[str]) -> Iterator[Region]:
+def _regions(
+    members: Mapping[str, LazyTensor], storage: Storage, *, originals: Mapping[str, LazyTensor], notes: list[str]
+) -> Iterator[Region]:
     """The regions of tensors over one storage."""
     if len(members) < 2:
         return
-    first = next(iter(members.values()))
-    storage, limits = first.chunks[0].storage, first.source.limits
+    limits = next(iter(members.values())).source.limits
     if storage.byteorder != "little" and len({tensor.dtype for tensor in members.values()}) > 1:
         # Elements of several widths over the same big-endian bytes: no little-endian storage has them all.
         return
-    spans: list[tuple[int, int]] = []
-    clusters: list[list[str]] = []
-    for start, stop, name in sorted((*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items()):
-        if spans and start < spans[-1][1]:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
-            clusters[-1].append(name)
-        else:
-            spans.append((start, stop))
-            clusters.append([name])
 
     def allowed(nbytes: int, names: Iterable[str]) -> bool:
         distinct = {(tensor.dtype, tensor.chunks): tensor.nbytes for tensor in map(members.__getitem__, names)}
         return nbytes <= max(limits.expansion * sum(distinct.values()), limits.expansion_floor_nbytes)
 
     if allowed(storage.nbytes, members):
-        spans, clusters = [(0, storage.nbytes)], [list(members)]
-    for (start, stop), names in zip(spans, clusters, strict=True):
+        found = [Island(0, storage.nbytes, list(members))]
+    else:
+        found = islands((*tensor.chunks[0].extent(tensor.dtype), name) for name, tensor in members.items())
+    for island in found:
+        start, stop, names = island.start, island.stop, island.members
         if len(names) < 2:
             continue
         if allowed(stop - start, names):

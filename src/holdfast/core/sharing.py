@@ -1,0 +1,115 @@
+"""Which tensors share memory: those of one storage, those that are one view, those with bytes in common. Nothing is read.
+
+A storage is equal to another when both are the same bytes (`Storage.home`), so all of this is comparing, and never reading:
+
+    groups     by storage, the names over it: tied weights, views of one buffer
+    twins      names of one and the same view: the same elements of the same bytes, with the same meaning
+    islands    ranges of one storage that hang together, because they overlap or touch
+    overlaps   pairs of them that have a byte in common
+
+    storage    │ · · a a a a · · · · b b · · │     names a, c, b and d; c is a over again, d the second half of a
+                     c c c c                       groups    {storage: [a, b, c, d]}
+                         d d                       twins     {c: a}
+                                                   islands   [a c d], [b]
+
+A format that stores every tensor by itself may note where each lay before (`Traits.alias`). With `noted=True` such a tensor counts
+as the view that it was (`LazyTensor.shared_chunks`), and not as the copy that it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DType
+from holdfast.core.tensor import LazyTensor
+
+__all__ = ["Island", "Span", "View", "groups", "identity", "islands", "overlaps", "twins"]
+
+T = TypeVar("T")
+
+View = tuple[DType, tuple[int, ...], tuple[Chunk, ...], bool, bool]
+"""What all names of one and the same view have in common, and no other view: dtype, shape, chunks, and whether the elements are the
+conjugates or the negatives of what is stored."""
+
+Span = tuple[int, int, T]
+"""The first byte of something, the byte after its last one, and what it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Island(Generic[T]):
+    """A range without a gap, and what lies in it, in the order of first bytes."""
+
+    start: int
+    stop: int
+    members: list[T]
+
+
+def identity(tensor: LazyTensor, *, noted: bool = False) -> View:
+    """What tells a view from all others. Two tensors with one identity hold the same, whatever becomes of the bytes."""
+    chunks = tensor.shared_chunks if noted else tensor.chunks
+    return tensor.dtype, tensor.shape, chunks, tensor.traits.conj, tensor.traits.neg
+
+
+def groups(tensors: Mapping[str, LazyTensor], *, noted: bool = False) -> dict[Storage, list[str]]:
+    """The names over each storage, storages and names in the order of the tensors. Most storages have one name."""
+    found: dict[Storage, list[str]] = {}
+    for name, tensor in tensors.items():
+        chunks = tensor.shared_chunks if noted else tensor.chunks
+        # Almost every tensor has one chunk: for 100,000 of them a dict each would be felt.
+        for storage in (chunks[0].storage,) if len(chunks) == 1 else dict.fromkeys(chunk.storage for chunk in chunks):
+            found.setdefault(storage, []).append(name)
+    return found
+
+
+def twins(tensors: Mapping[str, LazyTensor]) -> dict[str, str]:
+    """Names of a view that has an earlier name, each with the first of its names. What has no bytes is nobody's twin."""
+    found: dict[str, str] = {}
+    alone: dict[Storage, str] = {}
+    firsts: dict[View, str] = {}
+    for name, tensor in tensors.items():
+        storage = tensor.chunks[0].storage if tensor.chunks else None
+        if storage is None or not storage.nbytes:
+            continue
+        other = alone.setdefault(storage, name)
+        if other is name:
+            # Most tensors are alone in their storage, and a storage is compared faster than a view.
+            continue
+        firsts.setdefault(identity(tensors[other]), other)
+        first = firsts.setdefault(identity(tensor), name)
+        if first != name:
+            found[name] = first
+    return found
+
+
+def islands(spans: Iterable[Span[T]], *, touching: bool = False) -> list[Island[T]]:
+    """What overlaps, as one: each with the next, and so all that hang together. With `touching`, neighbours without a gap as well.
+
+    >>> [(island.start, island.stop, island.members) for island in islands([(8, 12, "c"), (0, 6, "a"), (4, 8, "b")])]
+    [(0, 8, ['a', 'b']), (8, 12, ['c'])]
+    """
+    found: list[Island[T]] = []
+    for start, stop, member in sorted(spans, key=lambda span: span[:2]):
+        last = found[-1] if found else None
+        if last is not None and (start < last.stop or (touching and start == last.stop)):
+            last.members.append(member)
+            found[-1] = Island(last.start, max(last.stop, stop), last.members)
+        else:
+            found.append(Island(start, stop, [member]))
+    return found
+
+
+def overlaps(spans: Iterable[Span[T]]) -> Iterator[tuple[T, T]]:
+    """Pairs that have a byte in common: each with the one of those before it that reaches furthest. Linear, so not all pairs.
+
+    >>> list(overlaps([(0, 10, "a"), (2, 4, "b"), (6, 8, "c"), (10, 12, "d")]))
+    [('a', 'b'), ('a', 'c')]
+    """
+    furthest: Span[T] | None = None
+    for span in sorted(spans, key=lambda span: span[:2]):
+        if furthest is not None and span[0] < furthest[1]:
+            yield furthest[2], span[2]
+        if furthest is None or span[1] > furthest[1]:
+            furthest = span
