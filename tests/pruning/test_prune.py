@@ -242,6 +242,14 @@ def test_tied_weights_are_one_and_stay_tied(tmp_path, suffix):
     assert not (tmp_path / "c.pt").exists()
 
 
+def test_a_view_and_its_negative_are_not_one_tensor(tmp_path):
+    torch = pytest.importorskip("torch")
+    pairs = torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0))
+    holdfast.save(tmp_path / "a.pt", {"one": pairs.imag, "other": pairs.conj().imag})
+    with pytest.raises(CannotHold, match="share elements"):
+        holdfast.prune(tmp_path / "a.pt", tmp_path / "b.pt", ["*: 0.5"])
+
+
 def test_masks_beside_and_only(tmp_path):
     state = {"w": values((9, 12), np.float32), "b": values((4,), np.float32)}
     holdfast.save(state, tmp_path / "a.safetensors")

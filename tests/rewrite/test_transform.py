@@ -118,6 +118,15 @@ def test_a_cast_of_views_of_several_dtypes_casts_each_by_itself():
     assert made["u1"].numpy().tolist() == raw.tolist()
 
 
+def test_a_cast_tells_a_view_from_its_negative():
+    """Both are the same elements of one storage, which has complex numbers as well."""
+    pairs = torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0))
+    state = describe_state({"pairs": pairs, "one": pairs.imag, "other": pairs.conj().imag})
+    made = transform(state, Edits(dtype=DTYPES.name("float64"))).tensors
+    assert made["one"].numpy().tolist() == [1, 2, 3, 4]
+    assert made["other"].numpy().tolist() == [-1, -2, -3, -4]
+
+
 def test_a_cast_keeps_what_a_file_remembers_of_views(tmp_path):
     import holdfast
 

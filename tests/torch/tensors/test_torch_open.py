@@ -105,6 +105,15 @@ def test_storages_are_not_kept_alive(path):
         assert storage() is held.untyped_storage()
 
 
+def test_a_tensor_that_was_read_does_not_keep_its_file_open(path):
+    opened = holdfast.open(path)
+    tensor, source = opened["base"].torch(), weakref.ref(opened.source)
+    del opened
+    gc.collect()
+    assert source() is None
+    assert torch.equal(tensor, views()["base"])
+
+
 def test_alone_is_read_anew(path):
     with torch_open(path) as checkpoint:
         first = checkpoint["alone"]

@@ -1,0 +1,190 @@
+"""Which tensors share memory: storages and their homes; groups, twins, islands and overlaps against slow and obvious answers."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DTYPES
+from holdfast.core.sharing import groups, identity, islands, overlaps, twins
+from holdfast.core.tensor import AliasView, LazyTensor, Traits
+from holdfast.engine.computed import Computed
+from holdfast.engine.source import OpenSource
+from holdfast.stores.memory import MemoryStore
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "files"
+
+
+class AlwaysEqual:
+    """A home that says it is every other."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __hash__(self) -> int:
+        return 0
+
+
+class Made:
+    """A store with one file of 64 bytes, and tensors over parts of it."""
+
+    def __init__(self) -> None:
+        self.source = OpenSource(MemoryStore({"f": bytes(64)}))
+
+    def tensor(self, start: int = 0, nbytes: int = 16, traits: Traits | None = None, **storage: object) -> LazyTensor:
+        place = Storage("f", start, nbytes, home=self.source.store, **storage)
+        made = LazyTensor.contiguous("", DTYPES.name("uint8"), (nbytes,), place, self.source)
+        return made if traits is None else replace(made, traits=traits)
+
+
+def test_a_storage_is_its_range_in_its_home():
+    home = AlwaysEqual()
+    one = Storage("f", 0, 8, home=home)
+    assert one == Storage("f", 0, 8, home=home)
+    assert hash(one) == hash(Storage("f", 0, 8, location="cuda:3", label="data/7", home=home))
+    assert one == Storage("f", 0, 8, location="cuda:3", label="data/7", home=home)
+    others = [
+        Storage("g", 0, 8, home=home),
+        Storage("f", 1, 8, home=home),
+        Storage("f", 0, 9, home=home),
+        Storage("f", 0, 8, "big", home=home),
+        Storage("f", 0, 8, crc32=7, home=home),
+        Storage("f", 0, 8, home=AlwaysEqual()),
+    ]
+    assert all(one != other for other in others)
+    assert len({one, *others}) == 7
+    assert "home" not in repr(one)
+    assert one.moved(others[-1].home) == others[-1]
+    assert one != "f"
+
+
+def test_a_storage_is_never_without_a_home():
+    with pytest.raises(TypeError, match="home"):
+        Storage("f", 0, 8)
+
+
+def test_stores_that_use_the_same_keys_share_nothing():
+    original = Made().tensor()
+    made = [Computed().tensor(original, original.dtype, lambda array: array) for _ in range(2)]
+    assert made[0].chunks[0].storage.key == made[1].chunks[0].storage.key
+    assert identity(made[0]) != identity(made[1])
+    assert twins({"a": made[0], "b": made[1]}) == {}
+    assert list(groups({"a": made[0], "b": made[1]}).values()) == [["a"], ["b"]]
+
+
+def test_groups_are_by_storage_and_twins_by_view():
+    one, other = Made(), Made()
+    whole = one.tensor()
+    tensors = {
+        "whole": whole,
+        "elsewhere": other.tensor(),
+        "again": whole.renamed("again"),
+        "half": whole[8:],
+        "half again": whole[8:],
+        "as bytes of a sign": replace(whole, dtype=DTYPES.name("int8")),
+        "negated": replace(whole, traits=Traits(neg=True)),
+        "empty": one.tensor(nbytes=0),
+        "also empty": one.tensor(nbytes=0),
+        "no data": replace(whole, chunks=(), traits=Traits(meta=True)),
+    }
+    assert list(groups(tensors).values()) == [
+        ["whole", "again", "half", "half again", "as bytes of a sign", "negated"],
+        ["elsewhere"],
+        ["empty", "also empty"],
+    ]
+    assert twins(tensors) == {"again": "whole", "half again": "half"}
+
+
+def test_a_tensor_in_pieces_is_in_the_group_of_each():
+    made = Made()
+    rows = [made.tensor(start=start) for start in (0, 16)]
+    chunks = tuple(Chunk(Box((16 * i,), (16 * i + 16,)), t.chunks[0].storage, 0, (8,)) for i, t in enumerate(rows))
+    whole = LazyTensor("", DTYPES.name("uint8"), (32,), chunks, made.source)
+    assert list(groups({"a": rows[0], "w": whole, "b": rows[1]}).values()) == [["a", "w"], ["w", "b"]]
+    assert twins({"a": rows[0], "w": whole, "v": whole}) == {"v": "w"}
+
+
+def test_noted_views_count_as_what_they_were():
+    made = Made()
+
+    def noted(start: int, group: int, offset: int) -> LazyTensor:
+        return made.tensor(start, traits=Traits(alias=AliasView(group, 64, offset, (8,))))
+
+    tensors = {"a": noted(0, 0, 0), "b": noted(16, 0, 8), "c": noted(32, 1, 0), "d": made.tensor(48)}
+    assert list(groups(tensors).values()) == [["a"], ["b"], ["c"], ["d"]]
+    found = groups(tensors, noted=True)
+    assert list(found.values()) == [["a", "b"], ["c"], ["d"]]
+    assert [storage.nbytes for storage in found] == [64, 64, 16]
+    assert [storage.label for storage in found][:2] == ["shared/0", "shared/1"]
+    assert identity(tensors["a"], noted=True) != identity(tensors["b"], noted=True)
+    assert tensors["b"].shared_chunks[0].offset == 8
+    assert tensors["d"].shared_chunks is tensors["d"].chunks
+
+
+spans = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 8)).map(lambda pair: (pair[0], pair[0] + pair[1])), max_size=12)
+
+
+@given(spans, st.booleans())
+def test_islands_are_what_hangs_together(pairs, touching):
+    apart = [{i} for i in range(len(pairs))]
+    for i, j in combinations(range(len(pairs)), 2):
+        (a, b), (c, d) = pairs[i], pairs[j]
+        if (a <= d and c <= b) if touching else (a < d and c < b):
+            one, other = (next(group for group in apart if k in group) for k in (i, j))
+            if one is not other:
+                one |= other
+                apart = [group for group in apart if group is not other]
+    found = islands([(*pair, i) for i, pair in enumerate(pairs)], touching=touching)
+    assert sorted(map(sorted, apart)) == sorted(sorted(island.members) for island in found)
+    for island in found:
+        members = [pairs[i] for i in island.members]
+        assert (island.start, island.stop) == (min(a for a, _ in members), max(b for _, b in members))
+
+
+@given(spans)
+def test_overlaps_are_found_whenever_there_are_any(pairs):
+    found = list(overlaps((*pair, i) for i, pair in enumerate(pairs)))
+    truth = {frozenset(p) for p in combinations(range(len(pairs)), 2) if _meet(pairs[p[0]], pairs[p[1]])}
+    assert {frozenset(pair) for pair in found} <= truth
+    # Everything that meets something before it is in a pair.
+    assert {i for pair in found for i in pair} == {i for pair in truth for i in pair}
+
+
+def _meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors", ""])
+def test_what_was_pickled_together_still_shares(tmp_path, suffix):
+    array = np.arange(8.0)
+    holdfast.save(tmp_path / f"m{suffix}", {"a": array, "b": array, "c": array.copy()})
+    with holdfast.open(tmp_path / f"m{suffix}") as opened:
+        sent = pickle.loads(pickle.dumps(dict(opened)))
+        assert twins(sent) == twins(dict(opened)) == {"b": "a"}
+        assert identity(sent["a"]) != identity(opened["a"]), "another process has opened it for itself"
+
+
+def test_every_format_says_where_its_storages_lie():
+    formats = set()
+    for path in sorted(GOLDEN.rglob("*")):
+        try:
+            opened = holdfast.open(path)
+        except holdfast.HoldfastError:
+            continue  # a part of a checkpoint
+        with opened:
+            formats.add(opened.format)
+            for tensor in opened.values():
+                store = tensor.source.store
+                homes = {id(storage.home) for storage in tensor.storages}
+                assert homes <= {id(store), id(getattr(store, "below", store))}, f"{path}: {tensor.name}"
+    assert formats >= {"torch-zip", "torch-legacy", "torch-tar", "torchscript", "safetensors", "dcp"}
