@@ -15,7 +15,8 @@
    itself has not cancelled. So c(p) is what is left at p: below 0, and p is the first point in C order that no
    box holds; above 0, and it is the first that two boxes hold.
 
-Exact, and n log n in the number of corners: n times 2 for each dimension that is cut.
+Exact, and n log n in the number of corners: n times 2 for each dimension that is cut. `core/tiling.py` decides the same of one
+tensor, in any number of dimensions, and cannot say where; here it decides where the corners would be too many.
 """
 
 from __future__ import annotations
@@ -26,8 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.core.box import Box
-from holdfast.core.tiling import tiles
+from holdfast.core.tiling import covers
 
 __all__ = ["Defect", "defects"]
 
@@ -162,8 +162,8 @@ def _corners(bases: Ints, sides: list[tuple[Ints, Ints]]) -> tuple[list[Ints], l
 
 def _slowly(extents: Ints, boxes: _Boxes, begin: int, stop: int) -> Iterator[Defect]:
     tensor = int(boxes.tensors[begin])
-    parts = (Box.at(boxes.starts[:, i].tolist(), boxes.sizes[:, i].tolist()) for i in range(begin, stop))
-    if not tiles(Box.whole(extents[:, tensor].tolist()), parts):
+    starts, sizes = boxes.starts[:, begin:stop].T.tolist(), boxes.sizes[:, begin:stop].T.tolist()
+    if not covers(tuple(extents[:, tensor].tolist()), list(zip(map(tuple, starts), map(tuple, sizes), strict=True))):
         yield Defect(tensor, None, None)
 
 
