@@ -182,3 +182,12 @@ def test_a_state_nested_too_deep_is_refused(tmp_path):
     with pytest.raises((CannotHold, LimitExceeded), match="depth"):
         holdfast.save({"deep": value}, tmp_path / "a.pt")
     assert os.listdir(tmp_path) == []
+
+
+def test_either_order_of_state_and_path(tmp_path):
+    state = {"w": np.arange(3)}
+    assert holdfast.save(state, tmp_path / "a.pt").nbytes == holdfast.save(tmp_path / "b.pt", state).nbytes
+    with pytest.raises(holdfast.errors.BadPath):
+        holdfast.save("s3://bucket/a.pt", state)
+    with pytest.raises(holdfast.errors.NotAPath):
+        holdfast.save(state, None)

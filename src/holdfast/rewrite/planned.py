@@ -232,7 +232,7 @@ def destination(
 
 def stores_of(state: State) -> tuple[Store, ...]:
     """What the tensors of a state are read from."""
-    return tuple({id(tensor.source): tensor.source.store for tensor in state.tensors.values()}.values())
+    return tuple(dict.fromkeys(tensor.source.store for tensor in state.tensors.values()))
 
 
 def unchanged(stores: Iterable[Store], target: str) -> None:

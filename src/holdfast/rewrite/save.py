@@ -19,7 +19,7 @@ from holdfast.engine.write import Progress
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import content_and_path, local_path
 
 __all__ = ["save"]
 
@@ -44,6 +44,7 @@ def save(
 ) -> Saved:
     """Save a state: nested dicts, lists and tuples of arrays, tensors, lazy tensors and plain values; or an open checkpoint.
 
+    `save(path, state)` is understood as well: which of the two is the path can be seen.
     The format is `format` (`torch`, `safetensors`, `native`) or what the suffix says: `.pt` and `.pth` are torch's zip,
     `.safetensors` is safetensors, a name without suffix is a native directory. `max_shard_size` ("5GB") splits safetensors
     into a directory with an index. In a native directory, `sparse="auto"` stores tensors with many zeros as marks and values, where
@@ -54,12 +55,13 @@ def save(
     Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
     """
+    state, path = content_and_path(state, dst)
     options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
     writing = Writing(overwrite, durable, threads, read_back, max_memory)
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
         return _plan(
-            state, local_path(dst), format=format, metadata=metadata, options=options, writing=writing, limits=limits
+            state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits
         ).carry_out(dry_run=dry_run, progress=progress)
 
 

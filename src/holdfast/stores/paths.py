@@ -23,7 +23,7 @@ import re
 
 from holdfast.errors import BadPath, NotAPath
 
-__all__ = ["AnyPath", "found_path", "local_path"]
+__all__ = ["AnyPath", "content_and_path", "found_path", "local_path"]
 
 AnyPath = str | os.PathLike[str]
 
@@ -35,7 +35,7 @@ SHOWN = 200
 """Characters of a path that a message repeats."""
 
 
-def local_path(path: AnyPath) -> str:
+def local_path(path: object) -> str:
     """A path on this machine, as text, with a leading `~` expanded. What gave one path gives the same when it is asked again.
 
     >>> local_path("checkpoints/model.pt")
@@ -72,6 +72,16 @@ def found_path(path: str) -> str:
     'folder/~model.pt'
     """
     return os.path.join(os.getcwd(), path) if _says_more(_undotted(path)) else path
+
+
+def content_and_path(content: object, path: object) -> tuple[object, object]:
+    """What is to be saved, and where to, from two arguments of which one is a path: `torch.save` has it second, `open` first.
+
+    >>> content_and_path("model.pt", {"w": 1})
+    ({'w': 1}, 'model.pt')
+    """
+    swapped = isinstance(content, str | os.PathLike) and not isinstance(path, str | os.PathLike)
+    return (path, content) if swapped else (content, path)
 
 
 def _says_more(text: str) -> bool:
