@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.core.box import Box
 from holdfast.core.dtype import DType
 
-__all__ = ["Chunk", "Storage", "c_strides"]
+__all__ = ["Chunk", "Storage", "c_strides", "in_c_order"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,3 +129,17 @@ def c_strides(shape: Sequence[int], bits: int) -> tuple[int, ...]:
         strides.append(bits)
         bits *= n or 1
     return tuple(reversed(strides))
+
+
+def in_c_order(shape: Sequence[int], strides: Sequence[int], bits: int) -> bool:
+    """Whether elements of this many bits follow each other in C order without gaps. The stride of a single row does not matter.
+
+    >>> in_c_order((2, 3), (96, 32), 32), in_c_order((2, 1, 3), (96, 7, 32), 32), in_c_order((2, 3), (32, 64), 32)
+    (True, True, False)
+    """
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n > 1:
+            if stride != bits:
+                return False
+            bits *= n
+    return True

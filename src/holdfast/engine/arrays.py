@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from holdfast.core.arrays import byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
@@ -38,7 +39,7 @@ class Resident:
             root = root.base
         if not root.flags.forc or root.dtype.hasobject:
             array = root = np.ascontiguousarray(array)
-        flat = (root if root.flags.c_contiguous else root.T).reshape(-1).view(np.uint8)
+        flat = byte_row(root if root.flags.c_contiguous else root.T)
         start = root.__array_interface__["data"][0]
         storage = self.memory(start, flat.data, owner=root)
         offset = array.__array_interface__["data"][0] - start

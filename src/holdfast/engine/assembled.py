@@ -22,6 +22,7 @@ from functools import partial
 
 import numpy as np
 
+from holdfast.core.arrays import byte_row
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Request, Source, Stamp
 from holdfast.core.tensor import AliasView, LazyTensor
@@ -198,7 +199,7 @@ def _values(copy: Copy, placed: Placed) -> np.ndarray:
     part = copy.tensor[placed.index] if placed.index else copy.tensor
     out = np.empty(part.shape, part.dtype.numpy)
     part.source.read([Request(part, out)])
-    return out.reshape(-1).view(np.uint8).reshape(*part.shape, copy.width)
+    return byte_row(out).reshape(*part.shape, copy.width)
 
 
 def _window(block: np.ndarray, begin: int, copy: Copy, placed: Placed, shape: tuple[int, ...]) -> np.ndarray:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.core.chunk import c_strides
+from holdfast.core.arrays import byte_row
+from holdfast.core.chunk import in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
@@ -60,10 +61,7 @@ def contiguous_bytes(tensor: LazyTensor) -> tuple[str, int] | None:
     dtype = tensor.dtype
     if chunk.shape != tensor.shape or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1):
         return None
-    dense = c_strides(tensor.shape, dtype.bits)
-    if any(n > 1 and have != want for n, have, want in zip(tensor.shape, chunk.strides, dense, strict=True)):
-        return None
-    if chunk.offset % 8 or (tensor.size * dtype.bits) % 8:
+    if not in_c_order(tensor.shape, chunk.strides, dtype.bits) or chunk.offset % 8 or (tensor.size * dtype.bits) % 8:
         return None
     return chunk.storage.key, chunk.storage.start + chunk.offset // 8
 
@@ -92,7 +90,7 @@ def read_slab(slab: Slab) -> memoryview:
     tensor.source.read([Request(tensor, array)])
     if tensor.dtype.packed:
         return memoryview(pack(array, tensor.dtype))
-    return array.reshape(-1).view(np.uint8).data
+    return byte_row(array).data
 
 
 def slab_bytes(slab: Slab) -> AbstractContextManager[memoryview]:
@@ -107,6 +105,6 @@ def slab_block(tensor: LazyTensor, block: int) -> int:
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:
     """One byte an element to `dtype.bits` bits an element, the first in the lowest bits."""
-    values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    values = byte_row(array)
     bits = np.unpackbits(values[:, None], axis=1, count=dtype.bits, bitorder="little")
     return np.packbits(bits.reshape(-1), bitorder="little").tobytes()

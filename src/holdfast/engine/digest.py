@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from holdfast.core.chunk import Chunk, c_strides
+from holdfast.core.chunk import Chunk, c_strides, in_c_order
 from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.core.sharing import View, identity
@@ -67,8 +67,7 @@ def _run_start(chunk: Chunk, tensor: LazyTensor) -> int | None:
         return None
     if chunk.offset != 0 or chunk.box.count * dtype.bits != storage.nbytes * 8:
         return None
-    dense = c_strides(chunk.shape, dtype.bits)
-    if any(n > 1 and have != want for n, have, want in zip(chunk.shape, chunk.strides, dense, strict=True)):
+    if not in_c_order(chunk.shape, chunk.strides, dtype.bits):
         return None
     # One run: single rows, then part of one dimension, then whole dimensions.
     cut = next((d for d, n in enumerate(chunk.shape) if n > 1), tensor.ndim)

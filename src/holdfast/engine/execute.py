@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from holdfast.core.arrays import byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.memory import memory_at
@@ -231,8 +232,7 @@ def _flat(strip: Strip, tooth: int) -> memoryview:
     """The target of one direct tooth as plain bytes."""
     target = strip.target[(*tooth_index(strip, tooth), ...)] if strip.comb.outer else strip.target
     # Dimensions of length 1 may carry any stride; dropping them leaves memory that is contiguous by construction.
-    flat = (target if target.flags.c_contiguous else target.squeeze()).reshape(-1)
-    return memoryview(flat.view(np.uint8).data)
+    return byte_row(target if target.flags.c_contiguous else target.squeeze()).data
 
 
 def _keep(index: tuple[int | slice, ...]) -> tuple[slice, ...]:

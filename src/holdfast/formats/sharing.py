@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from holdfast.core.chunk import c_strides
+from holdfast.core.chunk import in_c_order
 from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import LazyTensor
 
@@ -79,7 +79,7 @@ def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
 
 def _plain(tensor: LazyTensor) -> bool:
     """Whether a tensor that is alone in its storage needs no note; most are in C order and have none."""
-    return tensor.traits.alias is None and tensor.chunks[0].strides == c_strides(tensor.shape, tensor.dtype.bits)
+    return tensor.traits.alias is None and in_c_order(tensor.shape, tensor.chunks[0].strides, tensor.dtype.bits)
 
 
 def _group(nbytes: int, names: list[str], tensors: Mapping[str, LazyTensor]) -> ViewGroup | None:
@@ -107,5 +107,4 @@ def _group(nbytes: int, names: list[str], tensors: Mapping[str, LazyTensor]) -> 
 def _strided(tensor: LazyTensor, strides: tuple[int, ...], nbytes: int) -> bool:
     if tensor.size < 2 or nbytes > ROOM * tensor.nbytes:
         return False
-    dense = c_strides(tensor.shape, tensor.dtype.bits)
-    return any(n > 1 and have != want for n, have, want in zip(tensor.shape, strides, dense, strict=True))
+    return not in_c_order(tensor.shape, strides, tensor.dtype.bits)

@@ -16,11 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from holdfast.core.arrays import Ints
 
 __all__ = ["FREE_GAP", "Policy", "coalesce"]
 
-Ints = npt.NDArray[np.int64]
 
 FREE_GAP = 512
 """Bytes. A `preadv` from Python takes 1 to 2 µs, in which memory delivers some kilobytes; half a kilobyte is surely cheaper."""

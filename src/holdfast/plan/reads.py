@@ -16,10 +16,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, c_strides
+from holdfast.core.chunk import Chunk, c_strides, in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.plan.coalesce import Policy, coalesce
@@ -27,7 +27,6 @@ from holdfast.plan.runs import Comb, comb
 
 __all__ = ["Batch", "Fetch", "FileReads", "Ints", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
 
-Ints = npt.NDArray[np.int64]
 
 MAX_TEETH = 1 << 18
 """Teeth that are planned together: a few arrays of 2 MiB."""
@@ -149,12 +148,7 @@ def _dense_bits(chunk: Chunk, dtype: DType, out: np.ndarray) -> int:
     """Bits of a chunk whose elements lie in the file just as in the target, in C order; 0 for any other."""
     if dtype.packed or (chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1) or not out.flags.c_contiguous:
         return 0
-    bits = dtype.bits
-    for n, stride in zip(reversed(chunk.shape), reversed(chunk.strides), strict=True):
-        if stride != bits:
-            return 0
-        bits *= n
-    return bits
+    return chunk.box.count * dtype.bits if in_c_order(chunk.shape, chunk.strides, dtype.bits) else 0
 
 
 def cut(chunk: Chunk, dtype: DType, policy: Policy) -> Iterator[tuple[Chunk, Comb]]:

@@ -17,14 +17,12 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 
 __all__ = ["Comb", "byte_runs", "comb", "merge_touching"]
-
-Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)

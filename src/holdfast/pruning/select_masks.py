@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Bools
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
@@ -34,7 +35,6 @@ __all__ = [
     "threshold_masks",
 ]
 
-Bools = npt.NDArray[np.bool_]
 
 HELD = 1 << 22
 """Scores of blocks that are held, 32 MiB; those of a tensor with more blocks are summed up again in each pass."""

@@ -31,11 +31,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
+
+from holdfast.core.arrays import Ints
 
 __all__ = ["deal", "deal_classes"]
 
-Ints = npt.NDArray[np.int64]
 
 LARGEST = 4
 """Boxes for each holder that are dealt one by one. The rest is then small beside what is there, and the Python loop short."""

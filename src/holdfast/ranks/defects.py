@@ -25,14 +25,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.tiling import covers
 
 __all__ = ["Defect", "defects"]
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
 
 MAX_CORNERS = 1 << 26
 """Corners that are compared together, 8 bytes each. One tensor that has more is left to `core.tiling`."""

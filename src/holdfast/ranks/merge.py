@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.ranks.state import Catalogue, RankState
 
 __all__ = ["Held", "Merged", "agreed_aliases", "hold", "merge", "say_ranks", "share_values"]
 
-Ints = npt.NDArray[np.int64]
 
 SHOWN = 6
 """Stretches of successive ranks that a sentence lists."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.dtype import DTYPES
 from holdfast.ranks.balance import deal_classes
@@ -26,7 +27,6 @@ from holdfast.ranks.survey import Slab, survey
 
 __all__ = ["RankPlan", "RankWrites", "plan_ranks"]
 
-Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
 
 MAX_NBYTES = 1 << 60

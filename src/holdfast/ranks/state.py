@@ -22,15 +22,14 @@ from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.dtype import DTYPES
 from holdfast.errors import MetadataError
 
 __all__ = ["Catalogue", "RankState"]
 
-Ints = npt.NDArray[np.int64]
 
 MAX_COUNT = 1 << 48
 """Elements of one tensor: half a petabyte of bfloat16. Sums over the tensors that are planned together then fit 64 bits."""

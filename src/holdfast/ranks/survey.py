@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.ranks.defects import Defect, defects
 from holdfast.ranks.merge import Held, say_ranks
@@ -25,9 +26,7 @@ from holdfast.ranks.state import Catalogue
 
 __all__ = ["Slab", "cut_slabs", "survey"]
 
-Ints = npt.NDArray[np.int64]
 Int32s = npt.NDArray[np.int32]
-Bools = npt.NDArray[np.bool_]
 
 SLAB_BOXES = 1 << 19
 """Boxes in one slab, unless one tensor has more. A column of 4 MiB is sorted in the processor's cache."""

@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Storage, c_strides
+from holdfast.core.chunk import Storage, in_c_order
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
 from holdfast.core.sharing import View, identity
@@ -232,5 +232,5 @@ def _covers(tensor: LazyTensor) -> bool:
     if len(tensor.chunks) != 1 or tensor.dtype.packed or tensor.traits.conj or tensor.traits.neg:
         return False
     (chunk,) = tensor.chunks
-    dense = not chunk.offset and chunk.strides == c_strides(tensor.shape, tensor.dtype.bits)
+    dense = not chunk.offset and in_c_order(tensor.shape, chunk.strides, tensor.dtype.bits)
     return dense and chunk.storage.nbytes == tensor.nbytes and chunk.storage.byteorder == "little"

@@ -16,11 +16,11 @@ from functools import cache
 from typing import Protocol, cast
 
 import numpy as np
-import numpy.typing as npt
+
+from holdfast.core.arrays import Ints
 
 __all__ = ["Ints", "gather"]
 
-Ints = npt.NDArray[np.int64]
 
 WINDOW_NBYTES = 8 << 20
 """File that is mapped at a time: what is mapped counts as memory of the process, although nobody else has to do without it."""

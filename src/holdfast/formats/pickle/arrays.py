@@ -17,6 +17,7 @@ import sys
 import ml_dtypes
 import numpy as np
 
+from holdfast.core.arrays import AnyDType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.table import Name, Pending, Row, Table
@@ -43,8 +44,6 @@ NDARRAY = Global("numpy", "ndarray")
 MULTIARRAY = ("numpy.core.multiarray", "numpy._core.multiarray")
 NUMERIC = ("numpy.core.numeric", "numpy._core.numeric")
 """numpy 2 renamed `core` to `_core`, and still writes the old names in some versions."""
-
-AnyDType = np.dtype[np.generic]
 
 
 def numpy_values() -> dict[Name, object]:

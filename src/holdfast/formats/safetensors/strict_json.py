@@ -46,7 +46,7 @@ SHOWN = 80
 PLAIN_STEP = re.compile(r"[A-Za-z0-9_./:\-]{1,200}\Z")
 """Keys that can stand in a pointer as they are; all others are quoted."""
 
-Path = tuple["Path", str | int] | None
+Steps = tuple["Steps", str | int] | None
 """Where a value is, innermost step last, as a linked list: a step costs the same at any depth."""
 
 
@@ -235,7 +235,7 @@ def _count_brackets(raw: bytes, limit: int, file: str | None, start: int) -> int
 
 def _report_flaw(document: object, file: str | None, start: int) -> None:
     """Raise for the first `Flaw` or lone surrogate in the order of the document; return where there is none."""
-    waiting: list[tuple[Path, object]] = [(None, document)]
+    waiting: list[tuple[Steps, object]] = [(None, document)]
     while waiting:
         path, value = waiting.pop()
         reason = None
@@ -253,7 +253,7 @@ def _report_flaw(document: object, file: str | None, start: int) -> None:
             raise HeaderError(f"at {pointer(*_steps(path))}: {reason}", file=file, offset=start)
 
 
-def _steps(path: Path) -> list[str | int]:
+def _steps(path: Steps) -> list[str | int]:
     steps: list[str | int] = []
     while path is not None:
         path, step = path

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.sharing import overlaps
 from holdfast.core.tensor import PLAIN, LazyTensor
@@ -104,8 +104,7 @@ class StorageRecord:
         bits = sample.dtype.bits
         if bits < 8 or chunk.offset != self.base or self.high - self.base != math.prod(sample.shape) * bits:
             return False
-        dense = chunk.strides == (bits,) if len(sample.shape) == 1 else chunk.strides == c_strides(sample.shape, bits)
-        return dense and not (sample.traits.conj or sample.traits.neg)
+        return in_c_order(sample.shape, chunk.strides, bits) and not (sample.traits.conj or sample.traits.neg)
 
 
 class StorageRecords:

@@ -12,6 +12,7 @@ import struct
 
 import numpy as np
 
+from holdfast.core.arrays import AnyDType
 from holdfast.formats.pickle.arrays import ML_DTYPES
 
 __all__ = [
@@ -54,8 +55,6 @@ LAST_CODE = 0x10FFFF
 """The last character of Unicode; numpy raises `SystemError` when it meets an element with a higher number (seen in 2.4)."""
 
 ML_NAMES = {dtype: name for name, dtype in ML_DTYPES.items()}
-
-AnyDType = np.dtype[np.generic]
 
 
 def is_unicode(text: str) -> bool:

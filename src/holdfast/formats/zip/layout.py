@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Bools, Ints
 from holdfast.errors import ZipError
 
 __all__ = [
@@ -47,9 +48,7 @@ __all__ = [
     "refused",
 ]
 
-Ints = npt.NDArray[np.int64]
 Sizes = npt.NDArray[np.uint64]
-Bools = npt.NDArray[np.bool_]
 
 MAX16 = 0xFFFF
 """A 16-bit field that says: too large for me, see the zip64 record."""

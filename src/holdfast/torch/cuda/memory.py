@@ -15,6 +15,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from holdfast.core.arrays import byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
@@ -125,7 +126,7 @@ class GpuSource(OpenSource):
     def read(self, requests: Sequence[Request]) -> None:
         for request in requests:
             out = request.out if request.out.flags.c_contiguous else np.empty(request.out.shape, request.out.dtype)
-            row = out.reshape(-1).view(np.uint8)
+            row = byte_row(out)
             for slab in slabs(request.tensor, BLOCK_NBYTES):
                 with self.lend(slab.tensor) as data:
                     np.copyto(row[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))

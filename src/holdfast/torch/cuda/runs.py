@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from holdfast.core.chunk import Chunk, Storage, c_strides
+from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes
@@ -123,26 +123,23 @@ class Task:
 def pieces_of(one: Fill, most: int) -> Iterator[Piece | Gathered]:
     """A fill as pieces, of which those that are not flat fit into `most` bytes."""
     lazy, target = one.lazy, one.target
-    if len(lazy.chunks) == 1 and not (lazy.traits.conj or lazy.traits.neg):
+    if _is_row(lazy, target):
         # Most tensors lie in the file as in memory: no need to look at them dimension by dimension.
-        chunk = lazy.chunks[0]
-        if _in_c_order(chunk, lazy) and target.is_contiguous() and not (target.is_conj() or target.is_neg()):
-            yield _flat(lazy, chunk, target)
-            return
+        yield _flat(lazy, lazy.chunks[0], target)
+        return
     for chunk in lazy.chunks:
         moved, part = in_file_order(one, chunk)
-        dense = contiguous_bytes(moved) is not None and not moved.dtype.packed
-        if dense and part.is_contiguous() and not (part.is_conj() or part.is_neg()):
+        if _is_row(moved, part):
             yield _flat(moved, moved.chunks[0], part, conj=lazy.traits.conj, neg=lazy.traits.neg)
         else:
             yield from _boxes(Fill(LazyTensor(lazy.name, lazy.dtype, lazy.shape, (chunk,), lazy.source, lazy.traits), target), most)
 
 
-def _in_c_order(chunk: Chunk, lazy: LazyTensor) -> bool:
-    dtype = lazy.dtype
-    if dtype.packed or chunk.offset % 8 or chunk.shape != lazy.shape or chunk.strides != c_strides(lazy.shape, dtype.bits):
+def _is_row(lazy: LazyTensor, target: torch.Tensor) -> bool:
+    """Whether elements lie in C order in the file as well as in memory."""
+    if lazy.dtype.packed or contiguous_bytes(lazy) is None:
         return False
-    return chunk.storage.byteorder == "little" or dtype.swap_nbytes <= 1
+    return target.is_contiguous() and not (target.is_conj() or target.is_neg())
 
 
 def _flat(lazy: LazyTensor, chunk: Chunk, target: torch.Tensor, *, conj: bool = False, neg: bool = False) -> Piece:

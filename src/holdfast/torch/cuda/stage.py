@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from holdfast.core.arrays import byte_row
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, slabs
@@ -87,7 +88,7 @@ class Copies:
         work: list[Callable[[], None]] = []
         direct: list[tuple[LazyTensor, torch.Tensor]] = []
         for request in requests:
-            flat = request.out.reshape(-1).view(np.uint8)
+            flat = byte_row(request.out)
             end = flat.ctypes.data + flat.nbytes - self._room.address
             if end <= self._room.locked_nbytes:
                 direct.append((request.tensor, torch.from_numpy(flat)))

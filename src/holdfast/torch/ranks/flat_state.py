@@ -22,6 +22,7 @@ from holdfast.core.composite import Composite
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import Path
 from holdfast.engine.stream import write_stream
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json import encode_tree
@@ -31,7 +32,6 @@ from holdfast.torch.serialization.save import plan_object
 
 __all__ = ["FlatState", "Value", "common_problems", "flatten"]
 
-Path = tuple[str | int, ...]
 
 REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
 """What to do about an object with tensors in it."""

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.core.chunk import Storage, c_strides
+from holdfast.core.chunk import Storage, in_c_order
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 
@@ -62,7 +62,7 @@ def keep(lazy: LazyTensor, tensor: torch.Tensor) -> None:
     storage = chunk.storage
     if chunk.offset or storage.nbytes * 8 != lazy.size * lazy.dtype.bits or storage.byteorder != "little":
         return
-    if chunk.strides != c_strides(lazy.shape, lazy.dtype.bits):
+    if not in_c_order(lazy.shape, chunk.strides, lazy.dtype.bits):
         return
     notes = _notes.get(lazy.source)
     if notes is None:
