@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 
 import pytest
 
@@ -11,7 +11,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import dotted, name_tensors
+from holdfast.core.tree import dotted, name_tensors, rebuilt, refilled, values_inside
 from holdfast.engine.source import OpenSource
 from holdfast.errors import LimitExceeded
 from holdfast.stores.memory import MemoryStore
@@ -108,3 +108,33 @@ def test_an_opaque_shows_itself_in_bounded_space():
     hostile = Opaque(Global("m", "C"), ("x" * 10**6,), state={"k" * 3: 1, "b": 2, "c": 3, "d": 4, "e": 5})
     hostile.items.append(hostile)
     assert repr(hostile) == "<Opaque m.C (1 args; state: kkk, b, c, d, …; 1 items)>"
+
+
+def test_values_come_in_reading_order_and_containers_once() -> None:
+    shared: list[object] = [1]
+    tree: dict[str, object] = {"a": shared, "b": (shared, 2)}
+    shared.append(tree)
+    assert list(values_inside(tree)) == [tree, shared, 1, tree["b"], 2]
+
+
+def test_what_is_rebuilt_keeps_its_kind() -> None:
+    ordered: OrderedDict[object, object] = OrderedDict(w=1, b=2)
+    ordered.extra = "kept"  # type: ignore[attr-defined]  # as torch does to a state dict
+    made = rebuilt(ordered, [1, 3])
+    assert type(made) is OrderedDict
+    assert list(made.items()) == [("w", 1), ("b", 3)]
+    assert vars(made) == {"extra": "kept"}
+    default: defaultdict[object, object] = defaultdict(list, a=1)
+    again = refilled(default, {"b": 2})
+    assert isinstance(again, defaultdict)
+    assert again == {"b": 2}
+    assert again.default_factory is list
+    counts: Counter[object] = Counter("aab")
+    assert rebuilt(counts, [5, 6]) == Counter(a=5, b=6)
+    assert counts == Counter("aab")
+
+
+def test_what_is_rebuilt_of_the_same_children_is_the_same() -> None:
+    for container in ({"a": 1}, [1, 2], (1, 2)):
+        children = list(container.values()) if isinstance(container, dict) else list(container)
+        assert rebuilt(container, children) is container

@@ -11,12 +11,17 @@ trees: containers may be shared a million times, contain themselves, or nest wit
 5. What an object holds is stored in dicts that other objects may hold as well: `contents` says which, and these are counted
    like any container. So an object is paid for once, whoever refers to it.
 
+Beside it are the parts of which smaller walks are made: `values_inside` for what is looked for wherever it stands, `rebuilt` and
+`refilled` for a tree that is made again with other leaves.
+
 A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then persistent buffers, then submodules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -26,7 +31,19 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import LimitExceeded
 
-__all__ = ["Contents", "Named", "Path", "contents", "dotted", "module_contents", "name_tensors", "step"]
+__all__ = [
+    "Contents",
+    "Named",
+    "Path",
+    "contents",
+    "dotted",
+    "module_contents",
+    "name_tensors",
+    "rebuilt",
+    "refilled",
+    "step",
+    "values_inside",
+]
 
 Path = tuple[str | int, ...]
 
@@ -203,3 +220,52 @@ def step(key: object) -> str | int:
 
 def _cut(value: object) -> object:
     return value[:KEY_CHARACTERS] if isinstance(value, str | bytes) else value
+
+
+def values_inside(tree: object) -> Iterator[object]:
+    """A tree and every value in its dicts, lists and tuples, in reading order: containers once, leaves wherever they stand.
+
+    >>> list(values_inside({"a": [1, 2]}))
+    [{'a': [1, 2]}, [1, 2], 1, 2]
+    """
+    seen: set[int] = set()
+    waiting = [tree]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict | list | tuple):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            # Backwards onto the stack: the first child comes off first.
+            waiting += reversed(value.values() if isinstance(value, dict) else value)
+        yield value
+
+
+def rebuilt(
+    container: dict[object, object] | list[object] | tuple[object, ...], children: Sequence[object]
+) -> dict[object, object] | list[object] | tuple[object, ...]:
+    """A container with other children in the places of its own; itself, where they are the same objects."""
+    own = container.values() if isinstance(container, dict) else container
+    if all(a is b for a, b in zip(children, own, strict=True)):
+        return container
+    if isinstance(container, dict):
+        return refilled(container, dict(zip(container, children, strict=True)))
+    return type(container)(children)
+
+
+def refilled(kind: dict[object, object], items: Mapping[object, object]) -> dict[object, object]:
+    """A dict of the same class with these entries. It keeps what else the dict has: a default factory, the attributes of an
+    `OrderedDict` (torch keeps the versions of a `state_dict()` there)."""
+    if type(kind) is dict:
+        return dict(items)
+    if type(kind) is OrderedDict:
+        ordered = OrderedDict(items)
+        vars(ordered).update(vars(kind))
+        return ordered
+    made = copy.copy(kind)
+    if list(made) != list(items):
+        made.clear()
+    # Not `update`: a `Counter` would add to what it has.
+    for key, value in items.items():
+        made[key] = value
+    return made

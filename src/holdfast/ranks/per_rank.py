@@ -9,12 +9,11 @@ this rank is taken, where the checkpoint was written by as many ranks.
 
 from __future__ import annotations
 
-import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from holdfast.core.tree import Path, dotted, step
+from holdfast.core.tree import Path, dotted, rebuilt, step
 
 __all__ = ["mark", "marked", "rank_key", "size_in"]
 
@@ -59,16 +58,11 @@ def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list
             return value  # deeper than a state can be; whoever describes it says so
         if isinstance(value, Mapping):
             inner = {k: walk(v, (*path, step(k))) for k, v in value.items()}
-            if all(inner[k] is v for k, v in value.items()):
-                return value
-            if not isinstance(value, dict):
-                return inner
-            made = copy.copy(value)
-            made.update(inner)
-            return made
+            if isinstance(value, dict):
+                return rebuilt(value, list(inner.values()))
+            return value if all(inner[k] is v for k, v in value.items()) else inner
         if type(value) is list or type(value) is tuple:
-            items = [walk(v, (*path, i)) for i, v in enumerate(value)]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+            return rebuilt(value, [walk(v, (*path, i)) for i, v in enumerate(value)])
         return value
 
     return (walk(state, ()), list(used)) if patterns else (state, [])

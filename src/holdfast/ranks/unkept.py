@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from holdfast.core.composite import Composite
 from holdfast.core.protocols import State
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import values_inside
 from holdfast.formats.safetensors.write import is_flat
 
 __all__ = ["unkept_notes"]
@@ -41,18 +40,7 @@ def _said(names: Sequence[str], text: str) -> list[str]:
 
 def _dicts(tree: object) -> Iterable[dict[object, object]]:
     """Every dict of a tree, once."""
-    waiting, seen = [tree], set[int]()
-    while waiting:
-        value = waiting.pop()
-        if id(value) in seen or isinstance(value, LazyTensor | Composite):
-            continue
-        if isinstance(value, dict):
-            seen.add(id(value))
-            yield value
-            waiting += value.values()
-        elif isinstance(value, list | tuple):
-            seen.add(id(value))
-            waiting += value
+    return (value for value in values_inside(tree) if isinstance(value, dict))
 
 
 def _other_keys(tree: object) -> Iterable[str]:

@@ -21,7 +21,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import Path, dotted, name_tensors
+from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
 from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.rewrite.stateful import state_dicts
@@ -149,7 +149,7 @@ class Walk:
             case LazyTensor() | Composite() | Opaque():
                 return value
             case Mapping():
-                return {k: self.convert(v, (*path, _element(k)), inside) for k, v in value.items()}
+                return {k: self.convert(v, (*path, step(k)), inside) for k, v in value.items()}
         try:
             made = self._leaf(value)
             for what in self._remarks(value):
@@ -160,23 +160,15 @@ class Walk:
             return value
 
     def _dict(self, value: dict[object, object], path: Path, inside: frozenset[int]) -> object:
-        items = [(k, self.convert(v, (*path, _element(k)), inside)) for k, v in value.items()]
+        items = {k: self.convert(v, (*path, step(k)), inside) for k, v in value.items()}
+        if isinstance(value, Counter):
+            return value
         if isinstance(value, OrderedDict):
-            made: OrderedDict[object, object] = OrderedDict(items)
+            made = OrderedDict(items)
             # torch keeps the versions of a state_dict() here.
             vars(made).update(vars(value))
             return made
-        if isinstance(value, Counter):
-            return value
-        if isinstance(value, defaultdict):
-            copy = value.copy()
-            copy.update(items)
-            return copy
-        return dict(items)
-
-
-def _element(key: object) -> str | int:
-    return key if isinstance(key, str | int) and not isinstance(key, bool) else repr(key)[:64]
+        return refilled(value, items) if isinstance(value, defaultdict) else items
 
 
 def map_tensors(
@@ -205,17 +197,9 @@ def map_tensors(
                 parts = {name: change(part) for name, part in value.parts.items()}
                 return value if all(parts[name] is part for name, part in value.parts.items()) else replace(value, parts=parts)
             case dict():
-                items = {key: walk(inner) for key, inner in value.items()}
-                if all(items[key] is inner for key, inner in value.items()):
-                    return value
-                copy = value.copy()
-                copy.update(items)
-                if isinstance(value, OrderedDict):
-                    vars(copy).update(vars(value))
-                return copy
+                return rebuilt(value, [walk(inner) for inner in value.values()])
             case list() | tuple() if type(value) in (list, tuple):
-                inners = [walk(inner) for inner in value]
-                return value if all(a is b for a, b in zip(inners, value, strict=True)) else type(value)(inners)
+                return rebuilt(value, [walk(inner) for inner in value])
         return value
 
     return walk(tree)

@@ -8,10 +8,11 @@ they are taken wherever they stand, a state dict that holds more of them include
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Mapping
 from typing import Protocol, cast
+
+from holdfast.core.tree import rebuilt
 
 __all__ = ["Stateful", "is_stateful", "state_dicts", "stateful_keys"]
 
@@ -73,15 +74,9 @@ class Taking:
         if isinstance(value, Mapping):
             asked = {key: self.take(value[key], inside) for key in stateful_keys(value)}
             inner = {key: asked[key] if key in asked else self.take(item, inside) for key, item in value.items()}
-            changed = {key: item for key, item in inner.items() if item is not value[key]}
-            if not changed:
-                return value
-            if not isinstance(value, dict):
-                return inner
-            made = copy.copy(value)
-            made.update(changed)
-            return made
+            if isinstance(value, dict):
+                return rebuilt(value, list(inner.values()))
+            return value if all(inner[key] is item for key, item in value.items()) else inner
         if type(value) is list or type(value) is tuple:
-            items = [self.take(item, inside) for item in value]
-            return value if all(a is b for a, b in zip(items, value, strict=True)) else type(value)(items)
+            return rebuilt(value, [self.take(item, inside) for item in value])
         return value

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
-from holdfast.core.tree import Path, dotted, name_tensors, step
+from holdfast.core.tree import Path, dotted, name_tensors, refilled, step
 from holdfast.errors import CannotHold, LimitExceeded, Unsupported
 from holdfast.rewrite.cast import Cast, Losses
 from holdfast.rewrite.state import MOST_VISITS, map_tensors
@@ -199,12 +199,7 @@ class Rebuilding:
             items[name] = made
         if not items:
             return GONE
-        same = value.copy()
-        same.clear()
-        same.update(items)
-        if isinstance(value, OrderedDict):
-            vars(same).update(vars(value))
-        return same
+        return refilled(value, items)
 
     def _row(self, value: list[object] | tuple[object, ...], path: Path) -> object:
         inside = [self.rebuild(v, (*path, i)) for i, v in enumerate(value)]

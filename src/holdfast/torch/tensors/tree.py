@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,7 +10,7 @@ from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.core.tree import module_contents
+from holdfast.core.tree import module_contents, refilled, values_inside
 from holdfast.core.values import Device, Size
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
@@ -80,31 +79,12 @@ def _child(value: object, key: str) -> object:
 
 def lazy_tensors(tree: object) -> Iterator[LazyTensor]:
     """Every lazy tensor in a tree that `torch_tree` would replace, each object once; parts of composites are no part of it."""
-    seen: set[int] = set()
-    left = [tree]
-    while left:
-        value = left.pop()
-        if id(value) in seen or not isinstance(value, LazyTensor | dict | list | tuple):
-            continue
-        seen.add(id(value))
-        if isinstance(value, LazyTensor):
-            yield value
-        else:
-            left += reversed(list(value.values() if isinstance(value, dict) else value))
+    return iter({id(value): value for value in values_inside(tree) if isinstance(value, LazyTensor)}.values())
 
 
 def opaque_inside(tree: object) -> bool:
     """Whether there is anything in a tree that was not built."""
-    seen: set[int] = set()
-    left = [tree]
-    while left:
-        value = left.pop()
-        if isinstance(value, Opaque):
-            return True
-        if isinstance(value, dict | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
-            left += value.values() if isinstance(value, dict) else value
-    return False
+    return any(isinstance(value, Opaque) for value in values_inside(tree))
 
 
 def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Tensor]) -> object:
@@ -134,11 +114,9 @@ def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Te
                 return torch.Size(value)
             case dict():
                 # Known before it is filled: a dict may contain itself.
-                copy = made[id(value)] = value.copy()
+                copy = made[id(value)] = refilled(value, {})
                 for key, inner in value.items():
                     copy[key] = walk(inner)
-                if isinstance(value, OrderedDict):
-                    vars(copy).update(vars(value))
                 return copy
             case list() if type(value) is list:
                 items: list[object] = []
