@@ -17,6 +17,7 @@ from holdfast.core.sparse.storage import packing_of
 from holdfast.errors import CannotHold
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning import loss as prune_loss
+from holdfast.pruning import order as prune_order
 from holdfast.pruning import prune as module
 from holdfast.pruning import select as prune_select
 from holdfast.pruning import select_masks as prune_masks
@@ -90,7 +91,7 @@ def small_pieces(request, monkeypatch):
     """Also with pieces and limits so small that every way through the code is taken."""
     if request.param == "pieces":
         monkeypatch.setattr(prune_keys, "PIECE", 96)
-        monkeypatch.setattr(prune_select, "FEW", 20)
+        monkeypatch.setattr(prune_order, "SORTED_KEYS", 20)
         monkeypatch.setattr(prune_select, "PARTS", 3)
         monkeypatch.setattr(prune_masks, "HELD", 50)
         monkeypatch.setattr(prune_loss, "STEP", 32)

@@ -16,6 +16,7 @@ import holdfast
 from holdfast.errors import NotCommitted
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning import loss as prune_loss
+from holdfast.pruning import order as prune_order
 from holdfast.pruning import select as prune_select
 from holdfast.pruning.keys import RandomOrder, mean_squares, random_keys
 from holdfast.pruning.loss import Loss, Tally, loss_of, loss_of_counts
@@ -73,7 +74,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Given], int]:
 def test_a_threshold_is_the_one_that_sorting_finds(case, few, parts, threads):
     sources, count = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prune_select, "FEW", few)
+        patch.setattr(prune_order, "SORTED_KEYS", few)
         patch.setattr(prune_select, "PARTS", parts)
         found = select(sources, count, threads=threads)
     for source, cut, kept in zip(sources, found.cuts, oracle(sources, count), strict=True):
@@ -103,7 +104,7 @@ def test_keys_that_change_are_an_error():
 @pytest.mark.parametrize("count", [1, 77, 5_000, 9_999, 10_000])
 def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, apart):
     monkeypatch.setattr(prune_keys, "CERTAIN", apart)
-    monkeypatch.setattr(prune_select, "FEW", 2_000)
+    monkeypatch.setattr(prune_order, "SORTED_KEYS", 2_000)
     keys = random_keys(0, 10_000, 3)
     found = select([RandomOrder(10_000, 3)], count)
     assert found.key == int(np.sort(keys)[count - 1])

@@ -1,7 +1,6 @@
 """The keys by which pruning orders elements and blocks, made in pieces when they are asked for.
 
-Every element (or block) has a key, an unsigned integer in the order in which elements go: the bits of its absolute value, which are
-in the order of the numbers. -0.0 is 0.0. All NaN are equal and come last. Random keys are SplitMix64 of seed and index.
+What a key is stands in `order.py`; here they are made with numpy, as unsigned integers.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
+from holdfast.pruning.order import INFINITY_BITS, SPLITMIX, nan_key
 
 __all__ = [
     "ORDERS",
@@ -39,16 +39,15 @@ memory."""
 RUN = 1 << 15
 """Random keys at a time: a dozen steps over 256 KiB that stay in the cache."""
 
-ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any], int]] = {
-    "float16": (np.dtype(np.float16), np.dtype(np.uint16), 0x7C00),
-    "bfloat16": (np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16), 0x7F80),
-    "float32": (np.dtype(np.float32), np.dtype(np.uint32), 0x7F80_0000),
-    "float64": (np.dtype(np.float64), np.dtype(np.uint64), 0x7FF0_0000_0000_0000),
+ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
+    "float16": (np.dtype(np.float16), np.dtype(np.uint16)),
+    "bfloat16": (np.dtype(ml_dtypes.bfloat16), np.dtype(np.uint16)),
+    "float32": (np.dtype(np.float32), np.dtype(np.uint32)),
+    "float64": (np.dtype(np.float64), np.dtype(np.uint64)),
 }
-"""Name of a float to its numpy dtype, the integers that hold its bits, and the bits of infinity."""
+"""Name of a float to its numpy dtype, and the integers that hold its bits."""
 
-GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E37_79B9_7F4A_7C15), np.uint64(0xBF58_476D_1CE4_E5B9), np.uint64(0x94D0_49BB_1331_11EB)
-"""SplitMix64's constants (Steele, Lea and Flood, 2014)."""
+STEP, *FACTORS = map(np.uint64, SPLITMIX)
 
 CERTAIN = 8.0
 """Standard deviations within which the threshold of random keys is looked for; outside of them, which no seed will see, it is found
@@ -57,11 +56,11 @@ as any other."""
 
 def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
     """The order of absolute values, as the bits of a float that holds them all."""
-    floats, bits, infinity = ORDERS[order]
+    floats, bits = ORDERS[order]
     with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
         keys: np.ndarray = values.astype(floats, copy=False).view(bits) & bits.type((1 << (8 * bits.itemsize - 1)) - 1)
-    if keys.size and keys.max() > infinity:  # to look costs a tenth of the minimum
-        np.minimum(keys, bits.type(infinity + 1), out=keys)
+    if keys.size and keys.max() > INFINITY_BITS[order]:  # to look costs a tenth of the minimum
+        np.minimum(keys, bits.type(nan_key(order)), out=keys)
     return keys
 
 
@@ -76,9 +75,9 @@ def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
     for at in range(0, len(keys), RUN):
         x = keys[at : at + RUN]
         shifted = spare[: len(x)]
-        first = ((start + at + 1) * int(GOLDEN) + seed) % (1 << 64)
+        first = ((start + at + 1) * int(STEP) + seed) % (1 << 64)
         np.add(_multiples()[: len(x)], np.uint64(first), out=x)
-        for shift, factor in ((30, MIX_1), (27, MIX_2)):
+        for shift, factor in zip((30, 27), FACTORS, strict=True):
             np.right_shift(x, np.uint64(shift), out=shifted)
             np.bitwise_xor(x, shifted, out=x)
             np.multiply(x, factor, out=x)
@@ -91,7 +90,7 @@ def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
 @cache
 def _multiples() -> np.ndarray:
     """0, 1, 2, … times SplitMix64's step."""
-    made: np.ndarray = np.arange(RUN, dtype=np.uint64) * GOLDEN
+    made: np.ndarray = np.arange(RUN, dtype=np.uint64) * STEP
     return made
 
 

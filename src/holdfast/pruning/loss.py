@@ -16,6 +16,7 @@ import numpy as np
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.pruning.keys import ORDERS, pieces
+from holdfast.pruning.order import INFINITY_BITS
 from holdfast.pruning.select import Counts
 from holdfast.pruning.select_masks import Mask, keep_range
 
@@ -111,7 +112,7 @@ def loss_of(values: np.ndarray, kept: np.ndarray) -> Loss:
 
 def loss_of_counts(counts: Counts, order: str) -> Loss:
     """What goes of values that were counted, each by its key."""
-    floats, bits, infinity = ORDERS[order]
+    (floats, bits), infinity = ORDERS[order], INFINITY_BITS[order]
     wide = np.arange(infinity, dtype=bits).view(floats).astype(np.float64)
     squares = wide * wide
     there, gone = counts.there, counts.gone

@@ -1,10 +1,9 @@
 """The n-th lowest of all keys of some tensors, exactly, in passes that hold a few pieces at a time.
 
-1. A histogram of 16 leading bits finds the bucket that holds it. 16-bit floats are done with that.
-2. Where few keys are in the bucket, the next pass takes them out and sorts them; otherwise it counts by 16 more bits. The threshold
-   of random keys is known well enough to take out keys around it at once.
-3. Of equal keys the lowest index goes first, and the first tensor's. Equals are counted by parts of the work, so that only one part
-   is read again to find the index where that ends.
+1. Histograms close in on it (`order.narrow`). 16-bit floats are done with one.
+2. Where few keys are left, the next pass takes them out and sorts them. The threshold of random keys is known well enough to take
+   out keys around it at once.
+3. Equal keys are counted by parts of the work, so that only one part is read again to find the index before which they go.
 """
 
 from __future__ import annotations
@@ -16,20 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Ints
 from holdfast.engine.execute import run_all
 from holdfast.errors import NotCommitted
+from holdfast.pruning import order
 from holdfast.pruning.keys import Keys
 
 __all__ = ["Counts", "Held", "Progress", "Threshold", "hold", "select"]
 
-FEW = 1 << 20
-"""As many keys as are held and sorted directly."""
-
 PARTS = 32
 """Histograms of parts of the work: 256 KiB each."""
-
-SHIFTS = {15: (0,), 31: (15, 0), 63: (47, 31, 15, 0)}
-"""By the width of keys: the bits below those that each histogram counts by."""
 
 Progress = Callable[[int], None]
 
@@ -38,8 +33,8 @@ Progress = Callable[[int], None]
 class Counts:
     """How often each key of 15 bits is there, and how often it goes."""
 
-    there: npt.NDArray[np.int64]
-    gone: npt.NDArray[np.int64]
+    there: Ints
+    gone: Ints
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,29 +121,28 @@ def hold(source: Keys, *, threads: int = 1, progress: Progress | None = None) ->
 
 def _narrowed(sweep: Sweep, count: int) -> Threshold:
     """From histograms of more and more bits."""
-    prefix, known, left = 0, sweep.width, sweep.total
-    for shift in SHIFTS[sweep.width]:
-        if left <= FEW and sweep.width > 15:
-            break
-        parts = _histogram(sweep, prefix, known, shift)
-        bins = parts.sum(axis=0)
-        ends = bins.cumsum()
-        bucket = int(np.searchsorted(ends, count))
-        count -= int(ends[bucket] - bins[bucket])
-        prefix, known, left = (prefix << (known - shift)) + bucket, shift, int(bins[bucket])
-        if shift == 0:
-            found = _among_equals(sweep, prefix, count, parts[:, bucket].tolist())
-            return replace(found, counts=_counts(bins, bucket, count)) if len(SHIFTS[sweep.width]) == 1 else found
+    passes: list[Ints] = []
+
+    def histogram(prefix: int, known: int, shift: int) -> Ints:
+        passes.append(_histogram(sweep, prefix, known, shift))
+        return passes[-1].sum(axis=0)
+
+    found = order.narrow(histogram, count, total=sweep.total, width=sweep.width)
+    if found.known == 0:
+        parts = passes[-1]
+        bucket = found.prefix % parts.shape[1]
+        threshold = _among_equals(sweep, found.prefix, found.rank, parts[:, bucket].tolist())
+        return threshold if passes[1:] else replace(threshold, counts=_counts(parts.sum(axis=0), bucket, found.rank))
     candidates: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
 
     def gather(keys: np.ndarray, at: int) -> None:
-        candidates[at] = _with_prefix(keys, prefix, known, sweep.width)
+        candidates[at] = _with_prefix(keys, found.prefix, found.known, sweep.width)
 
     sweep.each(gather)
-    return _sorted(sweep, candidates, count)
+    return _sorted(sweep, candidates, found.rank)
 
 
-def _counts(bins: npt.NDArray[np.int64], key: int, ties: int) -> Counts:
+def _counts(bins: Ints, key: int, ties: int) -> Counts:
     gone = np.where(np.arange(len(bins)) < key, bins, 0)
     gone[key] = ties
     return Counts(bins, gone)
@@ -159,7 +153,7 @@ def _with_prefix(keys: np.ndarray, prefix: int, known: int, width: int) -> np.nd
     return keys if known == width else keys[(keys >> keys.dtype.type(known)) == prefix]
 
 
-def _histogram(sweep: Sweep, prefix: int, known: int, shift: int) -> np.ndarray:
+def _histogram(sweep: Sweep, prefix: int, known: int, shift: int) -> Ints:
     """How many keys with a prefix there are by their next bits; by parts of the work if these bits are the last."""
     parts = np.zeros((min(PARTS, len(sweep.work)) if shift == 0 else 1, 1 << (known - shift)), np.int64)
     lock = threading.Lock()
@@ -183,7 +177,7 @@ def _between(sweep: Sweep, count: int, low: int, high: int) -> Threshold | None:
     """From the keys of a range [low, high) alone; None if the threshold is not there, or they are many."""
     below = [0] * len(sweep.work)
     candidates: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
-    if sweep.total * (high - low) >> sweep.width > FEW:
+    if sweep.total * (high - low) >> sweep.width > order.SORTED_KEYS:
         return None
 
     def gather(keys: np.ndarray, at: int) -> None:

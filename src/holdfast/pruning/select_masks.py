@@ -1,6 +1,6 @@
 """Which elements of a tensor a rule of pruning keeps.
 
-A `Mask` is what is left of the search for a threshold (`prune_select.py`): a key and an index, a pattern along the last axis, or a
+A `Mask` is what is left of the search for a threshold (`select.py`): a key and an index, a pattern along the last axis, or a
 bit for each block. It says of any range of elements, in C order, what stays. These are the same masks, element for element, as
 those of `holdfast.torch.sparsity.masks`.
 """
@@ -21,6 +21,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
 from holdfast.engine.execute import run_all
 from holdfast.pruning.keys import BlockScores, Magnitudes, RandomOrder, magnitude_keys
+from holdfast.pruning.order import pruned_count
 from holdfast.pruning.select import Counts, Progress, hold, select
 
 __all__ = [
@@ -31,22 +32,12 @@ __all__ = [
     "block_mask",
     "group_keep",
     "keep_range",
-    "pruned_count",
     "threshold_masks",
 ]
 
 
 HELD = 1 << 22
 """Scores of blocks that are held, 32 MiB; those of a tensor with more blocks are summed up again in each pass."""
-
-
-def pruned_count(level: float, count: int) -> int:
-    """How many of `count` are pruned: rounded, half to even, and never all of them unless the level is 1.
-
-    >>> pruned_count(0.5, 5), pruned_count(0.9, 4), pruned_count(1, 4)
-    (2, 3, 4)
-    """
-    return count if level == 1 else max(0, min(round(level * count), count - 1))
 
 
 class Mask(Protocol):

@@ -8,6 +8,8 @@ import math
 import pytest
 import torch
 
+from holdfast.core.sparse.encoding import matrix_shape
+from holdfast.pruning import order as pruning_order
 from holdfast.torch.sparsity import masks, order
 from holdfast.torch.sparsity.masks import (
     block_mask,
@@ -29,7 +31,7 @@ def small_chunks(monkeypatch):
     """Every tensor is a large one: histograms, several chunks."""
     monkeypatch.setattr(order, "CHUNK", 17)
     monkeypatch.setattr(masks, "CHUNK", 7)
-    monkeypatch.setattr(order, "FEW", 3)
+    monkeypatch.setattr(pruning_order, "SORTED_KEYS", 3)
 
 
 def tied(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -181,7 +183,7 @@ def test_n_of_m_that_cannot_be(n, m, dim, text):
 
 def block_oracle(tensor: torch.Tensor, shape: tuple[int, int], level: float, zeros: int, power: int) -> torch.Tensor:
     """Block by block, in Python."""
-    matrix = tensor.double().reshape(masks.matrix_shape(tensor.shape))
+    matrix = tensor.double().reshape(matrix_shape(tensor.shape))
     kept = torch.ones(matrix.shape, dtype=torch.bool)
     rows, columns = matrix.shape
     blocks = [(r, c) for r in range(0, rows, shape[0]) for c in range(0, columns, shape[1])]

@@ -18,13 +18,14 @@ A mask is a boolean tensor of the same shape and on the same device, true for wh
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import SupportsFloat
 
 import torch
 
+from holdfast.core.sparse.encoding import matrix_shape
+from holdfast.pruning import order
 from holdfast.torch.sparsity.order import (
     CHUNK,
     HELD,
@@ -44,7 +45,6 @@ __all__ = [
     "global_masks",
     "global_threshold",
     "magnitude_mask",
-    "matrix_shape",
     "nm_mask",
     "pruned_count",
     "random_mask",
@@ -78,19 +78,7 @@ def pruned_count(level: SupportsFloat, count: int) -> int:
     >>> pruned_count(0.5, 5), pruned_count(0.9, 4), pruned_count(1, 4)
     (2, 3, 4)
     """
-    level = checked_level(level)
-    return count if level == 1 else max(0, min(round(level * count), count - 1))
-
-
-def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
-    """The rows and columns as which a tensor of any shape is seen: the first axis, and all others as one.
-
-    >>> matrix_shape((8, 3, 5, 5)), matrix_shape((7,)), matrix_shape(())
-    ((8, 75), (1, 7), (1, 1))
-    """
-    if len(shape) < 2:
-        return 1, math.prod(shape)
-    return shape[0], math.prod(shape[1:])
+    return order.pruned_count(checked_level(level), count)
 
 
 def magnitude_mask(tensor: torch.Tensor, level: SupportsFloat, *, pruned: torch.Tensor | None = None) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.torch.sparsity.fake import fake_of
-from holdfast.torch.sparsity.masks import matrix_shape
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier
 
 __all__ = ["NearlyDiagonalSparsifier"]

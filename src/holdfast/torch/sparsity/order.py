@@ -1,13 +1,9 @@
-"""The lowest of very many, exactly: which elements go when a part of them has to.
+"""The order of pruning (`holdfast.pruning.order`) for tensors in memory, on any device.
 
-1. Every element has a key, a 64-bit integer in the order in which elements go. Of equal keys the lowest index goes first, and over
-   several tensors the first tensor. So a result is the same on every device, and the same as a twin in numpy.
-2. A magnitude's key is its bits as a float64, to which every float of fewer bits converts exactly, and whose bits are in the order
-   of the numbers. -0.0 is 0.0. All NaN are equal and come last: what is broken is not hidden.
-3. What is pruned already has the lowest keys of all (`HELD` is added), so that it goes first whatever its value, and comes back,
-   the largest first, only where fewer are to be pruned.
-4. Random keys are SplitMix64 of a seed and the index, without its lowest bit.
-5. The key of the n-th lowest is found from histograms of 16 more bits at a time, in chunks, until few candidates are left to sort.
+- A magnitude's key is its bits as a float64, to which every float of fewer bits converts exactly.
+- What is pruned already has the lowest keys of all (`HELD` is added), so that it goes first whatever its value, and comes back, the
+  largest first, only where fewer are to be pruned. So keys have signs here.
+- In ordinary memory numpy makes the random keys, in steps that stay in the cache: torch takes many times as long.
 """
 
 from __future__ import annotations
@@ -16,26 +12,24 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+
+from holdfast.core.arrays import Ints
+from holdfast.pruning import keys as numpy_keys
+from holdfast.pruning.order import SPLITMIX, nan_key, narrow
 
 __all__ = ["HELD", "Keys", "Threshold", "keep_above", "magnitude_keys", "random_keys", "score_keys", "select"]
 
 CHUNK = 1 << 20
 """Elements at a time: 8 MiB of keys."""
-FEW = 1 << 20
-"""As many keys as are sorted directly: 8 MiB."""
-SHIFTS = (47, 31, 15, 0)
-"""Bits below those that one histogram counts by; the first has 17 of them, for keys have signs."""
 
 HELD = -(1 << 63)
 """Added to the key of what is pruned already."""
-NAN = 0x7FF0_0000_0000_0001
-"""One more than the bits of infinity."""
+NAN = nan_key("float64")
 
-GOLDEN = 0x9E37_79B9_7F4A_7C15 - (1 << 64)
-MIX_1 = 0xBF58_476D_1CE4_E5B9 - (1 << 64)
-MIX_2 = 0x94D0_49BB_1331_11EB - (1 << 64)
-"""SplitMix64's constants (Steele, Lea and Flood, 2014), as signed numbers: torch multiplies those modulo 2^64."""
+STEP, *FACTORS = (number - (1 << 64) for number in SPLITMIX)
+"""As signed numbers: torch multiplies those modulo 2^64."""
 
 
 def magnitude_keys(values: torch.Tensor) -> torch.Tensor:
@@ -58,10 +52,17 @@ def random_keys(start: int, stop: int, seed: int, device: torch.device) -> torch
     >>> random_keys(0, 2, 0, torch.device("cpu")).tolist()
     [8147104208329303767, 3980143261097177850]
     """
+    if device.type == "cpu":
+        return torch.from_numpy(numpy_keys.random_keys(start, stop, seed).view(np.int64))
+    return _splitmix(start, stop, seed, device)
+
+
+def _splitmix(start: int, stop: int, seed: int, device: torch.device) -> torch.Tensor:
+    """`random_keys`, by torch."""
     seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
-    x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * GOLDEN + seed
-    x = (x ^ _shifted(x, 30)) * MIX_1
-    x = (x ^ _shifted(x, 27)) * MIX_2
+    x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * STEP + seed
+    x = (x ^ _shifted(x, 30)) * FACTORS[0]
+    x = (x ^ _shifted(x, 27)) * FACTORS[1]
     return _shifted(x ^ _shifted(x, 31), 1)
 
 
@@ -125,27 +126,29 @@ def select(sources: Sequence[Keys], count: int) -> Threshold:
 
 
 def _select(chunks: Callable[[], Iterator[torch.Tensor]], total: int, count: int) -> Threshold:
-    # The bits from `known` upwards are those of `prefix`; at first none are known, the sign included.
-    prefix, known = 0, 63
-    for shift in SHIFTS if total > FEW else ():
-        first = known == 63
-        base = -(1 << (63 - shift)) if first else prefix << (known - shift)
-        bins = torch.zeros(1 << (64 - shift if first else known - shift), dtype=torch.int64)
+    def histogram(prefix: int, known: int, shift: int) -> Ints:
+        bins = torch.zeros(1 << (known - shift), dtype=torch.int64)
+        base = _signed(prefix << (known - shift), shift)
         for keys in chunks():
-            among = keys if first else keys[(keys >> known) == prefix]
-            bins += torch.bincount((among >> shift) - base, minlength=len(bins)).cpu()
-        ends = bins.cumsum(0)
-        bucket = int(torch.searchsorted(ends, count))
-        count -= int(ends[bucket] - bins[bucket])
-        prefix, known = base + bucket, shift
-        if shift == 0:
-            return Threshold(prefix, count)
-        if int(bins[bucket]) <= FEW:
-            break
-    candidates = [keys if known == 63 else keys[(keys >> known) == prefix] for keys in chunks()]
-    ordered = torch.cat([keys.cpu() for keys in candidates]).sort().values
-    key = int(ordered[count - 1])
-    return Threshold(key, count - int((ordered < key).sum()))
+            bins += torch.bincount((_with_prefix(keys, prefix, known) >> shift) - base, minlength=len(bins)).cpu()
+        return bins.numpy()
+
+    found = narrow(histogram, count, total=total, width=64)
+    if found.known == 0:
+        return Threshold(_signed(found.prefix, 0), found.rank)
+    candidates = [_with_prefix(keys, found.prefix, found.known).cpu() for keys in chunks()]
+    ordered = torch.cat(candidates).sort().values
+    key = int(ordered[found.rank - 1])
+    return Threshold(key, found.rank - int((ordered < key).sum()))
+
+
+def _with_prefix(keys: torch.Tensor, prefix: int, known: int) -> torch.Tensor:
+    return keys if known == 64 else keys[(keys >> known) == _signed(prefix, known)]
+
+
+def _signed(prefix: int, known: int) -> int:
+    """The leading bits of a signed key, from those of a key that begins at 0."""
+    return prefix - (1 << (63 - known))
 
 
 def keep_above(sources: Sequence[Keys], threshold: Threshold) -> list[torch.Tensor]:

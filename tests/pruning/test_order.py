@@ -1,0 +1,84 @@
+"""The order of pruning in numpy and in torch: the same keys in the same order, whatever ties, NaN and signs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from holdfast.pruning import keys as of_arrays
+from holdfast.pruning import order
+from holdfast.pruning.select import select as select_in_arrays
+from holdfast.torch.sparsity import order as of_tensors
+
+SPECIAL = [0.0, -0.0, 1.0, -1.0, 2.0**-14, np.inf, -np.inf, np.nan, -np.nan, 1.5, -1.5, 65504.0]
+CPU = torch.device("cpu")
+
+
+def values(kind: str, dtype: torch.dtype) -> torch.Tensor:
+    rng = np.random.default_rng(5)
+    drawn = rng.standard_normal(5000) if kind == "random" else rng.choice(SPECIAL, 5000)
+    return torch.from_numpy(drawn).to(dtype)
+
+
+def as_array(tensor: torch.Tensor) -> np.ndarray:
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
+
+
+class Keys:
+    """Keys that are there already."""
+
+    width = 63
+
+    def __init__(self, keys: np.ndarray) -> None:
+        self.keys, self.count = keys, len(keys)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        return of_arrays.pieces(self.count)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.keys[start:stop]
+
+    def around(self, count: int) -> None:
+        return None
+
+
+@pytest.mark.parametrize("kind", ["random", "ties"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_magnitudes_have_one_order(kind, dtype):
+    tensor = values(kind, dtype)
+    own = of_arrays.magnitude_keys(as_array(tensor), str(dtype).removeprefix("torch."))
+    wide = of_arrays.magnitude_keys(as_array(tensor), "float64")
+    np.testing.assert_array_equal(of_tensors.magnitude_keys(tensor).numpy().view(np.uint64), wide)
+    # Keys of fewer bits are other numbers in the same order, equals and all.
+    np.testing.assert_array_equal(np.unique(own, return_inverse=True)[1], np.unique(wide, return_inverse=True)[1])
+
+
+@pytest.mark.parametrize("seed", [0, 7, -5, (1 << 64) + 3])
+def test_random_keys_have_one_order(seed):
+    expected = of_arrays.random_keys(3, 70_000, seed).view(np.int64)
+    np.testing.assert_array_equal(of_tensors._splitmix(3, 70_000, seed, CPU).numpy(), expected)
+    np.testing.assert_array_equal(of_tensors.random_keys(3, 70_000, seed, CPU).numpy(), expected)
+
+
+@pytest.mark.parametrize("few", [3, 1 << 20])
+@pytest.mark.parametrize("kind", ["random", "ties"])
+def test_both_find_one_threshold(kind, few, monkeypatch):
+    monkeypatch.setattr(order, "SORTED_KEYS", few)
+    monkeypatch.setattr(of_arrays, "PIECE", 700)
+    monkeypatch.setattr(of_tensors, "CHUNK", 900)
+    parts = [values(kind, torch.float32)[:3100], values(kind, torch.float64)[:1900]]
+    arrays = [of_arrays.magnitude_keys(as_array(part), "float64") for part in parts]
+
+    for count in (0, 1, 40, 2500, 4999, 5000):
+        one = select_in_arrays([Keys(array) for array in arrays], count)
+        sources = [of_tensors.Keys(part) for part in parts]
+        masks = of_tensors.keep_above(sources, of_tensors.select(sources, count))
+        for array, cut, mask in zip(arrays, one.cuts, masks, strict=True):
+            after = np.arange(len(array)) >= cut
+            np.testing.assert_array_equal(np.where(after, array >= one.key, array > one.key), mask.numpy())
