@@ -17,10 +17,10 @@ WIDTHS = (1, 2, 4, 8, 16)
 def small_groups():
     """Groups of a few elements, so that small tensors have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bitmap, "GROUP", 16)
-        patch.setattr(nm, "GROUPS", 8)
-        patch.setattr(blocks, "GROUP", 24)
-        patch.setattr(blocks, "TALL", 4)
+        patch.setattr(bitmap, "GROUP_ELEMENTS", 16)
+        patch.setattr(nm, "PACKED_GROUPS", 8)
+        patch.setattr(blocks, "GROUP_ELEMENTS", 24)
+        patch.setattr(blocks, "GROUP_ROWS", 4)
         yield
 
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.stores.files import Found, is_temporary
+from holdfast.stores.files import Entry, is_temporary
 
 ROOT = "/w"
 """The one directory that exists at first."""
@@ -376,20 +376,20 @@ class Model:
         with self._turn:
             return self.locks.setdefault(self.open_descriptors[descriptor], descriptor) == descriptor
 
-    def stat(self, name: str, *, at: int) -> Found | None:
+    def stat(self, name: str, *, at: int) -> Entry | None:
         with self._turn:
             node = self._at(at).entries.get(name)
             return None if node is None else self._found(node)
 
-    def inspect(self, descriptor: int) -> Found:
+    def inspect(self, descriptor: int) -> Entry:
         with self._turn:
             return self._found(self.open_descriptors[descriptor])
 
-    def _found(self, node: int) -> Found:
+    def _found(self, node: int) -> Entry:
         what = self.nodes[node]
         if isinstance(what, File):
-            return Found("file", (1, node), what.mode, len(what.data))
-        return Found("directory", (1, node), what.mode, 0)
+            return Entry("file", (1, node), what.mode, len(what.data))
+        return Entry("directory", (1, node), what.mode, 0)
 
     def is_shared(self, descriptor: int) -> bool:
         return False

@@ -16,7 +16,7 @@ import pytest
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, recover
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
-from holdfast.stores.files import Found, OsFiles, is_temporary
+from holdfast.stores.files import Entry, OsFiles, is_temporary
 
 DEAD = ".model.0123456789abcdef.tmp"
 ASIDE = ".model.0123456789abcdef.old"
@@ -608,7 +608,7 @@ class Owners(OsFiles):
             raise PermissionError(errno.EPERM, "Operation not permitted")
         self.given.append((user, group))
 
-    def stat(self, name: str, *, at: int) -> Found | None:
+    def stat(self, name: str, *, at: int) -> Entry | None:
         found = super().stat(name, at=at)
         return None if found is None else replace(found, owner=(7, 8))
 

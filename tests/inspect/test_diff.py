@@ -252,7 +252,7 @@ def test_blocks_add_up(a, b, block):
 
 
 def test_strided_and_long_tensors_are_walked_in_blocks(monkeypatch):
-    monkeypatch.setattr(compare, "BLOCK", 64)
+    monkeypatch.setattr(compare, "BLOCK_ELEMENTS", 64)
     monkeypatch.setattr(compare.blocks, "__defaults__", (64,))
     a = np.arange(3000.0).reshape(30, 100)
     b = np.asfortranarray(a)

@@ -297,7 +297,7 @@ def test_what_is_ordinary_is_clean(bare, value, protocol):
 
 
 def test_more_than_can_be_listed_is_said(bare, monkeypatch):
-    monkeypatch.setattr("holdfast.inspect.scanning.findings.MOST", 100)
+    monkeypatch.setattr("holdfast.inspect.scanning.findings.MOST_FINDINGS", 100)
     content = b"".join(b"cm%d\nf\n)R0" % i for i in range(150)) + b"N."
     report = bare(content)
     assert len(report.reports[0].findings) == 100

@@ -217,7 +217,7 @@ def test_a_storage_is_put_together_from_its_copies(data):
             content[at : at + wide.itemsize] = stored[at : at + wide.itemsize]
         note = AliasView(0, stored.size, first * 8, tuple(s * 8 for s in strides))
         copies.append(Copy.of(resident.array(view.contiguous().numpy()), note))
-    small, assembled.BLOCK = assembled.BLOCK, data.draw(st.sampled_from([4 << 20, 32, 16]))
+    small, assembled.BLOCK_NBYTES = assembled.BLOCK_NBYTES, data.draw(st.sampled_from([4 << 20, 32, 16]))
     try:
         store = Assembled()
         storage = store.storage(content.size, copies)
@@ -227,7 +227,7 @@ def test_a_storage_is_put_together_from_its_copies(data):
         store.read(storage.key, start, memoryview(out))
         assert bytes(out) == content[start : start + len(out)].tobytes()
     finally:
-        assembled.BLOCK = small
+        assembled.BLOCK_NBYTES = small
 
 
 def noted(**arrays: tuple[np.ndarray, int]) -> State:

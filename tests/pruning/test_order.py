@@ -70,8 +70,8 @@ def test_random_keys_have_one_order(seed):
 @pytest.mark.parametrize("kind", ["random", "ties"])
 def test_both_find_one_threshold(kind, few, monkeypatch):
     monkeypatch.setattr(order, "SORTED_KEYS", few)
-    monkeypatch.setattr(of_arrays, "PIECE", 700)
-    monkeypatch.setattr(of_tensors, "CHUNK", 900)
+    monkeypatch.setattr(of_arrays, "PIECE_ELEMENTS", 700)
+    monkeypatch.setattr(of_tensors, "CHUNK_ELEMENTS", 900)
     parts = [values(kind, torch.float32)[:3100], values(kind, torch.float64)[:1900]]
     arrays = [of_arrays.magnitude_keys(as_array(part), "float64") for part in parts]
 

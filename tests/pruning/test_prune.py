@@ -90,11 +90,11 @@ def oracle_block(array: np.ndarray, height: int, width: int, level: float) -> np
 def small_pieces(request, monkeypatch):
     """Also with pieces and limits so small that every way through the code is taken."""
     if request.param == "pieces":
-        monkeypatch.setattr(prune_keys, "PIECE", 96)
+        monkeypatch.setattr(prune_keys, "PIECE_ELEMENTS", 96)
         monkeypatch.setattr(prune_order, "SORTED_KEYS", 20)
-        monkeypatch.setattr(prune_select, "PARTS", 3)
-        monkeypatch.setattr(prune_masks, "HELD", 50)
-        monkeypatch.setattr(prune_loss, "STEP", 32)
+        monkeypatch.setattr(prune_select, "HISTOGRAM_PARTS", 3)
+        monkeypatch.setattr(prune_masks, "HELD_SCORES", 50)
+        monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 32)
         monkeypatch.setattr(module, "PIECE", 96)
 
 
@@ -191,7 +191,7 @@ def test_the_same_as_a_sparsifier_in_memory(tmp_path, kind):
     torch.manual_seed(0)
     layers = [torch.nn.Linear(640, 900, bias=False), torch.nn.Linear(900, 50), torch.nn.Linear(52, 36)]
     model = torch.nn.Sequential(*layers).bfloat16()
-    assert layers[0].weight.numel() > prune_keys.PIECE
+    assert layers[0].weight.numel() > prune_keys.PIECE_ELEMENTS
     torch.save(model.state_dict(), tmp_path / "a.pt")
     sparsifier, rule = {
         "magnitude": (MagnitudeSparsifier(0.6), "0.6"),

@@ -75,7 +75,7 @@ def test_a_threshold_is_the_one_that_sorting_finds(case, few, parts, threads):
     sources, count = case
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prune_order, "SORTED_KEYS", few)
-        patch.setattr(prune_select, "PARTS", parts)
+        patch.setattr(prune_select, "HISTOGRAM_PARTS", parts)
         found = select(sources, count, threads=threads)
     for source, cut, kept in zip(sources, found.cuts, oracle(sources, count), strict=True):
         after = np.arange(source.count) >= cut
@@ -100,10 +100,10 @@ def test_keys_that_change_are_an_error():
         select([source], 35)
 
 
-@pytest.mark.parametrize("apart", [prune_keys.CERTAIN, 0.0])
+@pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0])
 @pytest.mark.parametrize("count", [1, 77, 5_000, 9_999, 10_000])
 def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, apart):
-    monkeypatch.setattr(prune_keys, "CERTAIN", apart)
+    monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
     monkeypatch.setattr(prune_order, "SORTED_KEYS", 2_000)
     keys = random_keys(0, 10_000, 3)
     found = select([RandomOrder(10_000, 3)], count)
@@ -111,7 +111,7 @@ def test_a_random_threshold_whether_the_guess_holds_or_not(monkeypatch, count, a
 
 
 def test_random_keys_do_not_depend_on_where_they_begin(monkeypatch):
-    monkeypatch.setattr(prune_keys, "RUN", 64)
+    monkeypatch.setattr(prune_keys, "RUN_KEYS", 64)
     prune_keys._multiples.cache_clear()
     every = random_keys(0, 1000, -5)
     assert all((random_keys(a, b, -5) == every[a:b]).all() for a, b in ((0, 0), (3, 4), (63, 65), (100, 1000)))
@@ -135,7 +135,7 @@ def test_squares_of_a_block_are_added_one_after_the_other():
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=lambda t: np.dtype(t).name)
 def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
-    monkeypatch.setattr(prune_loss, "STEP", 64)
+    monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 64)
     values = np.random.default_rng(1).normal(size=200).round(1).astype(dtype)
     values[[3, 70, 71]] = [np.nan, np.inf, -np.inf]
     values[[4, 5]] = [-0.0, 0.0]
@@ -173,7 +173,7 @@ def test_a_tally_is_whole_when_every_element_was_told_once():
 
 @pytest.mark.parametrize("packed", [False, True], ids=["values", "bits"])
 def test_pruned_tensors_are_read_at_any_byte(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr(prune_keys, "PIECE", 24)
+    monkeypatch.setattr(prune_keys, "PIECE_ELEMENTS", 24)
     # Whole numbers: sums of their squares are exact in any order.
     values = (np.random.default_rng(3).permutation(168) - 83.5).astype(np.float32).reshape(6, 28) * np.float32(2)
     holdfast.save({"w": values}, tmp_path / "a.safetensors")

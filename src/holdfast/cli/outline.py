@@ -18,7 +18,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.composite import Composite
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import ALONE, FREE_CHARACTERS, NAMES, Contents, contents, module_contents
+from holdfast.core.tree import FREE_CHARACTERS, LONE_TENSOR_NAME, NAME_CHARACTERS_A_BYTE, Contents, contents, module_contents
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar
 
@@ -86,9 +86,11 @@ Node = Leaf | Branch
 
 def outline(checkpoint: Checkpoint, ties: Mapping[str, str], *, split: bool = True) -> Branch:
     """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece."""
-    root = _Walk(ties, split, room=NAMES * checkpoint.stored_nbytes + FREE_CHARACTERS).node(checkpoint.tree, "", "", 0)
+    root = _Walk(ties, split, room=NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS).node(
+        checkpoint.tree, "", "", 0
+    )
     if isinstance(root, Leaf):
-        root.label = root.name = ALONE
+        root.label = root.name = LONE_TENSOR_NAME
         root = Branch("", "", "dict", children=[root])
     return root
 

@@ -51,7 +51,7 @@ FREE_STEPS = 10_000
 """Extra visits of shared containers that are allowed however small the file: the same few dicts under several keys."""
 
 
-NAMES = 16
+NAME_CHARACTERS_A_BYTE = 16
 """Characters of names for each stored byte. A key is stored once and stands in the name of everything below it."""
 
 FREE_CHARACTERS = 4 << 20
@@ -60,7 +60,7 @@ FREE_CHARACTERS = 4 << 20
 KEY_CHARACTERS = 64
 """Of a key that is neither text nor an integer, where it stands in a path."""
 
-ALONE = "tensor"
+LONE_TENSOR_NAME = "tensor"
 """The name of a tensor that was saved by itself, with nothing around it."""
 
 
@@ -135,7 +135,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
     seen: set[int] = set()
     on_path: set[int] = set()
     spare = stored + FREE_STEPS
-    room = NAMES * stored + FREE_CHARACTERS
+    room = NAME_CHARACTERS_A_BYTE * stored + FREE_CHARACTERS
     left_out = 0
     # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
     levels: list[tuple[Iterator[tuple[str | int, object]], set[int], bool]] = [(iter([("", tree)]), set(), False)]
@@ -155,7 +155,8 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
             _add(named, (*path[1:], *((key,) if levels[1:] else ())), value)
             if named.characters > room:
                 raise LimitExceeded(
-                    f"the names of the tensors take more than {room:,} characters together, {NAMES} times what is stored",
+                    f"the names of the tensors take more than {room:,} characters together, "
+                    f"{NAME_CHARACTERS_A_BYTE} times what is stored",
                     expected=room,
                     found=named.characters,
                 )
@@ -188,7 +189,7 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
 
 
 def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
-    name = base = dotted(path) if path else ALONE
+    name = base = dotted(path) if path else LONE_TENSOR_NAME
     count = named.doubles.get(base, 1)
     while name in named.tensors:
         count += 1

@@ -32,10 +32,10 @@ from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
 
 __all__ = ["Assembled", "Copy"]
 
-WIDEST = 16
+WIDEST_NBYTES = 16
 """Bytes of the widest element, complex128: what may stick out of a range at either end."""
 
-BLOCK = 4 << 20
+BLOCK_NBYTES = 4 << 20
 """Bytes of a storage that `agrees` looks at together, and of a box that is read at once."""
 
 
@@ -105,18 +105,18 @@ class Assembled(Virtual):
         """Whether every element of every copy is what the storage has in its place. Reads all of them."""
         copies = self._copies[key]
         low, high = min(copy.offset for copy in copies), max(copy.stop for copy in copies)
-        for start in range(low, high, BLOCK):
-            stop = min(start + BLOCK, high)
+        for start in range(low, high, BLOCK_NBYTES):
+            stop = min(start + BLOCK_NBYTES, high)
             padded = _padded(copies, start, stop)
             for copy in copies:
                 for placed in _boxes(copy, start, stop):
-                    if not _holds(padded, start - WIDEST, copy, placed):
+                    if not _holds(padded, start - WIDEST_NBYTES, copy, placed):
                         return False
         return True
 
 
 def _read(copies: Sequence[Copy], start: int, out: memoryview) -> None:
-    out[:] = _padded(copies, start, start + out.nbytes)[WIDEST : WIDEST + out.nbytes].data
+    out[:] = _padded(copies, start, start + out.nbytes)[WIDEST_NBYTES : WIDEST_NBYTES + out.nbytes].data
 
 
 def _stamp(copies: Sequence[Copy]) -> Stamp:
@@ -125,15 +125,15 @@ def _stamp(copies: Sequence[Copy]) -> Stamp:
 
 def _padded(copies: Sequence[Copy], start: int, stop: int) -> np.ndarray:
     """The bytes [start, stop), with room on both sides for elements that stick out."""
-    made = np.zeros(stop - start + 2 * WIDEST, np.uint8)
+    made = np.zeros(stop - start + 2 * WIDEST_NBYTES, np.uint8)
     come = np.zeros(len(made), np.bool_)
     for copy in copies:
         if copy.offset < stop and start < copy.stop:
             for placed in _boxes(copy, start, stop, once=True):
                 values = _values(copy, placed)
-                _window(made, start - WIDEST, copy, placed, values.shape)[...] = values
-                _window(come, start - WIDEST, copy, placed, values.shape)[...] = True
-            if come[WIDEST:-WIDEST].all():
+                _window(made, start - WIDEST_NBYTES, copy, placed, values.shape)[...] = values
+                _window(come, start - WIDEST_NBYTES, copy, placed, values.shape)[...] = True
+            if come[WIDEST_NBYTES:-WIDEST_NBYTES].all():
                 break
     return made
 
@@ -165,7 +165,7 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
         rest = len(order) - depth
         if at + spans[rest] <= start or at >= stop:
             return
-        if first <= at and at + spans[rest] <= last and counts[rest] * width <= BLOCK:
+        if first <= at and at + spans[rest] <= last and counts[rest] * width <= BLOCK_NBYTES:
             for d in order[depth:]:
                 index[d] = slice(0, 1 if once and not strides[d] else shape[d])
             yield Placed(tuple(index), at)
@@ -175,12 +175,12 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
         if stride:
             low = max(0, -(-(start - at - spans[below] + 1) // stride))
             high = min(high, -(-(stop - at) // stride))
-        rows = max(1, BLOCK // (counts[below] * width))
+        rows = max(1, BLOCK_NBYTES // (counts[below] * width))
         i = low
         while i < high:
             # Rows that lie inside whole are taken together.
             inside = min(high, i + rows, (last - at - spans[below]) // stride + 1 if stride else high)
-            if at + i * stride >= first and inside > i and counts[below] * width <= BLOCK:
+            if at + i * stride >= first and inside > i and counts[below] * width <= BLOCK_NBYTES:
                 index[d] = slice(i, inside)
                 for e in order[depth + 1 :]:
                     index[e] = slice(0, 1 if once and not strides[e] else shape[e])

@@ -23,23 +23,23 @@ from holdfast.core.protocols import Store
 from holdfast.engine.execute import run_all
 from holdfast.errors import Corrupted
 
-__all__ = ["Piece", "read_pieces"]
+__all__ = ["RecordRead", "read_pieces"]
 
-BLOCK = 4 << 20
+BLOCK_NBYTES = 4 << 20
 """Bytes of a large record that one thread reads at a time."""
 
-SMALL = 256 << 10
+SMALL_NBYTES = 256 << 10
 """Records up to this size are read together with their neighbours."""
 
-GAP = 16 << 10
+GAP_NBYTES = 16 << 10
 """Bytes between two records that are cheaper to read than to skip. Headers and padding of an archive are below 200."""
 
-INLINE = 2 << 20
+INLINE_NBYTES = 2 << 20
 """Below this much in all, starting threads takes longer than reading."""
 
 
 @dataclass(slots=True)
-class Piece:
+class RecordRead:
     """One record and where it goes."""
 
     start: int
@@ -54,11 +54,11 @@ class Piece:
     """Of the blocks that were read."""
 
 
-def read_pieces(store: Store, key: str, pieces: Sequence[Piece], *, threads: int, verify: bool = True) -> None:
+def read_pieces(store: Store, key: str, pieces: Sequence[RecordRead], *, threads: int, verify: bool = True) -> None:
     """Read every piece to its place. Raises `Corrupted` for one whose checksum does not match."""
     wanted = sorted((piece for piece in pieces if piece.nbytes), key=lambda piece: piece.start)
     work = list(_tasks(store, key, wanted, verify=verify))
-    if threads > 1 and len(work) > 1 and sum(piece.nbytes for piece in wanted) > INLINE:
+    if threads > 1 and len(work) > 1 and sum(piece.nbytes for piece in wanted) > INLINE_NBYTES:
         run_all(work, threads)
     else:
         for task in work:
@@ -69,7 +69,7 @@ def read_pieces(store: Store, key: str, pieces: Sequence[Piece], *, threads: int
                 _compare(piece, piece.sums.crc32(), key)
 
 
-def _compare(piece: Piece, found: int, key: str) -> None:
+def _compare(piece: RecordRead, found: int, key: str) -> None:
     if found != piece.crc32:
         raise Corrupted(
             f"{piece.label}: the bytes do not have the checksum that the file records for them; the file is damaged",
@@ -81,14 +81,14 @@ def _compare(piece: Piece, found: int, key: str) -> None:
         )
 
 
-def _tasks(store: Store, key: str, pieces: Sequence[Piece], *, verify: bool) -> Iterator[Callable[[], None]]:
-    span: list[Piece] = []
+def _tasks(store: Store, key: str, pieces: Sequence[RecordRead], *, verify: bool) -> Iterator[Callable[[], None]]:
+    span: list[RecordRead] = []
     for piece in pieces:
-        if piece.nbytes > SMALL:
-            for start in range(0, piece.nbytes, BLOCK):
-                yield _block(store, key, piece, start, min(start + BLOCK, piece.nbytes), verify=verify)
+        if piece.nbytes > SMALL_NBYTES:
+            for start in range(0, piece.nbytes, BLOCK_NBYTES):
+                yield _block(store, key, piece, start, min(start + BLOCK_NBYTES, piece.nbytes), verify=verify)
             continue
-        if span and (piece.start - span[-1].start - span[-1].nbytes > GAP or piece.start - span[0].start > BLOCK):
+        if span and (piece.start - span[-1].start - span[-1].nbytes > GAP_NBYTES or piece.start - span[0].start > BLOCK_NBYTES):
             yield _span(store, key, span, verify=verify)
             span = []
         span.append(piece)
@@ -96,7 +96,7 @@ def _tasks(store: Store, key: str, pieces: Sequence[Piece], *, verify: bool) -> 
         yield _span(store, key, span, verify=verify)
 
 
-def _block(store: Store, key: str, piece: Piece, start: int, stop: int, *, verify: bool) -> Callable[[], None]:
+def _block(store: Store, key: str, piece: RecordRead, start: int, stop: int, *, verify: bool) -> Callable[[], None]:
     def run() -> None:
         out = memory_at(piece.address + start, stop - start)
         store.read(key, piece.start + start, out)
@@ -106,7 +106,7 @@ def _block(store: Store, key: str, piece: Piece, start: int, stop: int, *, verif
     return run
 
 
-def _span(store: Store, key: str, pieces: list[Piece], *, verify: bool) -> Callable[[], None]:
+def _span(store: Store, key: str, pieces: list[RecordRead], *, verify: bool) -> Callable[[], None]:
     def run() -> None:
         begin = pieces[0].start
         scratch = np.empty(max(piece.start + piece.nbytes for piece in pieces) - begin, np.uint8)

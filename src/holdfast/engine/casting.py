@@ -26,7 +26,7 @@ from holdfast.core.dtype import DType
 
 __all__ = ["OUTCOMES", "cast", "count_losses", "largest"]
 
-BLOCK = 1 << 16
+BLOCK_ELEMENTS = 1 << 16
 """Elements at a time: what is computed of them stays in the processor's caches."""
 
 SATURATING = "float8_e4m3fn"
@@ -41,8 +41,8 @@ def cast(array: np.ndarray, dtype: DType) -> np.ndarray:
     """The elements of a 1-D array of floats in another floating-point dtype, as torch gives them."""
     out = np.empty(array.shape, dtype.numpy)
     with np.errstate(over="ignore", invalid="ignore"):
-        for start in range(0, array.size, BLOCK):
-            part = slice(start, start + BLOCK)
+        for start in range(0, array.size, BLOCK_ELEMENTS):
+            part = slice(start, start + BLOCK_ELEMENTS)
             _cast_block(array[part], out[part], dtype)
     return out
 
@@ -99,8 +99,8 @@ def count_losses(array: np.ndarray, made: np.ndarray | None, dtype: DType) -> di
     found = dict.fromkeys(OUTCOMES, 0)
     kinds = _kinds(array.dtype, dtype) if array.itemsize == 1 else None
     bounds = _bounds(array.dtype, dtype) if kinds is None else None
-    for start in range(0, array.size if (kinds is None or kinds.any()) and (bounds is None or bounds.any) else 0, BLOCK):
-        part = slice(start, start + BLOCK)
+    for start in range(0, array.size if (kinds is None or kinds.any()) and (bounds is None or bounds.any) else 0, BLOCK_ELEMENTS):
+        part = slice(start, start + BLOCK_ELEMENTS)
         if made is None or not _ordinary(made[part], dtype):
             if bounds is not None:
                 _count_block(array[part], bounds, found)

@@ -22,12 +22,12 @@ from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.errors import HoldfastError
 
-__all__ = ["Piece", "Progress", "Span", "Sweep", "windows"]
+__all__ = ["Progress", "Span", "SpanPart", "Sweep", "windows"]
 
 Progress = Callable[[int], None]
 """Is told how many more bytes are done; may be called from several threads at once."""
 
-BLOCK = 4 << 20
+BLOCK_NBYTES = 4 << 20
 """Bytes of one read: large enough to forget the call, small enough that a few of them fit into a last-level cache."""
 
 
@@ -47,7 +47,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SpanPart:
     """A part of a span: the span's number, and where the part lies in the file."""
 
     span: int
@@ -55,15 +55,15 @@ class Piece:
     stop: int
 
 
-Window = list[Piece]
+Window = list[SpanPart]
 """Pieces of one file, by their starts, without a gap between them, at most a block long together."""
 
 
-def windows(spans: Sequence[Span], block: int = BLOCK) -> Iterator[Window]:
+def windows(spans: Sequence[Span], block: int = BLOCK_NBYTES) -> Iterator[Window]:
     """Cut and join spans into windows; each byte of each span is in exactly one piece."""
     window: Window = []
     key, end = "", 0
-    pieces = [Piece(i, at, min(at + block, s.stop)) for i, s in enumerate(spans) for at in range(s.start, s.stop, block)]
+    pieces = [SpanPart(i, at, min(at + block, s.stop)) for i, s in enumerate(spans) for at in range(s.start, s.stop, block)]
     for piece in sorted(pieces, key=lambda p: (spans[p.span].key, p.start)):
         own = spans[piece.span].key
         if window and (own != key or piece.start > end or piece.stop - window[0].start > block):
@@ -78,7 +78,7 @@ def windows(spans: Sequence[Span], block: int = BLOCK) -> Iterator[Window]:
 class Sweep:
     """The sums of spans of one store. Run every task of `tasks`, on any thread, and then ask for the outcomes."""
 
-    def __init__(self, store: Store, spans: Iterable[Span], *, block: int = BLOCK) -> None:
+    def __init__(self, store: Store, spans: Iterable[Span], *, block: int = BLOCK_NBYTES) -> None:
         self._store = store
         self._spans = list(spans)
         self._block = block

@@ -27,9 +27,9 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
 from holdfast.engine.integers import greatest, int_changes
 
-__all__ = ["BLOCK", "Content", "Tally", "blocks", "compare_block"]
+__all__ = ["BLOCK_ELEMENTS", "Content", "Tally", "blocks", "compare_block"]
 
-BLOCK = 1 << 18
+BLOCK_ELEMENTS = 1 << 18
 """Elements at a time, a multiple of eight so that packed types are cut between bytes: 4 MiB as float64 for both sides."""
 
 PLAIN_EXPONENT = 400
@@ -90,7 +90,7 @@ class Tally:
         return size if self.dot >= 0 else -size
 
 
-def blocks(count: int, block: int = BLOCK) -> Iterator[tuple[int, int]]:
+def blocks(count: int, block: int = BLOCK_ELEMENTS) -> Iterator[tuple[int, int]]:
     """Ranges of elements that cover `count` of them."""
     return ((start, min(start + block, count)) for start in range(0, count, block))
 

@@ -24,7 +24,7 @@ from holdfast.errors import HoldfastError, located
 
 __all__ = ["recorded_crc", "tensor_crcs"]
 
-BLOCK = 8 << 20
+SLAB_NBYTES = 8 << 20
 """Bytes of a slab: enough rows of a strided tensor that neighbouring runs are read together."""
 
 
@@ -113,7 +113,7 @@ def tensor_crcs(
             spans.append(Span(place[0], place[1], tensor.nbytes))
         else:
             parts[i] = Sums()
-            work += [_slab_task(slab, tensor.name, parts[i], progress) for slab in slabs(tensor, BLOCK)]
+            work += [_slab_task(slab, tensor.name, parts[i], progress) for slab in slabs(tensor, SLAB_NBYTES)]
     sweeps = [(numbers, Sweep(store, spans)) for store, (numbers, spans) in swept.items()]
     for _, sweep in sweeps:
         work += sweep.tasks(progress)

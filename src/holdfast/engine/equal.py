@@ -16,7 +16,7 @@ from holdfast.errors import located
 
 __all__ = ["same_bytes"]
 
-BLOCK = 2 << 20
+BLOCK_NBYTES = 2 << 20
 """Bytes of each side at a time; small tensors are taken together until they are as many."""
 
 Pair = tuple[LazyTensor, LazyTensor]
@@ -38,7 +38,7 @@ def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threa
     def task(parts: list[Part]) -> Callable[[], None]:
         def run() -> None:
             if not hasattr(own, "scratch"):
-                own.scratch = (np.empty(BLOCK, np.uint8), np.empty(BLOCK, np.uint8))
+                own.scratch = (np.empty(BLOCK_NBYTES, np.uint8), np.empty(BLOCK_NBYTES, np.uint8))
             for number, start, stop in parts:
                 if not comparable[number]:
                     continue
@@ -55,14 +55,14 @@ def same_bytes(pairs: Sequence[Pair], progress: Progress | None = None, *, threa
 
     work: list[Callable[[], None]] = []
     group: list[Part] = []
-    room = BLOCK
+    room = BLOCK_NBYTES
     for number, (a, _) in enumerate(pairs):
         left[number] = a.nbytes
-        for start in range(0, a.nbytes if comparable[number] else 0, BLOCK):
-            part = (number, start, min(start + BLOCK, a.nbytes))
+        for start in range(0, a.nbytes if comparable[number] else 0, BLOCK_NBYTES):
+            part = (number, start, min(start + BLOCK_NBYTES, a.nbytes))
             if group and part[2] - part[1] > room:
                 work.append(task(group))
-                group, room = [], BLOCK
+                group, room = [], BLOCK_NBYTES
             group.append(part)
             room -= part[2] - part[1]
     if group:

@@ -15,7 +15,7 @@ from holdfast.stores.local import read_at
 
 __all__ = ["check_source", "check_written", "file_crcs"]
 
-BLOCK = 4 << 20
+BLOCK_NBYTES = 4 << 20
 
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
@@ -64,8 +64,8 @@ def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) ->
     for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
         if isinstance(segment, Data):
             sums[segment.label] = Sums()
-            cuts = range(0, segment.nbytes, BLOCK)
-            work += [task(segment.label, offset, start, min(BLOCK, segment.nbytes - start)) for start in cuts]
+            cuts = range(0, segment.nbytes, BLOCK_NBYTES)
+            work += [task(segment.label, offset, start, min(BLOCK_NBYTES, segment.nbytes - start)) for start in cuts]
     if work:
         run_all(work, threads or default_threads())
     return {label: blocks.crc32() for label, blocks in sums.items()}

@@ -17,10 +17,10 @@ import numpy as np
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
-from holdfast.core.sparse.blocks import BAND, group_rows
+from holdfast.core.sparse.blocks import BAND_ELEMENTS, group_rows
 from holdfast.core.sparse.elements import are_set, count_set, set_bits
 from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, matrix_shape, where_total
-from holdfast.core.sparse.nm import LARGEST, most_set, position_bits
+from holdfast.core.sparse.nm import LARGEST_M, most_set, position_bits
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.digest import recorded_crc
@@ -28,12 +28,12 @@ from holdfast.engine.execute import run_all
 from holdfast.engine.packed import Counted, Packed, groups_of, read_elements, run_length
 from holdfast.errors import Corrupted, Unsupported, located
 
-__all__ = ["SMALLEST", "Wanted", "choose", "parse_wanted"]
+__all__ = ["SMALLEST_NBYTES", "Wanted", "choose", "parse_wanted"]
 
-SMALLEST = 4096
+SMALLEST_NBYTES = 4096
 """Dense bytes below which nothing is packed: the entries of the parts in the header would take what is saved."""
 
-WORTH = 0.95
+LARGEST_SHARE = 0.95
 """The part of the dense bytes that a packed tensor may take at the most."""
 
 PATTERNS = (2, 4, 8, 16)
@@ -43,10 +43,10 @@ SQUARES = (4, 8, 16, 32, 64)
 LINES = (8, 16, 32, 64)
 """Sides of square blocks that are looked for, and lengths of blocks of one row or one column."""
 
-TILE = 1 << 18
+TILE_ELEMENTS = 1 << 18
 """Elements that are counted at once: a multiple of every m, and little enough for a cache."""
 
-SAMPLED = 8
+SAMPLED_TILES = 8
 """Tiles of a tensor in which blocks are looked for first."""
 
 TASK_NBYTES = 8 << 20
@@ -74,7 +74,7 @@ def parse_wanted(sparse: str) -> Wanted | None:
         pair = int(found[1]), int(found[3])
         if found[2] == "x" and min(pair) > 0:
             return Wanted(frozenset({"block"}), block=pair)
-        if found[2] == ":" and 1 <= pair[0] < pair[1] <= LARGEST:
+        if found[2] == ":" and 1 <= pair[0] < pair[1] <= LARGEST_M:
             return Wanted(frozenset({"nm"}), pattern=pair)
     match sparse:
         case "never":
@@ -88,7 +88,7 @@ def parse_wanted(sparse: str) -> Wanted | None:
 
 
 @dataclass(slots=True)
-class Found:
+class BitCounts:
     """What is known of one tensor while it is counted."""
 
     tensor: LazyTensor
@@ -101,18 +101,23 @@ class Found:
 
 
 def choose(
-    tensors: Mapping[str, LazyTensor], wanted: Wanted, *, smallest: int = SMALLEST, worth: float = WORTH, threads: int | None = None
+    tensors: Mapping[str, LazyTensor],
+    wanted: Wanted,
+    *,
+    smallest: int = SMALLEST_NBYTES,
+    worth: float = LARGEST_SHARE,
+    threads: int | None = None,
 ) -> dict[str, SparseParts]:
     """The tensors that are better packed, each with its parts. Reads every tensor at least once.
 
     Raises `Corrupted` where a tensor is packed that has not the checksum that its source records.
     """
     workers = threads or os.cpu_count() or 1
-    counted = {name: Found(t) for name, t in tensors.items() if _possible(t, smallest)}
+    counted = {name: BitCounts(t) for name, t in tensors.items() if _possible(t, smallest)}
     _run([task for found in counted.values() for task in _count_tasks(found, wanted)], workers)
     promising = {name: found for name, found in counted.items() if sum(found.filled.values()) < worth * found.tensor.size}
     if "block" in wanted.kinds and wanted.block is None:
-        _run([task for found in promising.values() for task in _block_tasks(found, SAMPLED)], workers)
+        _run([task for found in promising.values() for task in _block_tasks(found, SAMPLED_TILES)], workers)
         blocky = [found for found in promising.values() if _has_blocks(found, worth)]
         _run([task for found in blocky for task in _block_tasks(found, None)], workers)
     packed = Packed()
@@ -172,11 +177,11 @@ def _tasks(count: int, nbytes: int, look: Callable[[int], None], tensor: LazyTen
     return [Task(tensor, look, numbers, min(len(numbers) * nbytes, tensor.nbytes)) for numbers in ranges]
 
 
-def _count_tasks(found: Found, wanted: Wanted) -> list[Task]:
+def _count_tasks(found: BitCounts, wanted: Wanted) -> list[Task]:
     tensor = found.tensor
     patterns = [wanted.pattern[1]] if wanted.pattern else list(PATTERNS)
     found.most = {m: [1] for m in patterns if "nm" in wanted.kinds and tensor.shape and tensor.shape[-1] % m == 0}
-    size = TILE // LARGEST * patterns[0] if wanted.pattern else TILE
+    size = TILE_ELEMENTS // LARGEST_M * patterns[0] if wanted.pattern else TILE_ELEMENTS
     # Positions that take more than a bit an element are not smaller than a bitmap.
     useful = {m: m // position_bits(m) if "bitmap" in wanted.kinds else m - 1 for m in found.most}
 
@@ -194,7 +199,7 @@ def _count_tasks(found: Found, wanted: Wanted) -> list[Task]:
     return _tasks(-(-tensor.size // size), tensor.dtype.nbytes(size), look, tensor)
 
 
-def _block_tasks(found: Found, most: int | None) -> list[Task]:
+def _block_tasks(found: BitCounts, most: int | None) -> list[Task]:
     """Look at the tiles of a tensor that were not looked at; at no more than `most`, from all over it."""
     tensor = found.tensor
     rows, columns = matrix_shape(tensor.shape)
@@ -211,7 +216,7 @@ def _block_tasks(found: Found, most: int | None) -> list[Task]:
     return _tasks(len(wanted), max(tensor.dtype.nbytes(high * columns), 1), look, tensor)
 
 
-def _has_blocks(found: Found, worth: float) -> bool:
+def _has_blocks(found: BitCounts, worth: float) -> bool:
     """Whether blocks of any shape would pay in the tiles that were looked at. If not, no more are."""
     rows, columns = matrix_shape(found.tensor.shape)
     elements = sum(min(group_rows(columns), rows - tile * group_rows(columns)) * columns for tile in found.blocks)
@@ -250,7 +255,7 @@ def count_blocks(marked: np.ndarray, most: tuple[int, int]) -> dict[tuple[int, i
     return {shape: count for shape, count in counts.items() if shape[0] <= most[0] and shape[1] <= most[1]}
 
 
-def _candidates(found: Found, wanted: Wanted) -> Iterable[tuple[int, Encoding]]:
+def _candidates(found: BitCounts, wanted: Wanted) -> Iterable[tuple[int, Encoding]]:
     """Encodings with the bytes that they would take."""
     tensor = found.tensor
     filled = sum(found.filled.values())
@@ -272,7 +277,7 @@ def _candidates(found: Found, wanted: Wanted) -> Iterable[tuple[int, Encoding]]:
 def _given_blocks(tensor: LazyTensor, shape: tuple[int, int]) -> list[Encoding]:
     """The encoding by blocks of a given shape, where they fit."""
     rows, columns = matrix_shape(tensor.shape)
-    fits = shape[0] <= rows and shape[1] <= columns and shape[0] * columns <= BAND
+    fits = shape[0] <= rows and shape[1] <= columns and shape[0] * columns <= BAND_ELEMENTS
     return [encoding_of("block", shape, tensor.shape)] if fits else []
 
 

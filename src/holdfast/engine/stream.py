@@ -17,8 +17,8 @@ from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 
 __all__ = ["Writer", "write_stream"]
 
-BLOCK = 4 << 20
-PARALLEL = 32 << 20
+BLOCK_NBYTES = 4 << 20
+PARALLEL_NBYTES = 32 << 20
 """From this size on several threads sum."""
 
 ZEROS = bytes(1 << 20)
@@ -56,7 +56,7 @@ def write_stream(plan: FilePlan, target: Writer) -> None:
             case Data():
                 flush()
                 crc = 0
-                for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK)):
+                for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK_NBYTES)):
                     with slab_bytes(slab) as data:
                         crc = crc32(data, crc)
                         write_all(target, data)
@@ -81,19 +81,19 @@ def write_all(target: Writer, data: bytes | memoryview) -> None:
 
 
 def _write_memory(target: Writer, content: memoryview) -> int:
-    if content.nbytes < PARALLEL:
+    if content.nbytes < PARALLEL_NBYTES:
         write_all(target, content)
         return crc32(content)
     sums = Sums()
 
     def task(start: int) -> Callable[[], None]:
         def run() -> None:
-            sums.add(start, content[start : start + BLOCK])
+            sums.add(start, content[start : start + BLOCK_NBYTES])
 
         return run
 
-    with Beside(lambda: run_all([task(start) for start in range(0, content.nbytes, BLOCK)], default_threads())) as summing:
-        for start in range(0, content.nbytes, 16 * BLOCK):
-            write_all(target, content[start : start + 16 * BLOCK])
+    with Beside(lambda: run_all([task(start) for start in range(0, content.nbytes, BLOCK_NBYTES)], default_threads())) as summing:
+        for start in range(0, content.nbytes, 16 * BLOCK_NBYTES):
+            write_all(target, content[start : start + 16 * BLOCK_NBYTES])
         summing.result()
     return sums.crc32()

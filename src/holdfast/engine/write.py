@@ -25,10 +25,10 @@ from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Seg
 
 __all__ = ["Progress", "Receipt", "Sink", "small_bytes", "write_file"]
 
-BLOCK = 4 << 20
+BLOCK_NBYTES = 4 << 20
 """Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
 
-GATHER = 256 << 10
+GATHER_NBYTES = 256 << 10
 """Neighbouring segments are gathered into one write as long as they are smaller than this together."""
 
 Progress = Callable[[int], None]
@@ -80,7 +80,7 @@ def write_file(
     written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
     sink.allocate(plan.nbytes)
     threads = threads or default_threads()
-    run_all(_tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK)), threads)
+    run_all(_tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK_NBYTES)), threads)
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:
@@ -104,7 +104,7 @@ def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int]
             if begin < 0:
                 begin = offset
             gathered += made
-        elif begin >= 0 and isinstance(segment, Literal) and segment.nbytes <= GATHER:
+        elif begin >= 0 and isinstance(segment, Literal) and segment.nbytes <= GATHER_NBYTES:
             gathered += segment.data
         elif begin >= 0:
             yield begin, bytes(gathered)
@@ -120,7 +120,7 @@ def _tasks(
     stretch: list[tuple[int, Segment]] = []
     size = 0
     for segment, offset in zip(plan.segments, offsets, strict=True):
-        if segment.nbytes > GATHER and isinstance(segment, Data | Memory | Hole):
+        if segment.nbytes > GATHER_NBYTES and isinstance(segment, Data | Memory | Hole):
             if stretch:
                 yield _stretch(stretch, sink, written, progress)
                 stretch, size = [], 0
@@ -134,7 +134,7 @@ def _tasks(
             continue
         stretch.append((offset, segment))
         size += segment.nbytes
-        if size >= GATHER:
+        if size >= GATHER_NBYTES:
             yield _stretch(stretch, sink, written, progress)
             stretch, size = [], 0
     if stretch:
@@ -211,6 +211,6 @@ def small_bytes(segment: Data) -> memoryview | bytearray:
     if memory is not None:
         return memory
     data = bytearray()
-    for slab in slabs(segment.tensor, BLOCK):
+    for slab in slabs(segment.tensor, BLOCK_NBYTES):
         data += read_slab(slab)
     return data

@@ -19,7 +19,7 @@ from holdfast.core.tensor import LazyTensor
 
 __all__ = ["Sharing", "ViewGroup", "find_sharing"]
 
-ROOM = 2
+LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
 
 
@@ -105,6 +105,6 @@ def _group(nbytes: int, names: list[str], tensors: Mapping[str, LazyTensor]) -> 
 
 
 def _strided(tensor: LazyTensor, strides: tuple[int, ...], nbytes: int) -> bool:
-    if tensor.size < 2 or nbytes > ROOM * tensor.nbytes:
+    if tensor.size < 2 or nbytes > LARGEST_STORAGE_RATIO * tensor.nbytes:
         return False
     return not in_c_order(tensor.shape, strides, tensor.dtype.bits)

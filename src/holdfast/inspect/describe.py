@@ -20,7 +20,7 @@ from holdfast.core.collector import resting_collector
 from holdfast.core.composite import Composite
 from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import FREE_CHARACTERS, NAMES, Path, contents, dotted, module_contents
+from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, Path, contents, dotted, module_contents
 from holdfast.errors import LimitExceeded
 from holdfast.metadata import (
     BytesStorageMetadata,
@@ -35,7 +35,7 @@ from holdfast.metadata import (
 
 __all__ = ["metadata_of"]
 
-ALONE = "value"
+LONE_VALUE_NAME = "value"
 """The name of a value that was saved by itself, with nothing around it."""
 
 INNER = object()
@@ -68,14 +68,14 @@ def _describe(checkpoint: Checkpoint, stored_nbytes: int, tree: object) -> Metad
             if last > first or index not in places:
                 places.pop(index, None)
                 places[index] = StorageInfo(chunk.storage.key, chunk.storage.start + first, last - first)
-    room = NAMES * stored_nbytes + FREE_CHARACTERS
+    room = NAME_CHARACTERS_A_BYTE * stored_nbytes + FREE_CHARACTERS
     doubles: dict[str, int] = {}
     for path, value in _leaves(tree) if tree is not NOTHING else ():
         if isinstance(value, LazyTensor):
             if value.name in paths:
                 paths[value.name] = path
             continue
-        name = base = dotted(path) if path else ALONE
+        name = base = dotted(path) if path else LONE_VALUE_NAME
         while name in tensors:
             doubles[base] = doubles.get(base, 1) + 1
             name = f"{base}#{doubles[base]}"

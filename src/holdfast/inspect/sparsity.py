@@ -38,7 +38,7 @@ GROUPS = (2, 4, 8, 16)
 BLOCKS = ((64, 64), (32, 32), (16, 16), (8, 8), (4, 4), (1, 64), (64, 1), (1, 16), (16, 1), (1, 8), (8, 1), (1, 4), (4, 1), (2, 2))
 """Block shapes that are looked for, the largest first."""
 
-TILE = 64
+TILE_ROWS = 64
 TILE_COLUMNS = 1 << 13
 """64 rows of as many are half a million elements."""
 
@@ -69,7 +69,7 @@ class TensorSparsity:
 
 
 @dataclass(slots=True)
-class Found:
+class ZeroCounts:
     """What is known of one tensor while its tiles are looked at."""
 
     rows: np.ndarray
@@ -112,7 +112,7 @@ def find_zeros(
         with located(tensor=tensor.name):
             tensor.check_expansion()
         rows, columns = matrix_shape(tensor.shape) if tensor.ndim > 1 else (0, 0)
-        about = Found(np.zeros(rows, np.bool_), np.zeros(columns, np.bool_))
+        about = ZeroCounts(np.zeros(rows, np.bool_), np.zeros(columns, np.bool_))
         found.append(about)
         work += [_task(tensor, about, tile, lock, progress) for tile in _tiles(tensor)]
     if work:
@@ -128,13 +128,13 @@ def _tiles(tensor: LazyTensor) -> Iterator[Tile]:
     rows, columns = matrix_shape(tensor.shape)
     if not tensor.size:
         return
-    high = max(TILE_COLUMNS // max(columns, 1), 1) * TILE
+    high = max(TILE_COLUMNS // max(columns, 1), 1) * TILE_ROWS
     for top in range(0, rows, high):
-        for left in range(0, columns, TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE):
-            yield top, min(top + high, rows), left, min(left + (TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE), columns)
+        for left in range(0, columns, TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE_ROWS):
+            yield top, min(top + high, rows), left, min(left + (TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE_ROWS), columns)
 
 
-def _task(tensor: LazyTensor, about: Found, tile: Tile, lock: threading.Lock, progress: Progress | None) -> Callable[[], None]:
+def _task(tensor: LazyTensor, about: ZeroCounts, tile: Tile, lock: threading.Lock, progress: Progress | None) -> Callable[[], None]:
     def run() -> None:
         top, bottom, left, right = tile
         columns = matrix_shape(tensor.shape)[1]
@@ -193,7 +193,7 @@ def _explained(counts: Counts, whole: tuple[int, int]) -> dict[tuple[int, int], 
     return explained
 
 
-def _row(tensor: LazyTensor, about: Found) -> TensorSparsity:
+def _row(tensor: LazyTensor, about: ZeroCounts) -> TensorSparsity:
     filled = tensor.size - about.zeros
     fits = [(n / m, m, n) for m, n in about.most.items() if 0 < n < m and filled >= EXPLAINED * tensor.size * n / m]
     pattern = min(fits, default=None)

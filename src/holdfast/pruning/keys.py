@@ -21,7 +21,7 @@ from holdfast.pruning.order import INFINITY_BITS, SPLITMIX, nan_key
 
 __all__ = [
     "ORDERS",
-    "PIECE",
+    "PIECE_ELEMENTS",
     "BlockScores",
     "Keys",
     "Magnitudes",
@@ -32,11 +32,11 @@ __all__ = [
     "random_keys",
 ]
 
-PIECE = 1 << 19
+PIECE_ELEMENTS = 1 << 19
 """Elements at a time: 4 MiB as 64-bit numbers. With fewer, threads wait for each other's turn at the interpreter; more only take
 memory."""
 
-RUN = 1 << 15
+RUN_KEYS = 1 << 15
 """Random keys at a time: a dozen steps over 256 KiB that stay in the cache."""
 
 ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
@@ -49,7 +49,7 @@ ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
 
 STEP, *FACTORS = map(np.uint64, SPLITMIX)
 
-CERTAIN = 8.0
+CERTAIN_DEVIATIONS = 8.0
 """Standard deviations within which the threshold of random keys is looked for; outside of them, which no seed will see, it is found
 as any other."""
 
@@ -71,9 +71,9 @@ def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
     [8147104208329303767, 3980143261097177850]
     """
     keys = np.empty(stop - start, np.uint64)
-    spare = np.empty(min(RUN, len(keys)), np.uint64)
-    for at in range(0, len(keys), RUN):
-        x = keys[at : at + RUN]
+    spare = np.empty(min(RUN_KEYS, len(keys)), np.uint64)
+    for at in range(0, len(keys), RUN_KEYS):
+        x = keys[at : at + RUN_KEYS]
         shifted = spare[: len(x)]
         first = ((start + at + 1) * int(STEP) + seed) % (1 << 64)
         np.add(_multiples()[: len(x)], np.uint64(first), out=x)
@@ -90,7 +90,7 @@ def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
 @cache
 def _multiples() -> np.ndarray:
     """0, 1, 2, … times SplitMix64's step."""
-    made: np.ndarray = np.arange(RUN, dtype=np.uint64) * STEP
+    made: np.ndarray = np.arange(RUN_KEYS, dtype=np.uint64) * STEP
     return made
 
 
@@ -123,7 +123,7 @@ class Keys(Protocol):
 
 def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
     """Ranges that cover `count` elements and begin at multiples of `align`."""
-    step = max(PIECE // align, 1) * align
+    step = max(PIECE_ELEMENTS // align, 1) * align
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -176,7 +176,7 @@ class RandomOrder:
 
     def around(self, count: int) -> tuple[int, int]:
         part = count / self.count
-        apart = CERTAIN * math.sqrt(part * (1 - part) / self.count) + 1 / self.count
+        apart = CERTAIN_DEVIATIONS * math.sqrt(part * (1 - part) / self.count) + 1 / self.count
         most = 1 << self.width
         return max(int((part - apart) * most), 0), min(int((part + apart) * most), most)
 
@@ -209,11 +209,11 @@ class BlockScores:
         size = self.height * self.width_of_block
         if not self.count:
             return
-        if across * size <= PIECE:
-            step = max(PIECE // (across * size), 1) * across
+        if across * size <= PIECE_ELEMENTS:
+            step = max(PIECE_ELEMENTS // (across * size), 1) * across
             yield from ((start, min(start + step, self.count)) for start in range(0, self.count, step))
             return
-        step = max(PIECE // size // 8, 1) * 8
+        step = max(PIECE_ELEMENTS // size // 8, 1) * 8
         for row in range(down):
             yield from ((row * across + at, row * across + min(at + step, across)) for at in range(0, across, step))
 

@@ -22,7 +22,7 @@ from holdfast.pruning.select_masks import Mask, keep_range
 
 __all__ = ["Loss", "Tally", "loss_of", "loss_of_counts", "weighing"]
 
-STEP = 1 << 17
+STEP_ELEMENTS = 1 << 17
 """Elements that are weighed at a time: 1 MiB as float64, which a cache holds, in calls long enough that threads do not wait for
 each other's turn at the interpreter."""
 
@@ -105,8 +105,8 @@ def loss_of(values: np.ndarray, kept: np.ndarray) -> Loss:
     Loss(pruned=1, zeros=2, nonfinite=1, squares=25.0, lost=9.0)
     """
     total = Loss()
-    for at in range(0, len(values), STEP):
-        total += _step(values[at : at + STEP], kept[at : at + STEP])
+    for at in range(0, len(values), STEP_ELEMENTS):
+        total += _step(values[at : at + STEP_ELEMENTS], kept[at : at + STEP_ELEMENTS])
     return total
 
 

@@ -62,7 +62,7 @@ class Content:
 
     def _elements(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """The bytes of elements [start, stop), in pieces that begin where a tensor's pieces do."""
-        step = max(prune_keys.PIECE // 8, 1) * 8
+        step = max(prune_keys.PIECE_ELEMENTS // 8, 1) * 8
         while start < stop:
             end = min((start // step + 1) * step, stop)
             values, kept = keep_range(self.tensor, self.mask, start, end)

@@ -33,7 +33,7 @@ from holdfast.errors import CannotHold
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import SavePlan
 from holdfast.pruning.jobs import Job, assign, conflicts
-from holdfast.pruning.keys import PIECE, Magnitudes, RandomOrder, common_order
+from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.loss import Loss, loss_of_counts, weighing
 from holdfast.pruning.masked import Masked
 from holdfast.pruning.rules import Block, Global, Groups, Magnitude, Random, Rule, parse_rule, tensor_seed
@@ -210,10 +210,10 @@ class Pruning:
     def measure(self, workers: int, progress: Progress | None) -> None:
         """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
         tell = progress or _nothing
-        small = [job for job in self._jobs if job.tensor.size <= PIECE]
+        small = [job for job in self._jobs if job.tensor.size <= PIECE_ELEMENTS]
         run_all([_finding(job, 1, tell) for job in small], workers)
         for job in self._jobs:
-            if job.tensor.size > PIECE:
+            if job.tensor.size > PIECE_ELEMENTS:
                 _finding(job, workers, tell)()
         together = [job for job in self._jobs if isinstance(job.rule.method, Global)]
         if together:

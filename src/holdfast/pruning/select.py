@@ -23,7 +23,7 @@ from holdfast.pruning.keys import Keys
 
 __all__ = ["Counts", "Held", "Progress", "Threshold", "hold", "select"]
 
-PARTS = 32
+HISTOGRAM_PARTS = 32
 """Histograms of parts of the work: 256 KiB each."""
 
 Progress = Callable[[int], None]
@@ -125,7 +125,8 @@ def _narrowed(sweep: Sweep, count: int) -> Threshold:
 
     def histogram(prefix: int, known: int, shift: int) -> Ints:
         passes.append(_histogram(sweep, prefix, known, shift))
-        return passes[-1].sum(axis=0)
+        bins: Ints = passes[-1].sum(axis=0)
+        return bins
 
     found = order.narrow(histogram, count, total=sweep.total, width=sweep.width)
     if found.known == 0:
@@ -155,7 +156,7 @@ def _with_prefix(keys: np.ndarray, prefix: int, known: int, width: int) -> np.nd
 
 def _histogram(sweep: Sweep, prefix: int, known: int, shift: int) -> Ints:
     """How many keys with a prefix there are by their next bits; by parts of the work if these bits are the last."""
-    parts = np.zeros((min(PARTS, len(sweep.work)) if shift == 0 else 1, 1 << (known - shift)), np.int64)
+    parts = np.zeros((min(HISTOGRAM_PARTS, len(sweep.work)) if shift == 0 else 1, 1 << (known - shift)), np.int64)
     lock = threading.Lock()
 
     def add(keys: np.ndarray, at: int) -> None:

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-HELD = 1 << 22
+HELD_SCORES = 1 << 22
 """Scores of blocks that are held, 32 MiB; those of a tensor with more blocks are summed up again in each pass."""
 
 
@@ -150,7 +150,7 @@ def block_mask(
     size = math.prod(shape)
     count = pruned_count(level, blocks.count)
     told = progress and (lambda n: progress(n * size))
-    scores = hold(blocks, threads=threads, progress=told) if count > 0 and blocks.count <= HELD else blocks
+    scores = hold(blocks, threads=threads, progress=told) if count > 0 and blocks.count <= HELD_SCORES else blocks
     found = select([scores], count, threads=threads, progress=told)
     down, across = blocks.grid
     bits = np.zeros((down, -(-across // 8)), np.uint8)

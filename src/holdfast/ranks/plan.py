@@ -91,7 +91,7 @@ def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     values, value_problems = share_values(states, merged)
     left_out = np.zeros(len(catalogue), np.bool_)
     left_out[[*merged.conflicts, *(catalogue.positions[name] for name, _ in aliases)]] = True
-    found = _Found(len(states))
+    found = _Written(len(states))
     for slab in survey(held, catalogue, left_out):
         found.add(slab)
     of_tensors = sorted([*merged.conflicts.items(), *found.problems], key=lambda problem: problem[0])
@@ -102,7 +102,7 @@ def plan_ranks(states: Sequence[RankState]) -> RankPlan:
     return RankPlan(catalogue, tuple(_writes(states, merged, found, values)), aliases, (), notes)
 
 
-class _Found:
+class _Written:
     """The different boxes of all slabs, one after the other, and who writes them."""
 
     def __init__(self, ranks: int) -> None:
@@ -227,7 +227,7 @@ def _marks(ranks: int) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _writes(states: Sequence[RankState], merged: Merged, found: _Found, values: list[tuple[str, ...]]) -> Iterator[RankWrites]:
+def _writes(states: Sequence[RankState], merged: Merged, found: _Written, values: list[tuple[str, ...]]) -> Iterator[RankWrites]:
     for rank, (state, own) in enumerate(zip(states, found.by_rank(), strict=True)):
         # A rank that writes all it has, in the order in which it has it, needs no copy.
         all_of_it = len(own) == state.count and bool((own[1:] > own[:-1]).all())

@@ -51,7 +51,7 @@ By = Literal["storage", "content"]
 ONLY = "model"
 """What the one model is called that is given without a name."""
 
-BLOCK = 2 << 20
+BLOCK_NBYTES = 2 << 20
 """Bytes of each side that are compared at a time."""
 
 LISTED = 20
@@ -352,8 +352,8 @@ def _compare(
 def _same_stream(a: LazyTensor, b: LazyTensor) -> bool:
     """Whether two tensors have the same bytes in C order, however they are stored."""
     left, right = _Stream(a), _Stream(b)
-    for start in range(0, a.nbytes, BLOCK):
-        count = min(BLOCK, a.nbytes - start)
+    for start in range(0, a.nbytes, BLOCK_NBYTES):
+        count = min(BLOCK_NBYTES, a.nbytes - start)
         if left.take(count) != right.take(count):
             return False
     return a.nbytes == b.nbytes
@@ -363,7 +363,7 @@ class _Stream:
     """The bytes of a tensor in C order, so many at a time as are asked for."""
 
     def __init__(self, tensor: LazyTensor) -> None:
-        self._blocks: Iterator[memoryview] = (read_slab(slab).cast("B") for slab in slabs(tensor, BLOCK))
+        self._blocks: Iterator[memoryview] = (read_slab(slab).cast("B") for slab in slabs(tensor, BLOCK_NBYTES))
         self._rest = memoryview(b"")
 
     def take(self, count: int) -> bytes:
@@ -382,7 +382,7 @@ class _Stream:
 def _hash(tensor: LazyTensor) -> bytes:
     """A cryptographic hash of the bytes in C order."""
     digest = hashlib.blake2b(digest_size=32)
-    for slab in slabs(tensor, BLOCK):
+    for slab in slabs(tensor, BLOCK_NBYTES):
         digest.update(read_slab(slab))
     return digest.digest()
 

@@ -28,7 +28,7 @@ from holdfast.rewrite.state import describe_state, map_tensors
 
 __all__ = ["Compacted", "compact", "plan_compact"]
 
-WIDEST = 16
+WIDEST_NBYTES = 16
 """Bytes of the widest element: islands begin at multiples of it, so that every view begins with a whole element."""
 
 
@@ -100,7 +100,7 @@ def _islands(state: State) -> State:
         for chunk in tensor.chunks:
             start, stop = chunk.extent(tensor.dtype)
             if start < stop:
-                reached.setdefault(chunk.storage, []).append((start - start % WIDEST, stop, None))
+                reached.setdefault(chunk.storage, []).append((start - start % WIDEST_NBYTES, stop, None))
     found = {storage: islands(spans, touching=True) for storage, spans in reached.items()}
     made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
 

@@ -31,8 +31,8 @@ from holdfast.errors import Truncated
 
 __all__ = [
     "Buffer",
+    "Entry",
     "Files",
-    "Found",
     "OsFiles",
     "copy_all",
     "is_temporary",
@@ -71,7 +71,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Entry:
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind
@@ -146,10 +146,10 @@ class Files(Protocol):
     def lock(self, descriptor: int) -> bool:
         """Take the exclusive lock (flock) without waiting; False where someone else has it. It goes with the descriptor."""
 
-    def stat(self, name: str, *, at: int) -> Found | None:
+    def stat(self, name: str, *, at: int) -> Entry | None:
         """What is under a name (a link is itself), or None."""
 
-    def inspect(self, descriptor: int) -> Found:
+    def inspect(self, descriptor: int) -> Entry:
         """What is behind a descriptor."""
 
     def is_shared(self, descriptor: int) -> bool:
@@ -262,14 +262,14 @@ class OsFiles:
             _open[descriptor] = True
         return True
 
-    def stat(self, name: str, *, at: int) -> Found | None:
+    def stat(self, name: str, *, at: int) -> Entry | None:
         self._check()
         try:
             return _found(os.stat(name, dir_fd=at, follow_symlinks=False))
         except FileNotFoundError:
             return None
 
-    def inspect(self, descriptor: int) -> Found:
+    def inspect(self, descriptor: int) -> Entry:
         self._check()
         return _found(os.fstat(descriptor))
 
@@ -359,7 +359,7 @@ def split_path(path: str) -> tuple[str, str]:
     return os.path.split(path)
 
 
-def _found(status: os.stat_result) -> Found:
+def _found(status: os.stat_result) -> Entry:
     mode = status.st_mode
     kind: Kind = "other"
     if stat.S_ISREG(mode):
@@ -369,7 +369,7 @@ def _found(status: os.stat_result) -> Found:
     elif stat.S_ISLNK(mode):
         kind = "link"
     owner = (status.st_uid, status.st_gid)
-    return Found(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
+    return Entry(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -44,10 +44,10 @@ def small_groups(monkeypatch):
 
 
 def shrink(patch):
-    patch.setattr(bitmap, "GROUP", 16)
-    patch.setattr(nm, "GROUPS", 8)
-    patch.setattr(blocks, "GROUP", 24)
-    patch.setattr(blocks, "TALL", 4)
+    patch.setattr(bitmap, "GROUP_ELEMENTS", 16)
+    patch.setattr(nm, "PACKED_GROUPS", 8)
+    patch.setattr(blocks, "GROUP_ELEMENTS", 24)
+    patch.setattr(blocks, "GROUP_ROWS", 4)
     patch.setattr(unpacked, "RUN_NBYTES", 64)
     patch.setattr(unpacked, "KEPT_NBYTES", 512)
 

@@ -22,7 +22,7 @@ from holdfast.errors import Corrupted
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda.load import blocks_within, load_fills
-from holdfast.torch.cuda.runs import FREE_GAP, Piece, pieces_of, tasks_of
+from holdfast.torch.cuda.runs import FREE_GAP_NBYTES, FlatRun, pieces_of, tasks_of
 from holdfast.torch.tensors.scratch import Fill
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
             assert at + one.nbytes <= most
             found += one.part.lazy.nbytes
     assert found == wanted
-    assert read <= wanted * (1 + 1 / 16) + (len(drawn.fills) + reads) * FREE_GAP
+    assert read <= wanted * (1 + 1 / 16) + (len(drawn.fills) + reads) * FREE_GAP_NBYTES
 
 
 def test_neighbours_are_read_together():
@@ -143,8 +143,8 @@ def test_same_dtypes_are_bytes_and_others_are_elements():
     lazy = LazyTensor.contiguous("t", DTYPES.name("float32"), (100,), Storage("f", 0, 400, home=source.store), source)
     (same,) = pieces_of(Fill(lazy, torch.zeros(100)), BLOCK)
     (cast,) = pieces_of(Fill(lazy, torch.zeros(100, dtype=torch.float64)), BLOCK)
-    assert isinstance(same, Piece)
-    assert isinstance(cast, Piece)
+    assert isinstance(same, FlatRun)
+    assert isinstance(cast, FlatRun)
     assert same.plain
     assert not cast.plain
     head, rest = cast.cut(10)

@@ -29,7 +29,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.flo
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Every tensor is a large one: histograms, several chunks."""
-    monkeypatch.setattr(order, "CHUNK", 17)
+    monkeypatch.setattr(order, "CHUNK_ELEMENTS", 17)
     monkeypatch.setattr(masks, "CHUNK", 7)
     monkeypatch.setattr(pruning_order, "SORTED_KEYS", 3)
 

@@ -18,7 +18,7 @@ from holdfast.core.sparse.elements import Elements, Octets, are_set, count_set, 
 
 __all__ = ["Bitmap"]
 
-GROUP = 1 << 16
+GROUP_ELEMENTS = 1 << 16
 """Elements of a group: little enough that a slice unpacks hardly more than it needs, and that all of it stays in a cache."""
 
 
@@ -38,7 +38,7 @@ class Bitmap:
 
     @property
     def group(self) -> int:
-        return GROUP
+        return GROUP_ELEMENTS
 
     def where_nbytes(self, count: int) -> int:
         return (count + 7) // 8

@@ -18,21 +18,21 @@ import numpy as np
 from holdfast.core.sparse.elements import Elements, Octets, are_set, marks_of, unequal
 from holdfast.errors import MetadataError
 
-__all__ = ["BAND", "Blocks", "group_rows"]
+__all__ = ["BAND_ELEMENTS", "Blocks", "group_rows"]
 
-GROUP = 1 << 17
+GROUP_ELEMENTS = 1 << 17
 """Elements that a group of bands has if it can."""
 
-BAND = 1 << 20
+BAND_ELEMENTS = 1 << 20
 """Elements of the largest band: what has to be unpacked for one of its elements."""
 
-TALL = 64
+GROUP_ROWS = 64
 """Rows that a group has at the least, as long as they fit: blocks up to this height then have groups of one size."""
 
 
 def group_rows(columns: int) -> int:
     """Rows of a group, before it is made a multiple of the block's height: a power of two, or 0 where rows are too long."""
-    rows = max(GROUP // columns, min(TALL, BAND // columns))
+    rows = max(GROUP_ELEMENTS // columns, min(GROUP_ROWS, BAND_ELEMENTS // columns))
     return 1 << (rows.bit_length() - 1) if rows else 0
 
 
@@ -49,7 +49,7 @@ class Blocks:
     counted: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not (1 <= self.height <= self.rows and 1 <= self.width <= self.columns) or self.height * self.columns > BAND:
+        if not (1 <= self.height <= self.rows and 1 <= self.width <= self.columns) or self.height * self.columns > BAND_ELEMENTS:
             shape = f"{self.rows:,} × {self.columns:,}"
             raise MetadataError(f"blocks of {self.height:,} × {self.width:,} do not fit a matrix of {shape}")
 

@@ -18,12 +18,12 @@ import numpy as np
 from holdfast.core.sparse.elements import Elements, Octets, are_set, fill, marks_of, taken, translate
 from holdfast.errors import MetadataError
 
-__all__ = ["LARGEST", "Pattern", "most_set", "position_bits"]
+__all__ = ["LARGEST_M", "Pattern", "most_set", "position_bits"]
 
-LARGEST = 16
+LARGEST_M = 16
 """The largest `m`: a position takes half a byte at the most."""
 
-GROUPS = 1 << 14
+PACKED_GROUPS = 1 << 14
 """Groups of `m` that are packed together."""
 
 
@@ -40,7 +40,7 @@ class Pattern:
     unit: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        if not 1 <= self.n < self.m <= LARGEST or self.count % self.m:
+        if not 1 <= self.n < self.m <= LARGEST_M or self.count % self.m:
             raise MetadataError(f"{self.count:,} elements cannot be {self.n}:{self.m}")
 
     @property
@@ -49,7 +49,7 @@ class Pattern:
 
     @property
     def group(self) -> int:
-        return GROUPS * self.m
+        return PACKED_GROUPS * self.m
 
     @property
     def width(self) -> int:
@@ -102,7 +102,7 @@ class Pattern:
         rising = all(bool((found[k :: self.n] > found[k - 1 :: self.n]).all()) for k in range(1, self.n))
         if not rising or int(found.max(initial=0)) >= self.m:
             raise self._disorder()
-        fill(out, found + _origins(self.n, self.m, GROUPS)[: len(found)], values)
+        fill(out, found + _origins(self.n, self.m, PACKED_GROUPS)[: len(found)], values)
 
     @property
     def _by_octets(self) -> bool:
@@ -124,7 +124,7 @@ class Pattern:
     def _positions(self, kept: np.ndarray) -> Octets:
         each = 8 // self.width
         found = np.zeros(-(-len(kept) // each) * each, np.uint8)
-        np.subtract(kept, _origins(self.n, self.m, GROUPS)[: len(kept)], out=found[: len(kept)], casting="unsafe")
+        np.subtract(kept, _origins(self.n, self.m, PACKED_GROUPS)[: len(kept)], out=found[: len(kept)], casting="unsafe")
         packed = found[::each].copy()
         for k in range(1, each):
             packed |= found[k::each] << np.uint8(k * self.width)

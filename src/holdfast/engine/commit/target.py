@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from holdfast.engine.commit.temporaries import Kept, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
-from holdfast.stores.files import Files, Found, is_temporary, split_path
+from holdfast.stores.files import Entry, Files, is_temporary, split_path
 
 __all__ = ["Target", "not_committed", "open_target", "refusal", "refusing", "uncertain"]
 
@@ -88,7 +88,7 @@ class Target:
     """The parent directory, open."""
     longest: int
     """How many bytes a name may have there."""
-    existing: Found | None
+    existing: Entry | None
     """What there was when the save began."""
 
     def holds(self, temporary: Kept) -> bool:
@@ -99,7 +99,7 @@ class Target:
             return True
         return found is not None and found.identity == temporary.identity
 
-    def keep_access(self, descriptor: int, like: Found | None) -> None:
+    def keep_access(self, descriptor: int, like: Entry | None) -> None:
         """Give what is to replace something its user, its group and its permission bits, as far as we may.
 
         Nobody may do more with it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the
@@ -118,7 +118,7 @@ class Target:
             if found.mode & bits != wanted:
                 self.files.chmod(descriptor, wanted)
 
-    def _give(self, descriptor: int, found: Found, like: Found) -> bool:
+    def _give(self, descriptor: int, found: Entry, like: Entry) -> bool:
         """Whether it has the group of what it replaces, after trying to give it that and the user."""
         user, group = like.owner
         for one in (user, -1):  # a user is given by root alone, a group by each of its members

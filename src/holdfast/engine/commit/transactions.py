@@ -50,7 +50,7 @@ from holdfast.engine.commit.temporaries import (
     temporary_name,
 )
 from holdfast.errors import HoldfastError, SaveError
-from holdfast.stores.files import Buffer, Files, Found, OsFiles, is_temporary
+from holdfast.stores.files import Buffer, Entry, Files, OsFiles, is_temporary
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
@@ -58,7 +58,7 @@ __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
 NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What link(2) answers on a file system without hard links."""
 
-OPEN = 16
+OPEN_FILES = 16
 """Files of a directory that stay open although they are complete: the kernel writes them out while the next ones are made."""
 
 
@@ -230,8 +230,8 @@ class DirectoryTransaction:
         self._published = False
         self._old: Kept | None = None
         self._old_names: list[str] = []
-        self._replaced: dict[str, Found] = {}
-        self._common: Found | None = None
+        self._replaced: dict[str, Entry] = {}
+        self._common: Entry | None = None
 
     def __enter__(self) -> Self:
         target = self._target = open_target(self._files, self.path)
@@ -286,12 +286,12 @@ class DirectoryTransaction:
         self._keep(key, taken).complete = True
 
     def _keep(self, key: str, file: NewFile) -> NewFile:
-        """Note a file that was made, and finish the oldest where more than `OPEN` are open that nobody writes to any more."""
+        """Note a file that was made, and finish the oldest where more than `OPEN_FILES` are open that nobody writes to any more."""
         target, _ = self._working()
         self._created[key] = file
         target.keep_access(file.descriptor, self._like(key))
         self._open.append(file)
-        while len(self._open) > OPEN and self._open[0].complete:
+        while len(self._open) > OPEN_FILES and self._open[0].complete:
             self._open.popleft().finish(durable=self.durable)
         return file
 
@@ -375,7 +375,7 @@ class DirectoryTransaction:
         finally:
             target.files.close(descriptor)
 
-    def _like(self, key: str) -> Found | None:
+    def _like(self, key: str) -> Entry | None:
         """What says who may read a file: the one of this name in the old directory; where there is none, all that are there.
 
         A file under a new name may be read by those alone who may read all of the old ones.
@@ -478,7 +478,7 @@ class DirectoryTransaction:
             self._remove_old(target)
 
 
-def _in_common(files: list[Found], owner: tuple[int, int]) -> Found | None:
+def _in_common(files: list[Entry], owner: tuple[int, int]) -> Entry | None:
     """What may be done with all of these files, and whose they are: the owner's that is given, if not all are one's."""
     if not files:
         return None

@@ -40,7 +40,7 @@ from holdfast.formats.dcp.table import MetadataTable
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.geometry import checked_shape
 
-__all__ = ["METADATA", "Index", "Piece", "SavedTensor", "check_inside", "is_index", "read_index", "read_metadata"]
+__all__ = ["METADATA", "Index", "SavedChunk", "SavedTensor", "check_inside", "is_index", "read_index", "read_metadata"]
 
 METADATA = ".metadata"
 
@@ -54,7 +54,7 @@ ADDRESSABLE = 1 << 61
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SavedChunk:
     """One chunk of a tensor, and the item that holds it."""
 
     offsets: tuple[int, ...]
@@ -69,7 +69,7 @@ class SavedTensor:
     dtype: DType
     size: tuple[int, ...]
     properties: Properties
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SavedChunk, ...]
 
 
 @dataclass(slots=True)
@@ -278,7 +278,7 @@ def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limit
 
 def _piece(
     extent: tuple[tuple[int, ...], tuple[int, ...]], pair: tuple[Place, Item], size: tuple[int, ...], dtype: DType, *, alone: bool
-) -> Piece:
+) -> SavedChunk:
     place, item = pair
     offsets, sizes = extent
     if len(offsets) != len(size) or len(sizes) != len(size):
@@ -295,7 +295,7 @@ def _piece(
             f"an item of {item.length:,} bytes for elements that take {nbytes:,}",
             file=item.file, offset=item.offset, expected=nbytes, found=item.length,
         )  # fmt: skip
-    return Piece(offsets, sizes, item)
+    return SavedChunk(offsets, sizes, item)
 
 
 def _value(found: list[tuple[Place, Item]]) -> Item:

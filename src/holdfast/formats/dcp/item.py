@@ -33,21 +33,21 @@ from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.zip import PickleReader, record_bytes
 from holdfast.formats.zip.reader import Archive, read_archive
 
-__all__ = ["Found", "ItemReader", "Window"]
+__all__ = ["ItemPlace", "ItemReader", "Window"]
 
-WHOLE = 4 << 10
+WHOLE_NBYTES = 4 << 10
 """An item up to this length is read at once."""
 
-END = 16 << 10
+END_READ_NBYTES = 16 << 10
 """Bytes at either end that are read at once, at the most. Only storages aligned to kilobytes have longer ends."""
 
 PICKLE = "data.pkl"
 SERIALIZATION_ID = ".data/serialization_id"
 
-FRAMES = 512
+KEPT_FRAMES = 512
 """Kinds of items that are remembered: about 1.5 KiB each. A model has a few dozen shapes of shards."""
 
-TRIED = 32
+TRIED_FRAMES = 32
 """Frames under one key that are compared before an item is parsed."""
 
 
@@ -56,7 +56,9 @@ class Window:
 
     mapped = False
 
-    def __init__(self, source: Source, key: str, place: tuple[int, int], *, ends: int = END, content: bytes | None = None) -> None:
+    def __init__(
+        self, source: Source, key: str, place: tuple[int, int], *, ends: int = END_READ_NBYTES, content: bytes | None = None
+    ) -> None:
         self.start, self.stop = place
         self.key = key
         self.nbytes = self.stop - self.start
@@ -64,7 +66,7 @@ class Window:
         self._tail = b""
         if content is not None:
             self._head = content
-        elif self.nbytes <= WHOLE or 2 * ends >= self.nbytes:
+        elif self.nbytes <= WHOLE_NBYTES or 2 * ends >= self.nbytes:
             self._head = source.bytes(key, self.start, self.stop)
         else:
             self._head = source.bytes(key, self.start, self.start + ends)
@@ -109,7 +111,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ItemPlace:
     """Where the elements of an item are."""
 
     start: int
@@ -132,7 +134,7 @@ class ItemReader:
         self._lock = renewed(threading.Lock())
         self._storages: Storages | None = None
         self._table = TorchTable(source, self._persistent)
-        self._frames: dict[object, list[tuple[Frame, Found | None]]] = {}
+        self._frames: dict[object, list[tuple[Frame, ItemPlace | None]]] = {}
         """By length, and for tensors by dtype and sizes."""
 
     def _persistent(self, pid: object) -> object:
@@ -140,7 +142,7 @@ class ItemReader:
             raise PickleError("a storage outside of any item")
         return self._storages.persistent(pid)
 
-    def tensor(self, window: Window, dtype: DType, sizes: tuple[int, ...]) -> Found:
+    def tensor(self, window: Window, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
         """Where the elements of a tensor's item are. Raises `FormatError` where it holds anything but that tensor."""
         kind = (window.nbytes, dtype.name, sizes)
         for frame, found in self._frames.get(kind, ()):
@@ -172,9 +174,9 @@ class ItemReader:
             self._remember(kind, common, None)
         return made
 
-    def _remember(self, kind: object, frame: Frame | None, found: Found | None) -> None:
+    def _remember(self, kind: object, frame: Frame | None, found: ItemPlace | None) -> None:
         known = self._frames.get(kind, [])
-        if frame is not None and len(known) < TRIED and len(self._frames) < FRAMES:
+        if frame is not None and len(known) < TRIED_FRAMES and len(self._frames) < KEPT_FRAMES:
             self._frames[kind] = [*known, (frame, found)]
 
     def _archive(self, window: Window) -> Archive:
@@ -219,7 +221,7 @@ def _nowhere(asked: StorageId) -> Storage:
     raise MetadataError(f"the pickle points at {STORAGES}{asked.key[:64]}, which is not in the item")
 
 
-def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> Found:
+def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> ItemPlace:
     """Where the elements of what an item holds are, if that is the tensor that the metadata says."""
     if not isinstance(value, LazyTensor) or value.traits.meta or value.traits.subclass is not None:
         what = value.kind + " tensor" if isinstance(value, Composite) else brief(value)
@@ -240,4 +242,4 @@ def _plain(value: object, dtype: DType, sizes: tuple[int, ...]) -> Found:
     start = storage.start + chunk.offset // 8
     whole = storage.nbytes == nbytes
     crc = storage.crc32 if whole else None
-    return Found(start, chunk.strides, storage.byteorder, crc, storage.location, value.traits.conj, whole)
+    return ItemPlace(start, chunk.strides, storage.byteorder, crc, storage.location, value.traits.conj, whole)

@@ -18,9 +18,9 @@ from holdfast.core.forks import renewed
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign, Source
 from holdfast.errors import located
-from holdfast.formats.dcp.index import Piece, check_inside
+from holdfast.formats.dcp.index import SavedChunk, check_inside
 from holdfast.formats.dcp.inflate import InflatedStore, virtual_key
-from holdfast.formats.dcp.item import Found, ItemReader, Window
+from holdfast.formats.dcp.item import ItemPlace, ItemReader, Window
 from holdfast.formats.dcp.records import Item
 
 __all__ = ["ItemChunk", "ItemStorage", "Items", "Unread", "chunk_of"]
@@ -28,10 +28,10 @@ __all__ = ["ItemChunk", "ItemStorage", "Items", "Unread", "chunk_of"]
 LOCKS = 16
 """Threads that may ask items at once. An item belongs to one of the locks, so that it is asked once."""
 
-FRAMING = 16 << 10
+FRAMING_NBYTES = 16 << 10
 """Bytes of an item beside its elements that are read at once; torch needs about 1,500."""
 
-FRAMED = 1 << 20
+INFLATED_FRAMING_NBYTES = 1 << 20
 """Bytes that an inflated item may have beside its elements: eight records, each aligned to 64 KiB at the most."""
 
 
@@ -48,7 +48,7 @@ class Items:
     def __reduce__(self) -> tuple[object, ...]:
         return _arrived, (self.source, self._inflated)
 
-    def find(self, storage: ItemStorage) -> Found:
+    def find(self, storage: ItemStorage) -> ItemPlace:
         """Ask the item of a storage, unless that was done."""
         with self._locks[hash(storage.item) // 16 % LOCKS]:
             if storage.found is not None:
@@ -68,9 +68,9 @@ class Items:
         """An item whose elements take so many bytes."""
         self.inside(item, name)
         if self._inflated is not None and item.transforms:
-            key = self._inflated.add(item, nbytes + FRAMED if nbytes else self.source.limits.pickle_nbytes)
+            key = self._inflated.add(item, nbytes + INFLATED_FRAMING_NBYTES if nbytes else self.source.limits.pickle_nbytes)
             return Window(self.source, key, (0, self._inflated.size(key)))
-        ends = min(item.length - nbytes, FRAMING)
+        ends = min(item.length - nbytes, FRAMING_NBYTES)
         return Window(self.source, item.file, (item.offset, item.stop), ends=ends, content=content)
 
     def inside(self, item: Item, name: str) -> None:
@@ -91,7 +91,7 @@ class ItemStorage(Storage):
     __slots__ = ("dtype", "found", "item", "items", "name", "sizes")
 
     dtype: DType
-    found: Found | None
+    found: ItemPlace | None
     item: Item
     items: Items
     name: str
@@ -189,7 +189,7 @@ class ItemChunk(Chunk):
         return f"ItemChunk({self.box!r}, {self.storage!r})"
 
 
-def chunk_of(piece: Piece, name: str, dtype: DType, items: Items) -> Chunk:
+def chunk_of(piece: SavedChunk, name: str, dtype: DType, items: Items) -> Chunk:
     """The chunk of one piece of a tensor."""
     box = Box.at(piece.offsets, piece.sizes)
     if 0 in piece.sizes:

@@ -21,10 +21,10 @@ EAGER_ITEMS = 20_000
 EAGER_NBYTES = 32 << 20
 """Bytes of them. With more of either, every value stays where it is (`Unread`)."""
 
-SMALL = 64 << 10
+SMALL_NBYTES = 64 << 10
 """Items up to this length are read together."""
 
-BLOCK = 1 << 20
+BLOCK_NBYTES = 1 << 20
 """Bytes that are read together."""
 
 Named = tuple[str, Item]
@@ -43,7 +43,7 @@ class Values:
 
 def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
     """Read values, or leave all of them where they are if that would take long."""
-    small = {name: item for name, item in wanted.items() if item.length <= SMALL}
+    small = {name: item for name, item in wanted.items() if item.length <= SMALL_NBYTES}
     done = Values(nbytes=sum(item.length for item in small.values()))
     if len(wanted) > EAGER_ITEMS or done.nbytes > EAGER_NBYTES:
         done.values = {name: Unread(items, item, name) for name, item in wanted.items()}
@@ -67,7 +67,9 @@ def _blocks(ordered: Sequence[Named]) -> Iterator[list[Named]]:
     block: list[Named] = []
     for name, item in ordered:
         first, last = (block[0][1], block[-1][1]) if block else (item, item)
-        if block and (item.file != last.file or item.offset != last.stop or item.stop - first.offset > BLOCK or item.transforms):
+        if block and (
+            item.file != last.file or item.offset != last.stop or item.stop - first.offset > BLOCK_NBYTES or item.transforms
+        ):
             yield block
             block = []
         block.append((name, item))

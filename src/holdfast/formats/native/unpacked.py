@@ -33,7 +33,7 @@ KEPT_NBYTES = 32 << 20
 RUN_NBYTES = 2 << 20
 """Dense bytes that are unpacked from one read of each part."""
 
-BLOCK = 4 << 20
+BLOCK_NBYTES = 4 << 20
 
 
 class UnpackedStore(Virtual):
@@ -131,8 +131,8 @@ class UnpackedStore(Virtual):
         """Raise for parts that do not fit together: as damage of the one that has not its checksum, else as it is."""
         for part in storage.parts:
             found = 0
-            for start in range(0, part.nbytes, BLOCK):
-                found = crc32(self._bytes(part, start, min(BLOCK, part.nbytes - start)).data, found)
+            for start in range(0, part.nbytes, BLOCK_NBYTES):
+                found = crc32(self._bytes(part, start, min(BLOCK_NBYTES, part.nbytes - start)).data, found)
             if found != part.crc32:
                 raise Corrupted(
                     f"the {part.nbytes:,} bytes of {part.label} do not have the checksum that the manifest records, and cannot be "

@@ -47,7 +47,7 @@ from holdfast.formats.native.schema import (
     encode_manifest,
 )
 from holdfast.formats.recorded import PAIRS, sharing_fields
-from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, plan_file
+from holdfast.formats.safetensors.pieces import FileLayout, HeaderTensor, fill_shards, plan_file
 from holdfast.formats.safetensors.sharding import SHARDING_INFO
 from holdfast.formats.safetensors.write import index_file, is_flat, metadata_problems
 from holdfast.formats.sharing import Sharing, find_sharing
@@ -314,18 +314,18 @@ def _what_is_kept(state: State) -> _Kept:
     return _Kept(sharing, fields, notes)
 
 
-def carried(name: str, tensor: LazyTensor) -> Piece:
+def carried(name: str, tensor: LazyTensor) -> HeaderTensor:
     """A tensor as a safetensors header can name it, with the same bytes."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype.name == PAIRS and shape:
-        return Piece.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
+        return HeaderTensor.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
     if dtype.safetensors is not None and tensor.size * dtype.bits % 8 == 0:
-        return Piece.of(tensor, name, dtype.safetensors, shape)
+        return HeaderTensor.of(tensor, name, dtype.safetensors, shape)
     if dtype.packed:
-        return Piece.of(tensor, name, "U8", (tensor.nbytes,))
+        return HeaderTensor.of(tensor, name, "U8", (tensor.nbytes,))
     if dtype.kind == "complex":
-        return Piece.of(tensor, name, "F64" if dtype.bits == 128 else "F16", (*shape, 2))
+        return HeaderTensor.of(tensor, name, "F64" if dtype.bits == 128 else "F16", (*shape, 2))
     plain = DTYPES.numpy(dtype.numpy)
     if plain is None or plain.safetensors is None:
-        return Piece.of(tensor, name, "U8", (tensor.nbytes,))
-    return Piece.of(tensor, name, plain.safetensors, shape)
+        return HeaderTensor.of(tensor, name, "U8", (tensor.nbytes,))
+    return HeaderTensor.of(tensor, name, plain.safetensors, shape)

@@ -16,7 +16,7 @@ __all__ = ["read_ahead"]
 Read = Callable[[int, int], bytes]
 """Bytes from a start to a stop, fewer where they end."""
 
-FIRST = 1 << 12
+FIRST_NBYTES = 1 << 12
 """Bytes that are read at first."""
 
 GROWTH = 8
@@ -30,7 +30,7 @@ LENGTHS = {ord("B"): 4, ord("X"): 4, ord("T"): 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 
 def read_ahead(read: Read, nbytes: int, limits: Limits, *, joblib: bool = False) -> Recorded:
     """The pickle that begins these bytes. Raises nothing about the pickle: what broke it off is in the answer."""
-    size = min(FIRST, nbytes)
+    size = min(FIRST_NBYTES, nbytes)
     # One byte more than a pickle may have, so that one that is cut by the limit is told from one that ends.
     most = min(limits.pickle_nbytes + 1, nbytes)
     while True:
@@ -64,7 +64,7 @@ def _passing_over(read: Read, limits: Limits, found: Recorded) -> Recorded:
 
     The elements of a tensor begin like this once in a thousand times, and have nothing behind it.
     """
-    data, skipped = read(0, FIRST), 0
+    data, skipped = read(0, FIRST_NBYTES), 0
     for _ in range(ELISIONS):
         at = found.table.reached
         need = _needed(data, at)
@@ -72,7 +72,7 @@ def _passing_over(read: Read, limits: Limits, found: Recorded) -> Recorded:
             return found
         # An empty text in its place.
         behind = skipped + need
-        rest = read(behind, behind + FIRST)
+        rest = read(behind, behind + FIRST_NBYTES)
         skipped = behind - at - 2
         data = data[:at] + b"C\0" + rest
         found = record(data, limits=limits)

@@ -37,7 +37,7 @@ __all__ = ["PickleWriter"]
 Row = Callable[..., None]
 """A method that appends the opcodes of a value of its own type."""
 
-BATCH = 1000
+BATCH_ITEMS = 1000
 """Items between a MARK and the opcode that takes them, as CPython has it."""
 
 MAX_TEXT_NBYTES = 0xFFFFFFFF
@@ -281,7 +281,7 @@ class PickleWriter:
             return
         for batch in _batches(value.items()):
             self._fill(batch, b"s" if len(value) == 1 else b"u")
-        if value and len(value) % BATCH == 0:
+        if value and len(value) % BATCH_ITEMS == 0:
             # The C pickler begins another batch before it sees that nothing is left; with plain dicts only (3.11).
             self.out.append(b"(u")
 
@@ -363,5 +363,5 @@ class PickleWriter:
 
 def _batches(items: Iterable[tuple[object, object]]) -> Iterator[list[tuple[object, object]]]:
     rest = iter(items)
-    while batch := list(islice(rest, BATCH)):
+    while batch := list(islice(rest, BATCH_ITEMS)):
         yield batch

@@ -19,7 +19,7 @@ __all__ = ["FORMAT_RECORD", "OLD_PROGRAM", "Pt2Archive"]
 FORMAT_RECORD = "archive_format"
 OLD_PROGRAM = "serialized_exported_program.json"
 
-FIRST = 30 + 512
+FIRST_NBYTES = 30 + 512
 """Bytes of the first header that are looked at: its 30 fixed ones, and a name."""
 
 END = struct.Struct("<4s4H2IH")
@@ -41,7 +41,7 @@ class Pt2Archive:
         size = source.store.size(key)
         if size < END.size:
             return False
-        head = source.bytes(key, 0, min(size, FIRST))
+        head = source.bytes(key, 0, min(size, FIRST_NBYTES))
         if not head.startswith(b"PK\3\4"):
             return False
         first = head[30 : 30 + int.from_bytes(head[26:28], "little")]

@@ -21,7 +21,7 @@ from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, About, Recor
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.saves import Data, FilePlan, Late, Literal, Segment
 
-__all__ = ["METADATA", "FileLayout", "Piece", "fill_shards", "name_problem", "plan_file", "size_problem"]
+__all__ = ["METADATA", "FileLayout", "HeaderTensor", "fill_shards", "name_problem", "plan_file", "size_problem"]
 
 METADATA = "__metadata__"
 
@@ -38,7 +38,7 @@ RANK = {code: -i for i, code in enumerate(ORDER)}
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeaderTensor:
     """A tensor as a header names it."""
 
     name: str
@@ -51,7 +51,7 @@ class Piece:
     """Bytes of the tensor, which is asked for often."""
 
     @classmethod
-    def of(cls, tensor: LazyTensor, name: str, code: str, shape: tuple[int, ...]) -> Piece:
+    def of(cls, tensor: LazyTensor, name: str, code: str, shape: tuple[int, ...]) -> HeaderTensor:
         return cls(name, tensor, code, shape, tensor.nbytes)
 
 
@@ -66,7 +66,7 @@ class FileLayout:
 
 
 def plan_file(
-    key: str, pieces: Iterable[Piece], metadata: Mapping[str, str], fields: Mapping[str, object], *, label: str = ""
+    key: str, pieces: Iterable[HeaderTensor], metadata: Mapping[str, str], fields: Mapping[str, object], *, label: str = ""
 ) -> FileLayout:
     """Lay out one file; `fields` go into its record, beside the checksums.
 
@@ -118,9 +118,9 @@ def _escaped(raw: bytes) -> bytes:
     return msgspec.json.encode(raw.decode("utf-8"))[1:-1]
 
 
-def fill_shards(pieces: Iterable[Piece], max_nbytes: int) -> list[list[Piece]]:
+def fill_shards(pieces: Iterable[HeaderTensor], max_nbytes: int) -> list[list[HeaderTensor]]:
     """Pieces in files of at most `max_nbytes` of data, in order; one that is larger has a file to itself. At least one file."""
-    shards: list[list[Piece]] = [[]]
+    shards: list[list[HeaderTensor]] = [[]]
     room = max_nbytes
     for piece in pieces:
         nbytes = piece.nbytes

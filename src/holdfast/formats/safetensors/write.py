@@ -24,7 +24,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.errors import CannotHold
 from holdfast.formats.recorded import PAIRS, sharing_fields
-from holdfast.formats.safetensors.pieces import FileLayout, Piece, fill_shards, name_problem, plan_file, size_problem
+from holdfast.formats.safetensors.pieces import FileLayout, HeaderTensor, fill_shards, name_problem, plan_file, size_problem
 from holdfast.formats.safetensors.record import RECORD, About, RecordText
 from holdfast.formats.sharing import find_sharing
 from holdfast.formats.tree_json import encode_tree
@@ -45,7 +45,7 @@ def lay_out_safetensors(
     """
     sharing = find_sharing(state.tensors)
     problems = metadata_problems(state)
-    pieces: list[Piece] = []
+    pieces: list[HeaderTensor] = []
     paired: dict[str, str] = {}
     for name, tensor in sharing.written.items():
         piece = _piece(name, tensor)
@@ -76,14 +76,14 @@ def lay_out_safetensors(
     raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
 
 
-def _plan_one(state: State, pieces: list[Piece], fields: Mapping[str, object], notes: list[str]) -> SavePlan | None:
+def _plan_one(state: State, pieces: list[HeaderTensor], fields: Mapping[str, object], notes: list[str]) -> SavePlan | None:
     laid = plan_file("", pieces, state.metadata, fields)
     notes = [*notes, *_order_notes(state, [laid], fields)]
     return SavePlan("safetensors", (laid.plan,), tuple(notes)) if laid.header_nbytes <= Limits().header_nbytes else None
 
 
 def _plan_directory(
-    state: State, shards: list[list[Piece]], fields: Mapping[str, object], notes: list[str], stem: str
+    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], notes: list[str], stem: str
 ) -> SavePlan | None:
     key = f"{stem}.safetensors.index.json"
     laid = [
@@ -148,16 +148,16 @@ def metadata_problems(state: State) -> list[str]:
     return problems
 
 
-def _piece(name: str, tensor: LazyTensor) -> Piece | str:
+def _piece(name: str, tensor: LazyTensor) -> HeaderTensor | str:
     """A tensor as the format says it, or why it cannot."""
     dtype, shape = tensor.dtype, tensor.shape
     if dtype.name == PAIRS and shape:
-        return Piece.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
+        return HeaderTensor.of(tensor, name, "F4", (*shape[:-1], 2 * shape[-1]))
     if dtype.safetensors is None:
         return f"safetensors has no dtype {dtype}"
     if tensor.size * dtype.bits % 8:
         return f"{tensor.size:,} elements of {dtype} do not fill whole bytes"
-    return Piece.of(tensor, name, dtype.safetensors, shape)
+    return HeaderTensor.of(tensor, name, dtype.safetensors, shape)
 
 
 def _not_tensors(tree: object) -> list[str]:

@@ -26,7 +26,7 @@ __all__ = ["MAGIC", "TorchLegacy"]
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 MAGIC_BYTES = MAGIC.to_bytes(10, "little")
-WINDOW = 1 << 20
+WINDOW_NBYTES = 1 << 20
 """Bytes read at first; most objects pickle to less. It grows fourfold while a stream asks for more."""
 
 
@@ -83,7 +83,7 @@ class Window:
         self._key = key
         self._begin = begin
         self._size = source.store.size(key) - begin
-        self._data = source.bytes(key, begin, begin + min(self._size, WINDOW))
+        self._data = source.bytes(key, begin, begin + min(self._size, WINDOW_NBYTES))
 
     def stream(self, start: int, table: Table, name: str) -> tuple[Interpreted, int]:
         """Interpret the stream at `start`, counted from `begin`; grow the window while it ends too early.

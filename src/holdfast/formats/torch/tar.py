@@ -24,9 +24,9 @@ from holdfast.formats.torch.table import TorchTable, storage_dtype
 
 __all__ = ["TorchTar", "begins_like_tar"]
 
-BLOCK = 512
+BLOCK_NBYTES = 512
 MEMBERS = ("storages", "tensors", "pickle")
-SMALL_PICKLE = 4096
+SMALL_PICKLE_NBYTES = 4096
 """The pickles between the numbers hold a count or three short texts."""
 
 
@@ -37,9 +37,9 @@ class TorchTar:
 
     def matches(self, source: Source) -> bool:
         keys = source.store.list()
-        if len(keys) != 1 or source.store.size(keys[0]) < BLOCK:
+        if len(keys) != 1 or source.store.size(keys[0]) < BLOCK_NBYTES:
             return False
-        head = source.bytes(keys[0], 0, BLOCK)
+        head = source.bytes(keys[0], 0, BLOCK_NBYTES)
         return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
 
     def describe(self, source: Source) -> Description:
@@ -77,10 +77,10 @@ def read_members(source: Source, key: str) -> dict[str, tuple[int, int]]:
     members: dict[str, tuple[int, int]] = {}
     at = 0
     while True:
-        if at + BLOCK > size:
+        if at + BLOCK_NBYTES > size:
             raise Truncated("the tar ends without its closing blocks", offset=size)
-        head = source.bytes(key, at, at + BLOCK)
-        if head == bytes(BLOCK):
+        head = source.bytes(key, at, at + BLOCK_NBYTES)
+        if head == bytes(BLOCK_NBYTES):
             break
         if not _checksum_ok(head):
             raise FormatError("a tar header whose checksum is wrong", offset=at)
@@ -93,11 +93,11 @@ def read_members(source: Source, key: str) -> dict[str, tuple[int, int]]:
         if name in members:
             raise FormatError(f"the tar has two members called {name!r}", offset=at)
         nbytes = _octal(head[124:136], at)
-        start = at + BLOCK
+        start = at + BLOCK_NBYTES
         if start + nbytes > size:
             raise Truncated(f"the file ends inside {name!r}", offset=size)
         members[name] = (start, start + nbytes)
-        at = start + -(-nbytes // BLOCK) * BLOCK
+        at = start + -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
     if source.bytes(key, at, size).strip(b"\0") if size - at <= 1 << 20 else True:
         raise FormatError("bytes after the end of the tar", offset=at)
     return members
@@ -119,13 +119,13 @@ def _checksum_ok(head: bytes) -> bool:
 
 def begins_like_tar(head: bytes) -> bool:
     """Whether CPython's tarfile takes the first block for a header: by its checksum, whatever else is in it."""
-    if len(head) < BLOCK or head[:BLOCK] == bytes(BLOCK):
+    if len(head) < BLOCK_NBYTES or head[:BLOCK_NBYTES] == bytes(BLOCK_NBYTES):
         return False
     field = head[148:156].split(b"\0", 1)[0].strip(b" ")
     if not field or any(c not in b"01234567" for c in field):
         return False
-    unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK])
-    signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK])
+    unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK_NBYTES])
+    signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK_NBYTES])
     return int(field, 8) in (unsigned, signed)
 
 
@@ -137,7 +137,7 @@ class Cursor:
 
     def pickle(self) -> object:
         limits = self.source.limits
-        size = SMALL_PICKLE
+        size = SMALL_PICKLE_NBYTES
         while True:
             data = self.source.bytes(self.key, self.at, min(self.at + size, self.stop))
             try:

@@ -30,7 +30,7 @@ FLAGS = ("requires_grad", "parameter", "buffer")
 TRAITS = (*FLAGS, "subclass", "state")
 """The optional fields of a tensor and of a composite."""
 
-BELOW = 8
+LEVELS_BELOW = 8
 """Levels of tagged objects that a value may take below the deepest container that `Limits.depth` allows."""
 
 
@@ -52,7 +52,7 @@ class Decoder:
     def node(self, value: object, at: At, depth: int) -> object:
         """One value and everything in it."""
         if isinstance(value, dict):
-            if depth > self.limits.depth + BELOW:
+            if depth > self.limits.depth + LEVELS_BELOW:
                 self.too_deep(at)
             if TAG not in value:
                 for key in value:
@@ -64,7 +64,7 @@ class Decoder:
                 refuse(f"there is no tag {kind(tag)}", (at, TAG))
             return read(self, value, at, depth)
         if isinstance(value, list):
-            if depth > self.limits.depth + BELOW:
+            if depth > self.limits.depth + LEVELS_BELOW:
                 self.too_deep(at)
             return [self.node(inside, (at, i), depth + 1) for i, inside in enumerate(value)]
         if type(value) is int and not -SAFE_INTEGER <= value <= SAFE_INTEGER:

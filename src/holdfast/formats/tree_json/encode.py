@@ -44,10 +44,10 @@ FREE_STEPS = 100_000
 FREE_NBYTES = 1 << 20
 """Bytes of long leaves that may be written again, because one text or buffer stands in several places."""
 
-AGAIN = 8
+REPEATS = 8
 """How many times what is stored once may be written in all, beyond what is free."""
 
-LONG = 64
+LONG_LEAF = 64
 """Characters or bytes from which on a leaf is remembered. Shorter ones take about as much as a reference to them."""
 
 PROBLEM_CHARACTERS = 4 << 20
@@ -248,7 +248,7 @@ class Encoder:
     def too_often(self, value: str | bytes | bytearray | np.ndarray | np.generic) -> bool:
         """Whether a leaf stands in so many places that writing it out again is not worth it."""
         nbytes = value.nbytes if isinstance(value, np.ndarray | np.generic) else len(value)
-        if nbytes <= LONG:
+        if nbytes <= LONG_LEAF:
             return False
         # Arrays are made anew over one buffer: its owner is what is shared.
         shared = id(value.base if isinstance(value, np.ndarray) and value.base is not None else value)
@@ -257,7 +257,7 @@ class Encoder:
             self.once_nbytes += nbytes
             return False
         self.again_nbytes += nbytes
-        return self.again_nbytes > FREE_NBYTES + AGAIN * self.once_nbytes
+        return self.again_nbytes > FREE_NBYTES + REPEATS * self.once_nbytes
 
     def written(self, value: object, path: Path) -> object:
         kind = type(value)

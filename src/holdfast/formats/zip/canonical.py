@@ -22,14 +22,14 @@ from holdfast.formats.zip.writer import END, ENTRY, LOCATOR, NARROW, ZIP64_END, 
 
 __all__ = ["read_canonical"]
 
-RECORDS = 64
+MOST_RECORDS = 64
 """Larger archives are read in columns, which is faster from about here on."""
 
 TAIL = ZIP64_END.size + LOCATOR.size + END.size
-NEAR = 4096
+TAIL_NBYTES = 4096
 """Bytes from the end that are read at once: the directory of about fifty records."""
 
-WHOLE = 32 << 10
+WHOLE_NBYTES = 32 << 10
 """An archive up to this size is read with one call."""
 
 ALIGNMENT = 64
@@ -38,14 +38,19 @@ ALIGNMENT = 64
 def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archive | None:
     """The records of a small archive as torch writes it; None for every other one."""
     size, limits = stop - start, source.limits
-    if size < TAIL or stop > source.store.size(key) or limits.zip_records < RECORDS or limits.zip_directory_nbytes < WHOLE:
+    if (
+        size < TAIL
+        or stop > source.store.size(key)
+        or limits.zip_records < MOST_RECORDS
+        or limits.zip_directory_nbytes < WHOLE_NBYTES
+    ):
         return None
-    near = min(size, WHOLE if size <= WHOLE else NEAR)
+    near = min(size, WHOLE_NBYTES if size <= WHOLE_NBYTES else TAIL_NBYTES)
     last = source.bytes(key, stop - near, stop)
     end = END.unpack_from(last, near - END.size)
     count, nbytes, at = end[3], end[5], end[6]
     behind = near - TAIL - nbytes
-    if not 0 < count <= RECORDS or at + nbytes + TAIL != size or behind < 0 or size >= MAX32:
+    if not 0 < count <= MOST_RECORDS or at + nbytes + TAIL != size or behind < 0 or size >= MAX32:
         return None
     found = _entries(last[behind : near - TAIL], count)
     if found is None:

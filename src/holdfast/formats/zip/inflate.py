@@ -9,7 +9,7 @@ from holdfast.core.protocols import Source
 
 __all__ = ["inflated_crc"]
 
-BLOCK = 1 << 20
+BLOCK_NBYTES = 1 << 20
 """Bytes that are read, and that are inflated, at a time."""
 
 
@@ -24,11 +24,11 @@ def inflated_crc(source: Source, key: str, place: tuple[int, int], content_nbyte
     waiting = b""
     while not stream.eof and done <= content_nbytes:
         if not waiting and start < stop:
-            waiting = source.bytes(key, start, min(start + BLOCK, stop))
+            waiting = source.bytes(key, start, min(start + BLOCK_NBYTES, stop))
             start += len(waiting)
         ended = not waiting
         try:
-            content = stream.decompress(waiting, BLOCK)
+            content = stream.decompress(waiting, BLOCK_NBYTES)
         except zlib.error:
             return None
         if ended and not content:

@@ -52,7 +52,7 @@ __all__ = ["locate_payloads"]
 JOIN = Policy(free_gap=16 << 10, max_gap=16 << 10, block=1 << 20)
 """A read call from Python takes about as long as copying 16 KiB, and a disk gives them for the price of one page."""
 
-BATCH = 4 << 20
+BATCH_NBYTES = 4 << 20
 """Bytes that are checked together: enough to make the cost of a numpy call vanish, and little memory."""
 
 VALUE = np.dtype([("value", "<u8")])
@@ -85,7 +85,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
         pieces.append(source.bytes(key, start + first, start + last))
         check.shifts[groups[group] : groups[group + 1]] = held - first
         held += last - first
-        if held >= BATCH or group == len(firsts) - 1:
+        if held >= BATCH_NBYTES or group == len(firsts) - 1:
             check.batch(b"".join(pieces), done, groups[group + 1])
             held, done = 0, groups[group + 1]
             pieces.clear()

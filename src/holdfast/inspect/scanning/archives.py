@@ -22,12 +22,12 @@ __all__ = ["Entry", "Member", "entries_of", "last_zip", "members_of"]
 END = b"PK\5\6"
 ENTRY = b"PK\1\2"
 LOCAL = b"PK\3\4"
-COMMENT = 0xFFFF + 22
-SEARCHED = 1 << 24
+COMMENT_NBYTES = 0xFFFF + 22
+SEARCHED_NBYTES = 1 << 24
 """Bytes that are searched for local headers at a time."""
 
-BLOCK = 512
-MEMBERS = 1_000_000
+BLOCK_NBYTES = 512
+MOST_MEMBERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Entry:
 
 def last_zip(span: Span, *, exact: bool) -> tuple[int, int] | None:
     """Where the archive lies that ends the span, as its end record says; `exact` where nothing may be behind that."""
-    tail_start = span.nbytes - 22 if exact else max(span.nbytes - COMMENT, 0)
+    tail_start = span.nbytes - 22 if exact else max(span.nbytes - COMMENT_NBYTES, 0)
     if span.nbytes < 22:
         return None
     tail = span.read(tail_start, span.nbytes)
@@ -97,7 +97,7 @@ def _by_directory(span: Span) -> Iterator[Entry]:
     place = last_zip(span, exact=False)
     if place is None:
         return
-    tail_start = max(span.nbytes - COMMENT, 0)
+    tail_start = max(span.nbytes - COMMENT_NBYTES, 0)
     end = tail_start + span.read(tail_start, span.nbytes).rfind(END)
     nbytes, offset = struct.unpack("<2I", span.read(end + 12, end + 20))
     for start in dict.fromkeys((offset, end - nbytes, end - 76 - nbytes)):
@@ -127,7 +127,7 @@ def _by_headers(span: Span) -> Iterator[Entry]:
     at = 0
     budget = 2 * span.nbytes
     while at < span.nbytes and budget > 0:
-        block = span.read(at, at + SEARCHED)
+        block = span.read(at, at + SEARCHED_NBYTES)
         for match in re.finditer(rb"PK\x03\x04", block):
             header = at + match.start()
             raw = span.read(header, header + 30)
@@ -166,9 +166,9 @@ class Member:
 def members_of(span: Span) -> Iterator[Member | str]:
     """The members, one after the other; text for what broke the row."""
     at = 0
-    for _ in range(MEMBERS):
-        head = span.read(at, at + BLOCK)
-        if len(head) < BLOCK or head == bytes(BLOCK):
+    for _ in range(MOST_MEMBERS):
+        head = span.read(at, at + BLOCK_NBYTES)
+        if len(head) < BLOCK_NBYTES or head == bytes(BLOCK_NBYTES):
             return
         if not begins_like_tar(head):
             yield f"the tar breaks off at byte {at:,}: no header there"
@@ -182,12 +182,12 @@ def members_of(span: Span) -> Iterator[Member | str]:
                 yield f"the tar breaks off at byte {at:,}: its size is no number"
                 return
             nbytes = int(field or b"0", 8)
-        if at + BLOCK + nbytes > span.nbytes:
+        if at + BLOCK_NBYTES + nbytes > span.nbytes:
             yield f"the tar ends inside of a member at byte {at:,}"
-            nbytes = span.nbytes - at - BLOCK
+            nbytes = span.nbytes - at - BLOCK_NBYTES
         name = head[:100].split(b"\0", 1)[0].decode("utf-8", "replace")
         kind = head[156:157]
-        yield Member(name, kind, span.part(at + BLOCK, at + BLOCK + nbytes))
+        yield Member(name, kind, span.part(at + BLOCK_NBYTES, at + BLOCK_NBYTES + nbytes))
         # tarfile goes by the size of what has content, and links have none.
-        at += BLOCK + (-(-nbytes // BLOCK) * BLOCK if kind not in b"1234" else 0)
-    yield f"more than {MEMBERS:,} members"
+        at += BLOCK_NBYTES + (-(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES if kind not in b"1234" else 0)
+    yield f"more than {MOST_MEMBERS:,} members"

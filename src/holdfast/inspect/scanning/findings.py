@@ -10,10 +10,10 @@ from holdfast.inspect.severity import ORDER, Severity, judge
 
 __all__ = ["Finding", "Findings"]
 
-MOST = 10_000
+MOST_FINDINGS = 10_000
 """Findings of one file. Beyond that the report says so."""
 
-ERRORS = 20
+KEPT_ERRORS = 20
 """Errors of one file that are kept."""
 
 
@@ -51,7 +51,7 @@ class Findings:
         key = (finding.severity, finding.what, finding.uses)
         if key in self._found:
             return
-        if len(self._found) >= MOST:
+        if len(self._found) >= MOST_FINDINGS:
             self.unlisted += 1
             return
         self._found[key] = finding
@@ -62,7 +62,7 @@ class Findings:
 
     def error(self, text: str) -> None:
         """Something that was not read to its end."""
-        if len(self.errors) < ERRORS and text not in self.errors:
+        if len(self.errors) < KEPT_ERRORS and text not in self.errors:
             self.errors.append(text)
 
     def seen(self, seen: Seen, stream: str, begin: int, *, ordinary: str = "") -> Severity:

@@ -17,7 +17,7 @@ from holdfast.inspect.scanning.spans import Span
 
 __all__ = ["UNREADABLE", "Unpacked", "compression", "unpack"]
 
-BLOCK = 1 << 18
+BLOCK_NBYTES = 1 << 18
 """Packed bytes that are read at a time."""
 
 MAGICS: tuple[tuple[bytes, str], ...] = (
@@ -31,7 +31,7 @@ MAGICS: tuple[tuple[bytes, str], ...] = (
 UNREADABLE: tuple[tuple[bytes, str], ...] = ((b"\x04\x22\x4d\x18", "lz4"),)
 """What joblib may write and nothing here unpacks."""
 
-WINDOW = 8 << 20
+WINDOW_NBYTES = 8 << 20
 """How far back a zstd stream may refer, as for the items of distributed checkpoints."""
 
 
@@ -106,7 +106,7 @@ def _pieces(span: Span, kind: str, most: int) -> Iterator[bytes]:
     starved = False
     while left > 0:
         if not waiting and not starved:
-            waiting = span.read(at, at + BLOCK)
+            waiting = span.read(at, at + BLOCK_NBYTES)
             at += len(waiting)
             starved = not waiting
         try:
@@ -118,7 +118,7 @@ def _pieces(span: Span, kind: str, most: int) -> Iterator[bytes]:
         waiting = getattr(stream, "unconsumed_tail", b"")
         if stream.eof:
             # gzip, bzip2 and xz files may be several streams, one behind the other, which their readers join.
-            waiting = stream.unused_data or span.read(at, at + BLOCK)
+            waiting = stream.unused_data or span.read(at, at + BLOCK_NBYTES)
             at += 0 if stream.unused_data else len(waiting)
             if kind == "deflate" or not waiting.strip(b"\0") or compression(waiting[:16].ljust(16, b"\xff")) != kind:
                 return
@@ -133,9 +133,9 @@ def _zstd_pieces(span: Span, most: int) -> Iterator[bytes]:
     except ImportError:
         raise Unpacking("compressed with zstd, which takes the package zstandard: pip install 'holdfast[zstd]'") from None
     reader = cast(IO[bytes], _Reader(span))
-    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW).stream_reader(reader, read_across_frames=True)
+    stream = zstandard.ZstdDecompressor(max_window_size=WINDOW_NBYTES).stream_reader(reader, read_across_frames=True)
     try:
-        while most > 0 and (piece := stream.read(min(BLOCK, most))):
+        while most > 0 and (piece := stream.read(min(BLOCK_NBYTES, most))):
             most -= len(piece)
             yield piece
     except zstandard.ZstdError as error:

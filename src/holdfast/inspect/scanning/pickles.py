@@ -17,7 +17,7 @@ from holdfast.inspect.severity import judge
 
 __all__ = ["Row", "Stream", "read_pickle", "read_row"]
 
-STREAMS = 10_000
+MOST_STREAMS = 10_000
 """Pickles one behind the other that are read. torch's old container has five."""
 
 
@@ -72,7 +72,7 @@ def read_row(span: Span, limits: Limits) -> Row:
     head = span.read(0, 2)
     row = Row(declared=len(head) == 2 and head[0] == 0x80 and head[1] <= 5)
     while row.stop < span.nbytes:
-        if len(row.streams) >= STREAMS:
+        if len(row.streams) >= MOST_STREAMS:
             row.more = True
             break
         stream = read_pickle(span, row.stop, limits)

@@ -92,7 +92,7 @@ FUNCTIONS = frozenset(
 )
 WORDS = frozenset(["and", "or", "not", "True", "False", "None", "if", "else", "in", "is"])
 
-LONGEST = 10_000
+LONGEST_CHARACTERS = 10_000
 """Characters of an expression. Sizes of tensors make a few hundred."""
 
 NATIVE = (
@@ -144,7 +144,7 @@ def plain(expression: str) -> bool:
     >>> plain("().__class__"), plain("f(1)"), plain("'a'"), plain("s0.real")
     (False, False, False, False)
     """
-    if len(expression) > LONGEST or "__" in expression or ATTRIBUTE.search(expression):
+    if len(expression) > LONGEST_CHARACTERS or "__" in expression or ATTRIBUTE.search(expression):
         return False
     # As sympy writes out a symbol: its name is the one text that belongs here.
     unquoted = SYMBOL.sub("Symbol(s", expression)

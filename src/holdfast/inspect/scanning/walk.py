@@ -31,11 +31,11 @@ __all__ = ["WHOLE", "Walk"]
 WHOLE = "pickle"
 """The label of a file that is looked at by itself; its records go by their own names."""
 
-HEAD = 1 << 12
-DEEPEST = 6
+HEAD_NBYTES = 1 << 12
+DEEPEST_LEVELS = 6
 """Containers inside of containers that are followed."""
 
-CONTENT_HEAD = 1 << 16
+CONTENT_HEAD_NBYTES = 1 << 16
 """Unpacked bytes of a record that show whether it is worth more."""
 
 EXPANSION, EXPANSION_FLOOR = 64, 256 << 20
@@ -72,10 +72,10 @@ class Walk:
 
     def look(self, span: Span, label: str, depth: int = 0) -> set[str]:
         """Look at some bytes for all that they may be; what they are, nothing where no loader would do anything with them."""
-        if depth > DEEPEST:
-            self.found.error(f"{label}: containers inside of containers, deeper than {DEEPEST}; not read")
+        if depth > DEEPEST_LEVELS:
+            self.found.error(f"{label}: containers inside of containers, deeper than {DEEPEST_LEVELS}; not read")
             return {"unread"}
-        head = span.read(0, HEAD)
+        head = span.read(0, HEAD_NBYTES)
         kinds: set[str] = set()
         if not head.startswith(b"PK\3\4"):  # PERSID, at which an unpickler stops that was pointed at a file
             kinds |= self._pickles(span, label, depth)
@@ -255,7 +255,7 @@ class Walk:
         return {"npz"} if any(name.endswith(".npy") for name in names) else set()
 
     def _record(self, entry: Entry, label: str, depth: int, *, exported: bool) -> None:
-        head = entry.content(CONTENT_HEAD if entry.method else 16)
+        head = entry.content(CONTENT_HEAD_NBYTES if entry.method else 16)
         if head.problem is not None:
             self.found.error(f"{label}: {head.problem}; not read to its end")
         self._code(head.data, label)
@@ -386,7 +386,7 @@ class Walk:
                 self.found.error(f"{label}: compressed as {unread}, which the scan does not unpack; not read")
                 return {"compressed", "unread"}
             return set()
-        content = unpack(span, kind, CONTENT_HEAD)
+        content = unpack(span, kind, CONTENT_HEAD_NBYTES)
         if not content.whole:
             if not self._promising(content.data):
                 return set()

@@ -25,7 +25,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
-from holdfast.torch.cuda.runs import Gathered, Piece, Taken, Task, tasks_of
+from holdfast.torch.cuda.runs import FlatRun, Gathered, Taken, Task, tasks_of
 from holdfast.torch.cuda.streams import Lane, lanes
 from holdfast.torch.tensors.cast_losses import CastLosses
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
@@ -36,13 +36,13 @@ __all__ = ["DEFAULT_NBYTES", "Progress", "load_fills", "reserve"]
 DEFAULT_NBYTES = 1 << 30
 """Host memory that a load may lock where nobody says."""
 
-FEW = 8
+FEW_BLOCKS = 8
 """Blocks that are rather smaller than fewer."""
 
 LEAST_NBYTES = 2 << 20
 """The least that can be allowed: two blocks of 1 MiB."""
 
-SPARE = 8
+SPARE_BLOCKS = 8
 """Blocks beyond one a reader: those that are being emptied."""
 
 SHORT_NBYTES = 256 << 10
@@ -73,8 +73,8 @@ def blocks_within(most: int | None, threads: int) -> Size:
     budget = DEFAULT_NBYTES if most is None else most
     if budget < LEAST_NBYTES:
         raise ValueError(f"max_host_memory must be at least {LEAST_NBYTES:,} bytes, not {budget:,}")
-    nbytes = min(BLOCK_NBYTES, max(budget // FEW >> 20, 1) << 20)
-    return Size(min(threads + SPARE, budget // nbytes), nbytes)
+    nbytes = min(BLOCK_NBYTES, max(budget // FEW_BLOCKS >> 20, 1) << 20)
+    return Size(min(threads + SPARE_BLOCKS, budget // nbytes), nbytes)
 
 
 def load_fills(
@@ -226,7 +226,7 @@ def _spread(pieces: Sequence[Taken], block: HostBlock, device: torch.device, *, 
         torch._foreach_copy_(targets, values)
 
 
-def _typed(value: torch.Tensor, piece: Piece) -> torch.Tensor:
+def _typed(value: torch.Tensor, piece: FlatRun) -> torch.Tensor:
     """Bytes on the device as elements, in the shape of the target."""
     if value.storage_offset() % piece.dtype.itemsize:
         value = value.clone()

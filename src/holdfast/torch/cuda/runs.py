@@ -26,9 +26,9 @@ from holdfast.engine.blocks import contiguous_bytes
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import Fill, Part, flat, in_file_order, parts_of
 
-__all__ = ["Gathered", "Piece", "Read", "Taken", "Task", "pieces_of", "tasks_of"]
+__all__ = ["FlatRun", "Gathered", "Read", "Taken", "Task", "pieces_of", "tasks_of"]
 
-FREE_GAP = 4096
+FREE_GAP_NBYTES = 4096
 """A gap up to this many bytes never splits a read."""
 
 GAP_SHARE = 16
@@ -39,7 +39,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class FlatRun:
     """Elements that lie in one piece in a file, and the tensor that they go to: flat, or of any shape that fits into a block."""
 
     storage: Storage
@@ -58,15 +58,15 @@ class Piece:
         """Whether bytes are copied to bytes."""
         return self.dtype is torch.uint8 and self.target.dtype is torch.uint8 and self.target.ndim == 1
 
-    def cut(self, nbytes: int) -> tuple[Piece, Piece | None]:
+    def cut(self, nbytes: int) -> tuple[FlatRun, FlatRun | None]:
         """The first so many bytes, or as many as make whole elements, and the rest. Only flat targets are cut."""
         width = self.dtype.itemsize
         count = nbytes // width
         if self.nbytes <= nbytes or count <= 0:
             return self, None
         at = count * width
-        head = Piece(self.storage, self.start, at, self.dtype, self.target[:count], self.name, self.conj, self.neg)
-        tail = Piece(
+        head = FlatRun(self.storage, self.start, at, self.dtype, self.target[:count], self.name, self.conj, self.neg)
+        tail = FlatRun(
             self.storage, self.start + at, self.nbytes - at, self.dtype, self.target[count:], self.name, self.conj, self.neg
         )
         return head, tail
@@ -89,7 +89,7 @@ class Gathered:
 class Taken:
     """A piece, and where its bytes are in the block."""
 
-    piece: Piece
+    piece: FlatRun
     at: int
 
 
@@ -120,7 +120,7 @@ class Task:
     """Bytes that were read for them."""
 
 
-def pieces_of(one: Fill, most: int) -> Iterator[Piece | Gathered]:
+def pieces_of(one: Fill, most: int) -> Iterator[FlatRun | Gathered]:
     """A fill as pieces, of which those that are not flat fit into `most` bytes."""
     lazy, target = one.lazy, one.target
     if _is_row(lazy, target):
@@ -142,16 +142,16 @@ def _is_row(lazy: LazyTensor, target: torch.Tensor) -> bool:
     return target.is_contiguous() and not (target.is_conj() or target.is_neg())
 
 
-def _flat(lazy: LazyTensor, chunk: Chunk, target: torch.Tensor, *, conj: bool = False, neg: bool = False) -> Piece:
+def _flat(lazy: LazyTensor, chunk: Chunk, target: torch.Tensor, *, conj: bool = False, neg: bool = False) -> FlatRun:
     dtype = torch_dtype(lazy.dtype)
     row = flat(target.detach())
     if row.dtype == dtype and not (conj or neg):
         dtype, row = torch.uint8, row.view(torch.uint8)
     storage = chunk.storage
-    return Piece(storage, storage.start + chunk.offset // 8, lazy.nbytes, dtype, row, lazy.name, conj, neg)
+    return FlatRun(storage, storage.start + chunk.offset // 8, lazy.nbytes, dtype, row, lazy.name, conj, neg)
 
 
-def _boxes(one: Fill, most: int) -> Iterator[Piece | Gathered]:
+def _boxes(one: Fill, most: int) -> Iterator[FlatRun | Gathered]:
     for part in parts_of(one, most):
         lazy = part.lazy
         place = None if lazy.dtype.packed else contiguous_bytes(lazy)
@@ -159,7 +159,7 @@ def _boxes(one: Fill, most: int) -> Iterator[Piece | Gathered]:
             yield Gathered(part, lazy.source)
         else:
             storage = lazy.chunks[0].storage
-            yield Piece(
+            yield FlatRun(
                 storage, place[1], lazy.nbytes, torch_dtype(lazy.dtype), part.target.detach(), lazy.name, part.conj, part.neg
             )
 
@@ -178,7 +178,7 @@ def _place(one: Fill) -> tuple[str, int]:
 
 
 def _dense_tasks(
-    source: Source, device: torch.device, pieces: Iterable[Piece | Gathered], most: int, gathered: list[Gathered]
+    source: Source, device: torch.device, pieces: Iterable[FlatRun | Gathered], most: int, gathered: list[Gathered]
 ) -> Iterator[Task]:
     """Those that lie in one piece; the others are put into `gathered`."""
     task, end = Task(source, device), 0
@@ -186,7 +186,7 @@ def _dense_tasks(
         if isinstance(whole, Gathered):
             gathered.append(whole)
             continue
-        piece: Piece | None = whole
+        piece: FlatRun | None = whole
         while piece is not None:
             read = task.reads[-1] if task.reads else None
             if read is not None and not _joined(read, piece, task.nbytes):
@@ -215,10 +215,10 @@ def _dense_tasks(
         yield task
 
 
-def _joined(read: Read, piece: Piece, nbytes: int) -> bool:
+def _joined(read: Read, piece: FlatRun, nbytes: int) -> bool:
     """Whether a piece is read together with those before it."""
     gap = piece.start - read.stop
-    return read.key == piece.storage.key and piece.start >= read.start and gap <= max(FREE_GAP, nbytes // GAP_SHARE)
+    return read.key == piece.storage.key and piece.start >= read.start and gap <= max(FREE_GAP_NBYTES, nbytes // GAP_SHARE)
 
 
 def _gathered_tasks(source: Source, device: torch.device, pieces: Sequence[Gathered], most: int) -> Iterator[Task]:

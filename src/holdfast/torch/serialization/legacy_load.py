@@ -20,7 +20,7 @@ from typing import BinaryIO, cast
 
 import torch
 
-from holdfast.engine.bulk import Piece, read_pieces
+from holdfast.engine.bulk import RecordRead, read_pieces
 from holdfast.engine.execute import default_threads
 from holdfast.errors import FormatError, HoldfastError, MetadataError, PickleError, Refused, Truncated
 from holdfast.formats.pickle.table import Table
@@ -31,8 +31,8 @@ from holdfast.torch.serialization.opening import Opened
 from holdfast.torch.serialization.settings import MAGIC_NUMBER, PROTOCOL_VERSION, SourceChangeWarning
 from holdfast.torch.serialization.storages import (
     FileStorages,
-    Found,
     Placement,
+    StorageBytes,
     StorageName,
     parse_name,
     pretended,
@@ -93,9 +93,9 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
         except Truncated as error:
             raise CutShort(error.message, file=file.path, offset=error.offset) from None
 
-        def find(name: StorageName) -> Found:
+        def find(name: StorageName) -> StorageBytes:
             stored = places[name.key]
-            return Found(stored.start, stored.nbytes, None, f"storage {name.key}")
+            return StorageBytes(stored.start, stored.nbytes, None, f"storage {name.key}")
 
         swap = sys.byteorder != "little"
         storages = FileStorages(file.source, file.key, find, place, swap=swap, threads=default_threads())
@@ -176,7 +176,7 @@ class LegacyStorages:
                 )
             at += COUNT.size
             address = self._plain[each].data_ptr() if each in self._plain else 0
-            pieces.append(Piece(at, name.nbytes, address, None, f"storage {each}"))
+            pieces.append(RecordRead(at, name.nbytes, address, None, f"storage {each}"))
             at += name.nbytes
         if not (self._place.meta or self._place.fake or self._place.skip):
             read_pieces(source.store, key, pieces, threads=default_threads())

@@ -32,7 +32,7 @@ from holdfast.torch.tensors.memory import storage_bytes, storage_memory
 
 __all__ = ["Writable", "plan_object", "save"]
 
-SMALL = 4096
+SMALL_NBYTES = 4096
 """Storages up to this size are copied into the layout: describing them as memory would cost more than the copy."""
 
 
@@ -150,8 +150,8 @@ def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource, *, skip
     kind = storage.device.type
     if skip or kind == "meta":
         return Hole(storage.nbytes()) if storage.nbytes() else b""
-    if kind == "cuda" and storage.nbytes() > SMALL:
+    if kind == "cuda" and storage.nbytes() > SMALL_NBYTES:
         return Data(gpus.bytes_of(storage, label), label)
     if kind != "cpu":
         storage = storage.cpu()
-    return storage_bytes(storage) if storage.nbytes() <= SMALL else Memory(storage_memory(storage), label, storage)
+    return storage_bytes(storage) if storage.nbytes() <= SMALL_NBYTES else Memory(storage_memory(storage), label, storage)

@@ -23,7 +23,7 @@ from holdfast.core.memory import memory_at
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.bulk import Piece, read_pieces
+from holdfast.engine.bulk import RecordRead, read_pieces
 from holdfast.errors import FormatError, HoldfastWarning, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.geometry import brief
@@ -36,8 +36,8 @@ from holdfast.torch.tensors.shared_regions import BYTES
 __all__ = [
     "BrokenArchive",
     "FileStorages",
-    "Found",
     "Placement",
+    "StorageBytes",
     "StorageName",
     "Storages",
     "archive_storages",
@@ -195,7 +195,7 @@ class _UntypedUses(Mentions):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StorageBytes:
     """Where the bytes of a storage lie in the file."""
 
     start: int
@@ -211,10 +211,10 @@ class FileStorages:
         self,
         source: Source,
         key: str,
-        find: Callable[[StorageName], Found],
+        find: Callable[[StorageName], StorageBytes],
         place: Placement,
         *,
-        everything: Callable[[], Mapping[str, Found]] | None = None,
+        everything: Callable[[], Mapping[str, StorageBytes]] | None = None,
         swap: bool = False,
         untyped: Mapping[str, torch.dtype | None] | None = None,
         mapped: torch.UntypedStorage | None = None,
@@ -238,7 +238,7 @@ class FileStorages:
         self._verify, self._threads = verify, threads
         self._made: dict[str, tuple[torch.UntypedStorage, torch.dtype]] = {}
         self._views: dict[str, torch.UntypedStorage] = {}
-        self._waiting: list[tuple[Piece, torch.UntypedStorage, StorageName]] = []
+        self._waiting: list[tuple[RecordRead, torch.UntypedStorage, StorageName]] = []
         self._fills: list[Fill] = []
         """What waits on GPUs."""
         self._reserved = False
@@ -268,7 +268,7 @@ class FileStorages:
             for _, storage, name in waiting:
                 self._swap_bytes(storage, name)
 
-    def _read(self, pieces: Sequence[Piece]) -> None:
+    def _read(self, pieces: Sequence[RecordRead]) -> None:
         read_pieces(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
 
     def _swap_bytes(self, storage: torch.UntypedStorage, name: StorageName) -> None:
@@ -325,7 +325,7 @@ class FileStorages:
             self._read([_piece(found, self._ahead[key]) for key, found in places.items()])
         return self._ahead
 
-    def _on_gpu(self, key: str, found: Found, device: torch.device) -> torch.UntypedStorage:
+    def _on_gpu(self, key: str, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
         """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look before."""
         if self._place.one_place and self._everything is not None and not self._reserved:
             self._reserved = True
@@ -341,7 +341,7 @@ class FileStorages:
         self._fill_gpus()
         return storage
 
-    def _make_on_gpu(self, found: Found, device: torch.device) -> torch.UntypedStorage:
+    def _make_on_gpu(self, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(found.nbytes, device=device)
         crc = None if self._mapped is not None or not self._verify else found.crc32
         stored = Storage(self._key, found.start, found.nbytes, crc32=crc, label=found.label, home=self._source.store)
@@ -387,20 +387,20 @@ def check_stored(record: Record) -> None:
         raise BrokenArchive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
 
 
-def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], Found], Callable[[], Mapping[str, Found]]]:
+def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], StorageBytes], Callable[[], Mapping[str, StorageBytes]]]:
     """How the records `data/N` of a zip are found: one by its key, and all of them."""
 
-    def found(record: Record, key: str) -> Found:
+    def found(record: Record, key: str) -> StorageBytes:
         check_stored(record)
-        return Found(record.start, record.nbytes, record.crc32, f"data/{key}")
+        return StorageBytes(record.start, record.nbytes, record.crc32, f"data/{key}")
 
-    def find(name: StorageName) -> Found:
+    def find(name: StorageName) -> StorageBytes:
         record = archive.get(f"data/{name.key}")
         if record is None:
             raise MetadataError(f"the pickle points at data/{name.key}, which is not in the archive")
         return found(record, name.key)
 
-    def everything() -> dict[str, Found]:
+    def everything() -> dict[str, StorageBytes]:
         prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
         names = [name for name in archive.records if name.startswith(prefix)]
         return {name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names}
@@ -408,5 +408,5 @@ def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], Found], 
     return find, everything
 
 
-def _piece(found: Found, storage: torch.UntypedStorage) -> Piece:
-    return Piece(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)
+def _piece(found: StorageBytes, storage: torch.UntypedStorage) -> RecordRead:
+    return RecordRead(found.start, found.nbytes, storage.data_ptr(), found.crc32, found.label)

@@ -27,7 +27,7 @@ import torch
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.pruning import order
 from holdfast.torch.sparsity.order import (
-    CHUNK,
+    CHUNK_ELEMENTS,
     HELD,
     Keys,
     Threshold,
@@ -251,7 +251,7 @@ def _keep_in_blocks(scores: torch.Tensor, marks: torch.Tensor | None, height: in
 def _keep_in_rows(values: torch.Tensor, marks: torch.Tensor | None, zeros: torch.Tensor | int) -> torch.Tensor:
     """Keep all but the lowest `zeros` of each row, of numbers by magnitude or of keys."""
     kept = torch.ones(values.shape, dtype=torch.bool, device=values.device)
-    step = max(1, CHUNK // max(1, values.shape[1]))
+    step = max(1, CHUNK_ELEMENTS // max(1, values.shape[1]))
     place = torch.arange(values.shape[1], device=values.device)
     for start in range(0, len(values), step):
         part = slice(start, start + step)

@@ -21,7 +21,7 @@ from holdfast.pruning.order import SPLITMIX, nan_key, narrow
 
 __all__ = ["HELD", "Keys", "Threshold", "keep_above", "magnitude_keys", "random_keys", "score_keys", "select"]
 
-CHUNK = 1 << 20
+CHUNK_ELEMENTS = 1 << 20
 """Elements at a time: 8 MiB of keys."""
 
 HELD = -(1 << 63)
@@ -87,8 +87,8 @@ class Keys:
         return self.values.numel()
 
     def chunks(self) -> Iterator[torch.Tensor]:
-        for start in range(0, self.count, CHUNK):
-            stop = min(start + CHUNK, self.count)
+        for start in range(0, self.count, CHUNK_ELEMENTS):
+            stop = min(start + CHUNK_ELEMENTS, self.count)
             values = self.values[start:stop]
             if self.seed is not None:
                 keys = random_keys(start, stop, self.seed, values.device)

@@ -30,9 +30,9 @@ from holdfast.errors import Unsupported
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
-__all__ = ["Piece", "Region", "Regions", "View", "plan_regions", "repeats", "view_of"]
+__all__ = ["Region", "RegionRead", "Regions", "View", "plan_regions", "repeats", "view_of"]
 
-WIDEST = 16
+WIDEST_NBYTES = 16
 """Bytes of the widest element. A region that begins at a multiple of it begins at an element of every dtype."""
 
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
@@ -51,7 +51,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RegionRead:
     """Elements that are read into a region: a tensor of the file, and where it goes."""
 
     tensor: LazyTensor
@@ -67,7 +67,7 @@ class Region:
     count: int
     """Elements of that dtype."""
     views: Mapping[str, View]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RegionRead, ...]
     """What fills it."""
     whole: bool
     """Whether the pieces leave no hole."""
@@ -183,7 +183,7 @@ def _regions(
         if len(names) < 2:
             continue
         if allowed(stop - start, names):
-            yield _region({name: members[name] for name in names}, originals, storage, start // WIDEST * WIDEST, stop)
+            yield _region({name: members[name] for name in names}, originals, storage, start // WIDEST_NBYTES * WIDEST_NBYTES, stop)
         else:
             shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
             notes.append(f"{shown} lie far apart in one storage; they are read apart (Limits(expansion=…) allows all of it)")
@@ -200,7 +200,7 @@ def _region(
     if members[first].source is originals[first].source:
         chunk = Chunk(Box((0,), (count,)), storage, start * 8, (dtype.bits,))
         row = LazyTensor(first, dtype, (count,), (chunk,), members[first].source)
-        return Region(dtype, count, views, (Piece(row, View(dtype, (count,), 0, (1,))),), True)
+        return Region(dtype, count, views, (RegionRead(row, View(dtype, (count,), 0, (1,))),), True)
     return Region(dtype, count, views, tuple(_pieces(views, originals)), False)
 
 
@@ -211,7 +211,7 @@ def _view(tensor: LazyTensor, start: int) -> View:
     return View(tensor.dtype, tensor.shape, (chunk.offset - start * 8) // bits, strides, tensor.traits.conj, tensor.traits.neg)
 
 
-def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> Iterable[Piece]:
+def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> Iterable[RegionRead]:
     """Copies that are put where they lay, names of one copy once. An expanded one gives one of its equal elements."""
     seen: set[object] = set()
     for name, view in views.items():
@@ -221,4 +221,4 @@ def _pieces(views: Mapping[str, View], originals: Mapping[str, LazyTensor]) -> I
         seen.add((tensor.chunks, view))
         index = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in view.strides)
         part = tensor[index] if index else tensor
-        yield Piece(part, View(view.dtype, part.shape, view.offset, view.strides))
+        yield RegionRead(part, View(view.dtype, part.shape, view.offset, view.strides))
