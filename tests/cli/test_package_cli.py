@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from tests.support import nbytes_on_disk
 
 import holdfast
 
@@ -125,12 +126,8 @@ def documents(run, *arguments):
     assert {k: v for k, v in planned.items() if k not in ("done", "seconds", "free_nbytes")} == {
         k: v for k, v in done.items() if k not in ("done", "seconds", "free_nbytes")
     }
-    assert done["write_nbytes"] == sum(file["nbytes"] for file in done["files"]) == size(target)
+    assert done["write_nbytes"] == sum(file["nbytes"] for file in done["files"]) == nbytes_on_disk(target)
     return done
-
-
-def size(path):
-    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
 
 
 @pytest.mark.parametrize(("name", "format"), [("p.pt2", "pt2"), ("p", "native")])
@@ -172,8 +169,8 @@ def test_compact_as_json(run, tmp_path):
     torch = pytest.importorskip("torch")
     torch.save({"rows": torch.zeros(100_000)[10:20]}, tmp_path / "a.pt")
     done = documents(run, "compact", tmp_path / "a.pt", tmp_path / "b.pt")
-    assert done["before_nbytes"] == size(tmp_path / "a.pt")
-    assert done["dropped_nbytes"] == size(tmp_path / "a.pt") - size(tmp_path / "b.pt") > 390_000
+    assert done["before_nbytes"] == nbytes_on_disk(tmp_path / "a.pt")
+    assert done["dropped_nbytes"] == nbytes_on_disk(tmp_path / "a.pt") - nbytes_on_disk(tmp_path / "b.pt") > 390_000
 
 
 def test_dry_runs_in_words(run, files, tmp_path):

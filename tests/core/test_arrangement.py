@@ -7,6 +7,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import points
 
 from holdfast.core.arrangement import common_axis, first_overlap, joined_shape, surrounding
 from holdfast.core.box import Box
@@ -18,10 +19,6 @@ def boxes(draw):
     side = st.tuples(st.integers(0, 4), st.integers(0, 3))
     made = draw(st.lists(st.lists(side, min_size=rank, max_size=rank), min_size=1, max_size=5))
     return [Box.at([o for o, _ in sides], [n for _, n in sides]) for sides in made]
-
-
-def points(box):
-    return set(itertools.product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
 
 
 @given(boxes())

@@ -5,7 +5,6 @@ Nothing here asks Holdfast how it names or flattens: the rules are written out a
 
 from __future__ import annotations
 
-import io
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -29,15 +28,7 @@ __all__ = [
     "assert_tensor",
     "elements",
     "named_tensors",
-    "saved",
 ]
-
-
-def saved(state: object, **options: object) -> bytes:
-    """What `torch.save` writes."""
-    buffer = io.BytesIO()
-    torch.save(state, buffer, **options)
-    return buffer.getvalue()
 
 
 def elements(tensor: torch.Tensor) -> bytes:

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 import holdfast
 from tests.golden.expect import short
-from tests.parity.compare import assert_same_file, assert_same_tree, elements, named_tensors, saved
+from tests.parity.compare import assert_same_file, assert_same_tree, elements, named_tensors
 from tests.parity.test_torch_files import PLAIN, UNTYPED, filled
+from tests.support import torch_bytes
 
 PRINTABLE = [d for d in [*PLAIN, *UNTYPED] if not short(d).startswith(("bits", "float4"))]
 """Hypothesis prints what it draws, and torch cannot print the others."""
@@ -101,7 +102,7 @@ def check_slices(data: st.DataObject, ckpt: holdfast.Checkpoint, tensors: dict[s
 @given(st.data())
 def test_zip(data):
     state = data.draw(pools(PRINTABLE).flatmap(states))
-    saved_bytes = saved(state, pickle_protocol=data.draw(st.sampled_from([2, 2, 3, 4, 5])))
+    saved_bytes = torch_bytes(state, pickle_protocol=data.draw(st.sampled_from([2, 2, 3, 4, 5])))
     loaded = torch.load(io.BytesIO(saved_bytes), weights_only=False)
     assert_same_file(saved_bytes, loaded, mmap=data.draw(st.booleans()), threads=data.draw(st.sampled_from([None, 1])))
     with holdfast.open(saved_bytes) as ckpt:
@@ -113,7 +114,7 @@ def test_zip(data):
 @given(st.data())
 def test_legacy(data):
     state = data.draw(pools(PLAIN).flatmap(states))
-    saved_bytes = saved(state, _use_new_zipfile_serialization=False, pickle_protocol=data.draw(st.sampled_from([2, 2, 4])))
+    saved_bytes = torch_bytes(state, zipped=False, pickle_protocol=data.draw(st.sampled_from([2, 2, 4])))
     loaded = torch.load(io.BytesIO(saved_bytes), weights_only=False)
     assert_same_file(saved_bytes, loaded)
     with holdfast.open(saved_bytes) as ckpt:

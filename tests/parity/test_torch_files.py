@@ -31,8 +31,8 @@ from tests.parity.compare import (
     assert_tensor,
     elements,
     named_tensors,
-    saved,
 )
+from tests.support import torch_bytes
 
 PLAIN = [getattr(torch, row.torch) for row in DTYPES.rows if row.storage and row.kind != "quantized"]
 UNTYPED = [
@@ -54,7 +54,7 @@ CONTAINERS = {
 
 def check(state: object, **options: object) -> bytes:
     """Save, load with torch, and compare the file with what came back."""
-    data = saved(state, **options)
+    data = torch_bytes(state, **options)
     loaded = torch.load(io.BytesIO(data), weights_only=False)
     assert_same_file(data, loaded)
     with holdfast.open(data) as ckpt:
@@ -77,7 +77,7 @@ def test_the_lists_above_are_all_that_torch_can_save():
     quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
     for dtype in every - {*PLAIN, *UNTYPED} - quantized:
         with pytest.raises(KeyError):
-            saved(torch.empty(2, dtype=dtype))
+            torch_bytes(torch.empty(2, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [*PLAIN, *UNTYPED], ids=short)
@@ -103,7 +103,7 @@ def test_every_dtype_in_a_legacy_stream(dtype):
         check(state, _use_new_zipfile_serialization=False)
         return
     # torch 2.13 writes these and cannot read them back; what was saved is the truth then.
-    data = saved(state, _use_new_zipfile_serialization=False)
+    data = torch_bytes(state, zipped=False)
     with pytest.raises(AttributeError):
         torch.load(io.BytesIO(data), weights_only=False)
     with holdfast.open(data) as ckpt:
@@ -213,7 +213,7 @@ def test_conjugates_and_negatives_are_resolved():
         # Not beside the others: torch refuses to save one storage under two dtypes.
         check({"neg": z.conj().imag, "part": z.conj().imag[::2, 1]})
     half = torch.complex(torch.randn(5), torch.randn(5)).to(torch.complex32)
-    data = saved({"conj": half.conj()})
+    data = torch_bytes({"conj": half.conj()})
     with holdfast.open(data) as ckpt:
         assert ckpt["conj"].traits.conj
         pair = ckpt["conj"].numpy()
@@ -224,7 +224,7 @@ def test_conjugates_and_negatives_are_resolved():
 
 def test_slices_of_conjugates_and_negatives():
     z = torch.randn(4, 6, dtype=torch.complex64)
-    with holdfast.open(saved({"c": z.conj(), "n": z.clone().conj().imag})) as ckpt:
+    with holdfast.open(torch_bytes({"c": z.conj(), "n": z.clone().conj().imag})) as ckpt:
         assert ckpt["c"][1:3, ::-2].numpy().tobytes() == z.conj().resolve_conj().numpy()[1:3, ::-2].tobytes()
         assert ckpt["n"][:, 2].numpy().tobytes() == z.conj().imag.resolve_neg().numpy()[:, 2].tobytes()
 
@@ -297,7 +297,7 @@ def test_sparse(name):
 
 def test_sparse_indices_out_of_range_are_refused_when_it_is_built():
     bad = torch.sparse_coo_tensor(torch.tensor([[9]]), torch.tensor([1.0]), (3,), check_invariants=False)
-    with holdfast.open(saved({"bad": bad})) as ckpt:
+    with holdfast.open(torch_bytes({"bad": bad})) as ckpt:
         assert ckpt["bad.indices"].numpy().tolist() == [[9]]
         with pytest.raises(holdfast.errors.MetadataError, match="sparse_coo"):
             ckpt.tree["bad"].torch()
@@ -350,7 +350,7 @@ def test_quantized_in_packed_and_rare_forms(state):
 
 
 def test_quantized_elements_alone_are_not_a_torch_tensor():
-    data = saved({"q": torch.quantize_per_tensor(torch.ones(3), 0.5, 3, torch.quint8)})
+    data = torch_bytes({"q": torch.quantize_per_tensor(torch.ones(3), 0.5, 3, torch.quint8)})
     with holdfast.open(data) as ckpt, pytest.raises(holdfast.errors.Unsupported, match=r"Composite|composite"):
         ckpt["q.int_repr"].torch()
 
@@ -363,14 +363,17 @@ def test_nested_strided():
 
 def test_jagged_offsets_out_of_range_are_refused_when_it_is_built():
     lying = torch.nested.nested_tensor_from_jagged(torch.randn(4, 3), torch.tensor([0, 2, 99]))
-    with holdfast.open(saved({"lying": lying})) as ckpt, pytest.raises(holdfast.errors.MetadataError, match="past its values"):
+    with (
+        holdfast.open(torch_bytes({"lying": lying})) as ckpt,
+        pytest.raises(holdfast.errors.MetadataError, match="past its values"),
+    ):
         ckpt.tree["lying"].torch()
 
 
 def test_nested_jagged():
     parts = [torch.randn(2, 3), torch.randn(4, 3), torch.randn(1, 3)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
-    data = saved({"nested": nested, "after": torch.ones(2)})
+    data = torch_bytes({"nested": nested, "after": torch.ones(2)})
     loaded = torch.load(io.BytesIO(data), weights_only=False)
     with holdfast.open(data) as ckpt:
         assert list(ckpt)[:2] == ["nested.values", "nested.offsets"]
@@ -387,7 +390,7 @@ def test_nested_jagged_with_holes_and_another_ragged_dimension():
     values, offsets = torch.randn(3, 10), torch.tensor([0, 4, 10])
     holed = torch.nested.nested_tensor_from_jagged(torch.randn(10, 3), offsets, lengths=torch.tensor([3, 5]))
     turned = torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
-    data = saved({"holed": holed, "turned": turned})
+    data = torch_bytes({"holed": holed, "turned": turned})
     with holdfast.open(data) as ckpt:
         assert ckpt["holed.lengths"].numpy().tolist() == [3, 5]
         for name, whole in (("holed", holed), ("turned", turned)):
@@ -399,7 +402,7 @@ def test_nested_jagged_with_holes_and_another_ragged_dimension():
 def test_bare_storages():
     untyped = torch.arange(5, dtype=torch.uint8).untyped_storage()
     typed = torch.arange(4, dtype=torch.int32)
-    data = saved({"untyped": untyped, "typed": typed.storage(), "view": typed[1:]})
+    data = torch_bytes({"untyped": untyped, "typed": typed.storage(), "view": typed[1:]})
     with holdfast.open(data) as ckpt:
         assert ckpt["untyped"].numpy().tolist() == [0, 1, 2, 3, 4]
         assert ckpt["typed"].numpy().tolist() == [0, 1, 2, 3]
@@ -449,7 +452,7 @@ def test_tensors_as_older_versions_pickled_them(name, container):
 
 
 def test_a_sparse_tensor_of_older_versions():
-    data = saved({"s": reduced("1.12 sparse without its flag")})
+    data = torch_bytes({"s": reduced("1.12 sparse without its flag")})
     loaded = torch.load(io.BytesIO(data), weights_only=False)["s"]
     with holdfast.open(data) as ckpt:
         assert_tensor(ckpt["s.values"], loaded._values())
@@ -519,7 +522,7 @@ def test_files_on_disk_have_their_stem_as_prefix(tmp_path):
 
 
 def test_bytes_mapped_give_the_same():
-    data = saved(plain_state())
+    data = torch_bytes(plain_state())
     plain = torch.load(io.BytesIO(data), weights_only=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -586,10 +589,10 @@ class Block(nn.Module):
 @pytest.mark.filterwarnings("ignore")
 def test_a_pickled_module_has_the_names_of_its_state_dict(container):
     model = Block()
-    data = saved({"model": model, "ema": nn.Sequential(model.layers[0], nn.ReLU())}, **CONTAINERS[container])
+    data = torch_bytes({"model": model, "ema": nn.Sequential(model.layers[0], nn.ReLU())}, **CONTAINERS[container])
     loaded = torch.load(io.BytesIO(data), weights_only=False)
     assert_same_file(data, loaded)
-    alone = saved(model, **CONTAINERS[container])
+    alone = torch_bytes(model, **CONTAINERS[container])
     with holdfast.open(alone) as ckpt:
         assert list(ckpt) == list(model.state_dict())
         for name, tensor in model.state_dict().items():
@@ -601,7 +604,7 @@ def test_a_pickled_module_has_the_names_of_its_state_dict(container):
 def test_a_pickled_graph_module_has_the_names_of_its_state_dict():
     """torch.fx pickles a module as a call with its attributes and its source text; PyPI's deeplc has such files."""
     module = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2)))
-    data = saved({"model": module})
+    data = torch_bytes({"model": module})
     assert_same_file(data, {"model": dict(module.state_dict())})
     with holdfast.open(data) as ckpt:
         calls = {str(f.what): f.uses for f in ckpt.foreign}
@@ -670,7 +673,7 @@ def test_objects_are_reachable_as_data():
         "settings": Settings(0.5, torch.zeros(3)),
         "mode": Mode.TRAIN,
     }
-    with holdfast.open(saved(state)) as ckpt:
+    with holdfast.open(torch_bytes(state)) as ckpt:
         assert list(ckpt) == ["args.init", "settings.init"]
         assert ckpt.tree["args"].attributes()["betas"] == (0.9, 0.99)
         assert ckpt.tree["settings"].attributes()["rate"] == 0.5

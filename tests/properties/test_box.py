@@ -1,16 +1,11 @@
 """Boxes against sets of points."""
 
-import itertools
-
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.box import Box
 from holdfast.core.tiling import tiles
-
-
-def points(box):
-    return set(itertools.product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
+from tests.support import points
 
 
 def boxes(rank):

@@ -95,7 +95,7 @@ def small_pieces(request, monkeypatch):
         monkeypatch.setattr(prune_select, "HISTOGRAM_PARTS", 3)
         monkeypatch.setattr(prune_masks, "HELD_SCORES", 50)
         monkeypatch.setattr(prune_loss, "STEP_ELEMENTS", 32)
-        monkeypatch.setattr(module, "PIECE", 96)
+        monkeypatch.setattr(module, "PIECE_ELEMENTS", 96)
 
 
 @pytest.mark.usefixtures("small_pieces")

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests.ranks.pool import World
+from tests.support import element_bytes
 
-__all__ = ["NESTED", "WHOLE", "bits", "check", "cut", "sharded", "state_of", "tensors_of", "values"]
+__all__ = ["NESTED", "WHOLE", "check", "cut", "sharded", "state_of", "tensors_of", "values"]
 
 
 def _content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -73,11 +74,6 @@ OTHER_SHAPES = {1: (1,), 2: (2,), 3: (3,), 4: (4,), 8: (2, 4)}
 NESTED = {
     "lr": 0.1, "step": 12, "name": "tiny", "betas": [0.9, 0.999], "flag": True, "nothing": None, "text": "γ\n", "pair": (1, "b"),
 }  # fmt: skip
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The elements in C order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> torch.Tensor:
@@ -172,6 +168,6 @@ def _same(expected: object, found: object, at: str) -> None:
         assert (found.dtype, found.shape) == (expected.dtype, expected.shape), at
         one, other = (t.to_local() if isinstance(t, DTensor) else t for t in (expected, found))
         assert one.shape == other.shape, at
-        assert bits(one) == bits(other), at
+        assert element_bytes(one) == element_bytes(other), at
     else:
         assert (type(found), found) == (type(expected), expected), at

@@ -23,9 +23,10 @@ from holdfast.torch.cuda.stage import ROOM, Room
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.endings import CONTENT
 from tests.ranks.pool import Pool, World, failures, good
-from tests.ranks.states import bits, check, sharded, state_of
+from tests.ranks.states import check, sharded, state_of
 from tests.ranks.test_failures import instead
 from tests.ranks.test_kills import QUIET
+from tests.support import element_bytes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -242,7 +243,9 @@ def test_nothing_is_lost_at_the_end(endings, name: str, status: int):
     folder, said = endings
     assert [code for code, _ in said[name].values()] == [status] * len(said[name]), said[name]
     with holdfast.open(folder / name / "step") as ckpt:
-        assert {name: ckpt[name].numpy().tobytes() for name in ckpt} == {name: bits(tensor) for name, tensor in CONTENT.items()}
+        assert {name: ckpt[name].numpy().tobytes() for name in ckpt} == {
+            name: element_bytes(tensor) for name, tensor in CONTENT.items()
+        }
     assert not [p for p in (folder / name).iterdir() if p.name.endswith((".tmp", ".old"))]
 
 

@@ -24,7 +24,8 @@ from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Failure, Pool, World, failures, good
-from tests.ranks.states import bits, sharded
+from tests.ranks.states import sharded
+from tests.support import element_bytes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -430,7 +431,7 @@ def misfit(world: World, path: str, rank: int) -> tuple[list[bytes], dict[int, s
         causes = {}
     assert state.pop("count") == 5
     tensors = [value.to_local() if isinstance(value, DTensor) else value for value in state.values()]
-    return [bits(tensor) for tensor in tensors], causes
+    return [element_bytes(tensor) for tensor in tensors], causes
 
 
 @pytest.mark.parametrize("rank", range(SIZE))

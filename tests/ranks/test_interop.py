@@ -31,7 +31,8 @@ from holdfast.torch.ranks.local_shards import LocalShardsWrapper
 from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.jobs import load, load_stock
 from tests.ranks.pool import WORLDS, Pool, World, good
-from tests.ranks.states import bits, sharded
+from tests.ranks.states import sharded
+from tests.support import element_bytes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -124,7 +125,7 @@ def _plain(state: object) -> object:
         return {key: _plain(value) for key, value in state.items()}
     if isinstance(state, list):
         return [_plain(value) for value in state]
-    return (str(state.dtype), tuple(state.shape), bits(state)) if isinstance(state, torch.Tensor) else state
+    return (str(state.dtype), tuple(state.shape), element_bytes(state)) if isinstance(state, torch.Tensor) else state
 
 
 @pytest.mark.parametrize("format", ["native", "dcp"])
@@ -309,11 +310,11 @@ def load_kinds(world: World, path: str) -> None:
     load_sharded(path, state, group=world.group)
     expected = _kinds(world, blank=False)
     for one, other in zip(expected["old"].local_shards(), state["old"].local_shards(), strict=True):
-        assert bits(one.tensor) == bits(other.tensor)
+        assert element_bytes(one.tensor) == element_bytes(other.tensor)
     for one, other in zip(expected["wrapped"].to_local().local_shards(), state["wrapped"].to_local().local_shards(), strict=True):
-        assert bits(one) == bits(other)
+        assert element_bytes(one) == element_bytes(other)
     for one, other in zip(expected["pieces"].parts, state["pieces"].parts, strict=True):
-        assert bits(one) == bits(other)
+        assert element_bytes(one) == element_bytes(other)
 
 
 @pytest.mark.parametrize("format", ["native", "dcp", "safetensors"])
@@ -323,8 +324,8 @@ def test_every_kind_of_sharded_tensor(pool: Pool, tmp_path: Path, format: str):
         good(pool.run(size, save_kinds, str(path), format))
         with holdfast.open(path) as ckpt:
             arrays = ckpt.read()
-        assert arrays["old"].tobytes() == arrays["pieces"].tobytes() == bits(ROWS)
-        assert arrays["wrapped"].tobytes() == bits(TABLE)
+        assert arrays["old"].tobytes() == arrays["pieces"].tobytes() == element_bytes(ROWS)
+        assert arrays["wrapped"].tobytes() == element_bytes(TABLE)
         for other in (1, 2, 4):
             good(pool.run(other, load_kinds, str(path)))
 
@@ -337,9 +338,9 @@ def stock_load_kinds(world: World, path: str) -> None:
         dcp.load(state, checkpoint_id=path, process_group=world.group)
     expected = _kinds(world, blank=False)
     for one, other in zip(expected["old"].local_shards(), state["old"].local_shards(), strict=True):
-        assert bits(one.tensor) == bits(other.tensor)
+        assert element_bytes(one.tensor) == element_bytes(other.tensor)
     for one, other in zip(expected["wrapped"].to_local().local_shards(), state["wrapped"].to_local().local_shards(), strict=True):
-        assert bits(one) == bits(other)
+        assert element_bytes(one) == element_bytes(other)
 
 
 def stock_save_kinds(world: World, path: str) -> None:
@@ -364,8 +365,8 @@ def distributed(world: World, path: str) -> None:
     save_sharded(path, state, group=world.group, durable=False)
     other = {name: torch.zeros_like(value) for name, value in state.items()}
     loaded = load_sharded(path, other, group=world.group)
-    assert bits(other["rows"].full_tensor()) == bits(ROWS)
-    assert bits(other["table"].full_tensor()) == bits(TABLE)
+    assert element_bytes(other["rows"].full_tensor()) == element_bytes(ROWS)
+    assert element_bytes(other["table"].full_tensor()) == element_bytes(TABLE)
     assert loaded.needed_nbytes == sum(value.to_local().nbytes for value in state.values())
 
 

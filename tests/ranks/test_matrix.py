@@ -15,7 +15,8 @@ import holdfast
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from tests.ranks.jobs import FORMATS, load
 from tests.ranks.pool import WORLDS, Pool, good
-from tests.ranks.states import NESTED, WHOLE, bits
+from tests.ranks.states import NESTED, WHOLE
+from tests.support import element_bytes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -33,7 +34,7 @@ def test_one_process_has_it_all(saved, saving: int, format: str):
     state = load_full(saved(format, saving))
     for name, tensor in _tensors(state, format).items():
         assert (tensor.dtype, tensor.shape) == (WHOLE[name].dtype, WHOLE[name].shape), name
-        assert bits(tensor) == bits(WHOLE[name]), name
+        assert element_bytes(tensor) == element_bytes(WHOLE[name]), name
     if format != "safetensors":
         group = state["optim"]["param_groups"][0]
         assert {key: group[key] for key in NESTED} == NESTED
@@ -75,7 +76,7 @@ def test_without_torch(saved):
         names = {name: places.get(name, f"model.{name}") if nested else name for name in WHOLE}
         assert sorted(found) == sorted(names.values())
         for name, where in names.items():
-            assert found[where] == hashlib.sha256(bits(WHOLE[name])).hexdigest(), (path, name)
+            assert found[where] == hashlib.sha256(element_bytes(WHOLE[name])).hexdigest(), (path, name)
 
 
 @pytest.mark.parametrize("saving", [1, 8])
@@ -116,6 +117,6 @@ def test_one_process_loads_in_place_without_a_group(saved):
     wanted = {name: torch.zeros_like(WHOLE[name]) for name in WHOLE}
     report = load_sharded(saved("safetensors", 8), wanted)
     assert sorted(report.names) == sorted(WHOLE)
-    assert all(bits(wanted[name]) == bits(WHOLE[name]) for name in WHOLE)
+    assert all(element_bytes(wanted[name]) == element_bytes(WHOLE[name]) for name in WHOLE)
     assert report.needed_nbytes == sum(tensor.nbytes for tensor in WHOLE.values())
     assert report.missing == report.unexpected == ()

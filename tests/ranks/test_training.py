@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.pool import Pool, World, good
-from tests.ranks.states import bits
+from tests.support import element_bytes
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -98,7 +98,7 @@ def _plain(state: object) -> object:
         return [_plain(value) for value in state]
     if isinstance(state, DTensor):
         state = state.full_tensor()
-    return (str(state.dtype), tuple(state.shape), bits(state)) if isinstance(state, torch.Tensor) else state
+    return (str(state.dtype), tuple(state.shape), element_bytes(state)) if isinstance(state, torch.Tensor) else state
 
 
 def train(world: World, path: str, format: str, block: bool) -> tuple[list[float], object]:

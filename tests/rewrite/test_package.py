@@ -11,6 +11,7 @@ import torch
 import holdfast
 from holdfast import errors
 from tests.parity.compare import elements
+from tests.support import nbytes_on_disk
 
 
 @pytest.fixture
@@ -28,10 +29,6 @@ def parts(models):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for s in models.values() for t in s.values()}.values())
 
 
-def size(path):
-    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
-
-
 def assert_holds(path, models):
     with holdfast.open(path) as ckpt:
         assert list(ckpt.tree) == list(models)
@@ -45,11 +42,11 @@ def assert_holds(path, models):
 @pytest.mark.parametrize("format", ["pt2", "native"])
 def test_a_base_and_its_adapters_take_the_bytes_of_one_base(models, tmp_path, format):
     saved = holdfast.package(models, tmp_path / "p", format=format)
-    assert saved.nbytes == size(tmp_path / "p")
-    assert size(tmp_path / "p") == pytest.approx(parts(models), rel=0.01)
+    assert saved.nbytes == nbytes_on_disk(tmp_path / "p")
+    assert nbytes_on_disk(tmp_path / "p") == pytest.approx(parts(models), rel=0.01)
     for model, state in models.items():
         torch.save(state, tmp_path / f"{model}.pt")
-    assert sum(size(tmp_path / f"{model}.pt") for model in models) > 3.9 * size(tmp_path / "p")
+    assert sum(nbytes_on_disk(tmp_path / f"{model}.pt") for model in models) > 3.9 * nbytes_on_disk(tmp_path / "p")
     assert_holds(tmp_path / "p", models)
 
 
@@ -60,9 +57,9 @@ def test_files_that_each_hold_the_base(models, tmp_path, suffix, format):
     for model, state in models.items():
         holdfast.save(state, paths[model])
     holdfast.package(paths, tmp_path / "apart", format=format)
-    assert size(tmp_path / "apart") > 3.9 * parts(models)
+    assert nbytes_on_disk(tmp_path / "apart") > 3.9 * parts(models)
     holdfast.package(paths, tmp_path / "p", format=format, deduplicate="content")
-    assert size(tmp_path / "p") == pytest.approx(parts(models), rel=0.01)
+    assert nbytes_on_disk(tmp_path / "p") == pytest.approx(parts(models), rel=0.01)
     assert_holds(tmp_path / "p", {m: dict(sorted(s.items())) for m, s in models.items()})
 
 
@@ -71,7 +68,7 @@ def test_a_file_that_is_given_twice_is_one_file(models, tmp_path):
     with holdfast.open(tmp_path / "base.pt") as first, holdfast.open(tmp_path / "base.pt") as second:
         given = {"a": first, "b": second, "c": tmp_path / "base.pt", "d": str(tmp_path / "base.pt")}
         saved = holdfast.package(given, tmp_path / "p.pt2")
-    assert saved.nbytes < 1.02 * size(tmp_path / "base.pt")
+    assert saved.nbytes < 1.02 * nbytes_on_disk(tmp_path / "base.pt")
 
 
 def test_views_are_views_again(tmp_path):
@@ -241,7 +238,7 @@ def test_ties_are_found_and_restored(tmp_path, source, target):
     output = path if target is None else tmp_path / target
     done = holdfast.tie(path, in_place=True) if target is None else holdfast.tie(path, output)
     assert done.done
-    assert size(output) < 2.2 * values.nbytes
+    assert nbytes_on_disk(output) < 2.2 * values.nbytes
     with holdfast.open(output) as ckpt:
         for name, array in state.items():
             assert np.array_equal(ckpt[name].numpy(), array)
@@ -267,7 +264,7 @@ def test_the_parent_of_a_few_rows_goes_away(tmp_path):
     torch.save(state, tmp_path / "a.pt")
     done = holdfast.compact(tmp_path / "a.pt", tmp_path / "b.pt")
     assert done.before_nbytes > 4_000_000
-    assert done.nbytes == size(tmp_path / "b.pt") < 60_000
+    assert done.nbytes == nbytes_on_disk(tmp_path / "b.pt") < 60_000
     found = torch.load(tmp_path / "b.pt")
     for name, tensor in state.items():
         assert torch.equal(found[name], tensor)
@@ -275,7 +272,7 @@ def test_the_parent_of_a_few_rows_goes_away(tmp_path):
     pointers = [found[n].untyped_storage().data_ptr() for n in state]
     assert pointers[0] == pointers[1] == pointers[2] != pointers[3]
     holdfast.compact(tmp_path / "a.pt", in_place=True)
-    assert size(tmp_path / "a.pt") == size(tmp_path / "b.pt")
+    assert nbytes_on_disk(tmp_path / "a.pt") == nbytes_on_disk(tmp_path / "b.pt")
 
 
 @pytest.mark.parametrize("name", ["m.safetensors", "m", "m.pt2"])

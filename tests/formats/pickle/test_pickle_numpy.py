@@ -7,11 +7,10 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
+from tests.support import unpickled
 
-from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.errors import PickleError
-from holdfast.formats.pickle import PlainTable, interpret_whole
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 CODES = ["?", "i1", "<i2", ">i2", "<i4", ">i4", "<i8", "u1", "<u2", "<u4", ">u8", "<f2", "<f4", ">f4", "<f8", "c8", ">c16",
@@ -22,10 +21,6 @@ STRUCTURED = [
 ]
 ML = [ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.int4]
 DTYPES = [*map(np.dtype, CODES), *STRUCTURED, *map(np.dtype, ML)]
-
-
-def read(stream: bytes) -> object:
-    return interpret_whole(stream, PlainTable(), limits=Limits()).value
 
 
 def filled(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
@@ -44,7 +39,7 @@ def test_arrays(dtype, protocol):
     arrays = [base, np.asfortranarray(base), base.transpose(1, 2, 0), base[:, ::2], base[0, 0, 0:0], np.array(base[0, 0, 0], dtype)]
     for array in arrays:
         stream = pickle.dumps(array, protocol)
-        ours, theirs = read(stream), pickle.loads(stream)
+        ours, theirs = unpickled(stream), pickle.loads(stream)
         assert type(ours) is np.ndarray
         # numpy swaps the bytes of some arrays when it unpickles them; ours are always views of the stream.
         assert ours.dtype == array.dtype
@@ -60,7 +55,7 @@ def test_arrays(dtype, protocol):
 def test_scalars_and_dtypes(dtype, protocol):
     value = filled(dtype, (1,))[0]
     stream = pickle.dumps([value, value.dtype, value], protocol)
-    ours, theirs = read(stream), pickle.loads(stream)
+    ours, theirs = unpickled(stream), pickle.loads(stream)
     assert [type(x) for x in ours] == [type(x) for x in theirs]
     assert ours[0].tobytes() == theirs[0].tobytes()
     assert ours[1] == theirs[1]
@@ -69,14 +64,14 @@ def test_scalars_and_dtypes(dtype, protocol):
 
 def test_the_memo_holds_the_finished_array():
     array = np.arange(3)
-    ours = read(pickle.dumps({"a": array, "b": [array, array.dtype, array.dtype]}, 2))
+    ours = unpickled(pickle.dumps({"a": array, "b": [array, array.dtype, array.dtype]}, 2))
     assert ours["a"] is ours["b"][0]
     assert ours["b"][1] is ours["b"][2]
     assert ours["b"][1] == np.dtype(int)
 
 
 def test_empty_text_scalars():
-    ours = read(pickle.dumps([np.str_(""), np.bytes_(b""), {np.str_("k"): 1, np.int64(5): 2}], 2))
+    ours = unpickled(pickle.dumps([np.str_(""), np.bytes_(b""), {np.str_("k"): 1, np.int64(5): 2}], 2))
     assert ours == ["", b"", {"k": 1, 5: 2}]
 
 
@@ -95,18 +90,18 @@ def test_empty_text_scalars():
     ids=["object", "subarray", "nested", "recarray", "masked", "dtype O", "no bytes"],
 )
 def test_the_rest_stays_opaque(value, protocol):
-    ours = read(pickle.dumps(value, protocol))
+    ours = unpickled(pickle.dumps(value, protocol))
     assert isinstance(ours, Opaque)
 
 
 def test_an_object_array_keeps_its_content():
-    ours = read(pickle.dumps(np.array([1, "a", None], dtype=object), 2))
+    ours = unpickled(pickle.dumps(np.array([1, "a", None], dtype=object), 2))
     assert ours.name == "_reconstruct"
     assert ours.state[-1] == [1, "a", None]
 
 
 def test_random_states_keep_their_arrays():
-    ours = read(pickle.dumps(np.random.RandomState(3).get_state(), 2))
+    ours = unpickled(pickle.dumps(np.random.RandomState(3).get_state(), 2))
     assert ours[0] == "MT19937"
     assert ours[1].shape == (624,)
 
@@ -132,7 +127,7 @@ DTYPE = b"cnumpy\ndtype\nX\x02\x00\x00\x00f4\x89\x88\x87R(K\x03X\x01\x00\x00\x00
 def test_lies_about_arrays(name, shape, data):
     head = b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R(K\x01"
     with pytest.raises(PickleError) as caught:
-        read(head + shape + DTYPE + b"\x89" + data + b"tb.")
+        unpickled(head + shape + DTYPE + b"\x89" + data + b"tb.")
     assert caught.value.offset is not None
 
 
@@ -142,4 +137,4 @@ def test_text_that_is_no_unicode_is_refused(code):
     bad = np.array(["a"], code)
     stream = pickle.dumps(bad, 5).replace(bad.tobytes(), b"\xff" * bad.nbytes)
     with pytest.raises(PickleError, match="Unicode"):
-        read(stream)
+        unpickled(stream)

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.support import unpickled
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.pickle.plain import DefaultDict, PlainTable
+from holdfast.formats.pickle.plain import DefaultDict
 from holdfast.formats.pickle.writer import PickleWriter
 
 
@@ -32,10 +32,6 @@ def problems(value: object) -> list[str]:
     writer.write(value)
     writer.finish()
     return writer.problems
-
-
-def read(raw: bytes) -> object:
-    return interpret_whole(raw, PlainTable(), limits=Limits()).value
 
 
 def with_attributes() -> OrderedDict:
@@ -99,7 +95,7 @@ def test_nested_values_have_the_bytes_of_cpython(value: object):
 
 def test_what_is_shared_stays_shared():
     inner = {"x": [1]}
-    found = read(written({"a": inner, "b": inner, "c": (inner["x"],)}))
+    found = unpickled(written({"a": inner, "b": inner, "c": (inner["x"],)}))
     assert found["a"] is found["b"]
     assert found["c"][0] is found["a"]["x"]
 

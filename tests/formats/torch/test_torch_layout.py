@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support import element_bytes
 
 import holdfast
 from holdfast.core.box import Box
@@ -72,16 +73,12 @@ def load(raw: bytes, **options: object) -> object:
     return torch.load(io.BytesIO(raw), weights_only=True, **options)
 
 
-def bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
-
-
 def assert_same(a: object, b: object) -> None:
     """The same types, shapes and bits, all the way down."""
     assert type(a) is type(b)
     if isinstance(a, torch.Tensor):
         assert (a.dtype, a.shape, a.stride(), a.requires_grad) == (b.dtype, b.shape, b.stride(), b.requires_grad)
-        assert bits(a) == bits(b)
+        assert element_bytes(a) == element_bytes(b)
     elif isinstance(a, dict):
         assert list(a) == list(b)
         for key in a:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.formats.zip.craft import DESCRIBED, UTF8, Item, block, build, central_entry, descriptor, tail
 from tests.formats.zip.sources import BytesSource
 from tests.formats.zip.test_zip_reader import assert_like_zipfile
+from tests.support import torch_bytes
 
 from holdfast.errors import LimitExceeded, Truncated, ZipError
 from holdfast.formats.zip.reader import Archive, read_archive
@@ -288,14 +289,8 @@ def test_hostile_names_do_not_reach_the_terminal():
     assert len(str(caught.value)) < 1000
 
 
-def saved() -> bytes:
-    file = io.BytesIO()
-    torch.save({"a": torch.arange(3), "b": torch.empty(0)}, file)
-    return file.getvalue()
-
-
 BASES = {
-    "torch": saved(),
+    "torch": torch_bytes({"a": torch.arange(3), "b": torch.empty(0)}),
     "craft": build([A, Item("m/empty"), PACKED, PLAIN, B], alignment=1),
     "plain": build([PLAIN, Item("m/\u00e4", b"1", flags=UTF8), Item("m/d/", flags=0)], alignment=0, wide=False),
     "zip64": build([Item("m/w", b"x", flags=0, local={"size": MAX32, "packed": MAX32, "extra": wide(1, 1)}), B], alignment=0),

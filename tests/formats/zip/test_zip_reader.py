@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.formats.zip.craft import DESCRIBED, UTF8, Item, block, build, central_entry, descriptor, local_header, tail
 from tests.formats.zip.sources import BytesSource, FileSource
+from tests.support import torch_bytes
 
 from holdfast.core.limits import Limits
 from holdfast.errors import LimitExceeded, Truncated, ZipError
@@ -46,19 +47,13 @@ def assert_like_zipfile(found: Archive, raw: bytes, *, start: int = 0) -> None:
                 assert raw[record.start - start : record.stop - start] == contents(theirs, info.filename)
 
 
-def saved(value: object, **options: object) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file, **options)
-    return file.getvalue()
-
-
 def with_alignment(nbytes: int) -> bytes:
     from torch.utils.serialization import config
 
     before = config.save.storage_alignment
     config.save.storage_alignment = nbytes
     try:
-        return saved({"a": torch.arange(5), "b": torch.ones(3)})
+        return torch_bytes({"a": torch.arange(5), "b": torch.ones(3)})
     finally:
         config.save.storage_alignment = before
 
@@ -66,7 +61,7 @@ def with_alignment(nbytes: int) -> bytes:
 def without_crc() -> bytes:
     torch.serialization.set_crc32_options(False)
     try:
-        return saved({"a": torch.arange(5)})
+        return torch_bytes({"a": torch.arange(5)})
     finally:
         torch.serialization.set_crc32_options(True)
 
@@ -97,11 +92,11 @@ def named(path: Path) -> bytes:
 
 
 TORCH = {
-    "one tensor": lambda tmp: saved(torch.arange(4.0)),
-    "no tensor": lambda tmp: saved({"epoch": 3}),
-    "empty tensors": lambda tmp: saved({"a": torch.empty(0), "b": torch.empty(0, 4), "c": torch.ones(1)}),
-    "300 tensors": lambda tmp: saved([torch.full((i % 7,), i) for i in range(300)]),
-    "payload like a descriptor": lambda tmp: saved(torch.tensor(list(b"PK\7\10PK\5\6PK\1\2"), dtype=torch.uint8)),
+    "one tensor": lambda tmp: torch_bytes(torch.arange(4.0)),
+    "no tensor": lambda tmp: torch_bytes({"epoch": 3}),
+    "empty tensors": lambda tmp: torch_bytes({"a": torch.empty(0), "b": torch.empty(0, 4), "c": torch.ones(1)}),
+    "300 tensors": lambda tmp: torch_bytes([torch.full((i % 7,), i) for i in range(300)]),
+    "payload like a descriptor": lambda tmp: torch_bytes(torch.tensor(list(b"PK\7\10PK\5\6PK\1\2"), dtype=torch.uint8)),
     "named file": lambda tmp: named(tmp / "my.model.pt"),
     "alignment 4096": lambda tmp: with_alignment(4096),
     "alignment 1": lambda tmp: with_alignment(1),
@@ -221,7 +216,7 @@ def test_fake_end_record_in_a_payload_does_not_matter():
 @given(before=st.binary(max_size=90), after=st.binary(max_size=90))
 @settings(max_examples=20)
 def test_archive_inside_a_larger_file(before, after):
-    raw = saved({"a": torch.arange(3), "b": torch.empty(0)})
+    raw = torch_bytes({"a": torch.arange(3), "b": torch.empty(0)})
     found = read(before + raw + after, start=len(before), stop=len(before) + len(raw))
     assert_like_zipfile(found, raw, start=len(before))
 

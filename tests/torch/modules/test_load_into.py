@@ -19,19 +19,9 @@ from holdfast.errors import Corrupted, DoesNotFit, HoldfastError
 from holdfast.torch.modules.load_into import Loaded, load_into
 from holdfast.torch.tensors import fill as fill_module
 from holdfast.torch.tensors.open import open as torch_open
+from tests.support import save_as
 
 FORMATS = ["zip.pt", "legacy.pt", "file.safetensors", "native"]
-
-
-def save(path, state):
-    """Write a state in the format that the name stands for: torch's by torch, the others by Holdfast."""
-    if path.name == "legacy.pt":
-        torch.save(state, path, _use_new_zipfile_serialization=False)
-    elif path.suffix == ".pt":
-        torch.save(state, path)
-    else:
-        holdfast.save(state, path)
-    return path
 
 
 class Net(nn.Module):
@@ -67,7 +57,7 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 @pytest.fixture(params=FORMATS)
 def saved(request, tmp_path):
     """A file of `seeded(1)` in each format."""
-    return save(tmp_path / request.param, seeded(1).state_dict())
+    return save_as(tmp_path / request.param, seeded(1).state_dict())
 
 
 # -- modules ---------------------------------------------------------------------------------------------------------------------
@@ -149,7 +139,7 @@ def test_an_open_checkpoint(saved):
 
 
 def test_a_mapped_checkpoint_is_assigned_without_a_copy(tmp_path):
-    path = save(tmp_path / "zip.pt", seeded(1).state_dict())
+    path = save_as(tmp_path / "zip.pt", seeded(1).state_dict())
     with torch.device("meta"):
         net = Net()
     with holdfast.open(path, mmap=True) as checkpoint:
@@ -174,7 +164,7 @@ def test_under_another_default_device(saved, dtype):
 
 
 def test_torch_is_told_that_memory_changed(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     layer = nn.Linear(2, 2, bias=False)
     out = (layer(torch.ones(1, 2, requires_grad=True))).sum()
     load_into(layer, path)
@@ -201,7 +191,7 @@ def test_everything_that_is_wrong_in_one_error(saved, tmp_path):
     state["extra"] = torch.zeros(1)
     state["steps"] = torch.zeros(3)
     del state["scale"]
-    path = save(tmp_path / f"wrong-{saved.name}", state)
+    path = save_as(tmp_path / f"wrong-{saved.name}", state)
     net = seeded(2)
     with pytest.raises(DoesNotFit) as caught:
         load_into(net, path)
@@ -225,7 +215,7 @@ def test_not_strict_reports_and_still_refuses_other_shapes(saved, tmp_path):
     state = dict(seeded(1).state_dict())
     del state["scale"]
     state["extra"] = torch.zeros(1)
-    path = save(tmp_path / f"other-{saved.name}", state)
+    path = save_as(tmp_path / f"other-{saved.name}", state)
     net = seeded(2)
     report = load_into(net, path, strict=False)
     assert report.missing == ("scale",)
@@ -267,7 +257,7 @@ def test_buffers_that_are_in_no_checkpoint_are_named(tmp_path):
 
 
 def test_meta_that_the_checkpoint_lacks_is_noted(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     with torch.device("meta"):
         layer = nn.Linear(2, 2)
     report = load_into(layer, path, strict=False)
@@ -276,7 +266,7 @@ def test_meta_that_the_checkpoint_lacks_is_noted(tmp_path):
 
 
 def test_kinds_do_not_become_each_other(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.arange(4, dtype=torch.int8).reshape(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.arange(4, dtype=torch.int8).reshape(2, 2)})
     layer = nn.Linear(2, 2, bias=False)
     before = layer.weight.detach().clone()
     with pytest.raises(DoesNotFit, match=r"pass dtype=torch\.float32"):
@@ -296,19 +286,19 @@ def test_kinds_do_not_become_each_other(tmp_path):
 
 
 def test_a_device_is_not_changed_in_place(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     with pytest.raises(DoesNotFit, match="filled in place, on cpu; for meta pass assign=True"):
         load_into(nn.Linear(2, 2, bias=False), path, device="meta")
 
 
 def test_neither_module_nor_mapping(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     with pytest.raises(TypeError, match="not list"):
         load_into([torch.ones(2)], path)
 
 
 def test_a_damaged_file(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.arange(1024.0).reshape(32, 32)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.arange(1024.0).reshape(32, 32)})
     content = bytearray(path.read_bytes())
     at = content.index(torch.tensor([500.0, 501.0]).numpy().tobytes())
     content[at] ^= 1
@@ -328,7 +318,7 @@ def test_a_damaged_file(tmp_path):
 
 def test_damage_is_found_in_a_tensor_larger_than_the_scratch(tmp_path, monkeypatch):
     monkeypatch.setattr(fill_module, "SCRATCH_NBYTES", 4096)
-    path = save(tmp_path / "native", {"weight": torch.arange(4096.0).reshape(64, 64)})
+    path = save_as(tmp_path / "native", {"weight": torch.arange(4096.0).reshape(64, 64)})
     target = {"weight": torch.zeros(64, 64, dtype=torch.float64)}
     load_into(target, path)
     assert torch.equal(target["weight"], torch.arange(4096.0, dtype=torch.float64).reshape(64, 64))
@@ -346,7 +336,7 @@ def test_damage_is_found_in_a_tensor_larger_than_the_scratch(tmp_path, monkeypat
 @pytest.mark.parametrize("name", ["zip.pt", "legacy.pt", "native"])
 def test_a_state_inside_a_larger_one(name, tmp_path):
     state = {"model": seeded(1).state_dict(), "optimizer": {"m": torch.zeros(3)}, "epoch": 7}
-    path = save(tmp_path / name, state)
+    path = save_as(tmp_path / name, state)
     net = seeded(2)
     with pytest.raises(DoesNotFit, match=r"pass prefix='model\.'"):
         load_into(net, path)
@@ -357,8 +347,8 @@ def test_a_state_inside_a_larger_one(name, tmp_path):
 
 
 def test_a_wrapped_module_on_either_side(tmp_path):
-    plain = save(tmp_path / "zip.pt", seeded(1).state_dict())
-    wrapped = save(tmp_path / "native", {f"module.{k}": v for k, v in seeded(1).state_dict().items()})
+    plain = save_as(tmp_path / "zip.pt", seeded(1).state_dict())
+    wrapped = save_as(tmp_path / "native", {f"module.{k}": v for k, v in seeded(1).state_dict().items()})
     net = seeded(2)
     with pytest.raises(DoesNotFit, match=r"pass prefix='module\.'"):
         load_into(net, wrapped)
@@ -387,7 +377,7 @@ def test_one_name_is_enough_for_a_tied_weight(tmp_path):
 def test_a_tied_weight_with_two_contents(tmp_path):
     state = dict(seeded(1).state_dict())
     state["head.weight"] = state["head.weight"] + 1
-    path = save(tmp_path / "zip.pt", state)
+    path = save_as(tmp_path / "zip.pt", state)
     net = seeded(2)
     with pytest.raises(DoesNotFit) as caught:
         load_into(net, path)
@@ -401,7 +391,7 @@ def test_a_tied_weight_with_two_contents(tmp_path):
 def test_two_equal_copies_of_a_tied_weight(tmp_path):
     state = {k: v.clone() for k, v in seeded(1).state_dict().items()}
     net = seeded(2)
-    load_into(net, save(tmp_path / "file.safetensors", state))
+    load_into(net, save_as(tmp_path / "file.safetensors", state))
     assert same(net, seeded(1))
 
 
@@ -429,7 +419,7 @@ def test_strided_targets(name, tmp_path):
         "scalar": torch.tensor(3.0),
         "none": torch.zeros(0, 3),
     }
-    path = save(tmp_path / name, state)
+    path = save_as(tmp_path / name, state)
     base = torch.zeros(8, 8)
     target = {
         "t": torch.zeros(7, 5).T,
@@ -470,7 +460,7 @@ DTYPES = [
 def test_every_dtype(assign, tmp_path):
     bits = torch.arange(64, dtype=torch.uint8)
     state = {str(d): (bits % 2).bool() if d is torch.bool else bits.clone().view(d) for d in DTYPES}
-    path = save(tmp_path / "zip.pt", state)
+    path = save_as(tmp_path / "zip.pt", state)
     target = {key: torch.zeros_like(value) for key, value in state.items()}
     load_into(target, path, assign=assign)
     for key, value in state.items():
@@ -482,7 +472,7 @@ def test_complex_halves_and_conjugates(tmp_path):
         warnings.simplefilter("ignore")
         half = torch.view_as_complex(torch.arange(8, dtype=torch.float16).reshape(4, 2))
         state = {"half": half, "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(), "neg": torch.tensor([1 + 2j]).conj().imag}
-        path = save(tmp_path / "zip.pt", state)
+        path = save_as(tmp_path / "zip.pt", state)
         target = {"half": torch.zeros_like(half), "conj": torch.zeros(2, dtype=torch.complex128), "neg": torch.zeros(1)}
         load_into(target, path)
         assert torch.view_as_real(target["half"]).flatten().tolist() == list(range(8))
@@ -495,10 +485,10 @@ def test_complex_halves_and_conjugates(tmp_path):
 
 def test_nested_mappings(saved, tmp_path):
     state = {"a": {"b": [torch.ones(2), {"c": torch.arange(3.0)}]}, "state": {0: {"m": torch.full((2,), 5.0)}}}
-    path = save(tmp_path / f"nested-{saved.name}", state) if saved.suffix != ".safetensors" else None
+    path = save_as(tmp_path / f"nested-{saved.name}", state) if saved.suffix != ".safetensors" else None
     if path is None:
         flat = {"a.b.0": torch.ones(2), "a.b.1.c": torch.arange(3.0), "state.0.m": torch.full((2,), 5.0)}
-        path = save(tmp_path / "n.safetensors", flat)
+        path = save_as(tmp_path / "n.safetensors", flat)
     target = {"a": {"b": [torch.zeros(2), {"c": torch.zeros(3, device="meta")}]}, "state": {0: {"m": torch.zeros(2)}}, "lr": 0.1}
     report = load_into(target, path)
     assert report.names == ("a.b.0", "a.b.1.c", "state.0.m")
@@ -513,7 +503,7 @@ def test_nested_mappings(saved, tmp_path):
 
 
 def test_expanded_targets_are_refused(tmp_path):
-    path = save(tmp_path / "zip.pt", {"a": torch.ones(3, 4), "b": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"a": torch.ones(3, 4), "b": torch.ones(2, 2)})
     fine = torch.zeros(2, 2)
     for bad in (torch.zeros(4).expand(3, 4), torch.zeros(6).as_strided((3, 4), (1, 1))):
         with pytest.raises(DoesNotFit) as caught:
@@ -523,7 +513,7 @@ def test_expanded_targets_are_refused(tmp_path):
 
 
 def test_targets_that_overlap_are_filled_in_order(tmp_path):
-    path = save(tmp_path / "zip.pt", {"a": torch.ones(100), "b": torch.full((50,), 2.0), "c": torch.full((20,), 3.0)})
+    path = save_as(tmp_path / "zip.pt", {"a": torch.ones(100), "b": torch.full((50,), 2.0), "c": torch.full((20,), 3.0)})
     memory = torch.zeros(100)
     load_into({"a": memory, "b": memory[20:70], "c": memory[60:80]}, path)
     assert memory.tolist() == [1.0] * 20 + [2.0] * 40 + [3.0] * 20 + [1.0] * 20
@@ -534,7 +524,7 @@ def test_targets_that_overlap_are_filled_in_order(tmp_path):
 def test_wrapper_subclasses_are_refused(tmp_path):
     from torch.testing._internal.two_tensor import TwoTensor
 
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     with pytest.raises(DoesNotFit, match="it is a TwoTensor"):
         load_into({"weight": TwoTensor(torch.zeros(2, 2), torch.zeros(2, 2))}, path)
 
@@ -546,7 +536,7 @@ def test_subclasses_of_plain_memory(tmp_path):
     class Special(nn.Parameter):
         pass
 
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     state = {"weight": torch.zeros(2, 2).as_subclass(Tagged)}
     load_into(state, path)
     assert torch.Tensor(state["weight"]).eq(1).all()
@@ -567,7 +557,7 @@ def test_sparse_and_quantised(name, tmp_path):
             "q": torch.quantize_per_tensor(torch.arange(4.0), 0.5, 3, torch.qint8),
             "plain": torch.ones(2),
         }
-        path = save(tmp_path / "zip.pt", state) if name == "native" else save(tmp_path / name, state)
+        path = save_as(tmp_path / "zip.pt", state) if name == "native" else save_as(tmp_path / name, state)
         if name == "native":
             holdfast.convert(path, tmp_path / name)
             path = tmp_path / name
@@ -595,7 +585,7 @@ def test_sparse_and_quantised(name, tmp_path):
 def test_a_tensor_in_several_chunks(scratch, dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(fill_module, "SCRATCH_NBYTES", scratch)
     whole = torch.arange(60.0).reshape(10, 6)
-    path = save(tmp_path / "zip.pt", {"a": whole[:4].clone(), "b": whole[4:, :2].clone(), "c": whole[4:, 2:].T.contiguous()})
+    path = save_as(tmp_path / "zip.pt", {"a": whole[:4].clone(), "b": whole[4:, :2].clone(), "c": whole[4:, 2:].T.contiguous()})
     with holdfast.open(path) as checkpoint:
         places = {"a": ((0, 0), (4, 6)), "b": ((4, 0), (10, 2)), "c": ((4, 2), (10, 6))}
         lazies = {"a": checkpoint["a"], "b": checkpoint["b"], "c": checkpoint["c"].T}
@@ -620,7 +610,7 @@ def test_an_old_batch_norm_is_brought_up_to_date(tmp_path):
     nested = OrderedDict((f"1.{k}", v + 1) for k, v in state.items())
     nested |= {f"0.{k}": v for k, v in target[0].state_dict().items()}
     nested._metadata = OrderedDict({"": {"version": 1}, "1": {"version": 1}})
-    report = load_into(target, save(tmp_path / "zip.pt", nested))
+    report = load_into(target, save_as(tmp_path / "zip.pt", nested))
     assert target[1].running_mean.tolist() == [1, 1, 1]
     assert target[1].num_batches_tracked == 0
     assert report.missing == ()
@@ -630,10 +620,10 @@ def test_an_old_batch_norm_is_brought_up_to_date(tmp_path):
 def test_a_batch_norm_without_versions(tmp_path):
     state = {k: v + 1 for k, v in nn.BatchNorm1d(3).state_dict().items() if k != "num_batches_tracked"}
     norm = nn.BatchNorm1d(3)
-    load_into(norm, save(tmp_path / "file.safetensors", state))
+    load_into(norm, save_as(tmp_path / "file.safetensors", state))
     assert norm.running_mean.tolist() == [1, 1, 1]
     del state["bias"]
-    path = save(tmp_path / "less.safetensors", state)
+    path = save_as(tmp_path / "less.safetensors", state)
     with pytest.raises(DoesNotFit, match="nothing was changed") as caught:
         load_into(nn.BatchNorm1d(3), path)
     assert caught.value.missing == ("bias", "num_batches_tracked")
@@ -667,7 +657,7 @@ class Doubling(nn.Linear):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_hooks_and_overrides_run(name, device, tmp_path):
-    path = save(tmp_path / name, {"a.old": torch.ones(2), "b.weight": torch.ones(2, 2), "c.weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / name, {"a.old": torch.ones(2), "b.weight": torch.ones(2, 2), "c.weight": torch.ones(2, 2)})
     net = nn.ModuleDict({"a": Renaming(), "b": Doubling(2, 2, bias=False), "c": nn.Linear(2, 2, bias=False)}).to(device)
     report = load_into(net, path)
     assert net["a"].weight.tolist() == [1, 1]
@@ -679,7 +669,7 @@ def test_hooks_and_overrides_run(name, device, tmp_path):
 
 
 def test_what_a_submodule_finds_missing_is_reported(tmp_path):
-    path = save(tmp_path / "zip.pt", {"a.older": torch.ones(2), "c.weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"a.older": torch.ones(2), "c.weight": torch.ones(2, 2)})
     net = nn.ModuleDict({"a": Renaming(), "c": nn.Linear(2, 2, bias=False)})
     with pytest.raises(DoesNotFit, match="only submodules that load themselves were changed") as caught:
         load_into(net, path)
@@ -689,13 +679,13 @@ def test_what_a_submodule_finds_missing_is_reported(tmp_path):
     report = load_into(net, path, strict=False)
     assert report.missing == ("a.weight",)
     assert report.unexpected == ("a.older",)
-    wrong = save(tmp_path / "wrong.pt", {"a.old": torch.ones(3), "c.weight": torch.ones(2, 2)})
+    wrong = save_as(tmp_path / "wrong.pt", {"a.old": torch.ones(3), "c.weight": torch.ones(2, 2)})
     with pytest.raises(DoesNotFit, match="does not take its part"):
         load_into(net, wrong)
 
 
 def test_a_weight_tied_to_one_that_loads_itself(tmp_path):
-    path = save(tmp_path / "zip.pt", {"b.weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"b.weight": torch.ones(2, 2)})
     for device in ("cpu", "meta"):
         net = nn.ModuleDict({"b": Doubling(2, 2, bias=False), "c": nn.Linear(2, 2, bias=False)}).to(device)
         net["c"].weight = net["b"].weight
@@ -710,7 +700,7 @@ def test_parametrizations(tmp_path):
         kinds = nn.utils.parametrizations
         return nn.Sequential(kinds.weight_norm(nn.Linear(3, 3)), kinds.orthogonal(nn.Linear(3, 3)))
 
-    path = save(tmp_path / "zip.pt", make(1).state_dict())
+    path = save_as(tmp_path / "zip.pt", make(1).state_dict())
     net = make(2)
     load_into(net, path)
     assert same(net, make(1))
@@ -735,7 +725,7 @@ def test_extra_state(name, tmp_path):
     source = nn.ModuleDict({"a": Counting(), "b": Counting()})
     source["a"].extra = {"steps": 7, "scale": torch.tensor([2.0])}
     source["b"].extra = torch.tensor([5])
-    path = save(tmp_path / name, {"model": source.state_dict()})
+    path = save_as(tmp_path / name, {"model": source.state_dict()})
     net = nn.ModuleDict({"a": Counting(), "b": Counting()})
     report = load_into(net, path, prefix="model.")
     assert net["a"].extra["steps"] == 7
@@ -743,7 +733,7 @@ def test_extra_state(name, tmp_path):
     assert net["b"].extra.tolist() == [5]
     assert report.unexpected == ()
     with pytest.raises(DoesNotFit) as caught:
-        load_into(net, save(tmp_path / f"less-{name}", {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}))
+        load_into(net, save_as(tmp_path / f"less-{name}", {"a.weight": torch.ones(2), "b.weight": torch.ones(2)}))
     assert caught.value.missing == ("a._extra_state", "b._extra_state")
 
 
@@ -754,7 +744,7 @@ def test_extra_state_that_is_an_object_is_refused(tmp_path):
 
 
 def test_hooks_after_loading_are_told(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
     layer = nn.Linear(2, 2)
     told = []
     layer.register_load_state_dict_post_hook(lambda module, keys: told.append((module, keys.missing_keys, keys.unexpected_keys)))
@@ -764,14 +754,14 @@ def test_hooks_after_loading_are_told(tmp_path):
 
 
 def test_lazy_modules(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
     layer = nn.LazyLinear(2)
     load_into(layer, path)
     assert layer.weight.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 
 def test_scripted_and_compiled_modules(tmp_path):
-    path = save(tmp_path / "zip.pt", {"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
+    path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2), "bias": torch.zeros(2)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(nn.Linear(2, 2))
@@ -787,7 +777,7 @@ def test_a_scalar_of_one_element(tmp_path):
     net = Net()
     state = dict(seeded(1).state_dict())
     state["scale"] = state["scale"].reshape(1)
-    load_into(net, save(tmp_path / "zip.pt", state))
+    load_into(net, save_as(tmp_path / "zip.pt", state))
     assert net.scale == seeded(1).scale
     assert net.scale.shape == ()
 
@@ -830,7 +820,7 @@ def measure(path, how) -> float:
 @pytest.mark.parametrize("name", ["zip.pt", "native"])
 def test_no_second_copy(name, tmp_path):
     """256 MiB of weights: the target, and what is needed beyond it."""
-    path = save(tmp_path / name, {f"w{i}": torch.full((1024, 8192), float(i)) for i in range(8)})
+    path = save_as(tmp_path / name, {f"w{i}": torch.full((1024, 8192), float(i)) for i in range(8)})
     engine = 2 * 8 + 16
     assert measure(path, "plain") < engine
     assert measure(path, "strided") < 64 + engine

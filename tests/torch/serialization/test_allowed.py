@@ -21,6 +21,7 @@ import torch.serialization as theirs
 from holdfast.errors import Corrupted, FormatError, PickleError, Truncated, ZipError
 from holdfast.torch.serialization import allowed as ours
 from holdfast.torch.serialization.names import python3_name
+from tests.support import torch_bytes
 
 
 class First:
@@ -196,13 +197,6 @@ def test_blocks_overlap_in_threads():
 # What a file asks for.
 
 
-def saved(value, **options) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(value, file, **options)
-    file.seek(0)
-    return file
-
-
 def crafted(stream: bytes) -> io.BytesIO:
     """A checkpoint around a pickle."""
     file = io.BytesIO()
@@ -241,7 +235,9 @@ MIXED = {
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_the_answer_is_torchs(protocol):
     # torch knows no opcode for bytes of protocol 3.
-    file = saved(MIXED if protocol == 3 else {**MIXED, "bytes": [b"bytes", bytearray(b"x")]}, pickle_protocol=protocol)
+    file = io.BytesIO(
+        torch_bytes(MIXED if protocol == 3 else {**MIXED, "bytes": [b"bytes", bytearray(b"x")]}, pickle_protocol=protocol)
+    )
     found = ours.get_unsafe_globals_in_checkpoint(file)
     assert {f"{__name__}.First", "posix.system", "builtins.print", "torch.nn.modules.linear.Linear"} <= set(found)
     assert len(set(found)) == len(found)
@@ -251,7 +247,7 @@ def test_the_answer_is_torchs(protocol):
 
 @pytest.mark.parametrize("protocol", [4, 5])
 def test_newer_protocols_are_read(protocol):
-    file = saved({"a": First(), "b": os.system, "c": torch.ones(2)}, pickle_protocol=protocol)
+    file = io.BytesIO(torch_bytes({"a": First(), "b": os.system, "c": torch.ones(2)}, pickle_protocol=protocol))
     assert ours.get_unsafe_globals_in_checkpoint(file) == [f"{__name__}.First", "posix.system"]
     file.seek(0)
     with pytest.raises(pickle.UnpicklingError):
@@ -278,7 +274,7 @@ def test_old_names_are_renamed_as_in_torch(protocol):
 
 
 def test_what_the_user_allowed_is_left_out():
-    file = saved([First(), Second(), function])
+    file = io.BytesIO(torch_bytes([First(), Second(), function]))
     names = [f"{__name__}.First", f"{__name__}.Second", f"{__name__}.function"]
     assert ours.get_unsafe_globals_in_checkpoint(file) == names
     theirs.add_safe_globals([Second])
@@ -294,7 +290,7 @@ def test_a_blocked_module_is_never_allowed():
 
 
 def test_what_torch_does_not_allow_is_not_allowed(monkeypatch):
-    file = saved(torch.ones(2))
+    file = io.BytesIO(torch_bytes(torch.ones(2)))
     assert ours.get_unsafe_globals_in_checkpoint(file) == []
     torchs = torch._weights_only_unpickler._get_allowed_globals()
     fewer = {name: found for name, found in torchs.items() if name != "torch._utils._rebuild_tensor_v2"}
@@ -350,8 +346,10 @@ def test_whatever_is_done_with_a_global_it_is_found(stream):
 
 def test_an_inner_class_is_found_by_what_it_is_computed_with():
     # Protocol 2 writes getattr(First, 'Inner'), protocol 4 the dotted name.
-    assert ours.get_unsafe_globals_in_checkpoint(saved(First.Inner)) == ["builtins.getattr", f"{__name__}.First"]
-    assert ours.get_unsafe_globals_in_checkpoint(saved(First.Inner, pickle_protocol=4)) == [f"{__name__}.First.Inner"]
+    assert ours.get_unsafe_globals_in_checkpoint(io.BytesIO(torch_bytes(First.Inner))) == ["builtins.getattr", f"{__name__}.First"]
+    assert ours.get_unsafe_globals_in_checkpoint(io.BytesIO(torch_bytes(First.Inner, pickle_protocol=4))) == [
+        f"{__name__}.First.Inner"
+    ]
 
 
 # Files.
@@ -359,7 +357,7 @@ def test_an_inner_class_is_found_by_what_it_is_computed_with():
 
 def test_paths_and_file_objects(tmp_path):
     path = tmp_path / "checkpoint.pt"
-    path.write_bytes(saved(First()).getvalue())
+    path.write_bytes(torch_bytes(First()))
     expected = [f"{__name__}.First"]
     assert ours.get_unsafe_globals_in_checkpoint(path) == expected
     assert ours.get_unsafe_globals_in_checkpoint(str(path)) == expected
@@ -370,7 +368,7 @@ def test_paths_and_file_objects(tmp_path):
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_file_object_is_read_from_where_it_stands_and_stays_there(wrapped):
-    file = io.BytesIO(b"x" * 37 + saved(First()).getvalue())
+    file = io.BytesIO(b"x" * 37 + torch_bytes(First()))
     if wrapped:
         file = io.BufferedReader(file)
     file.seek(37)
@@ -385,7 +383,7 @@ def test_a_file_object_is_read_from_where_it_stands_and_stays_there(wrapped):
 
 
 def test_what_is_no_zip_checkpoint(tmp_path):
-    legacy = saved(First(), _use_new_zipfile_serialization=False)
+    legacy = io.BytesIO(torch_bytes(First(), zipped=False))
     script = io.BytesIO()
     torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), script)
     for content, message in [
@@ -413,7 +411,7 @@ def test_another_zip():
 
 
 def test_damage_is_told():
-    content = saved(First()).getvalue()
+    content = torch_bytes(First())
     with pytest.raises((Truncated, ZipError)):
         ours.get_unsafe_globals_in_checkpoint(io.BytesIO(content[:-40]))
     damaged = content.replace(b"test_allowed", b"test_allowem")

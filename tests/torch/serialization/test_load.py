@@ -37,6 +37,7 @@ from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import lay_out_zip
 from holdfast.plan.saves import FilePlan
 from holdfast.torch import load, save
+from tests.support import torch_bytes
 from tests.torch.serialization.test_weights import assert_same
 
 FORCE, FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -68,15 +69,9 @@ def state() -> dict[str, object]:
     }  # fmt: skip
 
 
-def saved(value: object, zipped: bool = True) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file, _use_new_zipfile_serialization=zipped)
-    return file.getvalue()
-
-
 @pytest.fixture(params=[True, False], ids=["zip", "legacy"])
 def raw(request: pytest.FixtureRequest) -> bytes:
-    return saved(state(), request.param)
+    return torch_bytes(state(), request.param)
 
 
 @pytest.fixture
@@ -89,7 +84,7 @@ def path(raw: bytes, tmp_path: Path) -> Path:
 @pytest.fixture
 def zip_path(tmp_path: Path) -> Path:
     made = tmp_path / "model.pt"
-    made.write_bytes(saved(state()))
+    made.write_bytes(torch_bytes(state()))
     return made
 
 
@@ -162,7 +157,7 @@ def test_tags_of_other_devices(path: Path):
     raw = path.read_bytes()
     content = raw.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1", 1)
     if raw.startswith(b"PK"):
-        pickled, storages = records(saved(state()))
+        pickled, storages = records(torch_bytes(state()))
         content = container(pickled.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1", 1), storages)
     seen: list[str] = []
     for location in (None, "cpu", {"cuda:1": "cpu"}, {"cuda:0": "cpu"}, lambda storage, tag: seen.append(tag) or storage):
@@ -190,7 +185,7 @@ def test_a_function_sees_each_storage_once_and_filled(zip_path: Path, weights_on
 
 @WEIGHTS_ONLY
 def test_a_function_sees_each_storage_of_a_legacy_stream_once(weights_only: bool):
-    raw = saved(state(), zipped=False)
+    raw = torch_bytes(state(), zipped=False)
     seen: list[tuple[str, int]] = []
     for function in (torch.load, load):
         seen.clear()
@@ -244,7 +239,7 @@ def test_fake_tensors_and_a_function(zip_path: Path, weights_only: bool):
 @WEIGHTS_ONLY
 @pytest.mark.parametrize("location", [None, "cuda"])
 def test_fake_tensors_of_a_legacy_stream_are_where_they_were(weights_only: bool, location: str | None):
-    raw = saved(state(), zipped=False)
+    raw = torch_bytes(state(), zipped=False)
     with FakeTensorMode():
         made = load(io.BytesIO(raw), weights_only=weights_only, map_location=location)
     assert made["w"].device.type == (location or "cpu")  # torch: meta, wherever they were
@@ -253,7 +248,7 @@ def test_fake_tensors_of_a_legacy_stream_are_where_they_were(weights_only: bool,
 
 def test_threads_have_their_own_map_location():
     """Wrapper subclasses find it in a thread-local of torch's."""
-    raw = saved({"two": TwoTensor(torch.arange(3.0), torch.ones(3)), "w": torch.ones(2)})
+    raw = torch_bytes({"two": TwoTensor(torch.arange(3.0), torch.ones(3)), "w": torch.ones(2)})
     wrong: list[object] = []
 
     def work(location: str | None) -> None:
@@ -318,12 +313,12 @@ def test_mmap_by_default(zip_path: Path):
 @WEIGHTS_ONLY
 def test_mmap_of_what_cannot_be_mapped(tmp_path: Path, weights_only: bool):
     legacy, empty = tmp_path / "legacy.pt", tmp_path / "empty.pt"
-    legacy.write_bytes(saved(state(), zipped=False))
+    legacy.write_bytes(torch_bytes(state(), zipped=False))
     empty.write_bytes(b"")
     options = {"mmap": True, "weights_only": weights_only}
     assert "mmap can only be used with files saved with `torch.save(" in str(both(lambda: legacy, **options))
     assert isinstance(both(lambda: empty, **options), RuntimeError)
-    assert "f must be a file path" in str(both(lambda: io.BytesIO(saved(1)), **options))
+    assert "f must be a file path" in str(both(lambda: io.BytesIO(torch_bytes(1)), **options))
     assert isinstance(both(lambda: tmp_path / "absent", **options), FileNotFoundError)
     assert isinstance(both(lambda: tmp_path, **options), IsADirectoryError)
     with legacy.open("rb") as file:
@@ -414,7 +409,7 @@ def test_big_endian(name: str, weights_only: bool, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("setting", [None, *LoadEndianness])
 def test_without_a_mark_the_default_decides(name: str, setting: LoadEndianness | None):
     tensor = numbers(name)
-    content, storages = records(saved({"t": tensor}))
+    content, storages = records(torch_bytes({"t": tensor}))
     config.load.endianness = setting
     for order in ("little", "big"):
         raw = container(content, storages if order == "little" else turned(storages, tensor), None)
@@ -427,12 +422,12 @@ def test_without_a_mark_the_default_decides(name: str, setting: LoadEndianness |
 @WEIGHTS_ONLY
 def test_a_mark_wins_over_the_default(weights_only: bool):
     config.load.endianness = LoadEndianness.BIG
-    both(lambda: io.BytesIO(saved(state())), weights_only=weights_only)
+    both(lambda: io.BytesIO(torch_bytes(state())), weights_only=weights_only)
 
 
 @WEIGHTS_ONLY
 def test_an_unknown_byte_order(weights_only: bool):
-    raw = container(*records(saved(state())), b"middle")
+    raw = container(*records(torch_bytes(state())), b"middle")
     assert "Unknown endianness type" in str(both(lambda: io.BytesIO(raw), weights_only=weights_only))
 
 
@@ -441,7 +436,7 @@ def test_untyped_storages_with_attributes_and_as_parameters(weights_only: bool):
     tensor = numbers("uint16")
     tensor.note = "kept"
     value = {"t": tensor, "same": tensor[2:], "p": nn.Parameter(numbers("uint32"), requires_grad=False)}
-    content, storages = records(saved(value))
+    content, storages = records(torch_bytes(value))
     raw = container(content, {"0": turned(storages, tensor)["0"], "1": turned(storages, value["p"])["1"]}, b"big")
     made = load(io.BytesIO(raw), weights_only=weights_only)
     assert made["t"].tolist() == [1, 2, 3, 4, 5, 6]
@@ -453,7 +448,7 @@ def test_untyped_storages_with_attributes_and_as_parameters(weights_only: bool):
 @WEIGHTS_ONLY
 def test_two_widths_in_one_untyped_storage_cannot_be_swapped(weights_only: bool):
     tensor = numbers("uint16")
-    raw = container(*records(saved([tensor, tensor.view(torch.uint32)])), b"big")
+    raw = container(*records(torch_bytes([tensor, tensor.view(torch.uint32)])), b"big")
     with pytest.raises(Unsupported, match="several widths"):
         load(io.BytesIO(raw), weights_only=weights_only)
 
@@ -556,8 +551,8 @@ def test_file_objects(name: str, raw: bytes, weights_only: bool, tmp_path: Path)
 
 @WEIGHTS_ONLY
 def test_read_seek_and_tell_are_enough(weights_only: bool):
-    both(lambda: Minimal(saved(state())), weights_only=weights_only)
-    legacy = saved(state(), zipped=False)
+    both(lambda: Minimal(torch_bytes(state())), weights_only=weights_only)
+    legacy = torch_bytes(state(), zipped=False)
     if weights_only:  # torch wants `readline` as well
         assert_same(load(Minimal(legacy)), reference(legacy))
 
@@ -593,7 +588,7 @@ def test_what_was_written_a_moment_ago_is_seen(tmp_path: Path):
     with open(tmp_path / "file", "w+b") as file:
         torch.save(state(), file)
         file.seek(0)
-        assert_same(load(file), reference(saved(state())))
+        assert_same(load(file), reference(torch_bytes(state())))
 
 
 @WEIGHTS_ONLY
@@ -616,7 +611,7 @@ def test_what_is_no_file(weights_only: bool):
 
 @WEIGHTS_ONLY
 def test_streams_that_cannot_be_sought(weights_only: bool):
-    raw = saved(state())
+    raw = torch_bytes(state())
 
     def from_socket() -> io.BufferedIOBase:
         here, there = socket.socketpair()
@@ -733,7 +728,7 @@ def test_several_objects_in_one_legacy_stream(weights_only: bool):
 
 @WEIGHTS_ONLY
 def test_an_open_legacy_file_stands_behind_the_object(tmp_path: Path, weights_only: bool):
-    raw = saved(state(), zipped=False)
+    raw = torch_bytes(state(), zipped=False)
     (tmp_path / "two").write_bytes(raw * 2)
     with (tmp_path / "two").open("rb") as file:
         for _ in range(2):
@@ -797,8 +792,8 @@ def test_safetensors(tmp_path: Path):
     for location in ({"cpu": "cpu"}, lambda storage, tag: storage):
         assert isinstance(both(lambda: path, map_location=location), RuntimeError)
     assert isinstance(both(lambda: tmp_path / "absent.safetensors"), FileNotFoundError)
-    path.write_bytes(saved(state()))
-    assert_same(load(path), reference(saved(state())))  # by its content; torch goes by the name and fails
+    path.write_bytes(torch_bytes(state()))
+    assert_same(load(path), reference(torch_bytes(state())))  # by its content; torch goes by the name and fails
 
 
 # Other pickles.
@@ -830,8 +825,8 @@ def python2_legacy(raw: bytes) -> bytes:
 @pytest.mark.parametrize("encoding", ["latin1", "bytes", "utf-8", "ascii"])
 def test_python_2(encoding: str, weights_only: bool):
     value = {"clé": torch.arange(3.0), "note": "é"}
-    content, storages = records(saved(value))
-    zipped, legacy = container(python2(content), storages), python2_legacy(saved(value, zipped=False))
+    content, storages = records(torch_bytes(value))
+    zipped, legacy = container(python2(content), storages), python2_legacy(torch_bytes(value, zipped=False))
     if encoding in ("utf-8", "ascii"):
         for raw in (zipped, legacy):
             for function in (torch.load, load):
@@ -893,7 +888,7 @@ def test_dill(zipped: bool):
         made = function(io.BytesIO(file.getvalue()), pickle_module=dill, weights_only=False)
         assert made["f"](1) == 4
         assert made["t"].tolist() == [0.0, 1.0, 2.0]
-    both(lambda: io.BytesIO(saved(state(), zipped)), pickle_module=dill)
+    both(lambda: io.BytesIO(torch_bytes(state(), zipped)), pickle_module=dill)
 
 
 @ZIPPED
@@ -935,7 +930,7 @@ def test_environment(
         monkeypatch.delenv(name, raising=False)
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
-    raw = saved({"foreign": Foreign(), "t": torch.ones(2)})
+    raw = torch_bytes({"foreign": Foreign(), "t": torch.ones(2)})
     both(lambda: io.BytesIO(raw), weights_only=weights_only, pickle_module=module)
 
 
@@ -955,7 +950,7 @@ def test_modules(zipped: bool):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     model[0].weight = nn.Parameter(model[0].weight.detach())
     model.tied = model[0].weight
-    raw = saved(model, zipped)
+    raw = torch_bytes(model, zipped)
     made = load(io.BytesIO(raw), weights_only=False)
     assert_same(dict(made.state_dict()), dict(torch.load(io.BytesIO(raw), weights_only=False).state_dict()))
     assert made.tied is made[0].weight
@@ -972,7 +967,7 @@ def test_source_that_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import linecache
 
     net = importlib.import_module("changing_net")
-    raw = saved(net.Net(), zipped=False)
+    raw = torch_bytes(net.Net(), zipped=False)
     (tmp_path / "changing_net.py").write_text(source + "        self.more = 1\n")
     linecache.clearcache()
     importlib.reload(net)
@@ -996,7 +991,7 @@ def test_sharing(raw: bytes, weights_only: bool):
 @WEIGHTS_ONLY
 def test_ties(zipped: bool, weights_only: bool):
     tensor = torch.ones(3)
-    raw = saved({"a": tensor, "b": tensor, "c": tensor.view(3), "p": nn.Parameter(tensor)}, zipped)
+    raw = torch_bytes({"a": tensor, "b": tensor, "c": tensor.view(3), "p": nn.Parameter(tensor)}, zipped)
     made = both(lambda: io.BytesIO(raw), weights_only=weights_only)
     assert made["a"] is made["b"]
     assert made["a"].data_ptr() == made["c"].data_ptr() == made["p"].data_ptr()
@@ -1006,7 +1001,7 @@ def test_ties(zipped: bool, weights_only: bool):
 @WEIGHTS_ONLY
 def test_empty_storages_stay_shared(zipped: bool, weights_only: bool):
     empty = torch.empty(0)
-    raw = saved({"a": empty, "b": empty.view(0, 1), "c": torch.empty(0)}, zipped)
+    raw = torch_bytes({"a": empty, "b": empty.view(0, 1), "c": torch.empty(0)}, zipped)
     made = load(io.BytesIO(raw), weights_only=weights_only)
     a, b, c = (made[name].untyped_storage()._cdata for name in "abc")
     assert a == b != c  # torch 2.13 gives each its own
@@ -1015,7 +1010,7 @@ def test_empty_storages_stay_shared(zipped: bool, weights_only: bool):
 def test_an_object_sees_filled_tensors():
     """`weights_only=False`: code of the file's choice runs while it is read."""
     Watcher.seen = []
-    raw = saved([Watcher(torch.arange(3.0)), torch.arange(4.0)])
+    raw = torch_bytes([Watcher(torch.arange(3.0)), torch.arange(4.0)])
     for function in (torch.load, load):
         function(io.BytesIO(raw), weights_only=False)
     assert Watcher.seen == [[0.0, 1.0, 2.0]] * 2
@@ -1058,7 +1053,7 @@ def repacked(raw: bytes, *, deflated: str = " ", extra: Mapping[str, bytes] | No
 
 @WEIGHTS_ONLY
 def test_repacked(weights_only: bool):
-    raw = saved(state())
+    raw = torch_bytes(state())
     both(lambda: io.BytesIO(repacked(raw)), weights_only=weights_only)
     both(lambda: io.BytesIO(repacked(raw, extra={"archive/notes": b"hello"})), weights_only=weights_only)
     load(io.BytesIO(repacked(raw, without="/version")), weights_only=weights_only)  # torch must have it
@@ -1079,7 +1074,7 @@ def test_repacked(weights_only: bool):
 @pytest.mark.parametrize("elements", [12, 200_000])
 def test_a_damaged_storage(tmp_path: Path, weights_only: bool, elements: int):
     tensor = torch.arange(1.0, elements + 1)
-    raw = bytearray(saved({"w": tensor}))
+    raw = bytearray(torch_bytes({"w": tensor}))
     at = raw.index(tensor.numpy().tobytes())
     raw[at + tensor.nbytes // 2] ^= 1
     path = tmp_path / "damaged.pt"
@@ -1096,7 +1091,7 @@ def test_a_damaged_storage(tmp_path: Path, weights_only: bool, elements: int):
 
 
 def test_a_damaged_pickle():
-    raw = saved({"name": "value"}).replace(b"value", b"valve")
+    raw = torch_bytes({"name": "value"}).replace(b"value", b"valve")
     assert torch.load(io.BytesIO(raw)) == {"name": "valve"}
     with pytest.raises(Corrupted, match=r"data\.pkl"):
         load(io.BytesIO(raw))
@@ -1107,7 +1102,7 @@ def test_without_checksums():
     before = config.save.compute_crc32
     config.save.compute_crc32 = False
     try:
-        raw = bytearray(saved(state()))
+        raw = bytearray(torch_bytes(state()))
     finally:
         config.save.compute_crc32 = before
     raw[raw.index(torch.arange(12.0).numpy().tobytes()) + 7] ^= 64

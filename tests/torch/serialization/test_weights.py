@@ -36,7 +36,8 @@ from tests.hostile.craft_pickle import (
     tuple_of,
 )
 from tests.hostile.craft_torch import storage, tensor, torch_zip, weight
-from tests.torch.serialization.zip_storages import ZipStorages, load, saved
+from tests.support import torch_bytes
+from tests.torch.serialization.zip_storages import ZipStorages, load
 
 DTYPES = [value for value in default_globals().values() if isinstance(value, torch.dtype)]
 QUANTIZED = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -121,7 +122,7 @@ def assert_same(ours: object, theirs: object) -> None:
 
 
 def parity(value: object, **arguments: object) -> object:
-    raw = saved(value, **arguments)
+    raw = torch_bytes(value, **arguments)
     ours = load(raw)
     assert_same(ours, torch_load(raw))
     return ours
@@ -246,7 +247,7 @@ def test_plain_values(name):
 def test_a_cycle():
     value: list[object] = [1]
     value.append(value)
-    ours = load(saved(value))
+    ours = load(torch_bytes(value))
     assert ours[1] is ours
 
 
@@ -292,7 +293,7 @@ def test_composites(name):
 @pytest.mark.parametrize("dtype", [torch.quint4x2, torch.quint2x4], ids=str)
 def test_packed_types(dtype):
     value = torch.quantize_per_channel(torch.randn(3, 5), torch.tensor([0.1, 0.2, 0.3]), torch.tensor([0.0, 1.0, 2.0]), 0, dtype)
-    raw = saved(value)
+    raw = torch_bytes(value)
     ours, theirs = load(raw), torch_load(raw)
     assert ours.qscheme() == theirs.qscheme()
     assert torch.equal(ours.dequantize(), theirs.dequantize())
@@ -336,7 +337,7 @@ def test_a_class_made_empty_and_built(name):
     kind = getattr(torch, name)
     t = torch.arange(30).to(kind.dtype if name != "Tensor" else torch.float32).as_strided([2, 3], [9, 3], 2)
     state = (t._typed_storage(), t.storage_offset(), tuple(t.size()), t.stride())
-    raw = saved([value := Reduced(kind, (), state), value, Reduced(torch._utils._rebuild_tensor, state)])
+    raw = torch_bytes([value := Reduced(kind, (), state), value, Reduced(torch._utils._rebuild_tensor, state)])
     ours = load(raw)
     assert_same(ours, torch_load(raw))
     assert ours[0] is ours[1]
@@ -364,7 +365,7 @@ def test_old_parameters(state):
 
 def test_old_sparse_classes():
     t = DENSE.to_sparse()
-    ours = load(saved(Reduced(torch.sparse.FloatTensor, (t._indices(), t._values(), t.size()))))
+    ours = load(torch_bytes(Reduced(torch.sparse.FloatTensor, (t._indices(), t._values(), t.size()))))
     assert torch.equal(ours.to_dense(), DENSE)
 
 
@@ -391,7 +392,7 @@ def test_other_protocols(protocol):
     value = {"b": b"\xff\x00", "s": {1, 2}, "n": [1, 2.5, None, "é", 2**70]}
     if protocol:  # a persistent id is text in protocol 0, which torch writes and nobody reads
         value |= {"w": torch.arange(4.0), "p": torch.nn.Parameter(torch.ones(2))}
-    raw = saved(value, pickle_protocol=protocol)
+    raw = torch_bytes(value, pickle_protocol=protocol)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         ours = load(raw)
@@ -440,7 +441,7 @@ def test_what_needs_no_elements_does_not_wait_for_them(name):
         "bare": t._typed_storage(),
         "buffer": torch.nn.Buffer(t),
     }[name]
-    storages = ZipStorages(saved(value))
+    storages = ZipStorages(torch_bytes(value))
     interpret_whole(storages.pickle, WeightsTable(storages), limits=Limits())
     assert storages.fills == 0
     assert storages.waiting
@@ -448,7 +449,7 @@ def test_what_needs_no_elements_does_not_wait_for_them(name):
 
 @pytest.mark.parametrize("name", ["coo", "csr", "per channel", "nested"])
 def test_what_needs_elements_waits_for_them(name):
-    storages = ZipStorages(saved([torch.ones(3), COMPOSITES[name]]))
+    storages = ZipStorages(torch_bytes([torch.ones(3), COMPOSITES[name]]))
     interpret_whole(storages.pickle, WeightsTable(storages), limits=Limits())
     assert storages.fills >= 1
     assert not storages.waiting
@@ -472,7 +473,7 @@ class MetaStorages(ZipStorages):
 
 @pytest.mark.parametrize("name", ["coo", "csr", "meta"])
 def test_on_meta(name):
-    raw = saved([torch.ones(3), torch.nn.Parameter(torch.ones(2)), COMPOSITES[name]])
+    raw = torch_bytes([torch.ones(3), torch.nn.Parameter(torch.ones(2)), COMPOSITES[name]])
     ours, theirs = load(raw, storages=MetaStorages(raw)), torch_load(raw, map_location="meta")
     for a, b in zip(ours, theirs, strict=True):
         assert (type(a), a.device, a.shape, a.layout, a.dtype) == (type(b), b.device, b.shape, b.layout, b.dtype)
@@ -481,7 +482,7 @@ def test_on_meta(name):
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_fake_tensors(device):
     base = torch.arange(6.0).reshape(2, 3)
-    raw = saved(
+    raw = torch_bytes(
         {"a": base, "b": base.t(), "p": torch.nn.Parameter(base), "s": base.to_sparse(), "h": torch.ones(2, dtype=torch.uint16)}
     )
     storages = MetaStorages(raw)
@@ -499,14 +500,14 @@ def test_fake_tensors(device):
 
 
 def test_inference_mode():
-    raw = saved(torch.ones(3))
+    raw = torch_bytes(torch.ones(3))
     with torch.inference_mode():
         assert load(raw).is_inference() == torch_load(raw).is_inference()
     assert load(raw).is_inference() == torch_load(raw).is_inference()
 
 
 def test_a_default_device_does_not_matter():
-    raw = saved([torch.ones(3), DENSE.to_sparse(), DENSE.to_sparse_csr()])
+    raw = torch_bytes([torch.ones(3), DENSE.to_sparse(), DENSE.to_sparse_csr()])
     with torch.device("meta"):
         ours = load(raw)
     assert [t.device.type for t in ours] == ["cpu"] * 3
@@ -518,6 +519,6 @@ def test_device_tensors():
     local = torch.serialization._serialization_tls
     local.map_location = {"cpu": "meta"}
     try:
-        assert load(saved(value)).is_meta
+        assert load(torch_bytes(value)).is_meta
     finally:
         local.map_location = None

@@ -38,7 +38,8 @@ from tests.hostile.craft_pickle import (
     tuple_of,
 )
 from tests.hostile.craft_torch import torch_zip, weight
-from tests.torch.serialization.zip_storages import ZipStorages, load, saved
+from tests.support import torch_bytes
+from tests.torch.serialization.zip_storages import ZipStorages, load
 
 HERE = __name__
 
@@ -175,13 +176,13 @@ def test_nothing_of_it_without_permission():
         Pair(torch.ones(2), torch.zeros(2)),
     ):
         with pytest.raises(pickle.UnpicklingError, match=f"GLOBAL {HERE}.{type(value).__name__} was not an allowed global"):
-            load(saved(value))
+            load(torch_bytes(value))
 
 
 @pytest.mark.parametrize("value", [Point(1, [2]), Plain(3)], ids=["namedtuple", "dict"])
 def test_classes(value, allow):
     with allow([type(value)]):
-        ours = load(saved(value))
+        ours = load(torch_bytes(value))
     assert type(ours) is type(value)
     assert getattr(ours, "__dict__", ours) == getattr(value, "__dict__", value)
 
@@ -190,7 +191,7 @@ def test_slots(allow):
     value = SomeSlots()
     value.left, value.right, value.more = 1, [2], "x"
     with allow([SomeSlots]):
-        ours = load(saved(value))
+        ours = load(torch_bytes(value))
     assert (ours.left, ours.right, ours.more) == (1, [2], "x")
 
 
@@ -244,9 +245,9 @@ def test_a_method_is_allowed_by_itself(allow):
         allow([datetime.datetime, getattr, zoneinfo.ZoneInfo]),
         pytest.raises(pickle.UnpicklingError, match=r"unrecognized function .*_unpickle.*zoneinfo\.ZoneInfo"),
     ):
-        load(saved(NOON))
+        load(torch_bytes(NOON))
     with allow([datetime.datetime, getattr, zoneinfo.ZoneInfo, (zoneinfo.ZoneInfo._unpickle, "zoneinfo.ZoneInfo._unpickle")]):
-        assert load(saved(NOON)) == NOON
+        assert load(torch_bytes(NOON)) == NOON
 
 
 def test_what_a_call_gave_is_not_callable_for_that(allow):
@@ -265,7 +266,7 @@ def test_what_a_call_gave_is_not_callable_for_that(allow):
 
 
 def test_code_sees_filled_tensors(allow):
-    raw = saved([torch.ones(3), Weighted(torch.arange(4.0))])
+    raw = torch_bytes([torch.ones(3), Weighted(torch.arange(4.0))])
     with allow([Weighted, total]):
         assert load(raw)[1].total == 6
         storages = ZipStorages(zipped(call(HERE, "total", weight())))
@@ -274,7 +275,7 @@ def test_code_sees_filled_tensors(allow):
 
 
 def test_code_without_tensors_waits_for_none(allow):
-    raw = saved([torch.ones(3), Point(1, "x"), Plain(3), datetime.timedelta(1)])
+    raw = torch_bytes([torch.ones(3), Point(1, "x"), Plain(3), datetime.timedelta(1)])
     storages = ZipStorages(raw)
     with allow([Point, Plain, datetime.timedelta]):
         load(raw, storages=storages)
@@ -327,7 +328,7 @@ def test_numpy(allow):
         np.dtypes.Float64DType,
     ]
     with allow(names):
-        ours = load(saved([array, scalar]))
+        ours = load(torch_bytes([array, scalar]))
     assert np.array_equal(ours[0], array)
     assert ours[1] == scalar
 
@@ -338,7 +339,7 @@ def test_numpy(allow):
 def test_a_subclass_with_attributes(allow):
     value = torch.arange(4.0).as_subclass(Tagged)
     value.note = "kept"
-    raw = saved([value, torch.nn.Parameter(value)])
+    raw = torch_bytes([value, torch.nn.Parameter(value)])
     with allow([Tagged]):
         ours, theirs = load(raw), torch.load(io.BytesIO(raw), weights_only=False)
     for a, b in zip(ours, theirs, strict=True):
@@ -351,7 +352,7 @@ def test_a_subclass_with_attributes(allow):
 def test_a_subclass_that_sets_its_state(allow):
     value = torch.arange(3.0, 5.0).as_subclass(Setting)
     with allow([Setting]):
-        ours = load(saved(value))
+        ours = load(torch_bytes(value))
     assert ours.first == 3
     assert ours.seen is None
 
@@ -359,7 +360,7 @@ def test_a_subclass_that_sets_its_state(allow):
 def test_a_wrapper(allow):
     value = Pair(torch.arange(3.0), torch.ones(3))
     with allow([Pair]):
-        ours = load(saved([value, torch.nn.Parameter(Pair(torch.zeros(2), torch.ones(2)))]))
+        ours = load(torch_bytes([value, torch.nn.Parameter(Pair(torch.zeros(2), torch.ones(2)))]))
     assert type(ours[0]) is Pair
     assert ours[0].a.tolist() == [0, 1, 2]
     assert ours[0].b.tolist() == [1, 1, 1]
@@ -372,7 +373,7 @@ def test_a_wrapper_goes_where_its_parts_go(where, allow):
     local.map_location = where
     try:
         with allow([Pair]):
-            assert load(saved(Pair(torch.ones(2), torch.ones(2)))).is_meta
+            assert load(torch_bytes(Pair(torch.ones(2), torch.ones(2)))).is_meta
     finally:
         local.map_location = None
 
@@ -382,7 +383,7 @@ def test_a_wrapper_and_a_function_for_locations(allow):
     local.map_location = lambda storage, location: storage
     try:
         with allow([Pair]), pytest.raises(Refused, match="Callable map_location not supported"):
-            load(saved(Pair(torch.ones(2), torch.ones(2))))
+            load(torch_bytes(Pair(torch.ones(2), torch.ones(2))))
     finally:
         local.map_location = None
 
@@ -398,7 +399,7 @@ def test_a_tensors_own_things_are_no_attributes(name, kind, allow):
 
 
 def test_build_does_not_reach_into_a_subclass(allow):
-    value = saved(torch.ones(2).as_subclass(Tagged))
+    value = torch_bytes(torch.ones(2).as_subclass(Tagged))
     raw = torch_zip(
         ZipStorages(value).pickle[:-1] + tuple_of(list_of(), integer(0), EMPTY_TUPLE, EMPTY_TUPLE) + BUILD + b".", {"0": b"\0" * 8}
     )
@@ -429,13 +430,14 @@ def test_what_torch_allows_by_itself_raises_our_errors(attack):
 
 JAGGED = """
 import io, sys, torch, torch._dynamo
-from tests.torch.serialization.zip_storages import load, saved
+from tests.support import torch_bytes
+from tests.torch.serialization.zip_storages import load
 value = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)], layout=torch.jagged)
-ours = load(saved(value))
+ours = load(torch_bytes(value))
 assert type(ours) is type(value) and [t.tolist() for t in ours.unbind()] == [t.tolist() for t in value.unbind()]
 value._offsets[-1] = 4
 try:
-    load(saved(value))
+    load(torch_bytes(value))
 except RuntimeError as error:
     assert "reaches past its values" in str(error), error
 else:

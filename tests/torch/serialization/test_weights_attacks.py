@@ -47,7 +47,8 @@ from tests.hostile.craft_pickle import (
 )
 from tests.hostile.craft_torch import state, storage, tensor, torch_zip, weight
 from tests.hostile.harness import SECONDS_FLOOR, SECONDS_PER_BYTE, WATCH
-from tests.torch.serialization.zip_storages import ZipStorages, load, saved
+from tests.support import torch_bytes
+from tests.torch.serialization.zip_storages import ZipStorages, load
 
 HOOKS = FALSE + call("collections", "OrderedDict")
 V3 = {"function": "_rebuild_tensor_v3"}
@@ -87,7 +88,7 @@ def warm():
     dense = torch.eye(3)
     quantized = torch.quantize_per_tensor(dense, 0.1, 0, torch.qint8)
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    load(saved([dense, dense.to_sparse(), dense.to_sparse_csr(), quantized, nested, torch.nn.Parameter(dense), {1, 2}, b"x"]))
+    load(torch_bytes([dense, dense.to_sparse(), dense.to_sparse_csr(), quantized, nested, torch.nn.Parameter(dense), {1, 2}, b"x"]))
     load(torch_zip(state()))
 
 
@@ -150,7 +151,7 @@ def test_damaged_pickles(seed):
         torch.nn.Linear(2, 2).state_dict(),
         {"a": [1, 2.5, None, b"xy", {1, 2}, 1j, bytearray(b"q")]},
     ]
-    files = [saved(value, pickle_protocol=protocol) for value in values for protocol in (2, 4)]
+    files = [torch_bytes(value, pickle_protocol=protocol) for value in values for protocol in (2, 4)]
     refusals = 0
     for _ in range(500):
         storages = ZipStorages(dice.choice(files))

@@ -31,7 +31,8 @@ from tests.hostile.craft_pickle import (
     tuple_of,
 )
 from tests.hostile.craft_torch import storage, tensor, torch_zip
-from tests.torch.serialization.zip_storages import load, saved
+from tests.support import torch_bytes
+from tests.torch.serialization.zip_storages import load
 
 ISSUE = (
     "Please file an issue with the following so that we can make `weights_only=True` compatible with your use case: "
@@ -137,7 +138,7 @@ def test_names_are_escaped():
 
 def test_a_class_of_a_saved_object():
     with pytest.raises(pickle.UnpicklingError, match=rf"GLOBAL {__name__}.Unknown was not an allowed global by default"):
-        load(saved(Unknown()))
+        load(torch_bytes(Unknown()))
 
 
 # What is wrong with the pickle itself.

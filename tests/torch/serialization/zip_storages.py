@@ -15,7 +15,7 @@ from holdfast.torch.serialization.refusals import refusal
 from holdfast.torch.serialization.storages import parse_name, typed
 from holdfast.torch.serialization.weights import WeightsTable
 
-__all__ = ["ZipStorages", "load", "saved"]
+__all__ = ["ZipStorages", "load"]
 
 
 class ZipStorages:
@@ -51,13 +51,6 @@ class ZipStorages:
                 torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage).copy_(
                     torch.frombuffer(bytearray(content), dtype=torch.uint8)
                 )
-
-
-def saved(value: object, **arguments: object) -> bytes:
-    """What `torch.save` writes."""
-    file = io.BytesIO()
-    torch.save(value, file, **arguments)
-    return file.getvalue()
 
 
 def load(raw: bytes, *, encoding: str = "utf-8", limits: Limits | None = None, storages: ZipStorages | None = None) -> object:

@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.flo
 def small_chunks(monkeypatch):
     """Every tensor is a large one: histograms, several chunks."""
     monkeypatch.setattr(order, "CHUNK_ELEMENTS", 17)
-    monkeypatch.setattr(masks, "CHUNK", 7)
+    monkeypatch.setattr(masks, "CHUNK_ELEMENTS", 7)
     monkeypatch.setattr(pruning_order, "SORTED_KEYS", 3)
 
 

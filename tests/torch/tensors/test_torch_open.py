@@ -18,18 +18,9 @@ from holdfast.torch.tensors import fill as fill_module
 from holdfast.torch.tensors import live_storages as kept
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.open import open as torch_open
+from tests.support import save_as
 
 FORMATS = ["zip.pt", "legacy.pt", "file.safetensors", "native"]
-
-
-def save(path, state):
-    if path.name == "legacy.pt":
-        torch.save(state, path, _use_new_zipfile_serialization=False)
-    elif path.suffix == ".pt":
-        torch.save(state, path)
-    else:
-        holdfast.save(state, path)
-    return path
 
 
 def one_storage(*tensors: torch.Tensor) -> bool:
@@ -58,7 +49,7 @@ SHARED = ["base", "tied", "row", "column", "turned", "block"]
 
 @pytest.fixture(params=FORMATS)
 def path(request, tmp_path):
-    return save(tmp_path / request.param, views())
+    return save_as(tmp_path / request.param, views())
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -153,7 +144,7 @@ def test_several_dtypes_over_one_storage(tmp_path):
     base = torch.arange(8.0)
     state = {"base": base, "tied": base, "bits": base.view(torch.int32)[2:4], "bytes": base.view(torch.uint8)[5:7]}
     for name in ("native", "file.safetensors"):
-        with torch_open(save(tmp_path / name, state)) as checkpoint:
+        with torch_open(save_as(tmp_path / name, state)) as checkpoint:
             found = checkpoint.read()
             assert one_storage(*found.values())
             for key, tensor in state.items():
@@ -169,7 +160,7 @@ def test_parts_of_a_large_storage_are_not_read_whole(tmp_path):
     base = torch.zeros(1 << 20)
     state = {"a": base[1000:1010], "b": base[1005:1020], "far": base[900_000:900_004]}
     base[1005:1010] = torch.arange(5.0)
-    path = save(tmp_path / "zip.pt", state)
+    path = save_as(tmp_path / "zip.pt", state)
     with torch_open(path) as checkpoint:
         for found in (checkpoint.read(), {name: checkpoint[name] for name in state}):
             assert one_storage(found["a"], found["b"])
@@ -182,7 +173,7 @@ def test_parts_of_a_large_storage_are_not_read_whole(tmp_path):
 def test_columns_of_a_large_storage_are_read_apart(tmp_path):
     base = torch.arange(4.0).repeat(1 << 18).reshape(-1, 4096)
     state = {"first": base[:, 0], "third": base[:, 2], "tied": base[:, 2]}
-    with torch_open(save(tmp_path / "zip.pt", state)) as checkpoint:
+    with torch_open(save_as(tmp_path / "zip.pt", state)) as checkpoint:
         found = checkpoint.read()
         assert all(found[name].untyped_storage().nbytes() == found[name].nbytes for name in ("first", "third"))
         assert found["first"].eq(0).all()
@@ -192,14 +183,14 @@ def test_columns_of_a_large_storage_are_read_apart(tmp_path):
 
 def test_conjugates_share_as_torch_has_them(tmp_path):
     z = torch.tensor([1 + 2j, 3 - 4j])
-    with torch_open(save(tmp_path / "zip.pt", {"z": z, "conj": z.conj()})) as checkpoint:
+    with torch_open(save_as(tmp_path / "zip.pt", {"z": z, "conj": z.conj()})) as checkpoint:
         found = checkpoint.read()
         assert found["conj"].tolist() == [1 - 2j, 3 + 4j]
         assert one_storage(found["z"], found["conj"])
 
 
 def test_edited_copies_are_read_apart(tmp_path):
-    path = save(tmp_path / "native", views())
+    path = save_as(tmp_path / "native", views())
     with holdfast.open(path) as checkpoint:
         at = checkpoint["row"].chunks[0].storage.start
         file = path / checkpoint["row"].chunks[0].storage.key
@@ -248,8 +239,8 @@ def test_the_tree(name, tmp_path):
     }
     state["again"] = state["model"]
     state["model"]._metadata = OrderedDict({"": {"version": 1}})
-    with torch_open(save(tmp_path / name, state)) as checkpoint:
-        tree = checkpoint.tree
+    with torch_open(save_as(tmp_path / name, state)) as checkpoint:
+        tree = checkpoint.tree()
         assert tree["step"] == 3
         assert type(tree["model"]) is OrderedDict
         assert one_storage(tree["model"]["a"], tree["model"]["b"])
@@ -279,7 +270,7 @@ def test_composites_stand_under_their_own_name(tmp_path):
             "indices": torch.arange(3),
             "deep": {"values": torch.ones(2)},
         }
-        with torch_open(save(tmp_path / "zip.pt", state)) as checkpoint:
+        with torch_open(save_as(tmp_path / "zip.pt", state)) as checkpoint:
             assert list(checkpoint) == ["sparse", "q", "indices", "deep.values"]
             found = checkpoint.read(dtype=torch.float64)
             assert torch.equal(found["sparse"].to_dense(), torch.eye(3, dtype=torch.float64))
@@ -289,15 +280,15 @@ def test_composites_stand_under_their_own_name(tmp_path):
 
 
 def test_a_file_of_nothing_but_a_tensor(tmp_path):
-    with torch_open(save(tmp_path / "zip.pt", torch.ones(2))) as checkpoint:
-        assert checkpoint.tree.tolist() == [1, 1]
+    with torch_open(save_as(tmp_path / "zip.pt", torch.ones(2))) as checkpoint:
+        assert checkpoint.tree().tolist() == [1, 1]
         assert checkpoint["tensor"].tolist() == [1, 1]
 
 
 def test_strides_of_a_tensor_that_stands_alone(tmp_path):
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     for name in FORMATS:
-        with torch_open(save(tmp_path / name, {"image": image, "gaps": torch.arange(10.0)[::2]})) as checkpoint:
+        with torch_open(save_as(tmp_path / name, {"image": image, "gaps": torch.arange(10.0)[::2]})) as checkpoint:
             found = checkpoint.read()
         assert torch.equal(found["image"], image)
         assert found["image"].stride() == image.stride(), name
@@ -312,7 +303,7 @@ def test_scratch_is_bounded(tmp_path, monkeypatch):
     state = {"a": torch.randn(7, 11, 13), "b": torch.randn(3000), "c": torch.randn(50, 40).T, "d": torch.randn(5)}
     state["e"] = state["b"][100:2900:7]
     for name in FORMATS:
-        with torch_open(save(tmp_path / name, state)) as checkpoint:
+        with torch_open(save_as(tmp_path / name, state)) as checkpoint:
             found = checkpoint.read(dtype=torch.float64)
             for key, tensor in state.items():
                 assert torch.equal(found[key], tensor.double()), (name, key)

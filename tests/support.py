@@ -1,0 +1,55 @@
+"""What tests of several packages need."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from pathlib import Path
+
+import torch
+
+import holdfast
+from holdfast.core.box import Box
+from holdfast.core.limits import Limits
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.pickle.plain import PlainTable
+
+__all__ = ["element_bytes", "nbytes_on_disk", "points", "save_as", "torch_bytes", "unpickled"]
+
+
+def torch_bytes(value: object, zipped: bool = True, **options: object) -> bytes:
+    """What `torch.save` writes, as a zip or as the stream of old."""
+    file = io.BytesIO()
+    torch.save(value, file, _use_new_zipfile_serialization=zipped, **options)
+    return file.getvalue()
+
+
+def element_bytes(tensor: torch.Tensor) -> bytes:
+    """The elements in C order."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def save_as(path: Path, state: object) -> Path:
+    """Write a state in the format that the name stands for: torch's by torch, the others by Holdfast."""
+    if path.name == "legacy.pt":
+        torch.save(state, path, _use_new_zipfile_serialization=False)
+    elif path.suffix == ".pt":
+        torch.save(state, path)
+    else:
+        holdfast.save(state, path)
+    return path
+
+
+def unpickled(stream: bytes) -> object:
+    """The value of a pickle, by the closed interpreter with its plain table."""
+    return interpret_whole(stream, PlainTable(), limits=Limits()).value
+
+
+def points(box: Box) -> set[tuple[int, ...]]:
+    """Every point of a box."""
+    return set(itertools.product(*(range(a, b) for a, b in zip(box.start, box.stop, strict=True))))
+
+
+def nbytes_on_disk(path: Path) -> int:
+    """Of a file, or of the files in a folder."""
+    return sum(f.stat().st_size for f in path.iterdir()) if path.is_dir() else path.stat().st_size
