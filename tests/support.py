@@ -20,7 +20,7 @@ __all__ = ["element_bytes", "nbytes_on_disk", "points", "save_as", "torch_bytes"
 def torch_bytes(value: object, zipped: bool = True, **options: object) -> bytes:
     """What `torch.save` writes, as a zip or as the stream of old."""
     file = io.BytesIO()
-    torch.save(value, file, _use_new_zipfile_serialization=zipped, **options)
+    torch.save(value, file, **{"_use_new_zipfile_serialization": zipped} | options)
     return file.getvalue()
 
 

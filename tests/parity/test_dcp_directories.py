@@ -169,7 +169,7 @@ def test_every_protocol(written, tmp_path, protocol):
 
 def test_the_vocabulary_is_torchs_own(written):
     from holdfast.formats.dcp.index import read_metadata
-    from holdfast.formats.dcp.schema import to_metadata
+    from tests.formats.dcp.vocabulary import to_metadata
 
     folder, _ = written
     theirs = pickle.loads((folder / "usual" / ".metadata").read_bytes())

@@ -23,9 +23,10 @@ from holdfast import errors
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.engine.source import OpenSource
-from holdfast.formats.pt2.read import read_programs
+from holdfast.formats.pt2.read import Pt2Reader
 from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
+from holdfast.formats.zip.reader import read_archive
 from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.local import LocalStore
@@ -262,8 +263,11 @@ def test_fake_tensors_have_no_data(folder):
 
 
 def test_the_summary_of_a_program(folder):
-    programs = read_programs(OpenSource(LocalStore(folder / "dynamic.pt2")))
-    (program,) = programs.values()
+    source = OpenSource(LocalStore(folder / "dynamic.pt2"))
+    (key,) = source.store.list()
+    ((_, model),) = Pt2Reader(source, key, read_archive(source, key)).models().items()
+    program = model.program
+    assert program is not None
     assert [str(value) for value in program.inputs] == ["input: float32[s77, 3]"] or program.inputs[0].sizes[1] == 3
     assert isinstance(program.inputs[0].sizes[0], str)
     assert program.inputs[0].sizes[0].isidentifier()

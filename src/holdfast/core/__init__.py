@@ -9,5 +9,6 @@ tree, opaque, values   nested states, what was not built in them, and plain valu
 checkpoint             what `open` returns
 protocols, limits      the seams between layers: store, source, format; what a file may cost
 sparse                 how tensors with many zeros are packed
-collector, forks, memory    the garbage collector at rest, locks over a fork, memory at an address
+arrays, memory         kinds of numpy arrays, a row of bytes; memory at an address
+collector, forks       the garbage collector at rest, locks over a fork
 """

@@ -79,7 +79,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def format(self) -> str:
-        """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `safetensors`, `safetensors-dir`."""
+        """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp` or `native`."""
         return self._description.format
 
     @property

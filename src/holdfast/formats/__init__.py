@@ -1,1 +1,12 @@
-"""On-disk layouts. Each describes a source without reading tensor data; detection is by content alone."""
+"""On-disk layouts. Each describes a source without reading tensor data; detection is by content alone.
+
+torch/           what `torch.save` writes: zip, legacy stream, tar
+safetensors/     one file, or a directory with an index
+native/          Holdfast's own directory
+dcp/             directories of `torch.distributed.checkpoint`
+pt2/             exported programs
+pickle/, zip/    the closed interpreter and the strict archive under them
+tree_json/       nested states as typed JSON
+detect           which of them is this?
+recorded, sharing, seal      what is noted beside plain tensors: names, shared storages, checksums of documents
+"""

@@ -1,1 +1,7 @@
-"""Pure functions from descriptions to lists of reads; nothing here touches a file."""
+"""Pure functions from descriptions to lists of reads and writes; nothing here touches a file.
+
+runs             the byte ranges that a chunk touches
+coalesce         which neighbouring ranges are read together
+reads            the plan of a read
+saves            the plan of a save: every file as segments
+"""

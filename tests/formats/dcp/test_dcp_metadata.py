@@ -24,6 +24,7 @@ from tests.formats.dcp.craft_dcp import (
     tensor,
     value,
 )
+from tests.formats.dcp.vocabulary import to_metadata
 from tests.hostile.craft_pickle import (
     BUILD,
     EMPTY_DICT,
@@ -43,7 +44,6 @@ from tests.hostile.craft_torch import torch_zip
 import holdfast
 from holdfast import Opaque, errors
 from holdfast.formats.dcp.index import read_metadata
-from holdfast.formats.dcp.schema import to_metadata
 
 OLD = "torch.distributed._shard.checkpoint"
 ONE = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}

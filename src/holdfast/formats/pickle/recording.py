@@ -382,11 +382,11 @@ class Recorded:
         return any(seen.uses != {"mention"} for seen in self.table.seen.values())
 
 
-def record(data: bytes, *, limits: Limits, start: int = 0, joblib: bool = False) -> Recorded:
-    """Read the stream that begins at `start`. Raises nothing: what broke it off is in the answer."""
+def record(data: bytes, *, limits: Limits, joblib: bool = False) -> Recorded:
+    """Read a stream. Raises nothing: what broke it off is in the answer."""
     table = RecordingTable(joblib=joblib)
     try:
-        done = interpret(data, table, limits=limits, stream="pickle", start=start, max_nbytes=limits.pickle_nbytes)
+        done = interpret(data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes)
     except HoldfastError as error:
         return Recorded(table, None, None, error)
     return Recorded(table, done.value, done.stop, None)

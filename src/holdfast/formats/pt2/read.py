@@ -43,7 +43,7 @@ from holdfast.formats.torch.geometry import beyond, checked_shape, reach, stride
 from holdfast.formats.torch.zip import PickleReader, record_bytes
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 
-__all__ = ["Model", "Pt2Reader", "describe_pt2", "program_names", "read_programs"]
+__all__ = ["Model", "Pt2Reader", "describe_pt2", "program_names"]
 
 VERSION_RECORD, VERSION = "archive_version", "0"
 MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
@@ -116,14 +116,6 @@ def describe_pt2(source: Source) -> Description:
     named = name_tensors(tree, source.limits, reader.nbytes)
     notes = (*_programs(models), *reader.notes, *named.notes)
     return Description("pt2", named.tensors, tree, tuple(reader.payloads.foreign), notes, _metadata(models, reader.texts))
-
-
-def read_programs(source: Source) -> dict[str, Program]:
-    """The summary of every program in an archive, by the names of the models."""
-    (key,) = source.store.list()
-    reader = Pt2Reader(source, key, read_archive(source, key))
-    found = {name: reader.program(name, MODELS + name + ".json") for name in reader.names()}
-    return {name: program for name, program in found.items() if program is not None}
 
 
 def program_names(source: Source) -> list[str]:

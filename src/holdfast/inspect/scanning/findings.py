@@ -56,9 +56,9 @@ class Findings:
             return
         self._found[key] = finding
 
-    def tell(self, severity: Severity, what: str, reason: str, *, stream: str, offset: int = 0) -> None:
+    def tell(self, severity: Severity, what: str, reason: str, *, stream: str) -> None:
         """Something that is no global."""
-        self.add(Finding(severity, what, reason, (), (), stream, offset))
+        self.add(Finding(severity, what, reason, (), (), stream, 0))
 
     def error(self, text: str) -> None:
         """Something that was not read to its end."""
