@@ -16,11 +16,11 @@ from holdfast.core.composite import Composite
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import values_inside
 from holdfast.errors import HoldfastError
 from holdfast.pruning.loss import Loss, Tally
 from holdfast.pruning.rules import Global, Groups, Keep, Rule
 from holdfast.pruning.select_masks import Mask
-from holdfast.rewrite.state import map_tensors
 
 __all__ = ["Job", "assign", "conflicts"]
 
@@ -110,14 +110,8 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job
 
 def _parts(tree: object) -> dict[View, str]:
     """The tensors that are parts of others, with the kind of the whole."""
-    found: dict[View, str] = {}
-
-    def note(whole: Composite) -> bool:
-        found.update((identity(part, noted=True), whole.kind) for part in whole.parts.values())
-        return True
-
-    map_tensors(tree, lambda tensor: tensor, skip=note)
-    return found
+    wholes = (value for value in values_inside(tree) if isinstance(value, Composite))
+    return {identity(part, noted=True): whole.kind for whole in wholes for part in whole.parts.values()}
 
 
 def _unfit(tensor: LazyTensor, rule: Rule, part_of: str | None) -> str:
