@@ -162,10 +162,10 @@ class Planned(Generic[R]):
     def run(self, progress: Progress | None = None) -> R:
         """Write it and publish it. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
         report = self.report
-        if report.free_nbytes < report.nbytes:
-            refused = refusal(
-                f"{report.nbytes:,} bytes are to be written and {report.free_nbytes:,} are free", report.path, errno.ENOSPC
-            )
+        # Where nobody may write, how much room there is is not what is wrong.
+        if report.free_nbytes < report.nbytes and os.access(os.path.dirname(os.path.abspath(report.path)), os.W_OK):
+            room = f"{report.nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
+            refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
             refused.expected, refused.found = report.nbytes, report.free_nbytes
             raise refused
         crcs = write_plan(
