@@ -220,7 +220,7 @@ class Bench:
             return run
 
         sides: dict[str, Side] = {
-            "holdfast.torch.serialization.save": plain(lambda p: ht.save(self.state, p, durable=False)),
+            "holdfast.torch.save": plain(lambda p: ht.save(self.state, p, durable=False)),
             "holdfast.save safetensors": plain(lambda p: holdfast.save(self.state, p, format="safetensors", durable=False)),
             "holdfast save_sharded": plain(lambda p: ht.save_sharded(p + ".native", self.state, overwrite=True, durable=False)),
             "torch.save": plain(lambda p: torch.save(self.state, p)),

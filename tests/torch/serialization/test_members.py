@@ -208,7 +208,7 @@ def test_a_directory_of_packages_is_verified(folder, tmp_path):
     for name in ("wide", "both"):
         (tmp_path / f"{name}.pt2").write_bytes((folder / f"{name}.pt2").read_bytes())
     report = holdfast.verify(tmp_path)
-    assert (report.ok, report.files, report.skipped) == (True, 2, ())
+    assert (report.ok, len(report.files), report.skipped) == (True, 2, ())
     raw = bytearray((tmp_path / "both.pt2").read_bytes())
     with holdfast.open(tmp_path / "both.pt2") as ckpt:
         raw[ckpt["wide.scale"].storages[0].start] ^= 1

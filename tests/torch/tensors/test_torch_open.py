@@ -240,7 +240,7 @@ def test_the_tree(name, tmp_path):
     state["again"] = state["model"]
     state["model"]._metadata = OrderedDict({"": {"version": 1}})
     with torch_open(save_as(tmp_path / name, state)) as checkpoint:
-        tree = checkpoint.tree()
+        tree = checkpoint.tree
         assert tree["step"] == 3
         assert type(tree["model"]) is OrderedDict
         assert one_storage(tree["model"]["a"], tree["model"]["b"])
@@ -281,7 +281,7 @@ def test_composites_stand_under_their_own_name(tmp_path):
 
 def test_a_file_of_nothing_but_a_tensor(tmp_path):
     with torch_open(save_as(tmp_path / "zip.pt", torch.ones(2))) as checkpoint:
-        assert checkpoint.tree().tolist() == [1, 1]
+        assert checkpoint.tree.tolist() == [1, 1]
         assert checkpoint["tensor"].tolist() == [1, 1]
 
 
