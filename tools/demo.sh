@@ -60,7 +60,7 @@ say "The same tensors, whatever the format. Equal checksums are not read."
 run 0 holdfast diff $files/plain.pt "$out/plain"
 
 say "Cast, and see what it cost."
-run 0 holdfast edit "$out/plain.safetensors" --dtype bf16
+run 0 holdfast edit "$out/plain.safetensors" --dtype bf16 --in-place
 run 1 holdfast diff $files/plain.pt "$out/plain.safetensors"
 
 say "Flip one bit in a copy: torch would load it in silence."
