@@ -340,3 +340,12 @@ def test_metadata_of_safetensors(tmp_path):
         peer.save_file({"x": np.zeros(2)}, tmp_path / name, metadata={"step": text})
     (value,) = diff(tmp_path / "a", tmp_path / "b").values
     assert (value.path, value.a, value.b) == (("__metadata__", "step"), "1", "2")
+
+
+def test_a_tied_tensor_is_compared_once_for_each_of_its_names(tmp_path):
+    torch = pytest.importorskip("torch")
+    weight = torch.arange(4.0)
+    torch.save({"embed": weight, "head": weight}, tmp_path / "a.pt")
+    holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", dtype="bf16")
+    found = holdfast.diff(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    assert [change.name for change in found.changed] == ["embed", "head"]

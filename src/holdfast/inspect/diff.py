@@ -154,7 +154,8 @@ class Comparison:
         """Tensors at one place that are not compared by one name: without a name, or with that of another."""
         for one, other in self._trees.pairs:
             a, b = one.tensor, other.tensor
-            if a.name == b.name and _is(left.get(a.name), a) and _is(right.get(b.name), b):
+            # In the tree of a torch file, a tied tensor has the name of the first of its places.
+            if any(_is(left.get(name), a) and _is(right.get(name), b) for name in {a.name, one.place.name()}):
                 continue
             if not _is(a, b):
                 known, by_checksum = self._same, self._by_checksum
