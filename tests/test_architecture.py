@@ -45,7 +45,6 @@ BELOW = {
 
 UPWARD = {
     ("core/tensor.py", "holdfast.torch.tensors.from_lazy"),
-    ("core/composite.py", "holdfast.torch.tensors.from_lazy"),
     ("core/checkpoint.py", "holdfast.inspect.describe"),
     ("rewrite/state.py", "holdfast.torch.tensors.to_lazy"),
 }
@@ -352,8 +351,8 @@ def test_imports_are_found(source: str, names: list[str]):
         ("holdfast.core.box", "holdfast", True),
         ("holdfast.plan.runs", "holdfast.stores.local", True),
         ("holdfast.engine.execute", "holdfast.formats.zip", True),
-        ("holdfast.formats.native.unpacked", "holdfast.stores.local", True),
-        ("holdfast.formats.native.unpacked", "holdfast.stores.virtual", False),
+        ("holdfast.formats.native.chunks", "holdfast.stores.local", True),
+        ("holdfast.formats.native.chunks", "holdfast.stores.virtual", False),
         ("holdfast.cli.main", "holdfast.torch.tensors.from_lazy", True),
         ("holdfast.inspect.open", "holdfast.core.box", False),
         ("holdfast.core.box", "holdfast.core.chunk", False),

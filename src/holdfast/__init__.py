@@ -13,12 +13,11 @@ if TYPE_CHECKING:
     from holdfast.core.box import Box
     from holdfast.core.checkpoint import Alias, Checkpoint
     from holdfast.core.chunk import Chunk, Storage
-    from holdfast.core.composite import Composite
     from holdfast.core.digest import Digest
     from holdfast.core.dtype import DTYPES, DType
     from holdfast.core.limits import Limits
     from holdfast.core.opaque import Global, Opaque
-    from holdfast.core.tensor import LazyTensor
+    from holdfast.core.tensor import Composite, LazyTensor
     from holdfast.errors import HoldfastError
     from holdfast.inspect.diff import Diff, diff
     from holdfast.inspect.open import open, read
@@ -48,7 +47,7 @@ _WHERE = {
     "Checkpoint": "core.checkpoint",
     "Chunk": "core.chunk",
     "Compacted": "rewrite.compact",
-    "Composite": "core.composite",
+    "Composite": "core.tensor",
     "Conversion": "rewrite.convert",
     "DType": "core.dtype",
     "Diff": "inspect.diff",

@@ -32,9 +32,8 @@ import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.opaque import Global
+from holdfast.core.opaque import Global, Size
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.values import Size
 from holdfast.errors import Unsupported
 
 __all__ = [

@@ -12,10 +12,9 @@ from holdfast.cli.document import document, dumps
 from holdfast.cli.fold import ranges
 from holdfast.cli.lines import plain
 from holdfast.cli.show import LINES, matcher, show_table, show_tree
-from holdfast.core.composite import Composite
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
-from holdfast.core.tensor import Traits
+from holdfast.core.tensor import Composite, Traits
 
 
 def tree_of(checkpoint, **options):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.support import points
 
-from holdfast.core.arrangement import common_axis, first_overlap, joined_shape, surrounding
 from holdfast.core.box import Box
+from holdfast.core.tiling import common_axis, first_overlap, joined_shape, surrounding
 
 
 @st.composite

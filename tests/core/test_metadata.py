@@ -16,7 +16,7 @@ import pytest
 
 import holdfast
 from holdfast.core.dtype import DTYPES
-from holdfast.core.values import Size
+from holdfast.core.opaque import Size
 from holdfast.errors import LimitExceeded, Unsupported
 from holdfast.metadata import (
     BytesStorageMetadata,

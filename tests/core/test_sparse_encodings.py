@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.sparse import bitmap, blocks, nm
+from holdfast.core.sparse import encoding
 from holdfast.core.sparse.elements import element_type
-from holdfast.core.sparse.encoding import encoding_of, group_count, matrix_shape, spread, where_total
+from holdfast.core.sparse.encoding import Pattern, encoding_of, group_count, matrix_shape, spread, where_total
 from holdfast.errors import MetadataError
 
 WIDTHS = (1, 2, 4, 8, 16)
@@ -17,10 +17,10 @@ WIDTHS = (1, 2, 4, 8, 16)
 def small_groups():
     """Groups of a few elements, so that small tensors have several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bitmap, "GROUP_ELEMENTS", 16)
-        patch.setattr(nm, "PACKED_GROUPS", 8)
-        patch.setattr(blocks, "GROUP_ELEMENTS", 24)
-        patch.setattr(blocks, "GROUP_ROWS", 4)
+        patch.setattr(encoding, "BITMAP_ELEMENTS", 16)
+        patch.setattr(encoding, "PACKED_GROUPS", 8)
+        patch.setattr(encoding, "BLOCKS_ELEMENTS", 24)
+        patch.setattr(encoding, "GROUP_ROWS", 4)
         yield
 
 
@@ -144,14 +144,14 @@ def test_tables_and_arithmetic_agree(monkeypatch):
     fits = [bits for bits in range(256) if (bits & 15).bit_count() <= 2 and (bits >> 4).bit_count() <= 2]
     groups = [np.array([bits >> i & 1 for i in range(8)], "<u2") * np.uint16(3) for bits in fits]
     quick = [(encoding.mark(group), encoding.take(group)) for group in groups]
-    monkeypatch.setattr(nm.Pattern, "_by_octets", property(lambda self: False))
+    monkeypatch.setattr(Pattern, "_by_octets", property(lambda self: False))
     for group, (where, values) in zip(groups, quick, strict=True):
         assert encoding.mark(group).tolist() == where.tolist()
         assert encoding.take(group).tolist() == values.tolist()
     codes = range(256)
     outs = []
     for tables in (True, False):
-        monkeypatch.setattr(nm.Pattern, "_by_octets", property(lambda self, tables=tables: tables))
+        monkeypatch.setattr(Pattern, "_by_octets", property(lambda self, tables=tables: tables))
         outs.append([unpacked_or_none(encoding, code) for code in codes])
     assert outs[0] == outs[1]
     assert sum(out is not None for out in outs[0]) == 36

@@ -18,8 +18,7 @@ import safetensors.numpy
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.core.composite import Composite
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import Corrupted, HeaderError, HoldfastError
 from holdfast.rewrite.reshard import reshard
 from tests.golden import earlier

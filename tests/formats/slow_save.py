@@ -14,11 +14,10 @@ import numpy as np
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
-from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import name_tensors
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect

@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from tests.formats.slow_save import Memory, assert_same, state_of
 from tests.formats.tree_strategies import trees
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
-from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import Traits
-from holdfast.core.values import Device, Size
+from holdfast.core.opaque import Device, Global, Opaque, Size
+from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError
-from holdfast.formats.safetensors.strict_json import parse, parse_own, pay_for_containers
+from holdfast.formats.strict_json import parse, parse_own, pay_for_containers
 from holdfast.formats.tree_json import decode_tree, encode_tree, json_limits
 from holdfast.formats.tree_json.scalars import is_unicode
 

@@ -10,8 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from holdfast.core.dtype import DTYPES
-from holdfast.core.opaque import Global
-from holdfast.core.values import Device, Size
+from holdfast.core.opaque import Device, Global, Size
 from holdfast.formats.pickle.plain import DefaultDict
 
 texts = st.one_of(

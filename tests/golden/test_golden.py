@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.core.composite import Composite
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 
 HERE = Path(__file__).resolve().parent
 MAX_FILE, MAX_ALL = 30_000, 500_000

@@ -9,7 +9,7 @@ from pathlib import Path
 import holdfast
 from holdfast import errors
 from holdfast.core.chunk import Chunk
-from holdfast.core.composite import Composite
+from holdfast.core.tensor import Composite
 from holdfast.engine.source import OpenSource
 from holdfast.formats.detect import detect
 from holdfast.stores.memory import MemoryStore

@@ -25,7 +25,7 @@ import numpy as np
 
 import holdfast
 from holdfast import errors
-from holdfast.core.composite import Composite
+from holdfast.core.tensor import Composite
 
 from .case import Case
 

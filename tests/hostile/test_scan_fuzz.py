@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.opaque import Global
-from holdfast.formats.pickle.names import modern
+from holdfast.formats.pickle.table import modern
 from holdfast.inspect.scan import scan
 from holdfast.inspect.severity import judge
 

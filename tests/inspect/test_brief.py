@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.dtype import DTYPES
-from holdfast.core.opaque import Global, Opaque
-from holdfast.core.values import Device
+from holdfast.core.opaque import Device, Global, Opaque
 from holdfast.inspect.brief import brief, root_global
 
 

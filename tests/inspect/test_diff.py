@@ -24,8 +24,7 @@ from holdfast.engine import compare
 from holdfast.engine.compare import Tally, blocks, tally
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.compare_values import Kind, ValueChange, compare_values
-from holdfast.inspect.diff import ABSENT, Comparison, Rename, diff
-from holdfast.inspect.renames import COMPARISONS, match_names
+from holdfast.inspect.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.rewrite.save import save
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.local import LocalStore

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.values import Device, Size
+from holdfast.core.opaque import Device, Size
+from holdfast.core.tensor import Composite, LazyTensor
 from tests.golden.expect import groups, parts, short
 
 __all__ = [

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.multiprocessing import start_processes
 
 import holdfast
-from holdfast.core.composite import Composite
+from holdfast.core.tensor import Composite
 
 from .dcp_ranks import WHOLE, save_all
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils.serialization import config
 
 import holdfast
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES
+from holdfast.core.tensor import Composite
 from tests.golden.expect import short
 from tests.parity.compare import (
     assert_composite,

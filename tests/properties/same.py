@@ -13,10 +13,9 @@ from pathlib import PurePath
 import numpy as np
 import torch
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.values import Device, Size
+from holdfast.core.opaque import Device, Size
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.formats.pickle.plain import DefaultDict
 from tests.golden.expect import short
 from tests.parity.compare import elements

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast.core.opaque import Global, Opaque
-from holdfast.core.values import Device, Size
+from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.errors import CannotHold
 from holdfast.inspect.compare_values import compare_values
 

@@ -14,7 +14,7 @@ from torch import nn
 import holdfast
 from holdfast.core.limits import Limits
 from holdfast.errors import RanksFailed
-from holdfast.formats.dcp import values as dcp_values
+from holdfast.formats.dcp import read as dcp_values
 from holdfast.ranks.trees import flat_tree, merge_trees
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded

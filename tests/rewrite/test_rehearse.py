@@ -22,7 +22,7 @@ from holdfast.formats.native.read import NativeDirectory
 from holdfast.formats.pt2.archive import Pt2Archive
 from holdfast.formats.safetensors.directory import SafetensorsDirectory
 from holdfast.formats.safetensors.read import SafetensorsFile
-from holdfast.formats.safetensors.strict_json import parse_parts
+from holdfast.formats.strict_json import parse_parts
 from holdfast.formats.torch.zip import TorchZip
 from holdfast.plan.saves import Data, FilePlan, Late, Literal
 from holdfast.rewrite.reshard import reshard

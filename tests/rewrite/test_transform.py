@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES
+from holdfast.core.tensor import Composite
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.rewrite.state import describe_state
 from holdfast.rewrite.transform import Edits, dtype_named, transform

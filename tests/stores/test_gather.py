@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from holdfast import open as open_checkpoint
 from holdfast import save
 from holdfast.errors import Truncated
-from holdfast.stores import gather as gathering
-from holdfast.stores.gather import gather
-from holdfast.stores.local import LocalStore
+from holdfast.stores import local as gathering
+from holdfast.stores.local import LocalStore, gather
 
 NBYTES = 3 * 4096 + 123
 

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, LONE_TENSOR_NAME, NAME_CHARACTERS_A_BYTE, Contents, contents, module_contents
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar

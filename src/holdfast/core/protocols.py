@@ -2,6 +2,8 @@
 
 A `Store` holds bytes under keys. A `Source` is a store opened for reading, with the limits that hold for it and the engine that
 moves its bytes. A `Format` turns a source into a `Description`, reading headers, indexes and pickles and never tensor data.
+
+`BaseStore`: what a store says of itself that has nothing to say. Every store begins with this, and says what it knows.
 """
 
 from __future__ import annotations
@@ -22,7 +24,20 @@ if TYPE_CHECKING:
     from holdfast.core.dtype import DType
     from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Description", "Foreign", "Format", "Outlined", "Request", "Source", "Stamp", "State", "Store", "by_source"]
+__all__ = [
+    "BaseStore",
+    "Description",
+    "Foreign",
+    "Format",
+    "Ints",
+    "Outlined",
+    "Request",
+    "Source",
+    "Stamp",
+    "State",
+    "Store",
+    "by_source",
+]
 
 
 Stamp = tuple[object, ...]
@@ -218,3 +233,43 @@ class Format(Protocol):
 
     def describe(self, source: Source) -> Description:
         """Read headers, indexes and pickles; check everything. Raises only Holdfast errors."""
+
+
+Ints = npt.NDArray[np.int64]
+
+
+class BaseStore:
+    """Not in memory, with no wish for a size of reads, and with content of which nobody knows whether it changes."""
+
+    @property
+    def resident(self) -> bool:
+        return False
+
+    @property
+    def block_nbytes(self) -> int | None:
+        return None
+
+    @property
+    def gone(self) -> bool:
+        return False
+
+    def map(self, key: str) -> memoryview | None:
+        return None
+
+    def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
+        return 0
+
+    def stamp(self, key: str) -> Stamp:
+        return ()
+
+    def changed(self) -> Sequence[str]:
+        return ()
+
+    def place(self, key: str = "") -> Hashable:
+        return "store", id(self), key
+
+    def below(self, key: str) -> Store | None:
+        return None
+
+    def cost(self, key: str, nbytes: int) -> int:
+        return nbytes

@@ -25,10 +25,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from holdfast.core.composite import Composite
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import LimitExceeded
 
 __all__ = [

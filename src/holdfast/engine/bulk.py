@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from holdfast.core.crc import Sums, crc32
-from holdfast.core.memory import memory_at
 from holdfast.core.protocols import Store
+from holdfast.core.runtime import memory_at
 from holdfast.engine.execute import run_all
 from holdfast.errors import Corrupted
 

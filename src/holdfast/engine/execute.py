@@ -16,8 +16,8 @@ import numpy as np
 from holdfast.core.arrays import byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
-from holdfast.core.memory import memory_at
 from holdfast.core.protocols import Store
+from holdfast.core.runtime import memory_at
 from holdfast.engine.checks import Checks
 from holdfast.engine.scatter import place
 from holdfast.engine.threads import run_all

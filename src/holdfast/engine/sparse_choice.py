@@ -17,10 +17,19 @@ import numpy as np
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
-from holdfast.core.sparse.blocks import BAND_ELEMENTS, group_rows
 from holdfast.core.sparse.elements import are_set, count_set, set_bits
-from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, matrix_shape, where_total
-from holdfast.core.sparse.nm import LARGEST_M, most_set, position_bits
+from holdfast.core.sparse.encoding import (
+    BAND_ELEMENTS,
+    LARGEST_M,
+    Encoding,
+    encoding_of,
+    group_count,
+    group_rows,
+    matrix_shape,
+    most_set,
+    position_bits,
+    where_total,
+)
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.digest import recorded_crc

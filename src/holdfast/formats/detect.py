@@ -19,8 +19,7 @@ def formats() -> Iterator[Format]:
     yield Pt2Archive()
     yield TorchZip()
 
-    from holdfast.formats.torch.legacy import TorchLegacy
-    from holdfast.formats.torch.tar import TorchTar
+    from holdfast.formats.torch.legacy import TorchLegacy, TorchTar
 
     yield TorchLegacy()
     yield TorchTar()
@@ -47,7 +46,7 @@ def _refuse_second_reading(source: Source, found: Format) -> None:
     A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from
     its first byte on, which the length at the start of safetensors can be made to allow.
     """
-    from holdfast.formats.torch.tar import begins_like_tar
+    from holdfast.formats.torch.legacy import begins_like_tar
 
     if found.name not in ("torch-legacy", "safetensors"):
         return
@@ -69,7 +68,7 @@ def _refuse_second_reading(source: Source, found: Format) -> None:
 
 def _unpickles(source: Source, key: str) -> bool:
     """Whether an unpickler that is given this file does anything before it fails."""
-    from holdfast.formats.pickle.ahead import read_ahead
+    from holdfast.formats.pickle.recording import read_ahead
     from holdfast.formats.torch.legacy import MAGIC
 
     size = source.store.size(key)

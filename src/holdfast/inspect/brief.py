@@ -14,11 +14,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
-from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import LazyTensor
-from holdfast.core.values import Device
+from holdfast.core.opaque import Device, Global, Opaque
+from holdfast.core.tensor import Composite, LazyTensor
 
 __all__ = ["brief", "printable", "root_global", "scalar"]
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from holdfast.core.collector import resting_collector
 from holdfast.core.opaque import Global
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.inspect.structure import Edge, Kind, Spent, edges, label, same_leaf

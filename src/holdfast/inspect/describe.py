@@ -16,10 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.collector import resting_collector
-from holdfast.core.composite import Composite
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.runtime import resting_collector
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE, Path, contents, dotted, module_contents
 from holdfast.errors import LimitExceeded
 from holdfast.metadata import (

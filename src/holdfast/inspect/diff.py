@@ -10,12 +10,19 @@
 Names are for people, and two places may have one name (`None` and "None" as keys, `a.b` and `b` in `a`). So tensors that stand at
 one place in both trees are compared whatever they are called, and a tensor that both name alike at two places is a difference: but
 not for a file that knows names and nothing else, which a nested state is often compared with.
+
+Which tensor went by which name before: pairs of names with equal digests, each name used once.
+
+One name on each side is unambiguous. Where several tensors hold the same (tied weights, biases of zeros), the nearest names go
+together: by similarity of their text as long as a budget of comparisons lasts, and by the longest common ending of dotted parts
+beyond that, which takes time in proportion to the names.
 """
 
 from __future__ import annotations
 
+import difflib
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -33,9 +40,91 @@ from holdfast.engine.execute import default_threads, run_all
 from holdfast.errors import located
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
-from holdfast.inspect.renames import Rename, match_names
 
-__all__ = ["ABSENT", "Absent", "Comparison", "Content", "Diff", "Rename", "TensorChange", "ValueChange", "diff"]
+__all__ = [
+    "ABSENT",
+    "COMPARISONS",
+    "Absent",
+    "Comparison",
+    "Content",
+    "Diff",
+    "Rename",
+    "TensorChange",
+    "ValueChange",
+    "diff",
+    "match_names",
+]
+
+
+COMPARISONS = 20_000
+"""Pairs of names that are compared as text, in all: about a second."""
+
+NAME_LIMIT = 160
+"""Characters of a name that are compared: its end, which says most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rename:
+    """The same content under two names."""
+
+    a: str
+    b: str
+
+
+def match_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> list[Rename]:
+    """Pair the names of equal digests; a name that has no counterpart left is in no pair."""
+    groups: dict[Digest, tuple[list[str], list[str]]] = {}
+    for side, names in enumerate((before, after)):
+        for name, digest in names.items():
+            groups.setdefault(digest, ([], []))[side].append(name)
+    pairs: list[Rename] = []
+    budget = COMPARISONS
+    for old, new in groups.values():
+        cost = len(old) * len(new)
+        if cost == 1:
+            pairs.append(Rename(old[0], new[0]))
+        elif cost <= budget:
+            budget -= cost
+            pairs += _by_likeness(old, new)
+        else:
+            pairs += _by_ending(old, new)
+    return pairs
+
+
+def _by_likeness(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
+    """The most alike first."""
+    scored = []
+    for i, b in enumerate(new):
+        matcher = difflib.SequenceMatcher(None, "", b[-NAME_LIMIT:], autojunk=False)
+        for j, a in enumerate(old):
+            matcher.set_seq1(a[-NAME_LIMIT:])
+            scored.append((-matcher.ratio(), j, i))
+    left, right = set(range(len(old))), set(range(len(new)))
+    for _, j, i in sorted(scored):
+        if j in left and i in right:
+            left.remove(j)
+            right.remove(i)
+            yield Rename(old[j], new[i])
+
+
+def _by_ending(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
+    """Those first that have the most dotted parts at their ends in common; then the rest, in order."""
+    left, right = dict.fromkeys(old), dict.fromkeys(new)
+    parts = {name: name.rsplit(".", 16) for name in (*old, *new)}
+    for depth in range(max(map(len, parts.values())), 0, -1):
+        waiting: dict[tuple[str, ...], list[str]] = {}
+        for name in right:
+            if len(parts[name]) >= depth:
+                waiting.setdefault(tuple(parts[name][-depth:]), []).append(name)
+        for name in list(left):
+            found = waiting.get(tuple(parts[name][-depth:])) if len(parts[name]) >= depth else None
+            if found:
+                counterpart = found.pop(0)
+                del left[name], right[counterpart]
+                yield Rename(name, counterpart)
+    for a, b in zip(left, right, strict=False):
+        yield Rename(a, b)
+
 
 Pair = tuple[LazyTensor, LazyTensor]
 

@@ -12,9 +12,9 @@ from typing import BinaryIO, TypeVar
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Source, Store, by_source
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located

@@ -29,12 +29,10 @@ from holdfast.formats.dcp.index import is_index
 from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.pickle import PlainTable, interpret
-from holdfast.inspect.evidence import gather
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
-from holdfast.inspect.scanning.allowed import Allowed
-from holdfast.inspect.scanning.findings import Finding
-from holdfast.inspect.scanning.spans import Span
+from holdfast.inspect.scanning.archives import Span
+from holdfast.inspect.scanning.findings import Allowed, Finding, gather
 from holdfast.inspect.scanning.walk import WHOLE, Walk
 from holdfast.inspect.severity import Severity
 from holdfast.stores.local import check_key

@@ -237,7 +237,7 @@ _KNOWN = frozenset(KNOWN.split())
 @cache
 def _built() -> frozenset[tuple[str, str]]:
     """What the tables of `open` build: exact names, so a closed set."""
-    from holdfast.formats.dcp.table import MetadataTable
+    from holdfast.formats.dcp.schema import MetadataTable
     from holdfast.formats.torch.table import buildable
 
     return buildable() | frozenset(MetadataTable().calls) | frozenset(MetadataTable().news) | frozenset(MetadataTable().values)

@@ -23,12 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
-from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.opaque import Device, Global, Opaque, Size
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import step
-from holdfast.core.values import Device, Size
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
-from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.core.runtime import resting_collector
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
@@ -32,8 +32,7 @@ from holdfast.formats.detect import detect
 from holdfast.formats.native.read import check_files
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.torch.zip import begins_like_zip
-from holdfast.formats.zip.inflate import inflated_crc
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
 from holdfast.stores.paths import local_path
 

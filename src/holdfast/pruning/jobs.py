@@ -12,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.chunk import Storage
-from holdfast.core.composite import Composite
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import values_inside
 from holdfast.errors import HoldfastError
 from holdfast.pruning.loss import Loss, Tally

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from holdfast.errors import CannotHold
-from holdfast.formats.dcp.beside import BESIDE, checksum_file
+from holdfast.formats.dcp.index import BESIDE, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
 from holdfast.formats.native.chunks import in_file
 from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
 from holdfast.formats.native.write import OWN, BoxToWrite, Pack, box_file, lay_out_index, sharding_texts
-from holdfast.formats.safetensors.pieces import name_problem
+from holdfast.formats.safetensors.write import name_problem
 from holdfast.plan.saves import FilePlan, Literal
 
 __all__ = ["FORMATS", "Contents", "DcpIndex", "Part", "RankFile", "Receipt", "index_files", "is_part", "rank_files"]

@@ -39,7 +39,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.equal import same_bytes
 from holdfast.errors import LimitExceeded, Unsupported
-from holdfast.formats.safetensors.strict_json import quoted
+from holdfast.formats.strict_json import quoted
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import describe_state

@@ -28,7 +28,7 @@ from holdfast.core.tree import name_tensors
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.native.write import lay_out_native
-from holdfast.formats.pt2.copied import Beside, read_beside
+from holdfast.formats.pt2.replace import Beside, read_beside
 from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
 from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import open as open_checkpoint

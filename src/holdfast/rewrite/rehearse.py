@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from holdfast.core.collector import resting_collector
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Outlined, Store
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource

@@ -12,8 +12,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
+from holdfast.core.runtime import resting_collector
 from holdfast.engine.budget import byte_count
 from holdfast.engine.write import Progress
 from holdfast.rewrite.formats import Options, format_for, plan_save

@@ -16,11 +16,10 @@ from typing import Literal
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
 from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported

@@ -23,7 +23,7 @@ from holdfast.core.protocols import Source, State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
-from holdfast.formats.safetensors.strict_json import quoted
+from holdfast.formats.strict_json import quoted
 from holdfast.inspect.open import Openable, opened
 from holdfast.rewrite.alias_graph import AliasGraph, AliasGroup, find_aliases
 from holdfast.rewrite.models import weights_of

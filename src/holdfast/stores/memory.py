@@ -9,9 +9,9 @@ from typing import BinaryIO
 
 import numpy as np
 
-from holdfast.core.forks import renewed
+from holdfast.core.protocols import BaseStore
+from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
-from holdfast.stores.base import BaseStore
 
 __all__ = ["FileObjectStore", "MemoryStore"]
 

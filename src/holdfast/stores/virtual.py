@@ -16,11 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdfast.core.forks import renewed
-from holdfast.core.protocols import Stamp, Store
+from holdfast.core.protocols import BaseStore, Ints, Stamp, Store
+from holdfast.core.runtime import renewed
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
-from holdfast.stores.base import BaseStore, Ints
 
 __all__ = ["Entry", "Kept", "Virtual", "tensor_stamp"]
 

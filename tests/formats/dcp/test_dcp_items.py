@@ -18,7 +18,7 @@ import holdfast
 from holdfast import errors
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.formats.dcp import values as values_module
+from holdfast.formats.dcp import read as values_module
 from holdfast.formats.dcp.item import ItemReader, Window
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.formats.dcp.read import DcpDirectory

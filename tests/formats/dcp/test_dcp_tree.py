@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.core.limits import Limits
 from holdfast.errors import MetadataError
-from holdfast.formats.dcp.tree import grow
+from holdfast.formats.dcp.read import grow
 
 
 def nested(*paths: tuple[str | int, ...], limits: Limits | None = None) -> object:

@@ -6,7 +6,7 @@ import os
 
 from holdfast.core.dtype import DType
 from holdfast.errors import Unsupported
-from holdfast.formats.dcp.records import Item, Metadata, Place, StorageNote, StoredBox, StoredBytes, StoredTensor
+from holdfast.formats.dcp.schema import Item, Metadata, Place, StorageNote, StoredBox, StoredBytes, StoredTensor
 from holdfast.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,

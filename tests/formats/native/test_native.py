@@ -15,11 +15,10 @@ from tests.formats.slow_save import Memory, assert_same, execute, raw_bytes, reo
 from tests.formats.tree_strategies import trees
 
 import holdfast
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import Traits
+from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import (
     CannotHold,
     Corrupted,
@@ -36,7 +35,7 @@ from holdfast.errors import (
 from holdfast.formats.native.read import check_files
 from holdfast.formats.native.schema import parse_exact, parse_fast, parse_manifest
 from holdfast.formats.native.write import lay_out_native
-from holdfast.formats.seal import seal
+from holdfast.formats.strict_json import seal
 from holdfast.formats.tree_json import json_limits
 
 MANIFEST = "holdfast.json"

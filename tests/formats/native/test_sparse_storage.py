@@ -19,14 +19,14 @@ import holdfast
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
-from holdfast.core.sparse import bitmap, blocks, nm
+from holdfast.core.sparse import encoding
 from holdfast.core.sparse.encoding import encoding_of
 from holdfast.core.sparse.storage import SparseStorage, packing_of
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sparse_choice import choose, count_blocks, parse_wanted
 from holdfast.errors import Closed, Corrupted, HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Unsupported
 from holdfast.formats.detect import detect
-from holdfast.formats.native import unpacked
+from holdfast.formats.native import chunks as unpacked
 from holdfast.formats.native.read import check_files
 from holdfast.formats.native.write import lay_out_native
 from holdfast.rewrite.reshard import reshard
@@ -44,10 +44,10 @@ def small_groups(monkeypatch):
 
 
 def shrink(patch):
-    patch.setattr(bitmap, "GROUP_ELEMENTS", 16)
-    patch.setattr(nm, "PACKED_GROUPS", 8)
-    patch.setattr(blocks, "GROUP_ELEMENTS", 24)
-    patch.setattr(blocks, "GROUP_ROWS", 4)
+    patch.setattr(encoding, "BITMAP_ELEMENTS", 16)
+    patch.setattr(encoding, "PACKED_GROUPS", 8)
+    patch.setattr(encoding, "BLOCKS_ELEMENTS", 24)
+    patch.setattr(encoding, "GROUP_ROWS", 4)
     patch.setattr(unpacked, "RUN_NBYTES", 64)
     patch.setattr(unpacked, "KEPT_NBYTES", 512)
 

@@ -9,8 +9,8 @@ from craft_safetensors import MemorySource, craft, entry, frame
 
 from holdfast.core.limits import Limits
 from holdfast.errors import FormatError, HeaderError, HoldfastError, LimitExceeded, Truncated
-from holdfast.formats.safetensors.header import parse_exact, parse_fast
 from holdfast.formats.safetensors.read import SafetensorsFile
+from holdfast.formats.safetensors.schema import parse_exact, parse_fast
 
 GOOD = '{"w":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}'
 DATA = b"abcd"

@@ -15,15 +15,13 @@ from tests.formats.slow_save import Memory, assert_same, execute, raw_bytes, reo
 from tests.formats.tree_strategies import trees
 
 import holdfast
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import AliasView, Traits
+from holdfast.core.tensor import AliasView, Composite, Traits
 from holdfast.errors import CannotHold, HeaderError, MetadataError
-from holdfast.formats.safetensors.pieces import ORDER
-from holdfast.formats.safetensors.write import is_flat, lay_out_safetensors
-from holdfast.formats.seal import seal
-from holdfast.formats.sharing import find_sharing
+from holdfast.formats.recorded import find_sharing
+from holdfast.formats.safetensors.write import ORDER, is_flat, lay_out_safetensors
+from holdfast.formats.strict_json import seal
 
 CODED = [row for row in DTYPES.rows if row.safetensors is not None]
 

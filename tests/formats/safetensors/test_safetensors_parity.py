@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError
-from holdfast.formats.safetensors.header import parse_exact, parse_fast
 from holdfast.formats.safetensors.read import SafetensorsFile
+from holdfast.formats.safetensors.schema import parse_exact, parse_fast
 
 CODES = (
     *("BOOL", "U8", "I8", "I16", "U16", "I32", "U32", "I64", "U64", "F16", "BF16", "F32", "F64", "C64"),

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded
-from holdfast.formats.safetensors import strict_json
-from holdfast.formats.safetensors.strict_json import parse, pointer
+from holdfast.formats import strict_json
+from holdfast.formats.strict_json import parse, pointer
 
 SMALL = (1 << 63) - 1
 VALUES = st.recursive(

@@ -21,15 +21,13 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
-from holdfast.core.opaque import Global, Opaque
+from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
-from holdfast.core.values import Device, Size
 from holdfast.engine.source import OpenSource
 from holdfast.errors import CannotHold
-from holdfast.formats.torch.serialization_id import mistaken_crc, serialization_id
-from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
+from holdfast.formats.torch.write import archive_name, lay_out_torch_zip, mistaken_crc, serialization_id
 from holdfast.plan.saves import Data, Literal, SavePlan
 from holdfast.stores.memory import MemoryStore
 

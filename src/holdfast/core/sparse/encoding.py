@@ -7,21 +7,396 @@ The elements of a chunk, in C order, are cut into groups of a fixed number; the 
     starts    how many values lie before each group, and in all: 64-bit integers; not where the number is always the same
 
 so any group can be unpacked alone, from two reads whose places are known.
+
+A bit an element, and the elements whose bit is set.
+
+    elements   a 0 0 b 0 0 0 0 │ 0 c …        groups of 65,536
+    where      0b00001001      │ 0b…10        the first element in the lowest bit
+    values     a b c …
+
+The bits behind the last element are zero.
+
+A bit a block of a matrix, and the blocks that are not all zeros.
+
+    the tensor as a matrix, its first axis by all others; blocks of 2 × 2
+
+    a b │ 0 0 │ e        where      0b101 for this band of blocks, padded to whole bytes behind each group of bands
+    c d │ 0 0 │ 0        values     a b c d  e 0 0 0        each block in C order; what lies beyond the edge is zero
+
+The bits behind the last block of a group are zero.
+
+At most `n` of every `m` elements along the last axis, with their positions.
+
+    elements   0 a b 0 │ c 0 0 0          2:4
+    where      1 2       0 1              the positions, rising; 1, 2 or 4 bits each, the first in the lowest bits
+    values     a b       c 0              as many for each group: a group with fewer has zeros among them
+
+Every place follows from arithmetic, so there is nothing to count and nothing to look up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar, Protocol
 
-from holdfast.core.sparse.bitmap import Bitmap
-from holdfast.core.sparse.blocks import Blocks
-from holdfast.core.sparse.elements import Elements, Octets
-from holdfast.core.sparse.nm import Pattern
+import numpy as np
+
+from holdfast.core.sparse.elements import Elements, Octets, are_set, count_set, fill, marks_of, taken, translate, unequal
 from holdfast.errors import MetadataError
 
-__all__ = ["Encoding", "encoding_of", "group_count", "matrix_shape", "spread", "where_total"]
+__all__ = [
+    "BAND_ELEMENTS",
+    "LARGEST_M",
+    "Bitmap",
+    "Blocks",
+    "Encoding",
+    "Pattern",
+    "encoding_of",
+    "group_count",
+    "group_rows",
+    "matrix_shape",
+    "most_set",
+    "position_bits",
+    "spread",
+    "where_total",
+]
+
+
+BITMAP_ELEMENTS = 1 << 16
+"""Elements of a group: little enough that a slice unpacks hardly more than it needs, and that all of it stays in a cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bitmap:
+    """The encoding of `count` elements by a bit each."""
+
+    count: int
+
+    name: ClassVar[str] = "bitmap"
+    counted: ClassVar[bool] = True
+    unit: ClassVar[int] = 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def group(self) -> int:
+        return BITMAP_ELEMENTS
+
+    def where_nbytes(self, count: int) -> int:
+        return (count + 7) // 8
+
+    def most(self, count: int) -> int:
+        return count
+
+    def mark(self, dense: Elements) -> Octets:
+        return np.packbits(are_set(dense), bitorder="little")
+
+    def take(self, dense: Elements) -> Elements:
+        return taken(dense, are_set(dense))
+
+    def count_values(self, dense: Elements) -> int:
+        return count_set(dense)
+
+    def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
+        fill(out, np.flatnonzero(marks_of(where, len(out))), values)
+
+
+BLOCKS_ELEMENTS = 1 << 17
+"""Elements that a group of bands has if it can."""
+
+BAND_ELEMENTS = 1 << 20
+"""Elements of the largest band: what has to be unpacked for one of its elements."""
+
+GROUP_ROWS = 64
+"""Rows that a group has at the least, as long as they fit: blocks up to this height then have groups of one size."""
+
+
+def group_rows(columns: int) -> int:
+    """Rows of a group, before it is made a multiple of the block's height: a power of two, or 0 where rows are too long."""
+    rows = max(BLOCKS_ELEMENTS // columns, min(GROUP_ROWS, BAND_ELEMENTS // columns))
+    return 1 << (rows.bit_length() - 1) if rows else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """The encoding of a matrix by blocks of `height` × `width`."""
+
+    rows: int
+    columns: int
+    height: int
+    width: int
+
+    name: ClassVar[str] = "block"
+    counted: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.height <= self.rows and 1 <= self.width <= self.columns) or self.height * self.columns > BAND_ELEMENTS:
+            shape = f"{self.rows:,} × {self.columns:,}"
+            raise MetadataError(f"blocks of {self.height:,} × {self.width:,} do not fit a matrix of {shape}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.height, self.width)
+
+    @property
+    def count(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def unit(self) -> int:
+        return self.height * self.width
+
+    @property
+    def group(self) -> int:
+        return max(group_rows(self.columns) // self.height, 1) * self.height * self.columns
+
+    def where_nbytes(self, count: int) -> int:
+        return (self._bits(count) + 7) // 8
+
+    def most(self, count: int) -> int:
+        return self._bits(count) * self.unit
+
+    def mark(self, dense: Elements) -> Octets:
+        return np.packbits(self._marked(self._blocks(self._padded(dense))), bitorder="little")
+
+    def take(self, dense: Elements) -> Elements:
+        blocks = self._blocks(self._padded(dense))
+        return np.asarray(blocks[self._marked(blocks)]).reshape(-1)
+
+    def count_values(self, dense: Elements) -> int:
+        return int(np.count_nonzero(self._marked(self._blocks(self._padded(dense))))) * self.unit
+
+    def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
+        bits = self._bits(len(out))
+        bands = bits // self._across
+        marked = marks_of(where, bits).reshape(bands, self._across)
+        wanted = int(np.count_nonzero(marked)) * self.unit
+        if wanted != len(values):
+            raise unequal(wanted, len(values))
+        even = len(out) == bits * self.unit
+        grid = out if even else np.empty(bits * self.unit, out.dtype)
+        grid.view(np.uint8)[:] = 0
+        self._blocks(grid.reshape(bands * self.height, -1))[marked] = values.reshape(-1, self.height, self.width)
+        if not even:
+            placed = out.reshape(-1, self.columns)
+            placed[...] = grid.reshape(bands * self.height, -1)[: len(placed), : self.columns]
+
+    @property
+    def _across(self) -> int:
+        """Blocks side by side."""
+        return -(-self.columns // self.width)
+
+    def _bits(self, count: int) -> int:
+        """Blocks of so many whole rows."""
+        return -(-count // (self.columns * self.height)) * self._across
+
+    def _padded(self, dense: Elements) -> np.ndarray:
+        """Whole rows as a matrix of whole blocks."""
+        matrix = dense.reshape(-1, self.columns)
+        height, width = -len(matrix) % self.height, -self.columns % self.width
+        if not height and not width:
+            return matrix
+        padded = np.zeros((len(matrix) + height, self.columns + width), matrix.dtype)
+        padded[: len(matrix), : self.columns] = matrix
+        return padded
+
+    def _blocks(self, matrix: np.ndarray) -> np.ndarray:
+        """A matrix of whole blocks as a band of them a row: four dimensions over the same memory."""
+        bands = len(matrix) // self.height
+        return matrix.reshape(bands, self.height, self._across, self.width).transpose(0, 2, 1, 3)
+
+    def _marked(self, blocks: np.ndarray) -> np.ndarray:
+        """Which blocks are not all zeros. Rows of a block are looked at in the widest words that divide them."""
+        rows = blocks.transpose(0, 2, 1, 3)
+        nbytes = self.width * rows.dtype.itemsize
+        wide = next(word for word in (8, 4, 2, 1) if nbytes % word == 0)
+        words = rows.reshape(-1).view(f"<u{wide}").reshape(*rows.shape[:3], nbytes // wide)
+        joined = np.bitwise_or.reduce(np.bitwise_or.reduce(words, axis=1), axis=-1)
+        return are_set(joined.reshape(-1)).reshape(joined.shape)
+
+
+LARGEST_M = 16
+"""The largest `m`: a position takes half a byte at the most."""
+
+PACKED_GROUPS = 1 << 14
+"""Groups of `m` that are packed together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """The encoding of `count` elements, a multiple of `m`, of which at most `n` of every `m` are not zero."""
+
+    count: int
+    n: int
+    m: int
+
+    name: ClassVar[str] = "nm"
+    counted: ClassVar[bool] = False
+    unit: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.n < self.m <= LARGEST_M or self.count % self.m:
+            raise MetadataError(f"{self.count:,} elements cannot be {self.n}:{self.m}")
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return (self.n, self.m)
+
+    @property
+    def group(self) -> int:
+        return PACKED_GROUPS * self.m
+
+    @property
+    def width(self) -> int:
+        """Bits of one position."""
+        return position_bits(self.m)
+
+    def where_nbytes(self, count: int) -> int:
+        return (count // self.m * self.n * self.width + 7) // 8
+
+    def most(self, count: int) -> int:
+        return count // self.m * self.n
+
+    def mark(self, dense: Elements) -> Octets:
+        if not self._by_octets or len(dense) % 8:
+            return self._positions(np.flatnonzero(self._kept(dense)))
+        return translate(np.packbits(are_set(dense), bitorder="little"), _tables(self.n, self.m).positions)
+
+    def take(self, dense: Elements) -> Elements:
+        if not self._by_octets or len(dense) % 8:
+            return taken(dense, self._kept(dense))
+        marked = are_set(dense)
+        octets = np.packbits(marked, bitorder="little")
+        stored = translate(octets, _tables(self.n, self.m).stored)
+        if not np.array_equal(stored, octets):
+            marked = np.unpackbits(stored, bitorder="little").view(np.bool_)
+        values = taken(dense, marked)
+        if len(values) != self.most(len(dense)):
+            raise self._excess()
+        return values
+
+    def count_values(self, dense: Elements) -> int:
+        return self.most(len(dense))
+
+    def unpack(self, where: Octets, values: Elements, out: Elements) -> None:
+        if self._by_octets and len(out) % 8 == 0:
+            # A byte that is no positions is no marks, so that there are too few.
+            found = np.flatnonzero(marks_of(translate(where, _tables(self.n, self.m).marks), len(out)))
+            if len(found) != len(values):
+                raise self._disorder()
+            fill(out, found, values)
+            return
+        each, mask = 8 // self.width, np.uint8((1 << self.width) - 1)
+        found = np.empty(len(where) * each, np.uint8)
+        for k in range(each):
+            np.bitwise_and(where >> np.uint8(k * self.width), mask, out=found[k::each])
+        wanted = self.most(len(out))
+        if found[wanted:].any():
+            raise MetadataError("positions behind the last group")
+        found = found[:wanted]
+        rising = all(bool((found[k :: self.n] > found[k - 1 :: self.n]).all()) for k in range(1, self.n))
+        if not rising or int(found.max(initial=0)) >= self.m:
+            raise self._disorder()
+        fill(out, found + _origins(self.n, self.m, PACKED_GROUPS)[: len(found)], values)
+
+    @property
+    def _by_octets(self) -> bool:
+        """Whether the positions in eight elements take one byte (2:4, 2:8): then tables have all there is to know."""
+        return 8 % self.m == 0 and self.n * self.width == self.m
+
+    def _kept(self, dense: Elements) -> np.ndarray:
+        """Which elements are stored: exactly `n` of each group, its first zeros where it has fewer than that."""
+        marked = are_set(dense)
+        counts = group_counts(marked, self.m)
+        if int(counts.max(initial=0)) > self.n:
+            raise self._excess()
+        if int(counts.min(initial=self.n)) == self.n:
+            return marked
+        groups = marked.reshape(-1, self.m)
+        rank = np.cumsum(~groups, axis=1, dtype=np.uint8)
+        return np.asarray(groups | (rank <= (np.uint8(self.n) - counts)[:, None])).reshape(-1)
+
+    def _positions(self, kept: np.ndarray) -> Octets:
+        each = 8 // self.width
+        found = np.zeros(-(-len(kept) // each) * each, np.uint8)
+        np.subtract(kept, _origins(self.n, self.m, PACKED_GROUPS)[: len(kept)], out=found[: len(kept)], casting="unsafe")
+        packed = found[::each].copy()
+        for k in range(1, each):
+            packed |= found[k::each] << np.uint8(k * self.width)
+        return packed
+
+    def _excess(self) -> MetadataError:
+        return MetadataError(f"more than {self.n} of {self.m} elements are not zero")
+
+    def _disorder(self) -> MetadataError:
+        return MetadataError(f"positions in a group of {self.m} that are outside of it, twice the same, or not in order")
+
+
+def position_bits(m: int) -> int:
+    """Bits of a position among `m`."""
+    return 1 if m == 2 else 2 if m <= 4 else 4
+
+
+def group_counts(marked: np.ndarray, m: int) -> np.ndarray:
+    """How many of every `m` booleans are set: sums of columns, since rows are too short for numpy."""
+    counts = marked[::m].astype(np.uint8)
+    for k in range(1, m):
+        counts += marked[k::m]
+    return counts
+
+
+def most_set(marked: np.ndarray, octets: Octets, m: int) -> int:
+    """The largest of the counts, from booleans and the same as bits."""
+    if len(marked) % 16 or m not in (2, 4, 8, 16):
+        return int(group_counts(marked, m).max(initial=0))
+    counts = translate(octets, _most_in_octet(min(m, 8)))
+    return int((counts[::2] + counts[1::2]).max(initial=0) if m == 16 else counts.max(initial=0))
+
+
+@lru_cache(maxsize=3)
+def _most_in_octet(m: int) -> bytes:
+    """For each byte, the largest number of bits in one of its groups of `m`."""
+    return bytes(max((octet >> at & (1 << m) - 1).bit_count() for at in range(0, 8, m)) for octet in range(256))
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What a byte of one kind is as a byte of another, for eight elements whose positions take one byte; 0 where it is nothing."""
+
+    stored: bytes
+    """Which elements have bits → which are stored, `n` of each group."""
+    positions: bytes
+    """Which elements have bits → the positions of those that are stored."""
+    marks: bytes
+    """Positions → which are stored."""
+
+
+@lru_cache(maxsize=4)
+def _tables(n: int, m: int) -> Tables:
+    stored, positions, marks = bytearray(256), bytearray(256), bytearray(256)
+    width = m // n
+    for octet in range(256):
+        groups: list[list[int]] = []
+        for at in range(0, 8, m):
+            found = [k for k in range(m) if octet >> at + k & 1]
+            zeros = [k for k in range(m) if k not in found]
+            groups.append(sorted(found + zeros[: max(n - len(found), 0)]))
+        if all(len(group) == n for group in groups):
+            stored[octet] = sum(1 << g * m + k for g, group in enumerate(groups) for k in group)
+            positions[octet] = sum(k << (g * n + i) * width for g, group in enumerate(groups) for i, k in enumerate(group))
+            marks[positions[octet]] = stored[octet]
+    return Tables(bytes(stored), bytes(positions), bytes(marks))
+
+
+@lru_cache(maxsize=32)
+def _origins(n: int, m: int, groups: int) -> np.ndarray:
+    """The first element of each group, `n` times."""
+    return np.repeat(np.arange(0, groups * m, m, dtype=np.intp), n)
 
 
 class Encoding(Protocol):

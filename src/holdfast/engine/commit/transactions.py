@@ -36,8 +36,7 @@ from operator import and_
 from types import TracebackType
 from typing import Self
 
-from holdfast.engine.commit.new_file import NewFile
-from holdfast.engine.commit.target import Target, not_committed, open_target, refusal, refusing, uncertain
+from holdfast.engine.commit.target import NewFile, Target, not_committed, open_target, refusal, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
     Kept,
     claim,

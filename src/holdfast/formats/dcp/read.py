@@ -7,29 +7,206 @@
 
 Opening reads the metadata and the values that are no tensors. Where in its item a tensor's bytes are is found when it is read
 (`lazy`).
+
+From names to the nested state that they were flattened from.
+
+torch joins the path of each leaf with dots, and notes the path itself: keys of mappings as text, positions in lists as integers. So
+{"opt": [{"lr": 1}]} has the name `opt.0.lr` and the path ("opt", 0, "lr"). What is lost on the way there:
+
+- the keys of mappings that were no text: 3 became "3";
+- empty mappings, which have no leaf; in a list, one leaves a hole, where torch puts None, and so does this.
+
+A path that is none, that goes through a leaf, or whose name is not its parts joined with dots is not followed: its leaf stands at
+the top, under its name.
+
+The values that are no tensors: hyperparameters, counters, names, the rest of a training state. Small, and many.
+
+Each is an item of its own, 1.3 KB for a number, and the items of one rank's values lie side by side at the front of its file. Those
+are read together, a block at a time; a large one (a tuple with tensors in it) by its two ends and its pickle.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from holdfast.core.composite import Composite
+from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.protocols import Description, Source
-from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.core.tree import name_tensors
+from holdfast.core.protocols import Description, Foreign, Source
+from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tree import dotted, name_tensors
 from holdfast.errors import MetadataError, Unsupported
-from holdfast.formats.dcp.beside import compare_metadata
-from holdfast.formats.dcp.index import Index, SavedTensor, is_index, read_index
-from holdfast.formats.dcp.inflate import is_inflated
-from holdfast.formats.dcp.lazy import Items, ItemStorage, Unread, chunk_of
-from holdfast.formats.dcp.records import Item
-from holdfast.formats.dcp.tree import Grown, grow
-from holdfast.formats.dcp.values import read_values
+from holdfast.formats.dcp.index import Index, SavedTensor, compare_metadata, is_index, read_index
+from holdfast.formats.dcp.lazy import Items, ItemStorage, Unread, chunk_of, is_inflated
+from holdfast.formats.dcp.schema import Item
 
-__all__ = ["DATA_SUFFIX", "DcpDirectory"]
+__all__ = ["DATA_SUFFIX", "DcpDirectory", "Grown", "grow", "read_values"]
+
+
+ABSENT = object()
+
+POSITIONS = 1024
+"""Positions beyond the number of leaves that are taken for such: empty mappings have no leaf, and leave holes."""
+
+HOLES = 16
+"""A list may have so many holes, and one more for every element; with more than that it is left a dict of positions."""
+
+
+class Branch(dict[str | int, object]):
+    """A container that is being put together, so that it is not taken for a dict that is a leaf."""
+
+
+@dataclass(slots=True)
+class Grown:
+    """A nested state, and what could not be told."""
+
+    tree: dict[str | int, object]
+    flat: list[str] = field(default_factory=list)
+    """Names whose path was not followed."""
+    holes: int = 0
+    """Positions in lists that nothing is known of."""
+    numbered: int = 0
+    """Mappings whose keys are numbers, as text."""
+
+
+def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: Limits) -> Grown:
+    """The nested state of named leaves; `paths` is what the planner noted, which may be anything."""
+    root = Branch()
+    most = len(leaves) + POSITIONS
+    grown = Grown({})
+    for name, leaf in leaves.items():
+        path = _path(name, paths.get(name, (name,)), limits, most)
+        if path is None or not _put(root, path, leaf):
+            grown.flat.append(name)
+    for name in grown.flat:
+        if not _put(root, (name,), leaves[name]):
+            raise MetadataError("two values have one name", tensor=name)
+    made = _settle(root, grown)
+    grown.tree = made if isinstance(made, dict) else dict(enumerate(made if isinstance(made, list) else []))
+    return grown
+
+
+def _path(name: str, path: object, limits: Limits, most: int) -> tuple[str | int, ...] | None:
+    """A path that can be followed; None for any other."""
+    if type(path) is not tuple or not 0 < len(path) <= limits.depth:
+        return None
+    characters = len(path) - 1
+    for step in path:
+        # Positions are few and near zero, so that dicts of them cannot be made to collide.
+        if type(step) is str:
+            characters += len(step)
+        elif type(step) is not int or not 0 <= step < most:
+            return None
+    # Not joined where it cannot be the name: the same long text may stand in every path.
+    return path if characters <= len(name) and dotted(path) == name else None
+
+
+def _put(root: Branch, path: tuple[str | int, ...], leaf: object) -> bool:
+    """Put a leaf at its place; not where another is in its way."""
+    branch = root
+    for step in path[:-1]:
+        inner = branch.setdefault(step, ABSENT)
+        if inner is ABSENT:
+            inner = branch[step] = Branch()
+        if not isinstance(inner, Branch):
+            return False
+        branch = inner
+    if path[-1] in branch:
+        return False
+    branch[path[-1]] = leaf
+    return True
+
+
+def _settle(branch: Branch, grown: Grown) -> object:
+    """A branch as the list or dict that it was. As deep as a path is long, which is limited."""
+    inside: dict[str | int, object] = {
+        step: _settle(value, grown) if isinstance(value, Branch) else value for step, value in branch.items()
+    }
+    positions = [step for step in inside if isinstance(step, int)]
+    if positions and len(positions) == len(inside):
+        length = max(positions) + 1
+        grown.holes += length - len(positions)
+        if length > 2 * len(positions) + HOLES:
+            return inside
+        return [inside.get(position) for position in range(length)]
+    if inside and all(isinstance(step, str) and step.isdecimal() for step in inside):
+        grown.numbered += 1
+    return inside
+
+
+EAGER_ITEMS = 20_000
+"""Values that are read when a directory is opened: a second's work. torch flattens an optimizer to a dozen for each parameter."""
+
+EAGER_NBYTES = 32 << 20
+"""Bytes of them. With more of either, every value stays where it is (`Unread`)."""
+
+SMALL_NBYTES = 64 << 10
+"""Items up to this length are read together."""
+
+BLOCK_NBYTES = 1 << 20
+"""Bytes that are read together."""
+
+Named = tuple[str, Item]
+
+
+@dataclass(slots=True)
+class Values:
+    """What was read."""
+
+    values: dict[str, object] = field(default_factory=dict)
+    foreign: tuple[Foreign, ...] = ()
+    nbytes: int = 0
+    """Bytes of the items that were read."""
+    unread: int = 0
+
+
+def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
+    """Read values, or leave all of them where they are if that would take long."""
+    small = {name: item for name, item in wanted.items() if item.length <= SMALL_NBYTES}
+    done = Values(nbytes=sum(item.length for item in small.values()))
+    if len(wanted) > EAGER_ITEMS or done.nbytes > EAGER_NBYTES:
+        done.values = {name: Unread(items, item, name) for name, item in wanted.items()}
+        done.unread = len(wanted)
+        return done
+    foreign: list[Foreign] = []
+    for block in _blocks(sorted(small.items(), key=lambda pair: (pair[1].file, pair[1].offset))):
+        for (name, item), content in _contents(items, block):
+            done.values[name], found = items.value(item, name, content)
+            foreign += found
+    for name, item in wanted.items():
+        if name not in small:
+            done.values[name], found = items.value(item, name)
+            foreign += found
+    done.foreign = tuple(foreign)
+    return done
+
+
+def _blocks(ordered: Sequence[Named]) -> Iterator[list[Named]]:
+    """Items that lie end to end, a block of them at a time."""
+    block: list[Named] = []
+    for name, item in ordered:
+        first, last = (block[0][1], block[-1][1]) if block else (item, item)
+        if block and (
+            item.file != last.file or item.offset != last.stop or item.stop - first.offset > BLOCK_NBYTES or item.transforms
+        ):
+            yield block
+            block = []
+        block.append((name, item))
+    if block:
+        yield block
+
+
+def _contents(items: Items, block: list[Named]) -> Iterator[tuple[Named, bytes | None]]:
+    first, last = block[0][1], block[-1][1]
+    if len(block) == 1 or first.transforms:
+        yield from ((named, None) for named in block)
+        return
+    items.inside(last, block[-1][0])
+    raw = items.source.bytes(first.file, first.offset, last.stop)
+    for name, item in block:
+        yield (name, item), raw[item.offset - first.offset : item.stop - first.offset]
+
 
 DATA_SUFFIX = ".distcp"
 DATA_FILE = re.compile(r"__([0-9]+)_[0-9]+\.distcp")

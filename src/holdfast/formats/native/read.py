@@ -33,7 +33,7 @@ from holdfast.errors import (
     UnsafePath,
     located,
 )
-from holdfast.formats.native.chunks import check_sparse, sparse_storage
+from holdfast.formats.native.chunks import UnpackedStore, check_sparse, sparse_storage
 from holdfast.formats.native.schema import (
     MANIFEST,
     SEALED_VERSION,
@@ -46,14 +46,11 @@ from holdfast.formats.native.schema import (
     StoredTensor,
     parse_manifest,
 )
-from holdfast.formats.native.unpacked import UnpackedStore
 from holdfast.formats.native.write import carried
 from holdfast.formats.recorded import restore
-from holdfast.formats.safetensors.header import PREFIX_NBYTES
-from holdfast.formats.safetensors.layout import ADDRESSABLE, addressable
 from holdfast.formats.safetensors.read import read_header
-from holdfast.formats.safetensors.strict_json import pointer, quoted
-from holdfast.formats.seal import hexadecimal
+from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, addressable
+from holdfast.formats.strict_json import hexadecimal, pointer, quoted
 
 __all__ = ["ManifestTensors", "NativeDirectory", "check_files"]
 

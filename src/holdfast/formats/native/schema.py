@@ -32,8 +32,7 @@ from holdfast.core.limits import Limits
 from holdfast.errors import Corrupted, HeaderError, Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.safetensors.strict_json import kind, parse, parse_parts, pay_for_containers, pointer
-from holdfast.formats.seal import SEAL, check_seal, seal
+from holdfast.formats.strict_json import SEAL, check_seal, kind, parse, parse_parts, pay_for_containers, pointer, seal
 from holdfast.formats.tree_json import json_limits
 
 __all__ = [

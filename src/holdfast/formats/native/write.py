@@ -46,11 +46,17 @@ from holdfast.formats.native.schema import (
     StoredTensor,
     encode_manifest,
 )
-from holdfast.formats.recorded import PAIRS, sharing_fields
-from holdfast.formats.safetensors.pieces import FileLayout, HeaderTensor, fill_shards, plan_file
-from holdfast.formats.safetensors.sharding import SHARDING_INFO
-from holdfast.formats.safetensors.write import index_file, is_flat, metadata_problems
-from holdfast.formats.sharing import Sharing, find_sharing
+from holdfast.formats.recorded import PAIRS, Sharing, find_sharing, sharing_fields
+from holdfast.formats.safetensors.record import SHARDING_INFO
+from holdfast.formats.safetensors.write import (
+    FileLayout,
+    HeaderTensor,
+    fill_shards,
+    index_file,
+    is_flat,
+    metadata_problems,
+    plan_file,
+)
 from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 

@@ -25,9 +25,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, replace
 
-from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign
+from holdfast.core.runtime import resting_collector
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
 from holdfast.formats.pickle.rare import RARE, REFUSED
 from holdfast.formats.pickle.state import State

@@ -12,10 +12,19 @@ One deviation: CPython writes empty bytes as `bytes()`, which torch refuses to l
 other bytes, as encoded text.
 
 Used by subclassing: formats add rows of their own (`rows`) and write with `write`.
+
+The opcodes of protocol 2 that carry a number, as bytes.
+
+numpy in a pickle: scalars, dtypes and arrays as numpy itself writes them (since numpy 2, under `numpy._core`).
+
+scalar    numpy._core.multiarray.scalar(dtype, bytes)
+dtype     numpy.dtype('f4', False, True)  BUILD (3, '<', None, None, None, -1, -1, 0)
+array     numpy._core.multiarray._reconstruct(ndarray, (0,), b'b')  BUILD (1, shape, dtype, fortran, bytes)
 """
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -27,12 +36,120 @@ import numpy as np
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tree import dotted
-from holdfast.formats.pickle.array_writer import write_array, write_dtype, write_scalar
-from holdfast.formats.pickle.opcodes import FLOAT, LONG_PUT, TEXT, TUPLES, get, integer, put
 from holdfast.formats.pickle.plain import PATHS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.table import ATTRIBUTES
 
-__all__ = ["PickleWriter"]
+__all__ = [
+    "FLOAT",
+    "LONG_PUT",
+    "TEXT",
+    "TUPLES",
+    "PickleWriter",
+    "get",
+    "integer",
+    "put",
+    "write_array",
+    "write_dtype",
+    "write_scalar",
+]
+
+
+BYTE = [bytes([i]) for i in range(256)]
+PUT1, GET1, INT1 = [b"q" + b for b in BYTE], [b"h" + b for b in BYTE], [b"K" + b for b in BYTE]
+WORD = struct.Struct("<cI").pack
+INT2, INT4 = struct.Struct("<cH").pack, struct.Struct("<ci").pack
+
+LONG_PUT = WORD
+"""Packs `r`, LONG_BINPUT, and a number. Of every ten opcodes three are this one, so it is here without a call around it."""
+
+TEXT = WORD
+"""Packs `X`, BINUNICODE, and the length of the text, which follows."""
+
+FLOAT = struct.Struct(">cd").pack
+"""Packs `G`, BINFLOAT, and the number; the one place where a pickle has the highest byte first."""
+
+TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+"""EMPTY_TUPLE, TUPLE1, TUPLE2, TUPLE3: tuples without a MARK."""
+
+
+def put(number: int) -> bytes:
+    """BINPUT, LONG_BINPUT: remember the top of the stack under a number."""
+    return PUT1[number] if number < 256 else WORD(b"r", number)
+
+
+def get(number: int) -> bytes:
+    """BINGET, LONG_BINGET: what was remembered under a number."""
+    return GET1[number] if number < 256 else WORD(b"j", number)
+
+
+def integer(value: int) -> bytes:
+    """The shortest opcode for an integer: BININT1, BININT2, BININT, LONG1 or LONG4.
+
+    >>> integer(7), integer(-1), integer(1 << 31)
+    (b'K\\x07', b'J\\xff\\xff\\xff\\xff', b'\\x8a\\x05\\x00\\x00\\x00\\x80\\x00')
+    """
+    if 0 <= value <= 0xFFFF:
+        return INT1[value] if value <= 0xFF else INT2(b"M", value)
+    if -(1 << 31) <= value < 1 << 31:
+        return INT4(b"J", value)
+    raw = value.to_bytes((value.bit_length() >> 3) + 1, "little", signed=True)
+    if raw[-1] == 0xFF and raw[-2] & 0x80:
+        # -(2 ** (8 * n - 1)) fits in n bytes, and its bit length asks for one more.
+        raw = raw[:-1]
+    return (b"\x8a" + BYTE[len(raw)] if len(raw) < 256 else INT4(b"\x8b", len(raw))) + raw
+
+
+NDARRAY = Global("numpy", "ndarray")
+
+
+def write_scalar(writer: PickleWriter, value: np.generic) -> None:
+    if value.dtype.hasobject:
+        writer.refuse("a numpy scalar with Python objects in it")
+    elif isinstance(value, np.str_ | np.bytes_) and value[-1:] in ("\0", b"\0"):
+        writer.refuse("text or bytes of numpy that end in NUL, which numpy cuts off when it reads them")
+    else:
+        # An empty text has no bytes in numpy's own pickle, and four of them in `tobytes` (numpy 2.4).
+        content = value.tobytes() if value.dtype.itemsize else b""
+        writer.call(value, "numpy._core.multiarray.scalar", (value.dtype, content))
+
+
+def write_dtype(writer: PickleWriter, dtype: np.dtype[np.generic]) -> None:
+    if writer.known_dtype(dtype):
+        return
+    # numpy's own description of it: numbers, texts, other dtypes, and the class of an element that numpy itself lacks.
+    described = dtype.__reduce__()
+    args, state = described[1], described[2]
+    if dtype.hasobject or not isinstance(args, tuple) or not isinstance(state, tuple):
+        writer.refuse(f"the numpy dtype {dtype!r:.80}")
+        return
+    named = tuple(Global(a.__module__, a.__name__) if isinstance(a, type) else a for a in args)
+    writer.keep((named, state))
+    writer.name("numpy", "dtype")
+    writer.fresh_tuple(named)
+    writer.out.append(b"R")
+    writer.remember_dtype(dtype)
+    writer.fresh_tuple(state)
+    writer.out.append(b"b")
+
+
+def write_array(writer: PickleWriter, array: np.ndarray) -> None:
+    if writer.known(array):
+        return
+    if array.dtype.hasobject:
+        writer.refuse("a numpy array of Python objects")
+        return
+    if not array.dtype.itemsize:
+        writer.refuse(f"a numpy array of {array.dtype}, whose elements have no bytes")
+        return
+    # The tuple is made anew for each array, as numpy does: a constant would be taken for one that is shared.
+    length = 0
+    writer.call(array, "numpy._core.multiarray._reconstruct", (NDARRAY, (length,), b"b"))
+    fortran = array.flags.fnc
+    state = (1, array.shape, array.dtype, fortran, array.tobytes("F" if fortran else "C"))
+    writer.keep(state)
+    writer.fresh_tuple(state)
+    writer.out.append(b"b")
+
 
 Row = Callable[..., None]
 """A method that appends the opcodes of a value of its own type."""

@@ -13,8 +13,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Foreign, Source
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.storages import StorageId, Storages
-from holdfast.formats.torch.table import TorchTable
+from holdfast.formats.torch.table import StorageId, Storages, TorchTable
 from holdfast.formats.torch.zip import PickleReader, record_bytes
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 

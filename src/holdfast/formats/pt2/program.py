@@ -20,7 +20,7 @@ import msgspec
 
 from holdfast.errors import MetadataError
 from holdfast.formats.pt2.schema import SCALARS
-from holdfast.formats.safetensors.strict_json import quoted
+from holdfast.formats.strict_json import quoted
 
 __all__ = ["Program", "TensorValue", "check_weights", "summarise"]
 

@@ -38,8 +38,8 @@ from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
 from holdfast.formats.pt2.payloads import Payloads
 from holdfast.formats.pt2.program import Program, check_weights, summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, Entry, TensorMeta, about, blamed, parse_config
-from holdfast.formats.safetensors.strict_json import kind, parse, quoted
-from holdfast.formats.torch.geometry import beyond, checked_shape, reach, strided_view
+from holdfast.formats.strict_json import kind, parse, quoted
+from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
 from holdfast.formats.torch.zip import PickleReader, record_bytes
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 

@@ -23,7 +23,7 @@ import msgspec
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError, MetadataError, UnsafePath
-from holdfast.formats.safetensors.strict_json import kind, parse, pointer, quoted
+from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
 __all__ = [
     "LAYOUTS",

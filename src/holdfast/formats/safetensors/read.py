@@ -17,10 +17,8 @@ from holdfast.core.protocols import Description, Source, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
-from holdfast.formats.safetensors.header import PREFIX_NBYTES, Entry, parse_document
-from holdfast.formats.safetensors.layout import check_layout
-from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, Record, read_record
-from holdfast.formats.safetensors.sharding import saved_offsets
+from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, Record, read_record, saved_offsets
+from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry, check_layout, parse_document
 
 __all__ = ["Header", "HeaderTensors", "SafetensorsFile", "begins_like_safetensors", "read_header", "refuse_orphans"]
 

@@ -6,6 +6,17 @@
 
 There is no index, so the object comes before anything says where its storages lie. It is interpreted twice by the same machine:
 first to collect the storage ids, from which with pickle 5 every position follows; then to build.
+
+The tar of torch 0.1: three members, `storages`, `tensors` and `pickle`.
+
+    storages   pickle(count); for each: pickle((key, location, storage class)), int64 element count, elements;
+               at the end pickle(list of (view key, root key, element offset, element count))
+    tensors    pickle(count); for each: pickle((key, storage key, tensor class)),
+               int32 rank, 4 unused bytes, rank × int64 sizes, rank × int64 strides, int64 storage offset
+    pickle     the object; a persistent id is a key, of a tensor or a storage, or (class, file, source text)
+
+All numbers are little-endian. The tar itself is read by a few lines of our own that know plain members only: links, devices,
+extended headers (which can rename or resize what follows) and paths are refused.
 """
 
 from __future__ import annotations
@@ -13,15 +24,16 @@ from __future__ import annotations
 from holdfast.core.chunk import Storage
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
-from holdfast.formats.pickle.machine import Interpreted, interpret
+from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import Table
-from holdfast.formats.torch.geometry import brief
-from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id
-from holdfast.formats.torch.table import TorchTable
+from holdfast.formats.torch.table import StorageId, Storages, TorchTable, parse_storage_id, storage_dtype
+from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, strided_view
 
-__all__ = ["MAGIC", "TorchLegacy"]
+__all__ = ["MAGIC", "StorageIds", "TorchLegacy", "TorchTar", "Window", "begins_like_tar", "locate_storages"]
+
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -159,3 +171,207 @@ def locate_storages(
         places[name] = Storage(key, start + 8, asked.nbytes, "little", None, asked.location, f"storage {name}", home=home)
         start += 8 + asked.nbytes
     return places, start
+
+
+BLOCK_NBYTES = 512
+MEMBERS = ("storages", "tensors", "pickle")
+SMALL_PICKLE_NBYTES = 4096
+"""The pickles between the numbers hold a count or three short texts."""
+
+
+class TorchTar:
+    """The tar container."""
+
+    name = "torch-tar"
+
+    def matches(self, source: Source) -> bool:
+        keys = source.store.list()
+        if len(keys) != 1 or source.store.size(keys[0]) < BLOCK_NBYTES:
+            return False
+        head = source.bytes(keys[0], 0, BLOCK_NBYTES)
+        return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
+
+    def describe(self, source: Source) -> Description:
+        (key,) = source.store.list()
+        members = read_members(source, key)
+        missing = [name for name in MEMBERS if name not in members]
+        if missing:
+            raise FormatError(f"a tar without {', '.join(missing)}: not a checkpoint that torch wrote")
+        storages = _storages(Cursor(source, key, *members["storages"]), source)
+        tensors = _tensors(Cursor(source, key, *members["tensors"]), storages)
+        known = {**storages, **tensors}
+
+        def persistent(pid: object) -> object:
+            if isinstance(pid, tuple) and len(pid) == 3:
+                return pid[0]
+            number = int(pid) if isinstance(pid, str) and pid.isascii() and pid.isdecimal() and len(pid) < 40 else pid
+            if type(number) is not int or number not in known:
+                raise PickleError("a persistent id that names no tensor and no storage", found=brief(pid))
+            return known[number]
+
+        start, stop = members["pickle"]
+        limit = source.limits.pickle_nbytes
+        if stop - start > limit:
+            raise LimitExceeded(f"the pickle is {stop - start:,} bytes, above Limits(pickle_nbytes={limit:,})", found=stop - start)
+        done = interpret_whole(
+            source.bytes(key, start, stop), TorchTable(source, persistent), limits=source.limits, stream="pickle"
+        )
+        named = name_tensors(done.value, source.limits, stop - start)
+        return Description(self.name, named.tensors, done.value, done.foreign, tuple(named.notes))
+
+
+def read_members(source: Source, key: str) -> dict[str, tuple[int, int]]:
+    """First byte and the byte after the last one of each member."""
+    size = source.store.size(key)
+    members: dict[str, tuple[int, int]] = {}
+    at = 0
+    while True:
+        if at + BLOCK_NBYTES > size:
+            raise Truncated("the tar ends without its closing blocks", offset=size)
+        head = source.bytes(key, at, at + BLOCK_NBYTES)
+        if head == bytes(BLOCK_NBYTES):
+            break
+        if not _checksum_ok(head):
+            raise FormatError("a tar header whose checksum is wrong", offset=at)
+        name = head[:100].split(b"\0", 1)[0].decode("latin-1")
+        # '0' and NUL are plain files. Everything else can redirect, rename or resize.
+        if head[156:157] not in (b"0", b"\0") or name not in MEMBERS or head[345:346] != b"\0":
+            raise FormatError(
+                f"a tar member {name!r} of type {head[156:157]!r}: torch wrote plain storages, tensors and pickle", offset=at
+            )
+        if name in members:
+            raise FormatError(f"the tar has two members called {name!r}", offset=at)
+        nbytes = _octal(head[124:136], at)
+        start = at + BLOCK_NBYTES
+        if start + nbytes > size:
+            raise Truncated(f"the file ends inside {name!r}", offset=size)
+        members[name] = (start, start + nbytes)
+        at = start + -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+    if source.bytes(key, at, size).strip(b"\0") if size - at <= 1 << 20 else True:
+        raise FormatError("bytes after the end of the tar", offset=at)
+    return members
+
+
+def _octal(field: bytes, at: int) -> int:
+    text = field.strip(b" \0")
+    if not text or any(c not in b"01234567" for c in text):
+        raise FormatError("a tar header whose size is no octal number", offset=at)
+    return int(text, 8)
+
+
+def _checksum_ok(head: bytes) -> bool:
+    field = head[148:156].strip(b" \0")
+    if not field or any(c not in b"01234567" for c in field):
+        return False
+    return int(field, 8) == sum(head[:148]) + 8 * 32 + sum(head[156:])
+
+
+def begins_like_tar(head: bytes) -> bool:
+    """Whether CPython's tarfile takes the first block for a header: by its checksum, whatever else is in it."""
+    if len(head) < BLOCK_NBYTES or head[:BLOCK_NBYTES] == bytes(BLOCK_NBYTES):
+        return False
+    field = head[148:156].split(b"\0", 1)[0].strip(b" ")
+    if not field or any(c not in b"01234567" for c in field):
+        return False
+    unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK_NBYTES])
+    signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK_NBYTES])
+    return int(field, 8) in (unsigned, signed)
+
+
+class Cursor:
+    """Reads small pickles and numbers one after the other inside a member."""
+
+    def __init__(self, source: Source, key: str, start: int, stop: int) -> None:
+        self.source, self.key, self.at, self.stop = source, key, start, stop
+
+    def pickle(self) -> object:
+        limits = self.source.limits
+        size = SMALL_PICKLE_NBYTES
+        while True:
+            data = self.source.bytes(self.key, self.at, min(self.at + size, self.stop))
+            try:
+                done = interpret(data, Table(), limits=limits, stream="tar")
+            except Truncated as error:
+                if self.at + size >= self.stop:
+                    raise
+                if size > limits.pickle_nbytes:
+                    raise LimitExceeded("a pickle inside the tar is too long", found=size, offset=self.at) from error
+                size *= 4
+            else:
+                self.at += done.stop
+                return done.value
+
+    def ints(self, count: int, width: int = 8) -> tuple[int, ...]:
+        data = self.skip(count * width)
+        raw = self.source.bytes(self.key, data, data + count * width)
+        return tuple(int.from_bytes(raw[i : i + width], "little", signed=True) for i in range(0, len(raw), width))
+
+    def skip(self, nbytes: int) -> int:
+        """Move past some bytes; gives where they began."""
+        start = self.at
+        if nbytes < 0 or start + nbytes > self.stop:
+            raise Truncated("a member of the tar ends too early", offset=self.stop)
+        self.at += nbytes
+        return start
+
+    def finish(self) -> None:
+        if self.at != self.stop:
+            raise FormatError("a member of the tar is longer than its content", offset=self.at)
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < MAX_ELEMENTS:
+        raise PickleError("a count was expected", found=type(value).__name__)
+    return value
+
+
+def _triple(value: object) -> tuple[int, object, object]:
+    if not isinstance(value, tuple) or len(value) != 3 or type(value[0]) is not int:
+        raise PickleError("a key, a place and a class were expected", found=type(value).__name__)
+    return value[0], value[1], value[2]
+
+
+def _storages(cursor: Cursor, source: Source) -> dict[int, LazyTensor]:
+    found: dict[int, LazyTensor] = {}
+    for _ in range(_count(cursor.pickle())):
+        name, location, kind = _triple(cursor.pickle())
+        dtype = storage_dtype(kind)
+        if dtype is None or name in found:
+            raise PickleError("a storage of an unknown class, or listed twice", found=brief(kind))
+        (count,) = cursor.ints(1)
+        if not 0 <= count < MAX_ELEMENTS:
+            raise MetadataError("a storage with a negative number of elements", found=count, offset=cursor.at)
+        nbytes = count * max(dtype.bits // 8, 1)
+        place = str(location) if isinstance(location, str) else ""
+        at = cursor.skip(nbytes)
+        storage = Storage(cursor.key, at, nbytes, "little", None, place, f"storage {name}", home=source.store)
+        found[name] = LazyTensor.contiguous("", dtype, (count,), storage, source)
+    views = cursor.pickle()
+    if not isinstance(views, list):
+        raise PickleError("the list of storage views is no list", found=type(views).__name__)
+    for view in views:
+        if not isinstance(view, tuple) or len(view) != 4 or any(type(v) is not int for v in view):
+            raise PickleError("a storage view must be four integers")
+        target, root, offset, count = view
+        if root not in found or target in found or offset < 0 or count < 0 or offset + count > found[root].size:
+            raise MetadataError("a storage view that does not fit its root", found=brief(view))
+        found[target] = found[root][offset : offset + count]
+    cursor.finish()
+    return found
+
+
+def _tensors(cursor: Cursor, storages: dict[int, LazyTensor]) -> dict[int, LazyTensor]:
+    found: dict[int, LazyTensor] = {}
+    for _ in range(_count(cursor.pickle())):
+        name, owner, _ = _triple(cursor.pickle())
+        (rank,) = cursor.ints(1, 4)
+        cursor.skip(4)
+        if type(owner) is not int or owner not in storages or name in storages or name in found:
+            raise MetadataError("a tensor that names no storage, or a key that is used twice", found=brief(owner))
+        limits = storages[owner].source.limits
+        if not 0 <= rank <= limits.rank:
+            raise LimitExceeded(f"a tensor with {rank} dimensions, above Limits(rank={limits.rank})", found=rank)
+        size, stride, (offset,) = cursor.ints(rank), cursor.ints(rank), cursor.ints(1)
+        found[name] = strided_view(storages[owner], storages[owner].dtype, offset, size, stride, Traits())
+    cursor.finish()
+    return found

@@ -17,8 +17,7 @@ from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tree import name_tensors
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.storages import StorageId, Storages
-from holdfast.formats.torch.table import TorchTable
+from holdfast.formats.torch.table import StorageId, Storages, TorchTable
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 
 __all__ = ["TorchScript", "TorchZip"]

@@ -1,18 +1,443 @@
-"""From typed JSON back to Python state."""
+"""From typed JSON back to Python state.
+
+The walk through a document of typed JSON: nodes and their depth, fields of tagged objects, places for messages.
+
+The values come from `strict_json`, so that their depth is bounded, keys are unique and numbers are what they look like. Keys of
+dicts and members of sets are paid for as in the pickle reader, because a file can choose keys that collide.
+
+What each tag is read by. Every tag has exactly its fields, and every refusal points into the document.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath, PureWindowsPath
+from typing import NoReturn, cast
 
+import numpy as np
+
+from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
+from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import LazyTensor
-from holdfast.errors import LimitExceeded
-from holdfast.formats.tree_json.decoder import At, Decoder
-from holdfast.formats.tree_json.tags import READERS
+from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.errors import HeaderError, LimitExceeded, MetadataError, PickleError
+from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
+from holdfast.formats.pickle.spending import Spending
+from holdfast.formats.safetensors.schema import addressable
+from holdfast.formats.strict_json import kind, pointer, quoted
+from holdfast.formats.torch.tensors import check_composite
+from holdfast.formats.tree_json import scalars
+from holdfast.formats.tree_json.encode import TAG
+from holdfast.formats.tree_json.scalars import SAFE_INTEGER
 
-__all__ = ["DecodedTree", "decode_tree", "json_limits"]
+__all__ = ["READERS", "At", "DecodedTree", "Decoder", "decode_tree", "json_limits"]
+
+
+Fields = dict[str, object]
+At = tuple["At", str | int] | None
+"""Where a value is, innermost step last, as a linked list: a step costs the same at any depth."""
+
+FLAGS = ("requires_grad", "parameter", "buffer")
+TRAITS = (*FLAGS, "subclass", "state")
+"""The optional fields of a tensor and of a composite."""
+
+LEVELS_BELOW = 8
+"""Levels of tagged objects that a value may take below the deepest container that `Limits.depth` allows."""
+
+
+Reader = Callable[["Decoder", Fields, At, int], object]
+"""What reads a tagged object: its fields, its place and its depth."""
+
+
+class Decoder:
+    """One document."""
+
+    def __init__(self, readers: Mapping[str, Reader], tensor: Callable[[str], LazyTensor], source: Source) -> None:
+        self.readers = readers
+        self.find = tensor
+        self.source = source
+        self.limits = source.limits
+        self.tensors: dict[str, LazyTensor] = {}
+        self.spending = Spending(source.limits, 0)
+
+    def node(self, value: object, at: At, depth: int) -> object:
+        """One value and everything in it."""
+        if isinstance(value, dict):
+            if depth > self.limits.depth + LEVELS_BELOW:
+                self.too_deep(at)
+            if TAG not in value:
+                for key in value:
+                    if key.startswith(TAG):
+                        refuse(f"a key that begins with {TAG} in a plain dict", (at, key))
+                return {key: self.node(inside, (at, key), depth + 1) for key, inside in value.items()}
+            read = self.readers.get(tag) if isinstance(tag := value[TAG], str) else None
+            if read is None:
+                refuse(f"there is no tag {kind(tag)}", (at, TAG))
+            return read(self, value, at, depth)
+        if isinstance(value, list):
+            if depth > self.limits.depth + LEVELS_BELOW:
+                self.too_deep(at)
+            return [self.node(inside, (at, i), depth + 1) for i, inside in enumerate(value)]
+        if type(value) is int and not -SAFE_INTEGER <= value <= SAFE_INTEGER:
+            refuse("an integer that not every reader of JSON can hold, and no tag", at)
+        return value
+
+    def too_deep(self, at: At) -> NoReturn:
+        raise LimitExceeded(f"at {shown(at)}: nested deeper than Limits(depth={self.limits.depth})", expected=self.limits.depth)
+
+    def entries(self, target: dict[object, object], fields: Fields, at: At, depth: int) -> None:
+        """Fill a dict from `entries`, an object, or from `items`, a list of pairs."""
+        entries = fields.get("entries")
+        if entries is not None:
+            if "items" in fields or not isinstance(entries, dict):
+                refuse("expected an object of entries or a list of items", at)
+            for key, inside in entries.items():
+                target[key] = self.node(inside, ((at, "entries"), key), depth + 1)
+            return
+        place: At = (at, "items")
+        items = self.many(fields, "items", at)
+        for i, pair in enumerate(items):
+            if not isinstance(pair, list) or len(pair) != 2:
+                refuse(f"expected a pair, found {kind(pair)}", (place, i))
+            key = self.key(pair[0], len(target), ((place, i), 0), depth)
+            if key in target:
+                refuse("a key that was there before", ((place, i), 0))
+            target[key] = self.node(pair[1], ((place, i), 1), depth + 1)
+
+    def members(self, fields: Fields, at: At, depth: int) -> set[object]:
+        made: set[object] = set()
+        for i, item in enumerate(self.many(fields, "items", at)):
+            member = self.key(item, len(made), ((at, "items"), i), depth)
+            if member in made:
+                refuse("a member that was there before", ((at, "items"), i))
+            made.add(member)
+        return made
+
+    def key(self, value: object, size: int, at: At, depth: int) -> object:
+        """A dict key or a set member; looked at before it is hashed."""
+        key = self.node(value, at, depth + 1)
+        try:
+            self.spending.key(key, size)
+        except PickleError as error:
+            refuse(error.message, at)
+        return key
+
+    def many(self, fields: Fields, field: str, at: At) -> list[object]:
+        values = fields.get(field)
+        if not isinstance(values, list):
+            refuse(f"expected a list, found {kind(values)}", (at, field))
+        return values
+
+    def text(self, fields: Fields, field: str, at: At) -> str:
+        value = fields.get(field)
+        if not isinstance(value, str):
+            refuse(f"expected text, found {kind(value)}", (at, field))
+        return value
+
+    def any_text(self, fields: Fields, field: str, at: At, depth: int) -> str:
+        """Text that may have been tagged because it is not Unicode."""
+        value = self.node(fields.get(field), (at, field), depth + 1)
+        if not isinstance(value, str):
+            refuse(f"expected text, found {kind(fields.get(field))}", (at, field))
+        return value
+
+    def integer(self, fields: Fields, field: str, at: At, depth: int) -> int:
+        value = self.optional_integer(fields, field, at, depth)
+        if value is None:
+            refuse("expected an integer, found null", (at, field))
+        return value
+
+    def optional_integer(self, fields: Fields, field: str, at: At, depth: int) -> int | None:
+        value = self.node(fields.get(field), (at, field), depth + 1)
+        if value is not None and type(value) is not int:
+            refuse(f"expected an integer, found {kind(fields.get(field))}", (at, field))
+        return value
+
+    def shape(self, fields: Fields, at: At) -> tuple[int, ...]:
+        lengths = self.many(fields, "shape", at)
+        checked = tuple(n for n in lengths if type(n) is int and n >= 0)
+        if len(checked) != len(lengths) or len(checked) > self.limits.rank or not addressable(checked, 8):
+            refuse("expected a list of lengths", (at, "shape"))
+        return checked
+
+    def traits(self, traits: Traits, fields: Fields, at: At, depth: int) -> Traits:
+        if fields.keys().isdisjoint(TRAITS):
+            return traits
+        for flag in FLAGS:
+            if fields.get(flag, True) is not True:
+                refuse(f"expected true, found {kind(fields[flag])}", (at, flag))
+        subclass = self.node(fields.get("subclass"), (at, "subclass"), depth + 1)
+        if "subclass" in fields and not isinstance(subclass, Global):
+            refuse("expected a global", (at, "subclass"))
+        return replace(
+            traits,
+            requires_grad="requires_grad" in fields,
+            parameter="parameter" in fields,
+            buffer="buffer" in fields,
+            subclass=subclass if isinstance(subclass, Global) else None,
+            state=self.node(fields.get("state"), (at, "state"), depth + 1),
+        )
+
+
+def shown(at: At) -> str:
+    """A place as a JSON pointer."""
+    steps: list[str | int] = []
+    while at is not None:
+        at, step = at
+        steps.append(step)
+    return pointer(*reversed(steps))
+
+
+def refuse(reason: str, at: At) -> NoReturn:
+    raise HeaderError(f"at {shown(at)}: {reason}")
+
+
+def check_fields(fields: Fields, at: At, *expected: str, optional: tuple[str, ...] = ()) -> None:
+    for field in expected:
+        if field not in fields:
+            refuse(f"the field {field} is missing", at)
+    for field in fields:
+        if field != TAG and field not in expected and field not in optional:
+            refuse(f"{quoted(str(fields[TAG]))} has no such field", (at, field))
+
+
+FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
+
+
+def read_tensor(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    if len(fields) != 2 or "name" not in fields:  # the usual form needs no further look
+        check_fields(fields, at, "name", optional=("dtype", "shape", *TRAITS))
+    name = d.text(fields, "name", at)
+    if name in d.tensors:
+        refuse(f"the tensor {quoted(name)} stands in the tree twice", (at, "name"))
+    if "dtype" in fields or "shape" in fields:
+        dtype = DTYPES.name(d.text(fields, "dtype", at))
+        if dtype is None:
+            refuse(f"there is no dtype {kind(fields['dtype'])}", (at, "dtype"))
+        tensor = LazyTensor(name, dtype, d.shape(fields, at), (), d.source, Traits(meta=True))
+    else:
+        try:
+            tensor = d.find(name)
+        except KeyError:
+            refuse(f"there is no tensor {quoted(name)}", (at, "name"))
+    d.tensors[name] = tensor  # the place in the order, before tensors in attributes
+    traits = d.traits(tensor.traits, fields, at, depth)
+    if traits is not tensor.traits:
+        d.tensors[name] = tensor = replace(tensor, traits=traits)
+    return tensor
+
+
+def read_composite(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "kind", "shape", "parts", "attributes", optional=TRAITS)
+    objects: dict[str, dict[str, object]] = {}
+    for field in ("parts", "attributes"):
+        value = fields[field]
+        if not isinstance(value, dict):
+            refuse(f"expected an object, found {kind(value)}", (at, field))
+        objects[field] = {name: d.node(inside, ((at, field), name), depth + 1) for name, inside in value.items()}
+    parts = {name: part for name, part in objects["parts"].items() if isinstance(part, LazyTensor)}
+    if len(parts) != len(objects["parts"]):
+        refuse("a part that is no tensor", (at, "parts"))
+    what, shape = d.text(fields, "kind", at), d.shape(fields, at)
+    try:
+        check_composite(what, shape, parts, objects["attributes"])
+    except MetadataError as error:
+        raise MetadataError(f"at {shown(at)}: {error.message}", found=shape) from None
+    return Composite(what, shape, parts, objects["attributes"], d.traits(Traits(), fields, at, depth))
+
+
+def read_dict(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, optional=("entries", "items"))
+    made: dict[object, object] = {}
+    d.entries(made, fields, at, depth)
+    return made
+
+
+def read_ordered_dict(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, optional=("entries", "items", "metadata"))
+    made: OrderedDict[object, object] = OrderedDict()
+    d.entries(made, fields, at, depth)
+    if "metadata" in fields:
+        metadata = d.node(fields["metadata"], (at, "metadata"), depth + 1)
+        if not isinstance(metadata, dict):
+            refuse(f"expected a dict, found {kind(fields['metadata'])}", (at, "metadata"))
+        vars(made)["_metadata"] = metadata
+    return made
+
+
+def read_counter(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, optional=("entries", "items"))
+    made: Counter[object] = Counter()
+    d.entries(cast("dict[object, object]", made), fields, at, depth)
+    return made
+
+
+def read_defaultdict(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "filler", optional=("entries", "items"))
+    name = fields["filler"]
+    fillers: dict[str | None, Callable[[], object] | None] = {None: None, "OrderedDict": OrderedDict}
+    fillers.update(PLAIN_TYPES)
+    if not isinstance(name, str | None) or name not in fillers:
+        refuse(f"expected the name of a plain type, found {kind(name)}", (at, "filler"))
+    made = DefaultDict(fillers[name])
+    d.entries(made, fields, at, depth)
+    return made
+
+
+def read_tuple(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "items")
+    return tuple([d.node(item, ((at, "items"), i), depth + 1) for i, item in enumerate(d.many(fields, "items", at))])
+
+
+def read_size(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "lengths")
+    lengths = [d.node(item, ((at, "lengths"), i), depth + 1) for i, item in enumerate(d.many(fields, "lengths", at))]
+    if any(type(n) is not int for n in lengths):
+        refuse("expected integers", (at, "lengths"))
+    return Size(cast("list[int]", lengths))
+
+
+def read_set(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "items")
+    return d.members(fields, at, depth)
+
+
+def read_frozenset(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "items")
+    return frozenset(d.members(fields, at, depth))
+
+
+def read_range(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "start", "stop", "step")
+    start, stop, step = (d.integer(fields, field, at, depth) for field in ("start", "stop", "step"))
+    if not step:
+        refuse("a step of 0", (at, "step"))
+    return range(start, stop, step)
+
+
+def read_slice(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "start", "stop", "step")
+    return slice(*(d.optional_integer(fields, field, at, depth) for field in ("start", "stop", "step")))
+
+
+def read_complex(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "real", "imag")
+    real, imag = (d.node(fields[field], (at, field), depth + 1) for field in ("real", "imag"))
+    if type(real) is not float or type(imag) is not float:
+        refuse("expected two floats", at)
+    # Not real + imag * 1j, which loses signs of zero.
+    return complex(real, imag)
+
+
+def read_device(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "type", "index")
+    return Device(d.any_text(fields, "type", at, depth), d.optional_integer(fields, "index", at, depth))
+
+
+def read_dtype(d: Decoder, fields: Fields, at: At, _: int) -> object:
+    check_fields(fields, at, "name")
+    dtype = DTYPES.name(d.text(fields, "name", at))
+    if dtype is None:
+        refuse(f"there is no dtype {kind(fields['name'])}", (at, "name"))
+    return dtype
+
+
+def read_global(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "module", "name")
+    return Global(d.any_text(fields, "module", at, depth), d.any_text(fields, "name", at, depth))
+
+
+def read_path(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "flavour", "path")
+    flavour = d.text(fields, "flavour", at)
+    text = d.any_text(fields, "path", at, depth)
+    if flavour not in FLAVOURS or len(text) > PATH_CHARACTERS:
+        refuse(f"no path of at most {PATH_CHARACTERS} characters", at)
+    return FLAVOURS[flavour](text)
+
+
+def read_array(d: Decoder, fields: Fields, at: At, _: int) -> object:
+    check_fields(fields, at, "dtype", "shape", "base64")
+    data = scalars.bytes_from(d.text(fields, "base64", at))
+    return scalars.array_from(data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), d.limits.rank)
+
+
+def read_scalar(d: Decoder, fields: Fields, at: At, _: int) -> object:
+    check_fields(fields, at, "dtype", "base64")
+    return scalars.scalar_from(scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"]))
+
+
+def read_numpy_str(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    check_fields(fields, at, "value")
+    return np.str_(d.any_text(fields, "value", at, depth))
+
+
+def read_numpy_dtype(_: Decoder, fields: Fields, at: At, __: int) -> object:
+    check_fields(fields, at, "dtype")
+    return scalars.dtype_from(fields["dtype"])
+
+
+def from_text(field: str, make: Callable[[str], object]) -> Reader:
+    """The reader of a tag whose only field is a text."""
+
+    def read(d: Decoder, fields: Fields, at: At, _: int) -> object:
+        check_fields(fields, at, field)
+        return make(d.text(fields, field, at))
+
+    return read
+
+
+def located(read: Reader) -> Reader:
+    """The same reader, with a place for the `ValueError`s of `scalars`."""
+
+    def with_place(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+        try:
+            return read(d, fields, at, depth)
+        except (HeaderError, LimitExceeded):
+            raise
+        except ValueError as error:
+            refuse(str(error), at)
+
+    return with_place
+
+
+def _text_of(data: str) -> str:
+    return scalars.bytes_from(data).decode("utf-8", "surrogatepass")
+
+
+READERS: dict[str, Reader] = {
+    "tensor": read_tensor,
+    "composite": read_composite,
+    "dict": read_dict,
+    "ordered_dict": read_ordered_dict,
+    "counter": read_counter,
+    "defaultdict": read_defaultdict,
+    "tuple": read_tuple,
+    "size": read_size,
+    "set": read_set,
+    "frozenset": read_frozenset,
+    "range": read_range,
+    "slice": read_slice,
+    "complex": read_complex,
+    "device": read_device,
+    "dtype": read_dtype,
+    "global": read_global,
+    "path": read_path,
+    "numpy.array": located(read_array),
+    "numpy.scalar": located(read_scalar),
+    "numpy.str": read_numpy_str,
+    "numpy.bytes": located(from_text("base64", lambda text: np.bytes_(scalars.bytes_from(text)))),
+    "numpy.dtype": located(read_numpy_dtype),
+    "bytes": located(from_text("base64", scalars.bytes_from)),
+    "bytearray": located(from_text("base64", lambda text: bytearray(scalars.bytes_from(text)))),
+    "str": located(from_text("utf8", _text_of)),
+    "int": located(from_text("value", scalars.integer_from)),
+    "float": located(from_text("value", scalars.float_from)),
+}
+"""What each tag is read by."""
 
 
 @dataclass(frozen=True, slots=True)

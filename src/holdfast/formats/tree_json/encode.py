@@ -18,13 +18,11 @@ from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 import msgspec
 import numpy as np
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
-from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.opaque import Device, Global, Opaque, Size
+from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
-from holdfast.core.values import Device, Size
 from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending

@@ -13,10 +13,22 @@
 All numbers are little-endian. The two zip64 records at the end are optional: torch always writes them, CPython only
 when they are needed. Every offset in the archive counts from `start`, which is not 0 for an archive inside a larger
 file.
+
+Extra fields: the blocks between a record's name and its payload, or behind a name in the central directory.
+
+    id  nbytes  body…    id  nbytes  body…
+    2     2              2     2
+
+Blocks must fill the field exactly. Only blocks that no reader takes names or positions from are let through, and the
+zip64 block, whose body is given back for the caller to check. Above all 0x7075 is refused: it replaces the name for
+some readers.
+
+`Archive` and `Record`: what the strict reader found.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +38,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.errors import ZipError
 
 __all__ = [
+    "CENTRAL_BLOCKS",
     "DEFLATED",
     "DEFLATE_OPTIONS",
     "DESCRIBED",
@@ -33,6 +46,7 @@ __all__ = [
     "ENTRY",
     "ENTRY_SIGNATURE",
     "LOCAL",
+    "LOCAL_BLOCKS",
     "LOCAL_SIGNATURE",
     "MAX16",
     "MAX32",
@@ -40,13 +54,18 @@ __all__ = [
     "STORED",
     "UTF8",
     "WIDE",
+    "Archive",
     "Bools",
     "Ints",
     "Places",
+    "Record",
+    "Records",
     "Sizes",
+    "find_zip64",
     "gather",
     "refused",
 ]
+
 
 Sizes = npt.NDArray[np.uint64]
 
@@ -149,3 +168,146 @@ class Places:
     def of(self, rows: Ints) -> Places:
         """The places of some of the things."""
         return Places(self.key, self.offsets[rows])
+
+
+ZIP64 = 0x0001
+PADDING = 0x4246
+"""`FB`, with which torch moves payloads to their alignment."""
+TIMES = (0x000A, 0x5455, 0x5855, 0x7875)
+"""Times and owners, which 7-Zip (NTFS) and Info-ZIP (UT, UX, ux) add when a checkpoint is packed again."""
+
+CENTRAL_BLOCKS = np.zeros(1 << 16, np.bool_)
+"""For each id, whether its block may be in a directory entry."""
+CENTRAL_BLOCKS[[ZIP64, *TIMES]] = True
+
+LOCAL_BLOCKS = CENTRAL_BLOCKS.copy()
+"""For each id, whether its block may be in a local header."""
+LOCAL_BLOCKS[PADDING] = True
+
+MAX_BLOCKS = 8
+"""In one extra field. No writer comes near; it bounds the rounds of `find_zip64`."""
+
+BLOCK = np.dtype([("id", "<u2"), ("nbytes", "<u2")])
+
+
+def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: Places) -> tuple[Ints, Ints]:
+    """Check many extra fields at once; give the start and length of each one's zip64 body, (-1, 0) where there is none.
+
+    `starts` and `stops` are positions in `raw`.
+    """
+    bodies = np.full(len(starts), -1, np.int64)
+    lengths = np.zeros(len(starts), np.int64)
+    rows = np.flatnonzero(starts < stops)
+    cursors = starts[rows]
+    for _ in range(MAX_BLOCKS):
+        if not len(rows):
+            break
+        here, ends = places.of(rows), stops[rows]
+        here.require(cursors + BLOCK.itemsize <= ends, "an extra field ends in the middle of a block")
+        blocks = gather(raw, cursors, BLOCK)
+        cursors = cursors + BLOCK.itemsize
+        nbytes = blocks["nbytes"].astype(np.int64)
+        here.require(cursors + nbytes <= ends, "a block is longer than the extra field it is in")
+        here.require(known[blocks["id"]], "an extra field with an unknown block")
+        found = blocks["id"] == ZIP64
+        here.require(~found | (bodies[rows] < 0), "an extra field with two zip64 blocks")
+        bodies[rows[found]] = cursors[found]
+        lengths[rows[found]] = nbytes[found]
+        cursors = cursors + nbytes
+        going = cursors < ends
+        rows, cursors = rows[going], cursors[going]
+    places.of(rows).require(np.zeros(len(rows), np.bool_), f"an extra field of more than {MAX_BLOCKS} blocks")
+    return bodies, lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One record of a zip archive: a name, and the place of its bytes in the file."""
+
+    name: str
+    """The whole name, with the top folder."""
+    start: int
+    """First byte of the payload, counted from the start of the file (not of the archive)."""
+    nbytes: int
+    """Bytes of the payload in the file."""
+    crc32: int | None
+    """CRC-32 of the content, or None where the writer left it out.
+
+    torch writes 0 with `set_crc32_options(False)` and for `skip_data`. So 0 means "not recorded" unless the record
+    is empty; one honest payload in four billion has this CRC and goes unverified."""
+    method: int
+    """0 stored, 8 deflated."""
+    header: int
+    """Where the record's local header is in the file."""
+    content_nbytes: int
+    """Bytes of content, as the directory claims: equal to `nbytes` for a stored record."""
+
+    @property
+    def stop(self) -> int:
+        """The byte after the payload."""
+        return self.start + self.nbytes
+
+    @property
+    def stored(self) -> bool:
+        """Whether the payload is the content."""
+        return self.method == 0
+
+
+class Records(Mapping[str, Record]):
+    """The records of an archive under their names, in the order of the file.
+
+    A record is made when it is asked for: a million of them as columns take a quarter of the memory.
+    """
+
+    __slots__ = ("_columns", "_rows")
+
+    def __init__(
+        self,
+        rows: Mapping[str, int],
+        *,
+        starts: Ints,
+        packed: Ints,
+        crcs: Ints,
+        methods: Ints,
+        headers: Ints,
+        sizes: Ints,
+    ) -> None:
+        self._rows = rows
+        self._columns = (starts, packed, crcs, methods, headers, sizes)
+
+    def __getitem__(self, name: str) -> Record:
+        row = self._rows[name]
+        start, nbytes, crc, method, header, size = [column.item(row) for column in self._columns]
+        return Record(name, start, nbytes, crc if crc or not size else None, method, header, size)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} zip records>"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A zip archive in which every reader sees the same records."""
+
+    records: Mapping[str, Record]
+    """Every record but folders, under its whole name, in the order of the file."""
+    prefix: str
+    """The one top folder that all records share, without a slash; empty where they do not share one."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names without the prefix, in the order of the file."""
+        cut = len(self.prefix) + 1 if self.prefix else 0
+        return [name[cut:] for name in self.records]
+
+    def get(self, name: str) -> Record | None:
+        """The record of a name without the prefix, or None. Case matters here; no two names differ in case alone."""
+        return self.records.get(f"{self.prefix}/{name}" if self.prefix else name)

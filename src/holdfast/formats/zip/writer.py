@@ -50,8 +50,8 @@ HEADER = struct.Struct("<I5H3I2H")
 ENTRY = struct.Struct("<I6H3I5H2I")
 ENTRY_CRC = 16
 """Where the checksum lies in an entry."""
-NARROW = struct.Struct("<IIII")
-WIDE = struct.Struct("<IIQQ")
+SHORT_DESCRIPTOR = struct.Struct("<IIII")
+LONG_DESCRIPTOR = struct.Struct("<IIQQ")
 ZIP64_END = struct.Struct("<IQ2H2I4Q")
 LOCATOR = struct.Struct("<IIQI")
 END = struct.Struct("<I4H2IH")
@@ -69,7 +69,7 @@ class Descriptor:
         self.label = label
         """The one `Data` segment whose checksum is needed."""
         self.nbytes = nbytes
-        self.pack = (WIDE if wide else NARROW).pack
+        self.pack = (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack
         self.behind = behind
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
@@ -108,7 +108,9 @@ class Ending:
             if self.crc and before:
                 found.append(own)
             if before:
-                before += (WIDE if self.wide else NARROW).pack(DESCRIPTOR_SIGNATURE, own, len(before), len(before))
+                before += (LONG_DESCRIPTOR if self.wide else SHORT_DESCRIPTOR).pack(
+                    DESCRIPTOR_SIGNATURE, own, len(before), len(before)
+                )
         if not found:
             return before + self.blank
         filled = np.frombuffer(self.blank, np.uint8).copy()
@@ -160,7 +162,10 @@ class _Forward:
                 wide = self._header(name, payload, nbytes, own)
                 self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
                 if nbytes:
-                    self.known += (payload, (WIDE if wide else NARROW).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes))
+                    self.known += (
+                        payload,
+                        (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes),
+                    )
                 continue
             nbytes = payload.nbytes
             wide = self._header(name, payload, nbytes, 0)
@@ -173,7 +178,7 @@ class _Forward:
                 if self.crc and not isinstance(payload, Hole):
                     self.waiting = payload.label, nbytes, wide
                 else:
-                    self.known.append((WIDE if wide else NARROW).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
+                    self.known.append((LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
         self._flush()
         blank = b"".join((*self.entries, tail(len(records), self.at, self.directory)))
         ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
@@ -245,7 +250,7 @@ def entry(raw: bytes, nbytes: int, crc: int, at: int, block: bytes = b"") -> byt
 
 
 def _descriptor_nbytes(nbytes: int, *, wide: bool) -> int:
-    return 0 if not nbytes else WIDE.size if wide else NARROW.size
+    return 0 if not nbytes else LONG_DESCRIPTOR.size if wide else SHORT_DESCRIPTOR.size
 
 
 def _zip64(values: list[int]) -> bytes:

@@ -1,14 +1,38 @@
-"""`Finding`: one thing that a loader would have done; and the list of them that a walk fills, with bounds."""
+"""`Finding`: one thing that a loader would have done; and the list of them that a walk fills, with bounds.
+
+What a person said is known to them: patterns for `module.name`, as in file names.
+
+    # one a line; empty lines and what follows a # do not count
+    mymodel.*
+    transformers.training_args.TrainingArguments
+
+What fits is marked, shown as allowed, and does not count. It never disappears, whatever its severity. Other code that a file
+carries (Python source, native code, several formats in one) has no module and cannot be allowed.
+
+Where in a tree the foreign objects are, and with what they would have been called.
+
+A walk over everything that a pickle left behind, attributes and arguments included, each object once, without
+recursion.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from fnmatch import translate
 
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.errors import StoreError
 from holdfast.formats.pickle.recording import Seen
-from holdfast.inspect.brief import brief
+from holdfast.inspect.brief import brief, root_global
 from holdfast.inspect.severity import ORDER, Severity, judge
+from holdfast.stores.paths import local_path
 
-__all__ = ["Finding", "Findings"]
+__all__ = ["Allowed", "Finding", "Findings", "gather"]
+
 
 MOST_FINDINGS = 10_000
 """Findings of one file. Beyond that the report says so."""
@@ -84,3 +108,154 @@ class Findings:
             self.error(f"{self.unlisted:,} more findings are not listed")
         found = [replace(f, paths=paths.get(f.what, ())) for f in self._found.values()]
         return tuple(sorted(found, key=lambda f: (ORDER.index(f.severity), f.stream, f.offset)))
+
+
+MOST_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """Patterns; none by default."""
+
+    patterns: tuple[re.Pattern[str], ...] = ()
+
+    @classmethod
+    def given(cls, allow: str | os.PathLike[str] | Iterable[str] | None) -> Allowed:
+        """From a file, or from patterns. Raises `StoreError` for a file that cannot be read as text."""
+        if allow is None:
+            return cls()
+        lines = _lines(allow) if isinstance(allow, str | os.PathLike) else list(allow)
+        texts = [line.partition("#")[0].strip() for line in lines]
+        return cls(tuple(re.compile(translate(text)) for text in texts if text))
+
+    def mark(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
+        """The findings, those that fit marked as allowed."""
+        if not self.patterns:
+            return findings
+        return tuple(replace(f, allowed=True) if f.uses and self._fits(f.what) else f for f in findings)
+
+    def _fits(self, what: str) -> bool:
+        return any(pattern.match(what) for pattern in self.patterns)
+
+
+def _lines(given: str | os.PathLike[str]) -> list[str]:
+    path = local_path(given)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MOST_NBYTES + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise StoreError(f"the list of what is allowed cannot be read: {error}", file=path) from None
+    if len(text) > MOST_NBYTES:
+        raise StoreError(f"a list of what is allowed of more than {MOST_NBYTES:,} characters", file=path)
+    return text.splitlines()
+
+
+KEPT = 3
+"""Calls and places of one global that are kept: enough to see what it does."""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What the tree says about one global."""
+
+    calls: list[str] = field(default_factory=list)
+    """`os.system('echo hi')`: objects that would have come out of a call, in short."""
+    arguments: bool = False
+    """Whether any of these has arguments."""
+    paths: list[str] = field(default_factory=list)
+    nested: list[bytes] = field(default_factory=list)
+    """Arguments of bytes: streams inside the stream, for the loaders that take one."""
+
+
+@dataclass(slots=True)
+class Place:
+    """A step of a path, linked to the one before it; text is made only for the few that are shown."""
+
+    key: str
+    before: Place | None
+
+    def text(self) -> str:
+        parts: list[str] = []
+        step: Place | None = self
+        while step is not None and len(parts) < 100:
+            if step.key:
+                parts.append(step.key)
+            step = step.before
+        return ".".join(reversed(parts))
+
+
+def gather(tree: object) -> dict[Global, Evidence]:
+    """The evidence for every global in a tree."""
+    found: dict[Global, Evidence] = {}
+    seen: set[int] = set()
+    # Values stay referenced by the tree while this runs, so an id belongs to one of them.
+    waiting: list[tuple[object, Place]] = [(tree, Place("", None))]
+    while waiting:
+        value, place = waiting.pop()
+        if isinstance(value, Global):
+            _note(found.setdefault(value, Evidence()), place)
+            continue
+        if not isinstance(value, dict | list | tuple | set | frozenset | Opaque | Composite | LazyTensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Opaque):
+            _note_object(found, value, place)
+        waiting += reversed([(inside, Place(key, place)) for key, inside in _inside(value)])
+    return found
+
+
+def _note(evidence: Evidence, place: Place) -> None:
+    if len(evidence.paths) < KEPT:
+        text = place.text()
+        if text and text not in evidence.paths:
+            evidence.paths.append(text)
+
+
+def _note_object(found: dict[Global, Evidence], value: Opaque, place: Place) -> None:
+    root = root_global(value)
+    if root is None:
+        return
+    evidence = found.setdefault(root, Evidence())
+    _note(evidence, place)
+    evidence.arguments = evidence.arguments or bool(value.args or value.kwargs)
+    evidence.nested += [a for a in value.args if isinstance(a, bytes)]
+    if len(evidence.calls) < KEPT:
+        call = brief(value, 80)
+        if call not in evidence.calls:
+            evidence.calls.append(call)
+
+
+def _inside(value: object) -> Iterator[tuple[str, object]]:
+    """Everything in a value, with a short key for each."""
+    match value:
+        case dict():
+            # An OrderedDict keeps what a BUILD gave it (`_metadata`, and anything else) among its attributes.
+            yield from getattr(value, "__dict__", {}).items()
+            for key, item in value.items():
+                yield brief(key, 40) if not isinstance(key, str) else key, item
+                if not isinstance(key, str | int):
+                    yield "<key>", key
+        case list() | tuple() | set() | frozenset():
+            for position, item in enumerate(value):
+                yield str(position), item
+        case Opaque():
+            yield from _inside_object(value)
+        case Composite():
+            yield from value.parts.items()
+            yield from value.attributes.items()
+            yield "", value.traits.state
+        case LazyTensor():
+            yield "", value.traits.state
+
+
+def _inside_object(value: Opaque) -> Iterator[tuple[str, object]]:
+    yield "", value.state
+    if isinstance(value.what, Opaque):
+        yield "<function>", value.what
+    yield "args", value.args
+    yield "kwargs", value.kwargs
+    for position, item in enumerate(value.items):
+        yield str(position), item
+    for key, item in value.entries:
+        yield brief(key, 40) if not isinstance(key, str) else key, item
+        yield "<key>", key

@@ -16,15 +16,22 @@ from collections.abc import Iterable
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError
 from holdfast.formats.pt2.archive import OLD_PROGRAM
-from holdfast.formats.torch.legacy import MAGIC, TorchLegacy
+from holdfast.formats.torch.legacy import MAGIC, TorchLegacy, begins_like_tar
 from holdfast.formats.torch.table import storage_dtype
-from holdfast.formats.torch.tar import begins_like_tar
-from holdfast.inspect.scanning.archives import Entry, Member, entries_of, last_zip, members_of
+from holdfast.inspect.scanning.archives import (
+    UNREADABLE,
+    Entry,
+    Member,
+    Span,
+    compression,
+    entries_of,
+    last_zip,
+    members_of,
+    span_of,
+    unpack,
+)
 from holdfast.inspect.scanning.findings import Findings
-from holdfast.inspect.scanning.packed import UNREADABLE, compression, unpack
-from holdfast.inspect.scanning.pickles import Row, Stream, read_pickle, read_row
-from holdfast.inspect.scanning.spans import Span, span_of
-from holdfast.inspect.scanning.texts import expressions, native_code, torchscript
+from holdfast.inspect.scanning.payloads import Row, Stream, expressions, native_code, read_pickle, read_row, torchscript
 
 __all__ = ["WHOLE", "Walk"]
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from holdfast.core.forks import renewed
+from holdfast.core.runtime import renewed
 from holdfast.engine.execute import run_all
 
 __all__ = ["BLOCK_NBYTES", "KEPT_NBYTES", "POOL", "HostBlock", "Pool", "available_nbytes", "lock", "unlock"]

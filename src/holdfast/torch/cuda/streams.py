@@ -15,7 +15,7 @@ from typing import cast
 
 import torch
 
-from holdfast.core.forks import renewed
+from holdfast.core.runtime import renewed
 from holdfast.errors import Refused
 from holdfast.torch.cuda.pipeline import Mark
 

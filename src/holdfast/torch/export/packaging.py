@@ -25,7 +25,7 @@ from torch._library.opaque_object import is_opaque_value
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
-from holdfast.core.collector import resting_collector
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold

@@ -12,8 +12,7 @@ from functools import cache
 import torch
 from torch import nn
 
-from holdfast.core.composite import Composite
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed, tied_note
 from holdfast.torch.modules.targets import Slot, Targets, all_slots
 from holdfast.torch.tensors.allocate import CPU

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import HoldfastError
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint

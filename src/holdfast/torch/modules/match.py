@@ -19,9 +19,8 @@ from typing import Protocol, TypeVar
 import torch
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
 from holdfast.core.sharing import identity
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
 from holdfast.errors import DoesNotFit, Unsupported
 from holdfast.torch.tensors.from_lazy import torch_dtype

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit
 from holdfast.torch.modules.fit import Choice
 from holdfast.torch.modules.targets import EXTRA, Slot, all_slots

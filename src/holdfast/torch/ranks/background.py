@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Literal
 
-from holdfast.core.forks import renewed
+from holdfast.core.runtime import renewed
 from holdfast.engine.threads import start
 from holdfast.errors import NotCommitted
 from holdfast.torch.ranks.handles import SaveHandle, ending, fail, forget, succeed, watch

@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from holdfast.core.composite import Composite
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path
 from holdfast.engine.stream import write_stream
 from holdfast.formats.torch.write import lay_out_torch_zip

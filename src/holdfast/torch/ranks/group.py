@@ -32,7 +32,7 @@ from typing import cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from holdfast.core.forks import renewed
+from holdfast.core.runtime import renewed
 from holdfast.engine.execute import default_threads
 from holdfast.engine.threads import start
 from holdfast.errors import CannotHold, DurabilityUncertain, RankLost, RanksFailed, RanksRefused

@@ -30,9 +30,8 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from holdfast.core.arrangement import common_axis, first_overlap, joined_shape, surrounding
 from holdfast.core.box import Box
-from holdfast.core.tiling import tiles
+from holdfast.core.tiling import common_axis, first_overlap, joined_shape, surrounding, tiles
 from holdfast.errors import Unsupported
 from holdfast.metadata import Places, Sought
 from holdfast.torch.ranks.shard_views import resolved_shape, viewed_offsets

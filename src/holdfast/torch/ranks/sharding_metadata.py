@@ -19,9 +19,9 @@ from torch.distributed.checkpoint import metadata as torchs
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast import metadata as ours
-from holdfast.core.collector import resting_collector
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
+from holdfast.core.runtime import resting_collector
 from holdfast.errors import Unsupported
 
 __all__ = ["from_torch", "to_torch"]

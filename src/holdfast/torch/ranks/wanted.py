@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from holdfast.core.box import Box
-from holdfast.core.composite import Composite
 from holdfast.core.opaque import Global, Opaque
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in

@@ -23,9 +23,9 @@ import torch
 from torch.serialization import get_safe_globals as _get_torchs  # now: `install()` puts ours in its place
 
 from holdfast.core.crc import crc32
-from holdfast.core.forks import renewed
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
+from holdfast.core.runtime import renewed
 from holdfast.errors import Corrupted, FormatError, ZipError, located
 from holdfast.formats.pickle import Table, interpret_whole
 from holdfast.formats.pickle.table import Name

@@ -13,8 +13,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.storage import UntypedStorage
 
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
-from holdfast.formats.torch.composites import arity
-from holdfast.formats.torch.geometry import beyond, brief, checked_shape, reach
+from holdfast.formats.torch.tensors import arity, beyond, brief, checked_shape, reach
 from holdfast.torch.serialization.rebuild import (
     QUANTIZED,
     TORCH_SAYS_NO,

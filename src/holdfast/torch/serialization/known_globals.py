@@ -10,8 +10,8 @@ from types import MappingProxyType
 import torch
 
 from holdfast.core.dtype import DTYPES
-from holdfast.formats.torch.composites import QSCHEMES
 from holdfast.formats.torch.table import TENSOR_CLASSES
+from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.torch.serialization.unpickling import StorageClass
 
 __all__ = ["default_globals"]

@@ -24,9 +24,8 @@ from holdfast.engine.bulk import RecordRead, read_pieces
 from holdfast.engine.execute import default_threads
 from holdfast.errors import FormatError, HoldfastError, MetadataError, PickleError, Refused, Truncated
 from holdfast.formats.pickle.table import Table
-from holdfast.formats.torch.geometry import brief
-from holdfast.formats.torch.legacy import StorageIds, Window, locate_storages
-from holdfast.formats.torch.tar import begins_like_tar
+from holdfast.formats.torch.legacy import StorageIds, Window, begins_like_tar, locate_storages
+from holdfast.formats.torch.tensors import brief
 from holdfast.torch.serialization.opening import Opened
 from holdfast.torch.serialization.settings import MAGIC_NUMBER, PROTOCOL_VERSION, SourceChangeWarning
 from holdfast.torch.serialization.storages import (

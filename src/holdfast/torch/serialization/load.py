@@ -26,13 +26,13 @@ import torch
 from torch.serialization import LoadEndianness
 from torch.utils.serialization import config
 
-from holdfast.core.collector import resting_collector
 from holdfast.core.limits import Limits
+from holdfast.core.runtime import resting_collector
 from holdfast.engine.execute import default_threads
 from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
-from holdfast.formats.zip.records import Archive
 from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
 from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
 from holdfast.torch.serialization.opening import Opened, opened

@@ -23,7 +23,7 @@ from typing import cast
 
 import torch
 
-from holdfast.core.forks import renewed
+from holdfast.core.runtime import renewed
 from holdfast.errors import Refused
 from holdfast.torch.serialization.devices import names_backend, present_device, validate_cuda_device, validate_hpu_device
 

@@ -18,7 +18,7 @@ from types import ModuleType, TracebackType
 
 import torch
 
-from holdfast.core.forks import renewed
+from holdfast.core.runtime import renewed
 from holdfast.errors import HoldfastWarning
 
 __all__ = ["Installation", "install", "uninstall"]

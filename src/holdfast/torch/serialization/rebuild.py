@@ -19,8 +19,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, Unsupported
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.torch.composites import arity
-from holdfast.formats.torch.geometry import beyond, brief, checked_ints, reach
+from holdfast.formats.torch.tensors import arity, beyond, brief, checked_ints, reach
 from holdfast.torch.serialization.storages import Storages
 
 __all__ = [

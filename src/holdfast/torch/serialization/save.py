@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from holdfast.core.collector import resting_collector
+from holdfast.core.runtime import resting_collector
 from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container

@@ -19,15 +19,15 @@ import torch
 
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
-from holdfast.core.memory import memory_at
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
+from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.bulk import RecordRead, read_pieces
 from holdfast.errors import FormatError, HoldfastWarning, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.geometry import brief
-from holdfast.formats.zip.records import Archive, Record
+from holdfast.formats.torch.tensors import brief
+from holdfast.formats.zip.layout import Archive, Record
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.serialization.allowed import Mentions
 from holdfast.torch.tensors.fill import Fill, fill

@@ -27,8 +27,7 @@ from holdfast.core.limits import Limits
 from holdfast.errors import MetadataError, PickleError
 from holdfast.formats.pickle.plain import PlainTable, complex_number
 from holdfast.formats.pickle.table import Row, Table
-from holdfast.formats.torch.composites import arity
-from holdfast.formats.torch.geometry import brief
+from holdfast.formats.torch.tensors import arity, brief
 from holdfast.torch.serialization.composite_tensors import LAYOUTS, CompositeTensors
 from holdfast.torch.serialization.known_globals import default_globals
 from holdfast.torch.serialization.names import is_blocked, python3_name

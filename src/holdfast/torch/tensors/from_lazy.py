@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import HoldfastError, MetadataError, Unsupported
 from holdfast.torch.tensors.live_storages import keep, view_of_kept
 

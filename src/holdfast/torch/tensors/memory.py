@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from holdfast.core.memory import memory_at
+from holdfast.core.runtime import memory_at
 from holdfast.errors import Unsupported
 
 __all__ = ["NOTHING", "memory_of", "storage_bytes", "storage_memory"]

@@ -21,10 +21,9 @@ from types import TracebackType
 import torch
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.composite import Composite
-from holdfast.core.forks import renewed
 from holdfast.core.limits import Limits
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.runtime import renewed
+from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import Fresh, Want, check_dtype, make_storage, read_tensors

@@ -12,10 +12,9 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.parameter import is_lazy
 
 from holdfast.core.chunk import Chunk
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.tensor import PLAIN, LazyTensor, Traits
-from holdfast.core.values import Device, Size
+from holdfast.core.opaque import Device, Size
+from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
 from holdfast.engine.arrays import Resident
 from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource

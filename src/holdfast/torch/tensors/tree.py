@@ -6,12 +6,10 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from holdfast.core.composite import Composite
 from holdfast.core.dtype import DType
-from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.opaque import Device, Opaque, Size
+from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import module_contents, refilled, values_inside
-from holdfast.core.values import Device, Size
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 __all__ = ["ABSENT", "dict_under", "find_value", "lazy_tensors", "opaque_inside", "torch_tree"]
