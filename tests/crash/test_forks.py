@@ -1,4 +1,4 @@
-"""Forks during a save: they hold nothing of it, wait for nothing, and can save and read by themselves (`forks.py`)."""
+"""Forks during a save: they hold nothing of it, wait for nothing, and can save and read by themselves (`runtime.py`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""What a pickle asked for and did not get: inert records of globals and of objects that were never built.
-
-Small torch values that live in a checkpoint's tree and need no torch: a size, a device.
+"""Values in a checkpoint's tree that stand for others: inert records of globals and of objects that a pickle asked for and did not
+get, and the small values of torch that need no torch, a size and a device.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 A `Store` holds bytes under keys. A `Source` is a store opened for reading, with the limits that hold for it and the engine that
 moves its bytes. A `Format` turns a source into a `Description`, reading headers, indexes and pickles and never tensor data.
-
-`BaseStore`: what a store says of itself that has nothing to say. Every store begins with this, and says what it knows.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ JSON can hold; empty where a store cannot tell."""
 class Store(Protocol):
     """A place where bytes live under keys. Methods may be called from several threads at once.
 
-    What others want to know of a store it says itself, so that nobody asks of which class it is. `stores.base.BaseStore` answers
+    What others want to know of a store it says itself, so that nobody asks of which class it is. `BaseStore` answers
     for one that has nothing to say.
     """
 
@@ -239,7 +237,10 @@ Ints = npt.NDArray[np.int64]
 
 
 class BaseStore:
-    """Not in memory, with no wish for a size of reads, and with content of which nobody knows whether it changes."""
+    """Not in memory, with no wish for a size of reads, and with content of which nobody knows whether it changes.
+
+    What a store says of itself that has nothing to say. Every store begins with this, and says what it knows.
+    """
 
     @property
     def resident(self) -> bool:

@@ -1,12 +1,4 @@
-"""Let the cyclic garbage collector rest while a large description is built.
-
-What a forked child must not inherit: locks that are held by threads which are not in it.
-
-`fork` copies the memory, and of the threads only the one that called it. A lock that another thread had in that moment stays taken
-in the child for ever. So every lock that outlives a call is made with `renewed`, and is free again in a child.
-
-Memory at an address, as Python sees memory.
-"""
+"""What belongs to the process: its garbage collector, its locks over a fork, its memory by address."""
 
 from __future__ import annotations
 
@@ -47,7 +39,11 @@ _locks: WeakSet[_Lock] = WeakSet()
 
 
 def renewed(lock: L) -> L:
-    """The same `Lock` or `RLock`, which from now on is free in every forked child."""
+    """The same `Lock` or `RLock`, which from now on is free in every forked child.
+
+    `fork` copies the memory, and of the threads only the one that called it. A lock that another thread had in that moment stays
+    taken in the child for ever. So every lock that outlives a call is made with `renewed`, and is free again in a child.
+    """
     _locks.add(lock)  # type: ignore[arg-type]  # the method has no annotation in Python's own; its logging and queues use it so
     return lock
 

@@ -3,12 +3,7 @@
 Slicing, transposing and looking at one are arithmetic. `numpy()`, `torch()`, `np.asarray` and `read(out=…)` move bytes, and only
 the bytes that are asked for.
 
-numpy's basic indexing as arithmetic on chunks.
-
-An index is first normalised against a shape into one `Pick` an input dimension and a list of where new axes go; then each
-chunk is mapped through it. Advanced indexing (arrays, booleans) would gather single elements: it is refused with advice.
-
-`Composite`: one torch tensor that is stored as several plain ones (sparse, quantised, nested).
+An index (`select`) is arithmetic on chunks. A `Composite` is one torch tensor that is stored as several plain ones.
 """
 
 from __future__ import annotations
@@ -121,6 +116,9 @@ def select(shape: Sequence[int], index: object) -> Selection:
     (2,)
     >>> select((4, 5), (..., None, slice(None, None, -2))).shape
     (4, 1, 3)
+
+    An index is first normalised against a shape into one `Pick` an input dimension and a list of where new axes go; then each
+    chunk is mapped through it. Advanced indexing (arrays, booleans) would gather single elements: it is refused with advice.
     """
     parts = index if isinstance(index, tuple) else (index,)
     used = sum(1 for p in parts if p is not None and p is not Ellipsis)

@@ -1,4 +1,6 @@
-"""Do these boxes cover a tensor exactly once? In time that is linear in their number, whatever they are.
+"""How boxes lie to each other: do they cover a tensor exactly once, do two overlap, what block do they make?
+
+`tiles` and `covers` answer the first in time that is linear in the number of boxes, whatever they are.
 
 Cut along one dimension, as almost all tensors are, they must be a chain. For any others, take for every dimension d a function F_d
 of its coordinates, with random values. A box then has the weight
@@ -9,8 +11,6 @@ which is additive: the weights of boxes that tile a whole sum to that of the who
 values F_d(x) with a term for each corner, and it is the polynomial of the whole if and only if every point is covered once: a
 sum of boxes is known by its corners. A polynomial that is not zero is zero at a random point of a field of p elements with a
 probability of rank / p at the most (Schwartz and Zippel). The values are drawn anew each time, so no file can be made to fit them.
-
-How the pieces that one holder has of a tensor lie to each other.
 
 A rank may hold several boxes of one tensor: two column blocks, every second row, a corner. Three questions are asked of them.
 

@@ -8,5 +8,6 @@ pt2/             exported programs
 pickle/, zip/    the closed interpreter and the strict archive under them
 tree_json/       nested states as typed JSON
 detect           which of them is this?
-recorded, sharing, seal      what is noted beside plain tensors: names, shared storages, checksums of documents
+recorded         what is noted beside plain tensors: other names, shared storages, the tree
+strict_json      JSON that every reader understands alike, and documents that carry their own checksum
 """

@@ -6,15 +6,6 @@ The notes stand in a JSON document (safetensors `__metadata__`, an index, a mani
     views     [{"nbytes": bytes of the storage, "names": {"name": [offset, [strides]]}}]      in bits
     dtypes    {"name": "float4_e2m1fn_x2"}        where the header can only say it in another way
     tree      the state as typed JSON; without it, the state is a dict of all tensors
-
-Which tensors of a state share memory, for formats that give every tensor bytes of its own.
-
-1. Names of one and the same view (tied weights) are written once; the others are *aliases* of the first.
-2. Different views of one storage (a slice, a transpose) are written as copies, and where each lay in the storage is noted, so
-   that the way back to a format with storages can share it again.
-3. A tensor that is alone in its storage and not in C order gets such a note, too: its strides are worth keeping.
-
-A tensor that comes out of a file with such notes (`Traits.alias`) still belongs to its storage of old.
 """
 
 from __future__ import annotations
@@ -72,7 +63,15 @@ class Sharing:
 
 
 def find_sharing(tensors: Mapping[str, LazyTensor]) -> Sharing:
-    """Compare where the tensors of a state lie. Nothing is read, and nothing is taken for shared that only looks equal."""
+    """Compare where the tensors of a state lie. Nothing is read, and nothing is taken for shared that only looks equal.
+
+    1. Names of one and the same view (tied weights) are written once; the others are *aliases* of the first.
+    2. Different views of one storage (a slice, a transpose) are written as copies, and where each lay in the storage is noted, so
+       that the way back to a format with storages can share it again.
+    3. A tensor that is alone in its storage and not in C order gets such a note, too: its strides are worth keeping.
+
+    A tensor that comes out of a file with such notes (`Traits.alias`) still belongs to its storage of old.
+    """
     found = Sharing()
     found.written = {name: tensor for name, tensor in tensors.items() if tensor.chunks}
     distinct: dict[str, LazyTensor] = {}

@@ -10,12 +10,7 @@ $.weight_map["a b"]`).
 3. `json` parses. What it would accept and we do not becomes a `Flaw` in the place of the value.
 4. Only where a flaw can be in there, the document is walked (without recursion) to find and report the first one.
 
-A JSON document that carries its own checksum, so that no byte of it can change unnoticed.
-
-    {"format":"holdfast", …, "self":"5bb0e7a9"}␠␠␠
-
-`self` is the last field: the CRC-32 of the whole text, the spaces behind it included, with these eight digits as zeros. It stands
-at a known distance from the end, so it is compared before anything is parsed.
+A document of our own carries its checksum (`seal`), so that no byte of it can change unnoticed.
 """
 
 from __future__ import annotations
@@ -311,7 +306,13 @@ def hexadecimal(digits: object) -> int | None:
 
 
 def seal(raw: bytes, nbytes: int = 0) -> bytes:
-    """A JSON object with a last field that is its checksum, filled with spaces to a length of `nbytes`."""
+    """A JSON object with a last field that is its checksum, filled with spaces to a length of `nbytes`.
+
+        {"format":"holdfast", …, "self":"5bb0e7a9"}␠␠␠
+
+    `self` is the last field: the CRC-32 of the whole text, the spaces behind it included, with these eight digits as zeros. It
+    stands at a known distance from the end, so it is compared before anything is parsed.
+    """
     blank = (raw[:-1] + OPENING + BLANK + CLOSING).ljust(nbytes)
     at = len(raw) - 1 + len(OPENING)
     return blank[:at] + b"%08x" % crc32(blank) + blank[at + len(BLANK) :]

@@ -2,8 +2,8 @@
 
 open             from a path to a `Checkpoint`, from lazy tensors to arrays
 verify           is every byte the one that was written?
-diff             what differs: tensors by digest, then by bytes (`renames`); values by structure (`compare_values`, `structure`)
-scan             what would the files have done? `scanning/` finds every stream, `severity` judges, `evidence` shows
+diff             what differs: tensors by digest, then by bytes; values by structure (`compare_values`, `structure`)
+scan             what would the files have done? `scanning/` finds every stream and shows it, `severity` judges
 stats, sparsity  what the numbers look like, and where the zeros are
 describe         any checkpoint in the vocabulary of a sharded one (`holdfast.metadata`)
 brief            any value in a few characters

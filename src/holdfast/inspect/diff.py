@@ -10,12 +10,6 @@
 Names are for people, and two places may have one name (`None` and "None" as keys, `a.b` and `b` in `a`). So tensors that stand at
 one place in both trees are compared whatever they are called, and a tensor that both name alike at two places is a difference: but
 not for a file that knows names and nothing else, which a nested state is often compared with.
-
-Which tensor went by which name before: pairs of names with equal digests, each name used once.
-
-One name on each side is unambiguous. Where several tensors hold the same (tied weights, biases of zeros), the nearest names go
-together: by similarity of their text as long as a budget of comparisons lasts, and by the longest common ending of dotted parts
-beyond that, which takes time in proportion to the names.
 """
 
 from __future__ import annotations
@@ -72,7 +66,12 @@ class Rename:
 
 
 def match_names(before: Mapping[str, Digest], after: Mapping[str, Digest]) -> list[Rename]:
-    """Pair the names of equal digests; a name that has no counterpart left is in no pair."""
+    """Pair the names of equal digests; a name that has no counterpart left is in no pair.
+
+    One name on each side is unambiguous. Where several tensors hold the same (tied weights, biases of zeros), the nearest names go
+    together: by similarity of their text as long as a budget of comparisons lasts, and by the longest common ending of dotted parts
+    beyond that, which takes time in proportion to the names.
+    """
     groups: dict[Digest, tuple[list[str], list[str]]] = {}
     for side, names in enumerate((before, after)):
         for name, digest in names.items():

@@ -8,14 +8,6 @@ A directory is the one that was opened (`Folder`), also after another has taken 
 are open can be read nevertheless. A process may have some hundreds of files open, and a checkpoint may have more: of a directory
 `KEPT` files stay open, fewer where the process is near its limit; the others are opened for each read, and must be the very files
 that were measured. One that is gone by then is `Replaced`.
-
-Many short ranges of one file, to as many places in memory, with one system call for a thousand of them.
-
-A column of a matrix is thousands of reads of a few kilobytes. Each `preadv` from Python takes 2 to 6 µs, most of it on the way to
-the kernel. Here the stretch of file is mapped, and `process_vm_readv` of our own process copies out of the mapping.
-
-Not by touching the mapping: where the file shrinks meanwhile, that would end the process (SIGBUS). The call comes back short
-instead, and the caller reads in the ordinary way and finds out what is wrong. Where a sandbox forbids the call, it does so as well.
 """
 
 from __future__ import annotations
@@ -73,6 +65,13 @@ def gather(descriptor: int, starts: Ints, nbytes: Ints, places: Ints) -> int:
     """Copy ranges of a file (first byte, length), sorted and inside of it, to addresses in memory.
 
     How many were copied: the first so many of them. It is up to the caller to read the others.
+
+    A column of a matrix is thousands of reads of a few kilobytes. Each `preadv` from Python takes 2 to 6 µs, most of it on the way
+    to the kernel. Here the stretch of file is mapped, and `process_vm_readv` of our own process copies out of the mapping.
+
+    Not by touching the mapping: where the file shrinks meanwhile, that would end the process (SIGBUS). The call comes back short
+    instead, and the caller reads in the ordinary way and finds out what is wrong. Where a sandbox forbids the call, it does so as
+    well.
     """
     call = _process_vm_readv()
     first = 0

@@ -1,8 +1,7 @@
 """Dense elements as a mark of which are there, and those: bitmaps, N:M and blocks.
 
-    encoding    what an encoding offers; the one that a name, sizes and a shape stand for
-    bitmap      a bit an element               nm    positions in groups of m along the last axis
-    blocks      a bit a block of a matrix      elements    elements as bits: what is zero, taking and placing
+    encoding    what an encoding offers, and the three: a bit an element, positions in groups of m, a bit a block of a matrix
+    elements    elements as bits: what is zero, taking and placing
     storage     a storage that is kept in such parts
 
 Nothing here reads or writes; elements are worked on as patterns of bits.

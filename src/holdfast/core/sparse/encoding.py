@@ -1,4 +1,4 @@
-"""What every encoding offers, and which one a manifest means.
+"""The encodings of elements of which many are zero: what each offers (`Encoding`), and which one a manifest means.
 
 The elements of a chunk, in C order, are cut into groups of a fixed number; the last may be shorter. Of each group there are
 
@@ -7,31 +7,6 @@ The elements of a chunk, in C order, are cut into groups of a fixed number; the 
     starts    how many values lie before each group, and in all: 64-bit integers; not where the number is always the same
 
 so any group can be unpacked alone, from two reads whose places are known.
-
-A bit an element, and the elements whose bit is set.
-
-    elements   a 0 0 b 0 0 0 0 │ 0 c …        groups of 65,536
-    where      0b00001001      │ 0b…10        the first element in the lowest bit
-    values     a b c …
-
-The bits behind the last element are zero.
-
-A bit a block of a matrix, and the blocks that are not all zeros.
-
-    the tensor as a matrix, its first axis by all others; blocks of 2 × 2
-
-    a b │ 0 0 │ e        where      0b101 for this band of blocks, padded to whole bytes behind each group of bands
-    c d │ 0 0 │ 0        values     a b c d  e 0 0 0        each block in C order; what lies beyond the edge is zero
-
-The bits behind the last block of a group are zero.
-
-At most `n` of every `m` elements along the last axis, with their positions.
-
-    elements   0 a b 0 │ c 0 0 0          2:4
-    where      1 2       0 1              the positions, rising; 1, 2 or 4 bits each, the first in the lowest bits
-    values     a b       c 0              as many for each group: a group with fewer has zeros among them
-
-Every place follows from arithmetic, so there is nothing to count and nothing to look up.
 """
 
 from __future__ import annotations
@@ -71,7 +46,14 @@ BITMAP_ELEMENTS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Bitmap:
-    """The encoding of `count` elements by a bit each."""
+    """The encoding of `count` elements by a bit each.
+
+        elements   a 0 0 b 0 0 0 0 │ 0 c …        groups of 65,536
+        where      0b00001001      │ 0b…10        the first element in the lowest bit
+        values     a b c …
+
+    The bits behind the last element are zero.
+    """
 
     count: int
 
@@ -124,7 +106,15 @@ def group_rows(columns: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The encoding of a matrix by blocks of `height` × `width`."""
+    """The encoding of a matrix by blocks of `height` × `width`.
+
+        the tensor as a matrix, its first axis by all others; blocks of 2 × 2
+
+        a b │ 0 0 │ e        where      0b101 for this band of blocks, padded to whole bytes behind each group of bands
+        c d │ 0 0 │ 0        values     a b c d  e 0 0 0        each block in C order; what lies beyond the edge is zero
+
+    The bits behind the last block of a group are zero.
+    """
 
     rows: int
     columns: int
@@ -229,7 +219,14 @@ PACKED_GROUPS = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The encoding of `count` elements, a multiple of `m`, of which at most `n` of every `m` are not zero."""
+    """The encoding of `count` elements, a multiple of `m`, of which at most `n` of every `m` are not zero.
+
+        elements   0 a b 0 │ c 0 0 0          2:4
+        where      1 2       0 1              the positions, rising; 1, 2 or 4 bits each, the first in the lowest bits
+        values     a b       c 0              as many for each group: a group with fewer has zeros among them
+
+    Every place follows from arithmetic, so there is nothing to count and nothing to look up.
+    """
 
     count: int
     n: int

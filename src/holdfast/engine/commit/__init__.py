@@ -1,8 +1,7 @@
 """The commit: before it nothing at the target has changed, after it everything is there.
 
 transactions     `FileTransaction` and `DirectoryTransaction`: the steps, and what a failure of each means
-target           the name that a save is for, its permissions, and the words for why it could not be had
+target           the name that a save is for, its permissions, and the words why it could not be had; a file that is being written
 temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves
-new_file         a file that is being written
 resumable        finished files of an interrupted conversion, kept for the next try
 """

@@ -3,8 +3,6 @@
 A path is followed through every link to the real place, once; its parent is opened, and from then on every name is relative to that
 descriptor. What no save could ever end at (a missing folder, a name that is too long, links in a circle, a name that looks like one
 of our temporaries) is refused here, before anything is written.
-
-`NewFile`: a file that is being written and that nobody sees before the commit.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 
 Data files are not touched, but for their lengths.
 
-The checksum of `.metadata`, in a file beside it: torch's index is a pickle that has no room for one.
+The checksum of `.metadata` is in a file beside it: torch's index is a pickle that has no room for one.
 
     .holdfast.json     {"version":1,"nbytes":612,"crc32":"5bb0e7a9","self":"1c291ca3"}
 

@@ -5,19 +5,7 @@
     └──────────────────── head ────────────────────────────────┘                      └──────────────── tail ────────────────┘
 
 How long the elements are is known from the metadata, so all else is at most `length - elements` at either end: two reads of about
-1.5 KiB, or one where the item is small, and nothing of it is read twice.
-
-Items that are alike are compared, not parsed.
-
-A checkpoint of 10,000 items has a few dozen kinds of them. Two items of one kind are the same archive, byte for byte, but for what
-their records hold and the checksums of that:
-
-    │ header, data.pkl, … header │ elements │ descriptor │ … │ serialization id │ … │ directory, end │
-                                   (not looked at)   ^crc          ^free, and crc       ^crcs
-
-So the strict zip reader and the pickle interpreter read the first item of a kind. What they accepted is kept as a `Frame`: the
-fixed bytes, and where the others are. Any item whose fixed bytes are equal, and whose checksums agree with each other and with what
-they cover, is one that they would have accepted as well, with the same geometry. Everything else goes through them again.
+1.5 KiB, or one where the item is small, and nothing of it is read twice. Items that are alike are compared, not parsed (`Frame`).
 """
 
 from __future__ import annotations
@@ -84,7 +72,18 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What all items of one kind have in common."""
+    """What all items of one kind have in common.
+
+    A checkpoint of 10,000 items has a few dozen kinds of them. Two items of one kind are the same archive, byte for byte, but for
+    what their records hold and the checksums of that:
+
+        │ header, data.pkl, … header │ elements │ descriptor │ … │ serialization id │ … │ directory, end │
+                                       (not looked at)   ^crc          ^free, and crc       ^crcs
+
+    So the strict zip reader and the pickle interpreter read the first item of a kind. What they accepted is kept as a `Frame`: the
+    fixed bytes, and where the others are. Any item whose fixed bytes are equal, and whose checksums agree with each other and with
+    what they cover, is one that they would have accepted as well, with the same geometry. Everything else goes through them again.
+    """
 
     fixed: tuple[tuple[int, int, bytes], ...]
     """Ranges of bytes and what is in them."""

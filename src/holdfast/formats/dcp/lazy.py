@@ -4,13 +4,6 @@ The metadata says which box of a tensor an item holds and how long the item is, 
 strided, or what their checksum is: that stands in the item itself. To ask 10,000 items when a directory is opened would take 10,000
 reads, so a storage asks its own item, once, when somebody wants to know. Slicing, planning, checking and comparing see an ordinary
 storage of an ordinary file; home, equality, hash and length need no item.
-
-Items that passed through a compressor on their way to disk (torch's stream extensions), as files of their own.
-
-    __0_0.distcp@462   the item at byte 462 of __0_0.distcp, inflated
-
-torch knows one: `stream.zstd/1`. Such an item cannot be read by range, so it is inflated whole when any of it is wanted, and the
-last few stay in memory. How large it may become is known beforehand; not a byte more is made, whatever the stream says.
 """
 
 from __future__ import annotations
@@ -61,7 +54,15 @@ def is_inflated(item: Item) -> bool:
 
 
 class InflatedStore(Virtual):
-    """The store of a directory, with its compressed items as further files. These are not listed."""
+    """The store of a directory, with its compressed items as further files. These are not listed.
+
+    Items that passed through a compressor on their way to disk (torch's stream extensions), as files of their own.
+
+        __0_0.distcp@462   the item at byte 462 of __0_0.distcp, inflated
+
+    torch knows one: `stream.zstd/1`. Such an item cannot be read by range, so it is inflated whole when any of it is wanted, and
+    the last few stay in memory. How large it may become is known beforehand; not a byte more is made, whatever the stream says.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(over=store)

@@ -3,26 +3,10 @@
     .metadata          which tensors there are, which boxes they were cut into, which item of which file holds each
     __0_0.distcp       the items of rank 0, one torch zip behind the other
     __1_0.distcp       …
-    .holdfast.json     the checksum of .metadata, where Holdfast wrote it (`beside`)
+    .holdfast.json     the checksum of .metadata, where Holdfast wrote it (`index`)
 
 Opening reads the metadata and the values that are no tensors. Where in its item a tensor's bytes are is found when it is read
 (`lazy`).
-
-From names to the nested state that they were flattened from.
-
-torch joins the path of each leaf with dots, and notes the path itself: keys of mappings as text, positions in lists as integers. So
-{"opt": [{"lr": 1}]} has the name `opt.0.lr` and the path ("opt", 0, "lr"). What is lost on the way there:
-
-- the keys of mappings that were no text: 3 became "3";
-- empty mappings, which have no leaf; in a list, one leaves a hole, where torch puts None, and so does this.
-
-A path that is none, that goes through a leaf, or whose name is not its parts joined with dots is not followed: its leaf stands at
-the top, under its name.
-
-The values that are no tensors: hyperparameters, counters, names, the rest of a training state. Small, and many.
-
-Each is an item of its own, 1.3 KB for a number, and the items of one rank's values lie side by side at the front of its file. Those
-are read together, a block at a time; a large one (a tuple with tensors in it) by its two ends and its pickle.
 """
 
 from __future__ import annotations
@@ -71,7 +55,17 @@ class Grown:
 
 
 def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: Limits) -> Grown:
-    """The nested state of named leaves; `paths` is what the planner noted, which may be anything."""
+    """The nested state of named leaves; `paths` is what the planner noted, which may be anything.
+
+    torch joins the path of each leaf with dots, and notes the path itself: keys of mappings as text, positions in lists as
+    integers. So {"opt": [{"lr": 1}]} has the name `opt.0.lr` and the path ("opt", 0, "lr"). What is lost on the way there:
+
+    - the keys of mappings that were no text: 3 became "3";
+    - empty mappings, which have no leaf; in a list, one leaves a hole, where torch puts None, and so does this.
+
+    A path that is none, that goes through a leaf, or whose name is not its parts joined with dots is not followed: its leaf stands
+    at the top, under its name.
+    """
     root = Branch()
     most = len(leaves) + POSITIONS
     grown = Grown({})
@@ -162,7 +156,11 @@ class Values:
 
 
 def read_values(items: Items, wanted: Mapping[str, Item]) -> Values:
-    """Read values, or leave all of them where they are if that would take long."""
+    """Read values, or leave all of them where they are if that would take long.
+
+    Each is an item of its own, 1.3 KB for a number, and the items of one rank's values lie side by side at the front of its file.
+    Those are read together, a block at a time; a large one (a tuple with tensors in it) by its two ends and its pickle.
+    """
     small = {name: item for name, item in wanted.items() if item.length <= SMALL_NBYTES}
     done = Values(nbytes=sum(item.length for item in small.values()))
     if len(wanted) > EAGER_ITEMS or done.nbytes > EAGER_NBYTES:

@@ -7,10 +7,9 @@ They are filled in place, and neither frozen nor compared: a checkpoint of 100,0
 a dict key must not be hashed by numbers out of the file. Filling one takes a fixed time: a pickle can name one long list in a
 million of them, so lists are looked into when it is known that each element has bytes of its own.
 
-The globals of a `.metadata` pickle, as constructors of `records`.
-
-The names moved twice: before November 2022 the package was `torch.distributed._shard.checkpoint`, and until January 2024 (torch
-2.2) the properties of a tensor were those of a `ShardedTensor`. Exact names; everything else stays an `Opaque` that nothing calls.
+`MetadataTable` maps the globals of the pickle to them. The names moved twice: before November 2022 the package was
+`torch.distributed._shard.checkpoint`, and until January 2024 (torch 2.2) the properties of a tensor were those of a
+`ShardedTensor`. Exact names; everything else stays an `Opaque` that nothing calls.
 """
 
 from __future__ import annotations

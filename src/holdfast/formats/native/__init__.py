@@ -1,1 +1,5 @@
-"""The native directory: plain safetensors files, and a manifest that says everything about them. docs/formats/native.md"""
+"""The native directory: plain safetensors files, and a manifest that says everything about them. docs/formats/native.md
+
+read, write    the format          schema    the manifest, its text and the way back
+chunks         a chunk in the manifest; one that is stored packed, as a file of its own with the dense bytes
+"""

@@ -5,16 +5,6 @@
                  "w.sparse.starts"   U64, where groups differ                          "sparse": {"encoding": "bitmap", …}}]
 
 What the parts hold is told in `core.sparse.encoding`.
-
-Chunks that are stored packed, as files of their own with the dense bytes.
-
-    data-00001-of-00001.safetensors@4096     the elements of the chunk whose marks begin at byte 4096 of that file
-
-Reading a range unpacks the groups that it touches and no others: of each group two ranges are read, whose places are known. A
-range inside of a group unpacks that group; the last few of those stay in memory, so that a column of a matrix unpacks each once.
-
-Nothing that is stored is believed: a group's marks must ask for as many values as it has, and these must lie in the part. What does
-not fit is damage where the part's checksum says so, and a lie otherwise.
 """
 
 from __future__ import annotations
@@ -175,7 +165,19 @@ BLOCK_NBYTES = 4 << 20
 
 
 class UnpackedStore(Virtual):
-    """The store of a directory, with its packed chunks as further files. These are not listed."""
+    """The store of a directory, with its packed chunks as further files. These are not listed.
+
+    Chunks that are stored packed, as files of their own with the dense bytes.
+
+        data-00001-of-00001.safetensors@4096     the elements of the chunk whose marks begin at byte 4096 of that file
+
+    Reading a range unpacks the groups that it touches and no others: of each group two ranges are read, whose places are known. A
+    range inside of a group unpacks that group; the last few of those stay in memory, so that a column of a matrix unpacks each
+    once.
+
+    Nothing that is stored is believed: a group's marks must ask for as many values as it has, and these must lie in the part. What
+    does not fit is damage where the part's checksum says so, and a lie otherwise.
+    """
 
     def __init__(self, store: Store) -> None:
         super().__init__(over=store)

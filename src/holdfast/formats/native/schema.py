@@ -11,7 +11,7 @@
 A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor.
 `aliases`, `views` and `tree` are those of `formats.recorded` and stand there where they say something. A chunk that is stored
 packed says how (`formats.native.chunks`). `others` are files beside the data that no tensor depends on. `self` is the checksum of
-the manifest (`formats.seal`), and is compared before anything else.
+the manifest (`formats.strict_json.seal`), and is compared before anything else.
 
 Versions 1 (no packed chunks) and 2 have neither `others` nor `self`, and are read as they always were. Version 3 has both, and a
 manifest of version 3 without `self` is damaged.

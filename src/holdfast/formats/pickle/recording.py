@@ -13,10 +13,6 @@ three calls to show, and whatever else comes out of it is one shared object.
 
 A joblib file has the elements of its arrays between the opcodes. `pickle.load` and `joblib.load` read such a file differently, so
 whoever wants to know what it does records it twice, with `joblib=True` once.
-
-Record the pickle at the start of some bytes without reading more of them than it takes.
-
-What is no pickle fails in its first bytes, so a few are read, and more only while the stream asks for more than there are.
 """
 
 from __future__ import annotations
@@ -413,7 +409,10 @@ LENGTHS = {ord("B"): 4, ord("X"): 4, ord("T"): 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 
 
 def read_ahead(read: Read, nbytes: int, limits: Limits, *, joblib: bool = False) -> Recorded:
-    """The pickle that begins these bytes. Raises nothing about the pickle: what broke it off is in the answer."""
+    """The pickle that begins these bytes. Raises nothing about the pickle: what broke it off is in the answer.
+
+    What is no pickle fails in its first bytes, so a few are read, and more only while the stream asks for more than there are.
+    """
     size = min(FIRST_NBYTES, nbytes)
     # One byte more than a pickle may have, so that one that is cut by the limit is told from one that ends.
     most = min(limits.pickle_nbytes + 1, nbytes)

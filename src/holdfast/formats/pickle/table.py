@@ -9,11 +9,6 @@ The table decides by exact `(module, name)` pairs and never imports:
 4. What was not built is listed by `foreign`, with how it was used and where it was first mentioned.
 
 Subclass it to build other things out of the same streams. A table serves one stream at a time; `begin` is called before each.
-
-Python 2 names of things, and what Python 3 calls them.
-
-Protocols 0 to 2 are written with Python 2 names by every Python, so `set` comes as `__builtin__.set`. The names are text here:
-the table makes look-ups and reports agree, and imports nothing.
 """
 
 from __future__ import annotations
@@ -82,6 +77,9 @@ def modern(module: str, name: str) -> tuple[str, str]:
 
     >>> modern("__builtin__", "xrange"), modern("copy_reg", "_reconstructor"), modern("torch", "Size")
     (('builtins', 'range'), ('copyreg', '_reconstructor'), ('torch', 'Size'))
+
+    Protocols 0 to 2 are written with Python 2 names by every Python, so `set` comes as `__builtin__.set`. The names are text here:
+    the table makes look-ups and reports agree, and imports nothing.
     """
     return NAMES.get((module, name)) or (MODULES.get(module, module), name)
 

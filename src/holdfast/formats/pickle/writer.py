@@ -13,13 +13,11 @@ other bytes, as encoded text.
 
 Used by subclassing: formats add rows of their own (`rows`) and write with `write`.
 
-The opcodes of protocol 2 that carry a number, as bytes.
+Scalars, dtypes and arrays are written as numpy itself does (since numpy 2, under `numpy._core`):
 
-numpy in a pickle: scalars, dtypes and arrays as numpy itself writes them (since numpy 2, under `numpy._core`).
-
-scalar    numpy._core.multiarray.scalar(dtype, bytes)
-dtype     numpy.dtype('f4', False, True)  BUILD (3, '<', None, None, None, -1, -1, 0)
-array     numpy._core.multiarray._reconstruct(ndarray, (0,), b'b')  BUILD (1, shape, dtype, fortran, bytes)
+    scalar    numpy._core.multiarray.scalar(dtype, bytes)
+    dtype     numpy.dtype('f4', False, True)  BUILD (3, '<', None, None, None, -1, -1, 0)
+    array     numpy._core.multiarray._reconstruct(ndarray, (0,), b'b')  BUILD (1, shape, dtype, fortran, bytes)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A `.pt2` archive as a tree of lazy tensors: the weights and constants of every model in it. Nothing in it is run or imported.
 
     data/weights/weight_0 …                     raw storages, each shared by all views of it
-    data/weights/<m>_weights_config.json        name → record, dtype, sizes, strides, offset                        (config.py)
+    data/weights/<m>_weights_config.json        name → record, dtype, sizes, strides, offset                        (schema.py)
     data/constants/tensor_0 …                   the same for constants; custom_obj_N and opaque_obj_N are pickles   (payloads.py)
     data/constants/<m>_constants_config.json
     data/weights/<m>.pt, data/constants/<m>.pt  older archives: a whole torch.save in place of the above
@@ -35,12 +35,11 @@ from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
 from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
-from holdfast.formats.pt2.payloads import Payloads
 from holdfast.formats.pt2.program import Program, check_weights, summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, Entry, TensorMeta, about, blamed, parse_config
 from holdfast.formats.strict_json import kind, parse, quoted
 from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
-from holdfast.formats.torch.zip import PickleReader, record_bytes
+from holdfast.formats.torch.zip import Payloads, PickleReader, record_bytes
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 
 __all__ = ["Model", "Pt2Reader", "describe_pt2", "program_names"]

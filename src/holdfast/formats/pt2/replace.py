@@ -5,11 +5,6 @@
 2. Weight records and configs are laid out anew. Models that keep their weights keep the sharing between them; weights that shared a
    record share one afterwards only if the new ones do.
 3. Every other record (programs, constants, sample inputs, compiled code, extra files) is copied as it is, streamed.
-
-Records of an archive that go into another as they are: programs, sample inputs, pickled weights and objects, extra files.
-
-Nothing of them is read here, and nothing is understood: a copied program is the same bytes under the name of its model. What cannot
-be copied is said by `Beside.problems`: compiled code names the weight records of its own archive, and those get other names.
 """
 
 from __future__ import annotations
@@ -55,7 +50,12 @@ BYTES = DTYPES.name("uint8")
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What a model has in its archive besides raw tensors, ready to be copied."""
+    """What a model has in its archive besides raw tensors, ready to be copied.
+
+    Nothing of them is read here, and nothing is understood: a copied program is the same bytes under the name of its model. What
+    cannot be copied is said by `Beside.problems`: compiled code names the weight records of its own archive, and those get other
+    names.
+    """
 
     weights: Mapping[str, Pickled]
     constants: Mapping[str, Pickled]

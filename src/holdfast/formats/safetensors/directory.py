@@ -8,10 +8,10 @@ Which files count:
    fails, or has yet to be done, there is nothing else.
 
 How they go together: every tensor comes from exactly one file, or from several that say which piece each holds
-(`sharding`) and whose pieces tile the whole. Anything else would depend on the order in which a reader happens to go
+(`record`) and whose pieces tile the whole. Anything else would depend on the order in which a reader happens to go
 through the files.
 
-The index of a directory of safetensors files: `model.safetensors.index.json`, as `transformers` and torch write it.
+The index is `model.safetensors.index.json`, as `transformers` and torch write it.
 
     {"metadata": {"total_size": 58}, "weight_map": {"a": "model-00001-of-00002.safetensors", …}}
 

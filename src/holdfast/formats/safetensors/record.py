@@ -1,4 +1,6 @@
-"""The entry `holdfast` in a file's `__metadata__`: checksums, and what the format has no other place for.
+"""What is noted in a file's `__metadata__`: the record of Holdfast, and the pieces of torch's Hugging Face writer.
+
+The entry `holdfast` has checksums, and what the format has no other place for.
 
     {"version": 2, "of": "1c291ca3", "texts": "8d0f11c2", …the fields of `formats.recorded`…, "crc32": "9f3a01d2" + "00c4e6b7" + …,
      "self": "5bb0e7a9"}
@@ -6,7 +8,7 @@
 - `crc32` holds eight hexadecimal digits a tensor, in the order of the header.
 - `of` is the CRC-32 of the tensors' part of the header as msgspec writes it, `texts` that of the other texts in `__metadata__`.
 - `rest` names the file beside this one that says the rest: the manifest of a native directory, or the index of a split checkpoint.
-- `self` is the checksum of the record (`formats.seal`).
+- `self` is the checksum of the record (`formats.strict_json.seal`).
 
 So nothing in a header is without a checksum, and what is wrong with one tells its cause:
 
@@ -16,10 +18,8 @@ So nothing in a header is without a checksum, and what is wrong with one tells i
 
 What is noted is `changed`, and a verification reports it. A record of version 1 has no `texts` and no `self`.
 
-Tensors in pieces: what torch's Hugging Face writer notes about them, and how they go together again.
-
-torch 2.8 and later (`HuggingFaceStorageWriter`) write each rank's pieces as plain safetensors and put into
-`__metadata__`
+Tensors may be in pieces: torch 2.8 and later (`HuggingFaceStorageWriter`) write each rank's pieces as plain safetensors and put
+into `__metadata__`
 
     DCP_SHARDING_INFO    {"model.w": {"saved_offsets": [0, 256]}, …}      as JSON text
 

@@ -11,12 +11,8 @@ knows only the form that writers produce, reads it with msgspec, and returns Non
 refuses anything. A test feeds both with the same headers; whatever the fast one accepts, the exact one must accept
 with the same result.
 
-Neither looks at the meaning of the numbers; `layout` does.
-
-What the numbers in a header must satisfy: dtypes that exist, shapes whose bytes are there, no hole and no overlap.
-
-All arithmetic is on Python's integers, which do not overflow. One pass checks every entry; it is written for the
-honest file, where the tensors lie in the order of the header, and leaves saying what is wrong to a second look.
+Neither looks at the meaning of the numbers; `check_layout` does: dtypes that exist, shapes whose bytes are there, no hole and no
+overlap.
 """
 
 from __future__ import annotations
@@ -214,6 +210,9 @@ def check_layout(entries: Mapping[str, Entry], data_nbytes: int, limits: Limits,
     """Check every entry, and that together they tile the data section of `data_nbytes` bytes exactly.
 
     Raises `HeaderError`, `LimitExceeded` for the rank, or `Truncated` where the data section is shorter than they say.
+
+    All arithmetic is on Python's integers, which do not overflow. One pass checks every entry; it is written for the
+    honest file, where the tensors lie in the order of the header, and leaves saying what is wrong to a second look.
     """
     position = 0
     in_order = True

@@ -4,18 +4,10 @@ The format is a flat mapping of text to tensors. What a state has beyond that is
 `__metadata__` of the file or `metadata` of the index:
 
 1. Nested dicts become dotted names; which dicts there were is recorded, and so are Parameters and sparse tensors.
-2. Second names of a tensor and views of a storage are recorded (`formats.sharing`).
+2. Second names of a tensor and views of a storage are recorded (`formats.recorded`).
 3. Plain values, lists, tuples, keys that are no text: refused, or recorded with `keep_tree=True`.
 
 A dtype that the format lacks is refused. Every tensor is written in C order.
-
-One safetensors file of a save: where every tensor goes, and the header that says so.
-
-    length │ {"__metadata__":{…,"holdfast":"…,crc32: │ 8 digits a tensor, self: 8 digits │ "},"w":{"dtype":…},…}␠␠␠ │ tensors
-    ───────┴──────── Literal ────────────────────────┴───────────── Late ───────────────┴──────── Literal ─────────┴─ Data …
-
-The order of the tensors is that of the safetensors library: by dtype, the widest first, then by name; so every tensor begins at a
-multiple of its element size, and the data begins at a multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -104,6 +96,12 @@ def plan_file(
     """Lay out one file; `fields` go into its record, beside the checksums.
 
     The label of a data segment is the tensor's name, behind `label`: what keeps the pieces of one tensor in several files apart.
+
+        length │ {"__metadata__":{…,"holdfast":"…,crc32: │ 8 digits a tensor, self: 8 digits │ "},"w":{"dtype":…},…}␠␠␠ │ tensors
+        ───────┴──────── Literal ────────────────────────┴───────────── Late ───────────────┴──────── Literal ─────────┴─ Data …
+
+    The order of the tensors is that of the safetensors library: by dtype, the widest first, then by name; so every tensor begins
+    at a multiple of its element size, and the data begins at a multiple of 64 bytes.
     """
     ordered = sorted(pieces, key=lambda piece: (RANK[piece.code], piece.name))
     entries: dict[str, Entry] = {}

@@ -1,4 +1,5 @@
-"""The stream that `torch.save` wrote before 1.6 (and writes today on request).
+"""What torch wrote before the zip: the stream of `torch.save` before 1.6 (and today on request), and the tar of torch 0.1
+(`TorchTar`).
 
     pickle 1   the magic number                     pickle 4   the object
     pickle 2   the protocol, 1001                   pickle 5   the list of storage keys
@@ -6,17 +7,6 @@
 
 There is no index, so the object comes before anything says where its storages lie. It is interpreted twice by the same machine:
 first to collect the storage ids, from which with pickle 5 every position follows; then to build.
-
-The tar of torch 0.1: three members, `storages`, `tensors` and `pickle`.
-
-    storages   pickle(count); for each: pickle((key, location, storage class)), int64 element count, elements;
-               at the end pickle(list of (view key, root key, element offset, element count))
-    tensors    pickle(count); for each: pickle((key, storage key, tensor class)),
-               int32 rank, 4 unused bytes, rank × int64 sizes, rank × int64 strides, int64 storage offset
-    pickle     the object; a persistent id is a key, of a tensor or a storage, or (class, file, source text)
-
-All numbers are little-endian. The tar itself is read by a few lines of our own that know plain members only: links, devices,
-extended headers (which can rename or resize what follows) and paths are refused.
 """
 
 from __future__ import annotations
@@ -180,7 +170,17 @@ SMALL_PICKLE_NBYTES = 4096
 
 
 class TorchTar:
-    """The tar container."""
+    """The tar container.
+
+        storages   pickle(count); for each: pickle((key, location, storage class)), int64 element count, elements;
+                   at the end pickle(list of (view key, root key, element offset, element count))
+        tensors    pickle(count); for each: pickle((key, storage key, tensor class)),
+                   int32 rank, 4 unused bytes, rank × int64 sizes, rank × int64 strides, int64 storage offset
+        pickle     the object; a persistent id is a key, of a tensor or a storage, or (class, file, source text)
+
+    All numbers are little-endian. The tar itself is read by a few lines of our own that know plain members only: links, devices,
+    extended headers (which can rename or resize what follows) and paths are refused.
+    """
 
     name = "torch-tar"
 

@@ -1,14 +1,7 @@
-"""The globals of torch's pickles, as constructors of our own values.
+"""The globals of torch's pickles, as constructors of our own values; and persistent ids, by which they point at storages.
 
 Exact `(module, name)` pairs; everything else stays `Opaque`. A storage is a 1-D `LazyTensor` over its record, so that a bare
 storage in a checkpoint is readable like anything else, and a tensor is a strided view of it.
-
-Persistent ids: how a torch pickle points at its storages.
-
-    ('storage', storage class, key, location, element count)              zip, since 1.6
-    ('storage', storage class, key, location, element count, view)        stream; view = None or (key, offset, count)
-
-Every reference to one key must agree in dtype and length, and the length must be that of the record, to the byte.
 """
 
 from __future__ import annotations
@@ -364,7 +357,13 @@ class StorageId:
 
 
 def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
-    """Check the shape and types of a persistent id."""
+    """Check the shape and types of a persistent id.
+
+        ('storage', storage class, key, location, element count)              zip, since 1.6
+        ('storage', storage class, key, location, element count, view)        stream; view = None or (key, offset, count)
+
+    Every reference to one key must agree in dtype and length, and the length must be that of the record, to the byte.
+    """
     if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
         raise PickleError("a persistent id that is no storage", found=type(pid).__name__)
     _, kind, key, location, count, *rest = pid

@@ -1,8 +1,8 @@
-"""A tensor's claim over a storage, checked with exact integers before anything is built or allocated.
+"""What a tensor claims, checked before anything is built or allocated.
 
-Tensors that torch stores as several plain ones: sparse, quantised, nested. The arguments of their rebuild functions, checked.
-
-What the parts of a sparse, quantised or nested tensor must satisfy, as far as it can be known without reading them.
+A plain tensor is a claim over a storage, checked with exact integers (`reach`, `strided_view`). Others are stored as several plain
+ones: sparse, quantised, nested. The arguments of torch's functions for them are checked, and so is what their parts must satisfy,
+as far as it can be known without reading them (`check_composite`).
 """
 
 from __future__ import annotations

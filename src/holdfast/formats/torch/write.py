@@ -14,23 +14,6 @@
 
 For tensors that fill their storages, the file is the one that torch 2.13 writes for the same objects. A view of a part of a
 storage differs: torch writes all of the storage, this writes what is reached (unless `trim=False`).
-
-`.data/serialization_id`: the 40 digits that torch's zip writer computes over what it wrote.
-
-    │ 20 digits: a fold over the names of the records │ 20 digits: a fold over their CRC-32s │
-
-Both fold with seed ← seed xor (value + 0x9E3779B9 + (seed << 6) + (seed >> 2)), modulo 2^64, from 0.
-
-The checksums are folded as they were written. The names come in the order in which a libstdc++ `unordered_set` gives them back,
-each as libstdc++'s hash of the text (MurmurHash2, 64 bits, variant A). Hence the work:
-
-1. Hash all names. Names of one length are the rows of a matrix, and one column of 8 bytes is mixed into all of them at once.
-2. Find the order. The set is one linked list: an element goes to the front of its bucket, which is a stretch of the list, or to the
-   front of the whole list where its bucket is empty. So, for a fixed number of buckets, the list is: buckets in reverse order of
-   their first element, and elements in reverse order inside each. When the set grows it puts its elements, in the order of the
-   list, into more buckets by the same rule, and goes on with new ones: each growth is one stable sort.
-
-torch on another C++ library orders its set differently. No reader compares the id; it is reported and kept.
 """
 
 from __future__ import annotations
@@ -91,6 +74,24 @@ def serialization_id(names: Sequence[str], crcs: Iterable[int]) -> bytes:
 
     `names` are those of all records in the order of writing, without the archive's prefix; `crcs` the checksums of those that are
     not empty (0 where checksums are off), with a `mistaken_crc` before the record's own.
+
+    `.data/serialization_id`: the 40 digits that torch's zip writer computes over what it wrote.
+
+        │ 20 digits: a fold over the names of the records │ 20 digits: a fold over their CRC-32s │
+
+    Both fold with seed ← seed xor (value + 0x9E3779B9 + (seed << 6) + (seed >> 2)), modulo 2^64, from 0.
+
+    The checksums are folded as they were written. The names come in the order in which a libstdc++ `unordered_set` gives them back,
+    each as libstdc++'s hash of the text (MurmurHash2, 64 bits, variant A). Hence the work:
+
+    1. Hash all names. Names of one length are the rows of a matrix, and one column of 8 bytes is mixed into all of them at once.
+    2. Find the order. The set is one linked list: an element goes to the front of its bucket, which is a stretch of the list, or
+    to the
+       front of the whole list where its bucket is empty. So, for a fixed number of buckets, the list is: buckets in reverse order
+       of their first element, and elements in reverse order inside each. When the set grows it puts its elements, in the order of
+       the list, into more buckets by the same rule, and goes on with new ones: each growth is one stable sort.
+
+    torch on another C++ library orders its set differently. No reader compares the id; it is reported and kept.
     """
     if len(names) < BUCKETS[0]:
         few = [_hash_text(name) for name in names]

@@ -12,13 +12,13 @@ and filled in by `finish`.
 What torch's pickler makes anew for each tensor (the tuples, the empty OrderedDict, the text 'conj') is made anew here, and what it
 has once ('storage', 'cpu', the key of a storage) is shared, so that the bytes are the same.
 
-Sparse, quantised, nested and jagged tensors in a torch pickle: one call over their plain parts.
+Sparse, quantised, nested and jagged tensors are one call over their plain parts:
 
-sparse      torch._utils._rebuild_sparse_tensor(layout, (indices…, values, Size[, is_coalesced]))
-quantised   torch._utils._rebuild_qtensor(storage, offset, size, stride, quantiser, requires_grad, OrderedDict())
-                quantiser: (scheme, scale, zero point), or (scheme, scales, zero points, axis)
-nested      torch._utils._rebuild_nested_tensor(buffer, sizes, strides, offsets)
-jagged      torch._tensor._rebuild_from_type_v2(_rebuild_njt, NestedTensor, ({values, offsets, …},), None)
+    sparse      torch._utils._rebuild_sparse_tensor(layout, (indices…, values, Size[, is_coalesced]))
+    quantised   torch._utils._rebuild_qtensor(storage, offset, size, stride, quantiser, requires_grad, OrderedDict())
+                    quantiser: (scheme, scale, zero point), or (scheme, scales, zero points, axis)
+    nested      torch._utils._rebuild_nested_tensor(buffer, sizes, strides, offsets)
+    jagged      torch._tensor._rebuild_from_type_v2(_rebuild_njt, NestedTensor, ({values, offsets, …},), None)
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Python state as JSON that says its types: plain JSON where JSON has the type, an object with a `$` where it has not."""
+"""Python state as JSON that says its types: plain JSON where JSON has the type, an object with a `$` where it has not.
+
+encode, decode    there and back          scalars    values without parts that JSON cannot say
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """From typed JSON back to Python state.
 
-The walk through a document of typed JSON: nodes and their depth, fields of tagged objects, places for messages.
+`Decoder` walks through the document: nodes and their depth, fields of tagged objects, places for messages. The values come from
+`strict_json`, so that their depth is bounded, keys are unique and numbers are what they look like. Keys of dicts and members of
+sets are paid for as in the pickle reader, because a file can choose keys that collide.
 
-The values come from `strict_json`, so that their depth is bounded, keys are unique and numbers are what they look like. Keys of
-dicts and members of sets are paid for as in the pickle reader, because a file can choose keys that collide.
-
-What each tag is read by. Every tag has exactly its fields, and every refusal points into the document.
+Each tag has a function that reads it. Every tag has exactly its fields, and every refusal points into the document.
 """
 
 from __future__ import annotations

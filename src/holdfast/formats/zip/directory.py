@@ -1,4 +1,5 @@
-"""The central directory: one entry for each record, as columns of numbers in the order of the file.
+"""The end of an archive (`read_tail`), and the central directory that it points at: one entry for each record, as columns of
+numbers in the order of the file.
 
     signature made-by needed flags method time date crc packed size n x c disk internal attributes offset │ name extra
         4        2      2      2      2     2    2   4    4      4  2 2 2  2      2         4        4    │   n    x
@@ -9,21 +10,6 @@ A 32-bit `size`, `packed` or `offset` of 0xFFFFFFFF stands for the next value of
     2    2       8        8         8
 
 One loop finds where entries begin; all that follows works on whole columns.
-
-Names of records: bytes to text, refusing every name that two readers could take for different ones.
-
-All names are checked together, as one text with NUL before, between and behind them: a hundred thousand names cost a
-few passes in C. Only when a pass finds something are the names visited one by one, to say which.
-
-The end of an archive: where is the central directory, and how many records does it claim?
-
-    … central directory │ zip64 end │ zip64 locator │ end record │
-                             56            20              22     stop
-
-The end record must be the very last 22 bytes. A comment after it is refused, and with that every reader finds the
-same one, whether it searches backwards for the signature or tries the last 22 bytes first. If the zip64 locator is
-there, it must point at the 56 bytes before it (CPython looks there, torch follows the pointer), and each field of the
-end record must be saturated or equal to its 64-bit twin (some readers take one, some the other).
 """
 
 from __future__ import annotations
@@ -68,7 +54,11 @@ SHOWN = 80
 
 
 def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: Places) -> list[str]:
-    """The names as text, in the same order. A folder's name keeps its final slash."""
+    """The names as text, in the same order. A folder's name keeps its final slash.
+
+    All names are checked together, as one text with NUL before, between and behind them: a hundred thousand names cost a
+    few passes in C. Only when a pass finds something are the names visited one by one, to say which.
+    """
     if not raw:
         return []
     together = b"\0".join(raw)
@@ -144,7 +134,16 @@ class Tail:
 
 
 def read_tail(source: Source, key: str, *, start: int, stop: int) -> Tail:
-    """Find the central directory; nothing that the tail claims is larger than the archive or the limits."""
+    """Find the central directory; nothing that the tail claims is larger than the archive or the limits.
+
+        … central directory │ zip64 end │ zip64 locator │ end record │
+                                 56            20              22     stop
+
+    The end record must be the very last 22 bytes. A comment after it is refused, and with that every reader finds the
+    same one, whether it searches backwards for the signature or tries the last 22 bytes first. If the zip64 locator is
+    there, it must point at the 56 bytes before it (CPython looks there, torch follows the pointer), and each field of the
+    end record must be saturated or equal to its 64-bit twin (some readers take one, some the other).
+    """
     length = stop - start
     if length < END.size:
         raise Truncated(f"zip archive: {length} bytes are too few for its end record", file=key, offset=stop)

@@ -1,4 +1,4 @@
-"""Where the fields of a zip archive lie, and the one way in which this package refuses one.
+"""Where the fields of a zip archive lie, what is found in one (`Archive`), and the one way in which this package refuses one.
 
     start                                                                                   stop
     │ record 0 │ record 1 │ … │ central directory │ zip64 end │ zip64 locator │ end record │
@@ -13,17 +13,6 @@
 All numbers are little-endian. The two zip64 records at the end are optional: torch always writes them, CPython only
 when they are needed. Every offset in the archive counts from `start`, which is not 0 for an archive inside a larger
 file.
-
-Extra fields: the blocks between a record's name and its payload, or behind a name in the central directory.
-
-    id  nbytes  body…    id  nbytes  body…
-    2     2              2     2
-
-Blocks must fill the field exactly. Only blocks that no reader takes names or positions from are let through, and the
-zip64 block, whose body is given back for the caller to check. Above all 0x7075 is refused: it replaces the name for
-some readers.
-
-`Archive` and `Record`: what the strict reader found.
 """
 
 from __future__ import annotations
@@ -194,6 +183,13 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: P
     """Check many extra fields at once; give the start and length of each one's zip64 body, (-1, 0) where there is none.
 
     `starts` and `stops` are positions in `raw`.
+
+        id  nbytes  body…    id  nbytes  body…
+        2     2              2     2
+
+    Blocks must fill the field exactly. Only blocks that no reader takes names or positions from are let through, and the
+    zip64 block, whose body is given back for the caller to check. Above all 0x7075 is refused: it replaces the name for
+    some readers.
     """
     bodies = np.full(len(starts), -1, np.int64)
     lengths = np.zeros(len(starts), np.int64)

@@ -1,8 +1,8 @@
 """The strict zip reader: what it accepts, every reader (torch, CPython, …) sees as the same bytes and names.
 
-    1. tail       the last 22 to 98 bytes   where is the directory, how many records      tail.py
-    2. directory  one read                  names, sizes, checksums, offsets              directory.py names.py extra.py
-    3. records    headers in joined reads   each agrees with the directory, end to end    local.py
+    1. tail       the last 22 to 98 bytes   where is the directory, how many records      directory.py
+    2. directory  one read                  names, sizes, checksums, offsets
+    3. records    headers in joined reads   each agrees with the directory, end to end
 
 No payload is read, beyond small ones that lie between two headers. No checksum of a payload is verified here:
 `Record.crc32` is for whoever reads it. Time and memory are linear in the directory and the headers; nothing is
@@ -13,45 +13,6 @@ disagree, a directory of another size or count, names that are equal or differ i
 in an unknown encoding, extra fields that rename, encryption and other features, methods other than stored and
 deflated, links, comments, local headers and descriptors that disagree with the directory, and any byte that belongs
 to nothing.
-
-Recognise an archive that torch's writer wrote, by writing it again.
-
-The strict reader checks every rule for every field, in columns; for an archive of seven records that takes longer than all the
-rest of reading it, and a DCP directory holds thousands of such archives. But torch's writer leaves no freedom: given names, sizes
-and checksums, every other byte of the archive follows. So:
-
-1. Read names, sizes and checksums from the central directory, with no check beyond what it takes to read them.
-2. Lay out the archive of these records with our own writer (writer.py).
-3. Compare directory, end records, and every header and descriptor with the file. If all of it is equal, the archive is the one
-   that the writer makes, which the strict reader accepts; the records lie where the layout put them.
-
-Anything else (another alignment, another writer, a lie) is `None`: the strict reader decides.
-
-Local headers and data descriptors: does each record say at its own place what the directory says about it?
-
-    header of i         name  extra   payload of i      descriptor of i │ header of i+1 …
-    │       30        │  n  │   x   │  packed (known) │   0, 16 or 24   │
-    └──────────────── offset[i + 1] - offset[i] (known) ────────────────┘
-
-The directory gives every header's offset and every payload's length. Records must lie end to end, so what is left of a
-record beside its payload, its name and the 30 bytes is the room for its extra field and its descriptor. Hence:
-
-1. Compute each record's room (they are sorted by offset); negative means overlap, more than an extra field means a gap.
-2. Plan reads: for each record its header and up to 24 bytes before it, where the descriptor of the record before lies.
-   Neighbours are joined into blocks. Payloads are not read, apart from small ones between joined neighbours.
-3. Read block after block; when some megabytes are together, check all their headers at once, column by column.
-
-What writers do, beside the plain case of equal fields:
-
-    torch     described:  crc and sizes 0, descriptor after the payload; sizes 0 even beside a zip64 block of
-                          [size, 0] if size >= 0xFFFFFFFF, then [offset] if offset >= 0xFFFFFFFF
-              empty:      not described, no descriptor; zip64 block [offset] as above
-    CPython   seekable:   true fields, or both sizes saturated and a zip64 block [size, packed]
-              stream:     described, fields 0, or sizes saturated and a zip64 block [0, 0]
-
-In all of them the descriptor is 24 bytes long if the local header has a zip64 block and 16 bytes if it has none.
-
-The checksum of a compressed record's content, in bounded memory. TorchScript compresses its `code/` records.
 """
 
 from __future__ import annotations
@@ -105,7 +66,19 @@ ALIGNMENT = 64
 
 
 def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archive | None:
-    """The records of a small archive as torch writes it; None for every other one."""
+    """The records of a small archive as torch writes it; None for every other one.
+
+    The strict reader checks every rule for every field, in columns; for an archive of seven records that takes longer than all the
+    rest of reading it, and a DCP directory holds thousands of such archives. But torch's writer leaves no freedom: given names,
+    sizes and checksums, every other byte of the archive follows. So:
+
+    1. Read names, sizes and checksums from the central directory, with no check beyond what it takes to read them.
+    2. Lay out the archive of these records with our own writer (writer.py).
+    3. Compare directory, end records, and every header and descriptor with the file. If all of it is equal, the archive is the one
+       that the writer makes, which the strict reader accepts; the records lie where the layout put them.
+
+    Anything else (another alignment, another writer, a lie) is `None`: the strict reader decides.
+    """
     size, limits = stop - start, source.limits
     if (
         size < TAIL
@@ -188,6 +161,28 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
     """Check every local header and descriptor; give where each payload begins, counted from the archive's start.
 
     `directory` is where the central directory begins, counted from `start`, the archive's place in the file.
+
+        header of i         name  extra   payload of i      descriptor of i │ header of i+1 …
+        │       30        │  n  │   x   │  packed (known) │   0, 16 or 24   │
+        └──────────────── offset[i + 1] - offset[i] (known) ────────────────┘
+
+    The directory gives every header's offset and every payload's length. Records must lie end to end, so what is left of a
+    record beside its payload, its name and the 30 bytes is the room for its extra field and its descriptor. Hence:
+
+    1. Compute each record's room (they are sorted by offset); negative means overlap, more than an extra field means a gap.
+    2. Plan reads: for each record its header and up to 24 bytes before it, where the descriptor of the record before lies.
+       Neighbours are joined into blocks. Payloads are not read, apart from small ones between joined neighbours.
+    3. Read block after block; when some megabytes are together, check all their headers at once, column by column.
+
+    What writers do, beside the plain case of equal fields:
+
+        torch     described:  crc and sizes 0, descriptor after the payload; sizes 0 even beside a zip64 block of
+                              [size, 0] if size >= 0xFFFFFFFF, then [offset] if offset >= 0xFFFFFFFF
+                  empty:      not described, no descriptor; zip64 block [offset] as above
+        CPython   seekable:   true fields, or both sizes saturated and a zip64 block [size, packed]
+                  stream:     described, fields 0, or sizes saturated and a zip64 block [0, 0]
+
+    In all of them the descriptor is 24 bytes long if the local header has a zip64 block and 16 bytes if it has none.
     """
     count = len(entries.offsets)
     edges = np.append(entries.offsets, directory)

@@ -1,14 +1,8 @@
-"""Zip and tar as scans see them: every record that *some* reader would find.
+"""Containers as scans see them: a range of bytes (`Span`), unpacked within a budget, and every record of zip and tar that *some*
+reader would find.
 
 An archive that the strict reader accepts, all readers see alike. One that it refuses is read by the directory, as CPython and
 miniz do, and by the local headers in the file besides, and the refusal is reported. Names decide nothing.
-
-`Span`: a range of bytes that is looked at, wherever it lies.
-
-Compressed content, unpacked within a budget: first a head, to see whether it is worth more.
-
-joblib and pandas compress whole pickles, zip compresses records. What the standard library unpacks is unpacked; of the rest
-(lz4, zstd without the package zstandard, and zip methods that nobody uses) it is said that it was not read.
 """
 
 from __future__ import annotations
@@ -144,7 +138,11 @@ def compression(head: bytes) -> str | None:
 
 
 def unpack(span: Span, kind: str, most: int) -> Unpacked:
-    """At most `most` bytes of what a span unpacks to. What came before damage is kept: a loader that streams has read it."""
+    """At most `most` bytes of what a span unpacks to. What came before damage is kept: a loader that streams has read it.
+
+    joblib and pandas compress whole pickles, zip compresses records. What the standard library unpacks is unpacked; of the rest
+    (lz4, zstd without the package zstandard, and zip methods that nobody uses) it is said that it was not read.
+    """
     made = bytearray()
     problem = None
     try:

@@ -1,19 +1,4 @@
-"""`Finding`: one thing that a loader would have done; and the list of them that a walk fills, with bounds.
-
-What a person said is known to them: patterns for `module.name`, as in file names.
-
-    # one a line; empty lines and what follows a # do not count
-    mymodel.*
-    transformers.training_args.TrainingArguments
-
-What fits is marked, shown as allowed, and does not count. It never disappears, whatever its severity. Other code that a file
-carries (Python source, native code, several formats in one) has no module and cannot be allowed.
-
-Where in a tree the foreign objects are, and with what they would have been called.
-
-A walk over everything that a pickle left behind, attributes and arguments included, each object once, without
-recursion.
-"""
+"""`Finding`: one thing that a loader would have done; and the list of them that a walk fills, with bounds."""
 
 from __future__ import annotations
 
@@ -115,7 +100,17 @@ MOST_NBYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Patterns; none by default."""
+    """Patterns; none by default.
+
+    What a person said is known to them: patterns for `module.name`, as in file names.
+
+        # one a line; empty lines and what follows a # do not count
+        mymodel.*
+        transformers.training_args.TrainingArguments
+
+    What fits is marked, shown as allowed, and does not count. It never disappears, whatever its severity. Other code that a file
+    carries (Python source, native code, several formats in one) has no module and cannot be allowed.
+    """
 
     patterns: tuple[re.Pattern[str], ...] = ()
 
@@ -185,7 +180,11 @@ class Place:
 
 
 def gather(tree: object) -> dict[Global, Evidence]:
-    """The evidence for every global in a tree."""
+    """The evidence for every global in a tree.
+
+    A walk over everything that a pickle left behind, attributes and arguments included, each object once, without
+    recursion.
+    """
     found: dict[Global, Evidence] = {}
     seen: set[int] = set()
     # Values stay referenced by the tree while this runs, so an id belongs to one of them.

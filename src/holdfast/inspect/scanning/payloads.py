@@ -1,10 +1,8 @@
-"""Pickles, one behind the other, at the start of some bytes: what a loader would do that was pointed there.
+"""What loaders carry out: pickles, one behind the other, and besides them expressions, TorchScript, Python source, native code.
 
-Any bytes can be tried. A loader that is handed what is no pickle fails before it has done anything, and so does the recording: no
-global, no call, a break. What is called a pickle is what (a) says so by its first opcode, or (b) does something before it
-breaks, or (c) is nothing but whole pickles.
-
-What loaders carry out besides pickles: expressions, TorchScript, Python source, native code.
+Any bytes can be tried for pickles. A loader that is handed what is no pickle fails before it has done anything, and so does the
+recording: no global, no call, a break. What is called a pickle is what (a) says so by its first opcode, or (b) does something
+before it breaks, or (c) is nothing but whole pickles.
 
 torch.export hands every `expr_str` of a program to sympy, which evaluates it as Python. A plain one is arithmetic of symbols and
 a few functions, and everything else is reported. TorchScript is no Python, but its `__setstate__` runs when the file is loaded,

@@ -4,7 +4,7 @@ It has the methods of the class of that name in torch 2.13 (`torch.distributed.t
 torch's own distributed checkpoint, as the local part of a `DTensor`, and in Holdfast's.
 
 1. Each shard is a plain tensor, with the offset in the whole tensor at which it begins. The wrapper has no elements of its own.
-2. Its shape is that of the block which the shards make (`core/arrangement.py`); its dtype, device and `requires_grad` are theirs.
+2. Its shape is that of the block which the shards make (`core/tiling.py`); its dtype, device and `requires_grad` are theirs.
    Shards that overlap, or differ in these, are refused: two answers to one question.
 3. Few operators are defined, each shard by shard: copy and convert, `detach`, `clone`, `view`, `equal`, `new_empty`, all-gather
    and wait. Every other one is a `NotImplementedError` with its name. No operator changes its argument.

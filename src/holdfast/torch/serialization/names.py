@@ -1,6 +1,6 @@
 """The names of a pickle's globals as torch's `weights_only` loader takes them, and the modules of which it takes none.
 
-Protocols 0 to 2 name things as Python 2 did. torch knows fewer of those names than `formats/pickle/names.py` does (2.13, found by
+Protocols 0 to 2 name things as Python 2 did. torch knows fewer of those names than `formats/pickle/table.py` does (2.13, found by
 trying all that Python ever renamed), and what a user has to allow follows from it: `exceptions.KeyError` stays what it is.
 """
 

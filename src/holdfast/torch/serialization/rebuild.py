@@ -1,7 +1,7 @@
 """The calls of torch's pickles that build plain tensors and parameters: their arguments checked, then two torch calls.
 
 1. A tensor is an empty one of the storage's dtype and device, set to view the storage. Sizes, strides and offset are compared
-   with the storage before (`formats/torch/geometry.py`), because `set_` enlarges one that is too small, with what was in memory.
+   with the storage before (`formats/torch/tensors.py`), because `set_` enlarges one that is too small, with what was in memory.
 2. Nothing here looks at an element, so storages may still be empty: they are filled together when the whole pickle is read.
 3. What torch itself refuses (a gradient for integers, an unknown device) becomes a `MetadataError` that says it in torch's words.
 
