@@ -26,8 +26,7 @@ import numpy as np
 
 from benchmarks.report import machine
 from holdfast.ranks.plan import plan_ranks
-from holdfast.ranks.state import Catalogue, RankState
-from holdfast.ranks.wire import decode_all, encode
+from holdfast.ranks.state import Catalogue, RankState, decode_all, encode
 
 LAYOUTS = ("sharded", "hybrid", "mesh", "replicated")
 COLUMNS = 8

@@ -56,7 +56,7 @@ ALSO = {("formats", "holdfast.stores.virtual")}
 """What a layer may import of another that it may not import: a format computes bytes, and touches no file system."""
 
 
-ENDS = "torch/ranks/handles.py"
+ENDS = "torch/ranks/background.py"
 """It puts something behind `sys.stderr`, whose last flush decides the exit status, and writes nothing to it."""
 
 

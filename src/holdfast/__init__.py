@@ -6,6 +6,7 @@ Names are imported when they are first used, so that a program that only opens f
 from __future__ import annotations
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -139,8 +140,8 @@ def __getattr__(name: str) -> object:
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     value = getattr(import_module(f"holdfast.{_WHERE[name]}"), name)
-    if callable(value) and value.__module__ != "holdfast.errors":
-        # What a person reads (help, a signature, the name of a class) is where they have it from.
+    if isinstance(value, FunctionType):
+        # What a person reads is where they have it from. Not of a class: by its module Python finds its source and its annotations.
         value.__module__ = "holdfast"
     globals()[name] = value
     return value

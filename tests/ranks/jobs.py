@@ -21,7 +21,7 @@ FORMATS = ("native", "dcp", "safetensors")
 def save(world: World, path: str, format: str) -> tuple[tuple[str, ...], int]:
     """Save the whole state."""
     saved = save_sharded(path, state_of(world, nested=format != "safetensors"), group=world.group, format=format, durable=False)
-    return saved.files, saved.nbytes
+    return tuple(name for name, _ in saved.files), saved.nbytes
 
 
 def load(world: World, path: str, nested: bool) -> tuple[int, int]:

@@ -284,10 +284,10 @@ def test_the_caller_waits_for_no_other_rank(pool: Pool, tmp_path: Path):
 
 def share_first(world: World, path: str) -> int:
     """Replicas: each rank copies its share alone."""
-    from holdfast.ranks import pieces
+    from holdfast.torch.ranks import staging
 
     state = {f"w{i}": torch.full((1000,), float(i)) for i in range(4)}
-    with instead(pieces, "COMMON_NBYTES", 0):
+    with instead(staging, "COMMON_NBYTES", 0):
         handle = async_save_sharded(path, state, group=world.group, durable=False)
     handle.wait(30)
     return handle.staged_nbytes

@@ -6,9 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.box import Box
-from holdfast.ranks import balance
-from holdfast.ranks.balance import deal, deal_classes
-from holdfast.ranks.plan import plan_ranks
+from holdfast.ranks import plan
+from holdfast.ranks.plan import deal, deal_classes, plan_ranks
 from holdfast.ranks.state import RankState
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=60)
@@ -19,7 +18,7 @@ LOADS = st.lists(st.integers(0, 5000), min_size=1, max_size=9)
 @given(SIZES, LOADS)
 def test_a_class_ends_at_its_mean_and_one_box(largest, sizes, loads):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(balance, "LARGEST", largest)
+        patch.setattr(plan, "LARGEST", largest)
         picks = deal(np.array(sizes), np.array(loads))
     after = np.array(loads)
     np.add.at(after, picks, sizes)
@@ -36,7 +35,7 @@ def test_equal_boxes_are_dealt_equally():
 
 def test_most_holders_get_neighbours():
     picks = deal(np.full(1000, 64), np.zeros(4, np.int64))
-    assert np.count_nonzero(np.diff(picks)) < 4 * 2 * balance.LARGEST
+    assert np.count_nonzero(np.diff(picks)) < 4 * 2 * plan.LARGEST
 
 
 def test_a_full_holder_gets_nothing():

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.box import Box
-from holdfast.ranks import defects as tiling
-from holdfast.ranks.defects import Defect, defects
+from holdfast.ranks import survey as tiling
+from holdfast.ranks.survey import Defect, defects
 
 
 def painted(shape, boxes):
@@ -39,7 +39,7 @@ def found(tensors):
         rows += [(t, *b.start, *[0] * more, *b.shape, *[1] * more) for b in sorted(set(boxes), key=lambda b: b.start)]
     columns = np.array(rows, np.int64).reshape(len(rows), 1 + 2 * dims).T
     said = [None] * len(tensors)
-    for defect in defects(extents, columns[0], columns[1 : 1 + dims], columns[1 + dims :]):
+    for defect in defects(extents, columns[0], starts=columns[1 : 1 + dims], sizes=columns[1 + dims :]):
         shape = tensors[defect.tensor][0]
         if defect.boxes is not None:
             for i in defect.boxes:

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
+from holdfast.ranks.merge import differing
 from holdfast.ranks.per_rank import mark, marked, rank_key, size_in
-from holdfast.ranks.sums import differing
 from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.replica_sums import octet_sums, replica_sums
@@ -123,7 +123,7 @@ def test_changes_behind_the_copy_do_not_count(pool: Pool, tmp_path: Path, common
 
 
 def restore(_: World) -> None:
-    from holdfast.ranks.pieces import little_in_common
+    from holdfast.torch.ranks.staging import little_in_common
 
     sharded_save.little_in_common = little_in_common
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
 from holdfast.torch.ranks import load_sharded as sharded_load
-from holdfast.torch.ranks.load_sharded import load_sharded
-from holdfast.torch.ranks.replicas import WORTH_NBYTES, Offer, Share, spread
+from holdfast.torch.ranks.load_sharded import WORTH_NBYTES, Offer, load_sharded, spread
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import check, state_of
 
@@ -78,8 +76,7 @@ def offer(name: str, nbytes: int = 100, device: str = "cpu", shape: tuple[int, .
 
 
 def shares(*told: list[Offer], how: str = "broadcast", machines: bool = False) -> dict[str, int]:
-    found = msgspec.msgpack.decode(spread([msgspec.msgpack.encode(one) for one in told], how, machines=machines), type=list[Share])
-    return {share.name: share.owner for share in found}
+    return spread(told, how, machines=machines)
 
 
 def test_only_what_all_want_alike_is_shared():
@@ -105,7 +102,7 @@ def test_auto(device: str, machines: bool, nbytes: int, handed: bool):
 
 
 def test_bytes_of_every_dtype_are_sent():
-    from holdfast.torch.ranks.replicas import _octets
+    from holdfast.torch.ranks.load_sharded import _octets
 
     for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.complex64, torch.float8_e4m3fn, torch.int64):
         for shape in ((), (3,), (2, 3)):

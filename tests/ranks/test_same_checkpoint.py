@@ -10,8 +10,7 @@ from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.errors import Replaced
-from holdfast.ranks.same_checkpoint import marked, unmarked
-from holdfast.torch.ranks.load_sharded import load_sharded
+from holdfast.torch.ranks.load_sharded import load_sharded, marked, unmarked
 from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded

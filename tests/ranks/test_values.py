@@ -15,7 +15,7 @@ import holdfast
 from holdfast.core.limits import Limits
 from holdfast.errors import RanksFailed
 from holdfast.formats.dcp import read as dcp_values
-from holdfast.ranks.trees import flat_tree, merge_trees
+from holdfast.ranks.merge import flat_tree, merge_trees
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
 from tests.ranks.pool import Pool, World, good
@@ -121,7 +121,9 @@ def test_much_is_written_to_several_files_at_once(tmp_path: Path, monkeypatch: p
     state = {f"w{i}": torch.full((100 * (i + 1),), float(i)) for i in range(9)} | {"empty": torch.zeros(0)}
     saved = save_sharded(tmp_path / "step", state, format=format, threads=16)
     assert len(saved.files) == 4
-    sizes = [(tmp_path / "step" / name).stat().st_size for name in saved.files]
+    sizes = [nbytes for _, nbytes in saved.files]
+    assert sizes == [(tmp_path / "step" / name).stat().st_size for name, _ in saved.files]
+    assert (saved.path, saved.format, saved.nbytes) == (str(tmp_path / "step"), format, sum(sizes))
     assert max(sizes) < 0.5 * sum(sizes)
     blank = {name: torch.full_like(tensor, -1) for name, tensor in state.items()}
     load_sharded(tmp_path / "step", blank)

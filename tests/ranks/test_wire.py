@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from holdfast.core.box import Box
 from holdfast.core.dtype import DTYPES
 from holdfast.errors import HeaderError, MetadataError
-from holdfast.ranks.state import Catalogue, RankState
-from holdfast.ranks.wire import decode, decode_all, encode
+from holdfast.ranks.state import Catalogue, RankState, decode, decode_all, encode
 
 NAMES = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 

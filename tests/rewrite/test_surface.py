@@ -5,6 +5,10 @@ from __future__ import annotations
 import errno
 import inspect
 import os
+import pickle
+import pydoc
+import traceback
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -177,11 +181,28 @@ def test_what_cannot_be_planned_leaves_nothing_open(verb, source, target):
 # What is public.
 
 
-def test_public_names_say_where_they_are_from():
-    for name in holdfast.__all__:
-        value = getattr(holdfast, name)
-        if callable(value) and name != "HoldfastError":
-            assert value.__module__ == "holdfast", name
+PUBLIC = {
+    name: value for name in holdfast.__all__ if inspect.isclass(value := getattr(holdfast, name)) or inspect.isfunction(value)
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_is_found_by_who_looks_for_it(name):
+    value = PUBLIC[name]
+    assert pickle.loads(pickle.dumps(value)) is value
+    assert f"{'class' if inspect.isclass(value) else 'def'} {name}" in inspect.getsource(value)
+    assert name in pydoc.render_doc(value)
+    if inspect.isfunction(value):
+        assert value.__module__ == "holdfast"
+
+
+def test_the_module_of_a_class_has_its_annotations():
+    for kind in (holdfast.Alias, holdfast.LazyTensor, holdfast.Saved, holdfast.Limits):
+        assert typing.get_type_hints(kind)
+
+
+def test_errors_say_the_module_that_programs_catch_them_by():
+    assert traceback.format_exception_only(holdfast.HoldfastError("x"))[0].startswith("holdfast.errors.HoldfastError")
     assert holdfast.metadata.Metadata.__module__ == "holdfast.metadata"
 
 

@@ -1,21 +1,42 @@
-"""What all ranks have together: one catalogue, who writes which value, which names are one tensor.
+"""What all ranks have together: one catalogue, who writes which value, which names are one tensor, one tree, equal elements.
 
-Nothing here looks at boxes but for aliases; everything is a loop over the catalogues that differ, not over the ranks.
+Nothing here looks at boxes but for aliases. Ranks mostly tell the very same; everything is a loop over what differs, not over the
+ranks.
+
+Trees (`merge_trees`): what each rank has besides the others is added, what several have must be the same. A tree is typed JSON
+(`formats/tree_json`), as it stands in a native manifest. Mappings, of whatever kind, are put together key by key, and lists of one
+length place by place, so that pipeline stages, each with layers of its own, make one state.
+
+Elements (`differing`): do all ranks have the same where they have the same tensor? A rank tells one sum for each tensor that it has
+whole (`torch/ranks/replica_sums`). Sums of one kind are compared; ranks of one save rarely differ in the kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Ints
 from holdfast.ranks.state import Catalogue, RankState
 
-__all__ = ["Held", "Merged", "agreed_aliases", "hold", "merge", "say_ranks", "share_values"]
-
+__all__ = [
+    "Held",
+    "Merged",
+    "agreed_aliases",
+    "differing",
+    "flat_tree",
+    "hold",
+    "merge",
+    "merge_trees",
+    "one_tree",
+    "say_different",
+    "say_ranks",
+    "share_values",
+]
 
 SHOWN = 6
 """Stretches of successive ranks that a sentence lists."""
@@ -184,3 +205,162 @@ def say_ranks(ranks: Iterable[int]) -> str:
         said.append(f"{left} more")
     text = ", ".join(said[:-1]) + " and " + said[-1] if len(said) > 1 else said[0]
     return ("rank " if len(ordered) == 1 else "ranks ") + text
+
+
+TAG = "$"
+MAPPINGS = frozenset({"dict", "ordered_dict", "defaultdict"})
+"""Kinds of nodes with `entries` (keys that are text) or `items` (pairs)."""
+
+Pairs = dict[bytes, tuple[object, object]]
+"""The entries of a mapping by their encoded keys."""
+
+
+@dataclass(slots=True)
+class MergedTrees:
+    """One tree, and where ranks differ."""
+
+    tree: object
+    differ: dict[str, list[int]] = field(default_factory=dict)
+    """By path: the ranks that have something else there than the first that has anything; the tree has that one's."""
+
+    def problems(self) -> list[str]:
+        """A sentence for each path."""
+        return [
+            f"{at or 'the state'}: {say_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} another value than the first rank; "
+            f"pass values='first' to take that, or per_rank=[{at!r}] to keep one for each rank"
+            for at, ranks in self.differ.items()
+        ]
+
+    def lost(self, names: Iterable[str]) -> list[str]:
+        """The tensors among `names` that have no place in the tree."""
+        found = set(_tensor_names(self.tree))
+        return [name for name in names if name not in found]
+
+
+def flat_tree(names: Iterable[str]) -> object:
+    """The tree of a plain dict of tensors under their own names."""
+    entries = {name: {TAG: "tensor", "name": name} for name in names}
+    return {TAG: "dict", "entries": entries} if any(name.startswith(TAG) for name in entries) else entries
+
+
+def merge_trees(trees: Sequence[bytes]) -> MergedTrees:
+    """Merge the trees of the ranks, each as JSON text."""
+    holders: dict[bytes, list[int]] = {}
+    for rank, raw in enumerate(trees):
+        holders.setdefault(raw, []).append(rank)
+    decoded = [(msgspec.json.decode(raw), ranks) for raw, ranks in holders.items()]
+    merged = MergedTrees(decoded[0][0])
+    for tree, ranks in decoded[1:]:
+        merged.tree = _merge(merged.tree, tree, at="", ranks=ranks, merged=merged)
+    return merged
+
+
+def _merge(one: object, other: object, *, at: str, ranks: list[int], merged: MergedTrees) -> object:
+    if msgspec.json.encode(one) == msgspec.json.encode(other):
+        return one
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [
+            _merge(a, b, at=f"{at}.{i}".lstrip("."), ranks=ranks, merged=merged)
+            for i, (a, b) in enumerate(zip(one, other, strict=True))
+        ]
+    first, second = _mapping(one), _mapping(other)
+    if first is None or second is None or first[0] != second[0]:
+        merged.differ.setdefault(at, []).extend(ranks)
+        return one
+    (kind, mine, metadata), (_, theirs, more) = first, second
+    pairs = dict(mine)
+    for raw, (key, value) in theirs.items():
+        if raw in pairs:
+            value = _merge(pairs[raw][1], value, at=f"{at}.{_said(key)}".lstrip("."), ranks=ranks, merged=merged)
+        pairs[raw] = key, value
+    node = _node(kind, pairs)
+    if metadata is not None and more is not None:
+        metadata = _merge(metadata, more, at=f"{at}._metadata", ranks=ranks, merged=merged)
+    elif more is not None:
+        metadata = more
+    return node if metadata is None else {**node, "metadata": metadata}
+
+
+def _mapping(node: object) -> tuple[tuple[tuple[str, object], ...], Pairs, object] | None:
+    """A mapping's kind, its entries and its metadata; None for anything else."""
+    if not isinstance(node, dict) or node.get(TAG, "dict") not in MAPPINGS:
+        return None
+    if TAG not in node:
+        return ((TAG, "dict"),), _pairs(node.items()), None
+    kind = tuple((name, value) for name, value in node.items() if name not in ("entries", "items", "metadata"))
+    entries = node["entries"].items() if "entries" in node else node["items"]
+    return kind, _pairs(entries), node.get("metadata")
+
+
+def _pairs(entries: Iterable[Sequence[object]]) -> Pairs:
+    return {msgspec.json.encode(key): (key, value) for key, value in entries}
+
+
+def _node(kind: tuple[tuple[str, object], ...], pairs: Pairs) -> dict[str, object]:
+    """The mapping in the form that the encoder would give it."""
+    entries = {key: value for key, value in pairs.values() if isinstance(key, str)}
+    if len(entries) < len(pairs):
+        return {**dict(kind), "items": [[key, value] for key, value in pairs.values()]}
+    if kind == ((TAG, "dict"),) and not any(key.startswith(TAG) for key in entries):
+        return dict(entries)
+    return {**dict(kind), "entries": entries}
+
+
+def _said(key: object) -> str:
+    return key if isinstance(key, str) else msgspec.json.encode(key).decode()
+
+
+def _tensor_names(node: object) -> Iterator[str]:
+    if isinstance(node, list):
+        for inner in node:
+            yield from _tensor_names(inner)
+    elif isinstance(node, Mapping):
+        if node.get(TAG) == "tensor":
+            yield str(node["name"])
+        for inner in node.values():
+            yield from _tensor_names(inner)
+
+
+def one_tree(told: Sequence[bytes | None], states: Sequence[RankState], values: str) -> tuple[object | None, list[str]]:
+    """The tree of all ranks from what each told, None where it is a plain dict of tensors; and what stands in the way."""
+    if all(tree is None for tree in told):
+        return None, []
+    flat: dict[Catalogue, bytes] = {}
+    trees = []
+    for own, state in zip(told, states, strict=True):
+        if own is None and state.catalogue not in flat:
+            flat[state.catalogue] = msgspec.json.encode(flat_tree(state.catalogue.names))
+        trees.append(flat[state.catalogue] if own is None else own)
+    merged = merge_trees(trees)
+    problems = merged.problems() if values != "first" else []
+    lost = merged.lost(dict.fromkeys(name for state in dict.fromkeys(s.catalogue for s in states) for name in state.names))
+    if not problems:
+        problems = [f"{name}: it stands in a list or tuple of which the first rank has another one" for name in lost]
+    return merged.tree, problems
+
+
+def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
+    """The tensors that differ, from what all ranks told: for each, the ranks that have one and the same."""
+    alike: dict[bytes, list[int]] = {}
+    for rank, sums in enumerate(told):
+        if not sums:
+            continue  # it was told not to look
+        alike.setdefault(sums, []).append(rank)
+    found: dict[str, dict[int | bytes, list[int]]] = {}
+    for sums, ranks in alike.items():
+        for name, (one,) in msgspec.msgpack.decode(sums, type=dict[str, tuple[int | bytes]]).items():
+            found.setdefault(name, {}).setdefault(one, []).extend(ranks)
+    different: dict[str, list[list[int]]] = {}
+    for name, versions in found.items():
+        kinds = [type(one) for one in versions]
+        if len(kinds) > len(set(kinds)):
+            different[name] = list(versions.values())
+    return different
+
+
+def say_different(name: str, versions: Sequence[Sequence[int]]) -> str:
+    """One of them in words."""
+    return (
+        f"{name!r}: its elements differ between {', '.join(map(say_ranks, versions))}; pass per_rank=[{name!r}] to keep one for "
+        "each rank, or check_replicas=False to store one of them"
+    )

@@ -1,6 +1,6 @@
 """What all ranks tell, put together: what the checkpoint holds, and what each rank is to write of it. On the first rank.
 
-every rank    a message: checksums of what others may have as well, its description, its boxes (wire)
+every rank    a message: checksums of what others may have as well, its description, its boxes (ranks/state)
 first rank    contents of the whole, a task for each rank; or every reason why they do not make one checkpoint
 """
 
@@ -13,11 +13,9 @@ import msgspec
 
 from holdfast.errors import CannotHold
 from holdfast.ranks.files import Contents
+from holdfast.ranks.merge import differing, one_tree, say_different
 from holdfast.ranks.plan import RankPlan, plan_ranks
-from holdfast.ranks.state import RankState
-from holdfast.ranks.sums import differing, say_different
-from holdfast.ranks.trees import one_tree
-from holdfast.ranks.wire import decode_all, encode
+from holdfast.ranks.state import RankState, decode_all, encode
 
 __all__ = ["Description", "Place", "Together", "message", "put_together", "with_sums"]
 

@@ -110,7 +110,7 @@ __all__ = [
 
 _WHERE = {
     "LocalShardsWrapper": "ranks.local_shards",
-    "SaveHandle": "ranks.handles",
+    "SaveHandle": "ranks.background",
     "async_save_sharded": "ranks.save_sharded",
     "load_full": "ranks.load_sharded",
     "load_sharded": "ranks.load_sharded",

@@ -28,8 +28,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Their
 import holdfast.torch
 from holdfast import metadata as ours
 from holdfast.errors import PickleError, Unsupported
-from holdfast.torch.ranks.local_shards import LocalShardsWrapper
-from holdfast.torch.ranks.shard_views import viewed_offsets
+from holdfast.torch.ranks.local_shards import LocalShardsWrapper, viewed_offsets
 
 WHOLE = torch.arange(24.0).view(4, 6)
 

@@ -20,7 +20,7 @@ import torch.serialization as theirs
 
 from holdfast.errors import Corrupted, FormatError, PickleError, Truncated, ZipError
 from holdfast.torch.serialization import allowed as ours
-from holdfast.torch.serialization.names import python3_name
+from holdfast.torch.serialization.allowed import python3_name
 from tests.support import torch_bytes
 
 

@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from holdfast.core.limits import Limits
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.torch.serialization.allowed import default_globals
+from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.serialization.storages import parse_name, typed
-from holdfast.torch.serialization.unpickling import StorageClass
-from holdfast.torch.serialization.weights import WeightsTable, default_globals
+from holdfast.torch.serialization.weights import WeightsTable
 from tests.hostile.craft_pickle import (
     BUILD,
     EMPTY_TUPLE,

@@ -15,7 +15,7 @@ import torch
 
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError, LimitExceeded, MetadataError, PickleError
-from holdfast.torch.serialization.weights import default_globals
+from holdfast.torch.serialization.allowed import default_globals
 from tests.hostile.cases import CLASSES
 from tests.hostile.craft_pickle import (
     APPENDS,

@@ -159,7 +159,7 @@ def test_nothing_is_below_the_threshold_of_level_zero():
 @pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (0, 2), (4, 4), (1, 2)])
 def test_n_of_every_m_stay(n, m, dim):
     tensor = tied(4, 8, 12)
-    mask = nm_mask(tensor, n, m, dim)
+    mask = nm_mask(tensor, n, m, dim=dim)
     moved, kept = tensor.movedim(dim, -1).reshape(-1, m), mask.movedim(dim, -1).reshape(-1, m)
     for values, keep in zip(moved.tolist(), kept, strict=True):
         assert gone(keep) == lowest(values, m - n)
@@ -167,7 +167,7 @@ def test_n_of_every_m_stay(n, m, dim):
 
 def test_n_of_every_m_with_marks_and_in_chunks(small_chunks):
     tensor = tied(6, 8)
-    assert torch.equal(nm_mask(tensor, 2, 4), block_mask(tensor, (1, 4), 1, 2))
+    assert torch.equal(nm_mask(tensor, 2, 4), block_mask(tensor, (1, 4), 1, zeros_per_block=2))
     held = torch.zeros(6, 8, dtype=torch.bool)
     held[:, ::4] = True
     assert not nm_mask(tensor, 1, 4, pruned=held)[:, ::4].any()
@@ -178,7 +178,7 @@ def test_n_of_every_m_with_marks_and_in_chunks(small_chunks):
 )
 def test_n_of_m_that_cannot_be(n, m, dim, text):
     with pytest.raises(ValueError, match=text):
-        nm_mask(torch.ones(4, 8), n, m, dim)
+        nm_mask(torch.ones(4, 8), n, m, dim=dim)
 
 
 def block_oracle(tensor: torch.Tensor, shape: tuple[int, int], level: float, zeros: int, power: int) -> torch.Tensor:
@@ -205,18 +205,23 @@ def test_blocks(shape, block):
     tensor = tied(*shape)
     size = block[0] * block[1]
     for level, zeros, norm in itertools.product((0, 0.5, 1), {0, 1, size // 2, size}, (1, 2)):
-        assert torch.equal(block_mask(tensor, block, level, zeros, norm), block_oracle(tensor, block, level, zeros, norm))
+        assert torch.equal(
+            block_mask(tensor, block, level, zeros_per_block=zeros, norm=norm), block_oracle(tensor, block, level, zeros, norm)
+        )
     assert torch.equal(block_mask(tensor, block, 0.5), block_oracle(tensor, block, 0.5, size, 2))
 
 
 @pytest.mark.usefixtures("small_chunks")
 def test_blocks_in_chunks():
-    assert torch.equal(block_mask(tied(11, 13), (2, 3), 0.6, 4), block_oracle(tied(11, 13), (2, 3), 0.6, 4, 2))
+    assert torch.equal(block_mask(tied(11, 13), (2, 3), 0.6, zeros_per_block=4), block_oracle(tied(11, 13), (2, 3), 0.6, 4, 2))
 
 
 def test_a_norm_may_be_a_function_also_one_that_is_negative():
     tensor = tied(6, 8)
-    assert torch.equal(block_mask(tensor, (2, 2), 0.5, 3, torch.abs), block_mask(tensor, (2, 2), 0.5, 3, 1))
+    assert torch.equal(
+        block_mask(tensor, (2, 2), 0.5, zeros_per_block=3, norm=torch.abs),
+        block_mask(tensor, (2, 2), 0.5, zeros_per_block=3, norm=1),
+    )
     signed = torch.tensor([[3.0, -5.0, 0.0, -0.0, float("nan"), 1.0]])
     goes = [gone(block_mask(signed, (1, 1), k / 6, norm=lambda x: x)) for k in range(1, 6)]
     assert [next(iter(b - a)) for a, b in itertools.pairwise([set(), *goes])] == [1, 2, 3, 5, 0]
@@ -231,7 +236,7 @@ def test_a_block_that_is_pruned_already_is_chosen_first():
     held = torch.tensor([[True, True] + [False] * 6])
     assert gone(block_mask(tensor, (1, 2), 0.5, pruned=held)) == {0, 1, 6, 7}
     held = torch.tensor([[False, True] + [False] * 6])
-    assert gone(block_mask(tensor, (1, 2), 0.25, 1, pruned=held)) == {1}
+    assert gone(block_mask(tensor, (1, 2), 0.25, zeros_per_block=1, pruned=held)) == {1}
 
 
 @pytest.mark.parametrize(
@@ -240,7 +245,7 @@ def test_a_block_that_is_pruned_already_is_chosen_first():
 )
 def test_blocks_that_cannot_be(block, zeros, text):
     with pytest.raises(ValueError, match=text):
-        block_mask(torch.ones(4, 4), block, 0.5, zeros)
+        block_mask(torch.ones(4, 4), block, 0.5, zeros_per_block=zeros)
 
 
 def test_marks_have_the_shape_and_device_of_the_tensor():
@@ -266,5 +271,5 @@ def test_chance_is_reproducible_nested_and_even():
 def test_random_keys_are_splitmix64():
     # The first outputs for the seed 1234567, from the reference program of Vigna; without the lowest bit.
     reference = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    assert order.random_keys(0, 3, 1234567, torch.device("cpu")).tolist() == [x >> 1 for x in reference]
-    assert order.random_keys(1, 3, 1234567 + (1 << 64), torch.device("cpu")).tolist() == [x >> 1 for x in reference[1:]]
+    assert order.random_keys(0, 3, seed=1234567, device=torch.device("cpu")).tolist() == [x >> 1 for x in reference]
+    assert order.random_keys(1, 3, seed=1234567 + (1 << 64), device=torch.device("cpu")).tolist() == [x >> 1 for x in reference[1:]]

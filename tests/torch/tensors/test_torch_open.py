@@ -15,7 +15,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import Closed, Corrupted, NoSuchTensor, Unsupported
 from holdfast.torch.tensors import fill as fill_module
-from holdfast.torch.tensors import live_storages as kept
+from holdfast.torch.tensors import from_lazy as kept
 from holdfast.torch.tensors.open import TorchCheckpoint
 from holdfast.torch.tensors.open import open as torch_open
 from tests.support import save_as

@@ -27,9 +27,8 @@ from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.runs import FlatRun, Gathered, Taken, Task, tasks_of
 from holdfast.torch.cuda.streams import Lane, lanes
-from holdfast.torch.tensors.cast_losses import CastLosses
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
-from holdfast.torch.tensors.scratch import Fill, copy_values
+from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values
 
 __all__ = ["DEFAULT_NBYTES", "Progress", "load_fills", "reserve"]
 

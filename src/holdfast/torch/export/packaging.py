@@ -107,8 +107,8 @@ class _Values:
 def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None) -> dict[str, Part]:
     """The programs as parts of a package. Their tensors are described together, so that they share what they share."""
     problems: list[str] = []
-    weights = {model: _sorted(model, program.state_dict, WEIGHT, problems) for model, program in programs.items()}
-    constants = {model: _sorted(model, program.constants, TENSOR, problems) for model, program in programs.items()}
+    weights = {model: _sorted(model, program.state_dict, prefix=WEIGHT, problems=problems) for model, program in programs.items()}
+    constants = {model: _sorted(model, program.constants, prefix=TENSOR, problems=problems) for model, program in programs.items()}
     for model, program in programs.items():
         problems += _lacking(model, program)
     if problems:
@@ -132,7 +132,7 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
     return parts
 
 
-def _sorted(model: str, values: Mapping[str, object], prefix: str, problems: list[str]) -> _Values:
+def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: list[str]) -> _Values:
     """What goes where, as torch's writer has it: tensor subclasses and objects are pickled."""
     found = _Values()
     last: list[str] = []

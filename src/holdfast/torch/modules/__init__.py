@@ -1,8 +1,6 @@
 """`load_into`: a module, or a state, filled from any checkpoint without a second copy.
 
-load_into        the call and its report
-targets          the places that a checkpoint fills
+load_into        the call and its report; submodules that load themselves
 match            names, ties, shapes and dtypes of a checkpoint against places to fill, here and on ranks
-fit              does the checkpoint fit this module? everything that speaks against it
-own_loaders      submodules that load themselves
+fit              the places that a checkpoint fills; does it fit them? everything that speaks against it
 """

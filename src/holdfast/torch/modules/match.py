@@ -26,7 +26,7 @@ from holdfast.errors import DoesNotFit, Unsupported
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.tree import ABSENT, find_value
 
-__all__ = ["Names", "Offer", "Outcome", "Place", "match_tied", "plain_problem", "short", "squeezed", "tied_note"]
+__all__ = ["Names", "Outcome", "Place", "match_tied", "plain_problem", "short", "squeezed", "tied_note"]
 
 SHOWN = 200
 """Names of each kind that a message lists; all of them are in the error's attributes."""
@@ -46,15 +46,8 @@ class Place(Protocol):
         """Its dotted name."""
 
 
-class Offer(Protocol):
-    """What a checkpoint has for a place."""
-
-    def elements(self) -> Sequence[LazyTensor | Composite]:
-        """What would be read."""
-
-
 PlaceT = TypeVar("PlaceT", bound=Place)
-OfferT = TypeVar("OfferT", bound=Offer)
+OfferT = TypeVar("OfferT")
 
 
 class Names:
@@ -148,13 +141,14 @@ def match_tied(
     find: Callable[[PlaceT], OfferT | str | None],
     outcome: Outcome,
     *,
+    elements: Callable[[OfferT], Sequence[LazyTensor | Composite]],
     absent: Callable[[PlaceT], None],
     strict: bool,
 ) -> tuple[PlaceT, OfferT] | None:
     """Places of one memory: the last name that is there gives its elements, as it would with `load_state_dict`.
 
-    `find` says what there is for a place: an offer, None, or in words why it cannot be taken. Where no name is there at all,
-    `absent` is called for each place. Data is read only where the names offer several tensors.
+    `find` says what there is for a place: an offer, None, or in words why it cannot be taken; `elements` what would be read of an
+    offer. Where no name is there at all, `absent` is called for each place. Data is read only where names offer several tensors.
     """
     found = [(place, find(place)) for place in places]
     problems = {place.name: offer for place, offer in found if isinstance(offer, str)}
@@ -168,7 +162,7 @@ def match_tied(
         return None
     last, taken = offers[-1]
     for place, offer in offers[:-1]:
-        if any(different(one, other) for one, other in zip(offer.elements(), taken.elements(), strict=True)):
+        if any(different(one, other) for one, other in zip(elements(offer), elements(taken), strict=True)):
             why = f"it is tied to {last.name!r} here, and the checkpoint has other elements for that"
             if strict:
                 outcome.mismatched[place.name] = why

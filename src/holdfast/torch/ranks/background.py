@@ -9,23 +9,41 @@
    the chain (saving.py).
 2. The thread talks to the other ranks through the store, never through a collective, so it cannot meet the training's.
 3. One save at a time: the next one waits, or is refused, as asked. SIGTERM and the end of the program wait for the save that is
-   under way (handles.py).
+   under way.
+
+The end of the program waits for them, and its exit status tells of one that failed unseen.
+
+1. The thread of a save is no daemon, so Python waits for it after the last line, `sys.exit`, an exception or Ctrl-C. SIGTERM waits
+   where the save was begun by the main thread and nobody else has a handler.
+2. A save whose failure nobody has looked at (`SaveHandle.wait`) is reported by a warning, and the program ends with status 120:
+   what Python itself uses where its last flush of the standard streams fails. So that is how it is done: at the end `sys.stderr`
+   is put behind something whose last flush fails. All other handlers of `atexit` run, before and after ours. A process of
+   `multiprocessing` does not come that way, and is told by a finalizer of its own.
+3. A fork has none of its parent's threads. In it, a handle of a save that was not over raises at once, nothing is waited for, and
+   SIGTERM ends it.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
-from typing import Literal
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from multiprocessing import process, util
+from types import FrameType
+from typing import Literal, TextIO, cast
 
 from holdfast.core.runtime import renewed
 from holdfast.engine.threads import start
-from holdfast.errors import NotCommitted
-from holdfast.torch.ranks.handles import SaveHandle, ending, fail, forget, succeed, watch
+from holdfast.errors import HoldfastWarning, NotCommitted, SaveError
 from holdfast.torch.ranks.saving import SavedShards
 
-__all__ = ["Course", "begin"]
+__all__ = ["Course", "SaveHandle", "begin"]
 
 _one_at_a_time = renewed(threading.Lock())
 
@@ -98,3 +116,219 @@ def begin(path: str, course: Course, rest: Callable[[], SavedShards], *, staged_
             course.close()
         raise
     return handle
+
+
+STATUS = 120
+"""With which a program ends whose background save failed without anybody having looked."""
+
+
+class SaveHandle:
+    """A save that goes on in the background."""
+
+    def __init__(self, path: str, staged_nbytes: int = 0) -> None:
+        self.path = path
+        self.staged_nbytes = staged_nbytes
+        """Bytes that were copied before the caller went on."""
+        self._future: Future[SavedShards] = Future()
+        self._process = os.getpid()
+
+    @property
+    def staged(self) -> bool:
+        """Whether the caller may change its tensors: always, once it has this handle.
+
+        Those on a GPU by work of the stream that was current, or of one that waits for it: it comes behind the copies.
+        """
+        return True
+
+    @property
+    def durable(self) -> bool:
+        """Whether the checkpoint is complete at its path."""
+        return self._future.done() and self._future.exception() is None
+
+    def done(self) -> bool:
+        """Whether it has come to its end, good or bad."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> SavedShards:
+        """Come back when the checkpoint is there; raises what went wrong, and `TimeoutError` when it takes longer.
+
+        In a fork of the process that saves there is nothing to wait for: `SaveError`, unless the save was over before.
+        """
+        try:
+            return self._future.result(timeout)
+        except BaseException as error:
+            # Not where it took too long, or Ctrl-C came: then nobody has seen how it ends.
+            if self._future.done() and error is self._future.exception():
+                _unseen.discard(self)
+            raise
+
+    def _leave_behind(self) -> None:
+        """In a fork: the thread that would end it is not here."""
+        self._future = Future()
+        message = f"this save belongs to process {self._process}, of which this one is a fork; wait for it there"
+        self._future.set_exception(SaveError(message, file=self.path))
+
+    def __repr__(self) -> str:
+        how = "durable" if self.durable else "failed" if self.done() else "being written"
+        return f"<SaveHandle {self.path!r} {how}>"
+
+
+_running: set[SaveHandle] = set()
+_unseen: set[SaveHandle] = set()
+"""Those that failed, and nobody has looked."""
+_ending = False
+_told: set[int] = set()
+"""Processes of `multiprocessing` that wait at their end."""
+
+
+def watch(handle: SaveHandle) -> None:
+    """From now on the end of the program waits for this save."""
+    _running.add(handle)
+    _catch_sigterm()
+    if process.parent_process() is not None and os.getpid() not in _told:
+        _told.add(os.getpid())
+        util.Finalize(None, _at_end_of_child, exitpriority=0)
+
+
+def ending() -> bool:
+    """Whether the program has waited for the last time: a thread that starts now would be cut off."""
+    return _ending
+
+
+def succeed(handle: SaveHandle, saved: SavedShards) -> None:
+    """The save is over; whoever waits goes on."""
+    handle._future.set_result(saved)
+    _running.discard(handle)
+
+
+def fail(handle: SaveHandle, error: BaseException) -> None:
+    """As `succeed`, for one that failed."""
+    _unseen.add(handle)
+    handle._future.set_exception(error)
+    _running.discard(handle)
+    if _ending:
+        _tell()
+
+
+def forget(handle: SaveHandle) -> None:
+    """A save that did not begin."""
+    _running.discard(handle)
+
+
+def _own() -> list[SaveHandle]:
+    """Saves of this very process: a signal may come to a fork before it has dropped those of its parent."""
+    return [handle for handle in list(_running) if handle._process == os.getpid()]
+
+
+def _wait() -> None:
+    for handle in _own():
+        handle._future.exception()
+
+
+def _failures() -> list[SaveHandle]:
+    """Saves that failed unseen; also those that go on, for which whoever ends the program did not wait."""
+    return [*_unseen, *_own()]
+
+
+def _warn() -> None:
+    said = []
+    for handle in _failures():
+        why = handle._future.exception() if handle.done() else "it was not waited for"
+        said.append(f"the save to {handle.path} failed: {why}")
+    if said:
+        warnings.warn("\n".join(said), HoldfastWarning, stacklevel=2)
+
+
+def _flush(number: int, frame: FrameType | None) -> None:
+    """SIGTERM: end when the save is over."""
+    _wait()
+    _warn()
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+
+
+def _catch_sigterm() -> None:
+    """Let a polite end wait for the save. Only where the default handler is in place, and only from the main thread."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _flush)
+
+
+class Stderr:
+    """`sys.stderr` as it was, but for the very last flush, by the interpreter. That fails where a save failed unseen."""
+
+    closed = False
+
+    def __init__(self, before: TextIO | None) -> None:
+        self._before = before
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._before, name)
+
+    def write(self, text: str) -> int:
+        return len(text) if self._before is None else self._before.write(text)
+
+    def flush(self) -> None:
+        if self._before is not None:
+            self._before.flush()
+        if sys.is_finalizing() and _failures():
+            raise SaveError("a save in the background failed, and nobody looked")
+
+
+@atexit.register
+def _at_exit() -> None:
+    global _ending
+    _ending = True
+    try:
+        _wait()
+    finally:
+        _tell()
+
+
+def _tell() -> None:
+    """At the end of the program: have the exit status say what failed, and then say it in words."""
+    if _failures():
+        if not isinstance(sys.stderr, Stderr):
+            sys.stderr = cast(TextIO, Stderr(sys.stderr))
+        _warn()
+
+
+def _at_end_of_child() -> None:
+    """As `_at_exit`, in a process of `multiprocessing`: it ends with the status of a `SystemExit` that is raised here."""
+    _wait()
+    if _failures():
+        _warn()
+        if sys.exc_info()[1] is None:
+            _unseen.clear()  # told, and once is enough
+            raise SystemExit(STATUS)
+
+
+_forking = threading.local()
+
+
+def _before_fork() -> None:
+    """Hold SIGTERM back where it is ours: Python forgets one that comes to a child before it has our handler taken away."""
+    ours = signal.getsignal(signal.SIGTERM) is _flush
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if ours else None
+
+
+def _after_fork() -> None:
+    mask, _forking.mask = _forking.mask, None
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _in_child() -> None:
+    """In a fork."""
+    global _ending
+    _ending = False
+    for handle in _running:
+        handle._leave_behind()
+    _running.clear()
+    _unseen.clear()
+    if signal.getsignal(signal.SIGTERM) is _flush:
+        with suppress(ValueError):  # an interpreter that is not the main one has no signals
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _after_fork()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

@@ -4,8 +4,24 @@
    of it, and shared. If anything does not fit anywhere, no rank has changed anything.
 2. Every rank reads exactly the byte runs of its own boxes, straight into its tensors, in one batch. Which ranks wrote the file, how
    many and along which axis, does not matter: a box is a box. What all of them want whole is read by one and handed to the others,
-   where that is cheaper (replicas.py).
+   where that is cheaper.
 3. Whether that went well is shared as well: all ranks return, or all raise the same error.
+
+One checkpoint (`marked`, `unmarked`). Each rank opens the path by itself, and another save may come between two of them: one half
+of a model would be of one step, the other half of the next. So each says what it has opened in four bytes, made of what opening has
+read anyway: names, dtypes, shapes, the checksums that are recorded, the text that a file carries about itself (DCP's `save_id`).
+Not of times or inodes, since ranks on several machines may have copies. Two checkpoints that record no checksum and no text may
+look alike.
+
+Replicas (`offers`, `spread`, `hand_on`): what every rank wants whole is read by one rank each, and handed to the others.
+
+    every rank   what it wants whole: name, dtype, shape, device                      ──► gather
+    rank 0       what all of them want, spread over the ranks by bytes                ──► each knows who reads what
+    every rank   reads its share (and whatever else it needs)                         ──► did all of it go well?
+    every rank   takes part in a broadcast of each
+
+On one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket; between machines, and
+between GPUs, it is the other way round. So "auto" hands on where the ranks are on several machines or the tensors on GPUs.
 """
 
 from __future__ import annotations
@@ -14,7 +30,7 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 import msgspec
 import numpy as np
@@ -22,19 +38,19 @@ import torch
 import torch.distributed as dist
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.crc import crc32
 from holdfast.engine.source import OpenSource
-from holdfast.errors import DoesNotFit
+from holdfast.errors import DoesNotFit, Replaced
+from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.ranks.same_checkpoint import marked, unmarked
 from holdfast.rewrite.stateful import Stateful
 from holdfast.stores.paths import local_path
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
-from holdfast.torch.ranks.replicas import Replicated, Share, hand_on, offers, spread
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match
 from holdfast.torch.tensors.fill import Fill, fill
 
-__all__ = ["LoadedShards", "load_full", "load_sharded"]
+__all__ = ["LoadedShards", "load_full", "load_sharded", "marked", "spread", "unmarked"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +91,7 @@ class Told(msgspec.Struct):
     """A bit for each of them, set where this rank asks for it."""
     fits: bool
     strict: bool
-    offers: bytes
+    offers: list[Offer]
 
 
 class Verdict(msgspec.Struct):
@@ -84,7 +100,8 @@ class Verdict(msgspec.Struct):
     fits: bool
     used: bytes
     """The bits of all ranks that see the same checkpoint."""
-    shares: bytes
+    shares: dict[str, int]
+    """What is read for all, and the rank that reads it."""
 
 
 def load_sharded(
@@ -152,12 +169,12 @@ def load_sharded(
             except DoesNotFit as error:
                 problem = error
             ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
-        shares = msgspec.msgpack.decode(verdict.shares, type=list[Share])
+        shares = verdict.shares
         needed = read = 0
         otherwise = "the load failed, and some tensors have been changed"
         try:
             needed = sum(one.lazy.nbytes for one in wanted.fills)
-            elsewhere = {id(wanted.whole[share.name]) for share in shares if share.owner != ranks.rank}
+            elsewhere = {id(wanted.whole[name]) for name, owner in shares.items() if owner != ranks.rank}
             mine = [one for one in wanted.fills if id(one) not in elsewhere]
             wanted.notes += fill(mine, progress, max_host_memory=max_host_memory)
             read = _read_nbytes(mine)
@@ -213,7 +230,8 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, machines: bool)
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in told)
     shares = spread([one.offers for one in told], replicated, machines=machines)
-    return [msgspec.msgpack.encode(Verdict(fits, used[one.checkpoint].tobytes(), shares)) for one in told]
+    verdicts = {seen: msgspec.msgpack.encode(Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
+    return [verdicts[one.checkpoint] for one in told]
 
 
 def _bits(names: Names) -> bytes:
@@ -221,3 +239,96 @@ def _bits(names: Names) -> bytes:
     flags = np.ones(-(-len(names.offered) // 8) * 8, np.bool_)
     flags[: len(names.offered)] = [name not in names.left for name in names]
     return np.packbits(flags).tobytes()
+
+
+NBYTES = 4
+
+
+def mark_of(checkpoint: Checkpoint) -> bytes:
+    """What was opened, in four bytes."""
+    found = crc32(repr((checkpoint.format, sorted(checkpoint.metadata.items()))).encode())
+    for name, tensor in checkpoint.items():
+        # The checksums of DCP's items stand in the items, which are not read to be told apart.
+        sums = [0 if isinstance(storage, ItemStorage) else storage.crc32 for storage in tensor.storages]
+        found = crc32(repr((name, tensor.dtype.name, tensor.shape, sums)).encode(), found)
+    return found.to_bytes(NBYTES, "little")
+
+
+def marked(checkpoint: Checkpoint, message: bytes, *, alone: bool) -> bytes:
+    """A rank's message with the mark of what it has opened; one rank alone has nobody to differ from."""
+    return (bytes(NBYTES) if alone else mark_of(checkpoint)) + message
+
+
+def unmarked(messages: Sequence[bytes]) -> list[bytes]:
+    """The messages of all ranks; raises `Replaced` where they have not opened one checkpoint."""
+    marks = [message[:NBYTES] for message in messages]
+    others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+    if others:
+        shown = ", ".join(map(str, others[:8])) + (" …" if len(others) > 8 else "")
+        raise Replaced(
+            f"the ranks have opened different checkpoints (rank {shown} not that of rank 0): it was saved again; load it again",
+            found=tuple(others),
+        )
+    return [message[NBYTES:] for message in messages]
+
+
+Replicated = Literal["auto", "read", "broadcast"]
+
+WORTH_NBYTES = 16 << 20
+"""Bytes that must be saved, over all ranks, before "auto" hands anything on."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """A tensor that a rank wants whole."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    device: str
+    nbytes: int
+
+
+def offers(whole: Mapping[str, Fill], group: dist.ProcessGroup | None) -> list[Offer]:
+    """What this rank wants whole and could get from another: dense tensors on devices that the group can send between."""
+    devices = _devices(group)
+    return [
+        Offer(name, str(fill.target.dtype), tuple(fill.target.shape), fill.target.device.type, fill.lazy.nbytes)
+        for name, fill in whole.items()
+        if fill.target.device.type in devices and fill.target.is_contiguous() and not fill.target.is_conj() and fill.lazy.nbytes
+    ]
+
+
+def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, machines: bool) -> dict[str, int]:
+    """Who reads what for all; the largest first, each by the rank that has least to read. `machines`: whether there are several."""
+    common = set(told[0]).intersection(*told[1:]) if how != "read" and len(told) > 1 else set[Offer]()
+    if how == "auto":
+        common = {offer for offer in common if machines or offer.device != "cpu"}
+        if sum(offer.nbytes for offer in common) * (len(told) - 1) < WORTH_NBYTES:
+            common = set()
+    load = [0] * len(told)
+    shares: dict[str, int] = {}
+    for offer in sorted(common, key=lambda offer: (-offer.nbytes, offer.name)):
+        owner = load.index(min(load))
+        load[owner] += offer.nbytes
+        shares[offer.name] = owner
+    return shares
+
+
+def hand_on(shares: Mapping[str, int], whole: Mapping[str, Fill], group: dist.ProcessGroup | None) -> None:
+    """Broadcast every tensor from the rank that has read it. Every rank calls it, when all have read."""
+    for name, owner in shares.items():
+        target = whole[name].target
+        dist.broadcast(_octets(target), group=group, group_src=owner)
+        torch.autograd.graph.increment_version(target)
+
+
+def _octets(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor: there are dtypes that no backend sends."""
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype != torch.uint8 else tensor.view(-1)
+
+
+def _devices(group: dist.ProcessGroup | None) -> set[str]:
+    if not dist.is_available() or not dist.is_initialized():
+        return set()
+    chosen = group if group is not None else dist.distributed_c10d._get_default_group()
+    return {device.type for device in chosen._device_types}

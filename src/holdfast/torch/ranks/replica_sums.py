@@ -6,7 +6,7 @@ random number generator or a shard that nobody declared, theirs would be lost, s
 1. What is in the memory of this process, by the CRC-32 of its bytes in C order, at the speed of memory and on all threads.
 2. What is on a GPU, where it is: sums of weighted words, a row of them at a time, then a hash of those. A 512th of it is moved.
 
-They are compared in `ranks/sums`.
+They are compared in `ranks/merge`.
 """
 
 from __future__ import annotations

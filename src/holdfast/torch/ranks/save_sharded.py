@@ -13,10 +13,9 @@ from holdfast.ranks.files import FORMATS
 from holdfast.rewrite.formats import check_sparse
 from holdfast.rewrite.stateful import Stateful, state_dicts
 from holdfast.stores.paths import local_path
-from holdfast.torch.ranks.background import Course, begin
+from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
-from holdfast.torch.ranks.handles import SaveHandle
-from holdfast.torch.ranks.saving import Job, SavedShards, describe, plan, stage_described, stage_planned, write
+from holdfast.torch.ranks.saving import Asked, Job, SavedShards, describe, plan, stage_described, stage_planned, write
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 
 __all__ = ["async_save_sharded", "save_sharded"]
@@ -58,28 +57,27 @@ def save_sharded(
     `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
     """
     course = Course()
-    job = _job(
-        local_path(path),
-        course,
-        group=group,
-        deadline=deadline,
+    asked = Asked(
+        path=local_path(path),
         format=format,
         overwrite=overwrite,
         durable=durable,
+        metadata=metadata,
+        values=values,
+        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        check_replicas=check_replicas,
         threads=threads,
         progress=progress,
         sparse=sparse,
-        values=values,
-        per_rank=per_rank,
-        check_replicas=check_replicas,
     )
+    job = _job(asked, course, group=group, deadline=deadline)
 
     def content() -> object:
-        course.take_turn(when_busy, job.path)
+        course.take_turn(when_busy, asked.path)
         return state_dicts(state)
 
     try:
-        return write(plan(describe(job, content, metadata=metadata)))
+        return write(plan(describe(job, content)))
     finally:
         course.close()
 
@@ -112,35 +110,34 @@ def async_save_sharded(
     the current stream is asked to do from then on comes behind them.
     """
     course = Course()
-    job = _job(
-        local_path(path),
-        course,
-        group=group,
-        deadline=deadline,
+    asked = Asked(
+        path=local_path(path),
         format=format,
         overwrite=overwrite,
         durable=durable,
+        metadata=metadata,
+        values=values,
+        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        check_replicas=check_replicas,
         threads=threads,
         progress=progress,
         sparse=sparse,
-        values=values,
-        per_rank=per_rank,
-        check_replicas=check_replicas,
     )
+    job = _job(asked, course, group=group, deadline=deadline)
     before: Versions = []
 
     def content() -> object:
-        course.take_turn(when_busy, job.path)
+        course.take_turn(when_busy, asked.path)
         found = state_dicts(state)
         before.extend(versions(found))
         return found
 
     def copy(tensors: Sequence[LazyTensor]) -> Staged:
-        return stage(tensors, before, job.path, threads=job.count_threads(), max_host_memory=max_host_memory)
+        return stage(tensors, before, asked.path, threads=job.count_threads(), max_host_memory=max_host_memory)
 
     handed = False
     try:
-        described = describe(job, content, metadata=metadata)
+        described = describe(job, content)
         if described.stages_first:
             described = stage_described(described, copy)
             if isinstance(described.told, Exception):
@@ -149,7 +146,7 @@ def async_save_sharded(
         else:
             planned = stage_planned(plan(described), copy)
             staged, rest = planned.staged, lambda: write(planned)
-        handle = begin(job.path, course, rest, staged_nbytes=staged.nbytes if staged is not None else 0)
+        handle = begin(asked.path, course, rest, staged_nbytes=staged.nbytes if staged is not None else 0)
         handed = True  # the thread ends it from here on
         return handle
     finally:
@@ -157,40 +154,12 @@ def async_save_sharded(
             course.close()
 
 
-def _job(
-    path: str,
-    course: Course,
-    *,
-    group: dist.ProcessGroup | None,
-    deadline: float,
-    format: str,
-    overwrite: bool,
-    durable: bool,
-    threads: int | None,
-    progress: Callable[[int], None] | None,
-    sparse: str,
-    values: Literal["agree", "first"],
-    per_rank: str | Sequence[str],
-    check_replicas: bool,
-) -> Job:
+def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
     """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
-    if format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {format!r}")
-    check_sparse(path, format, sparse)
+    if asked.format not in FORMATS:
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {asked.format!r}")
+    check_sparse(asked.path, asked.format, asked.sparse)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
-    ranks = ranks_of(group, doing=f"save {format} to {path!r}", deadline=deadline)
+    ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    return Job(
-        path,
-        ranks,
-        course.open,
-        format=format,
-        overwrite=overwrite,
-        durable=durable,
-        threads=threads,
-        progress=progress,
-        sparse=sparse,
-        values=values,
-        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
-        check_replicas=check_replicas,
-    )
+    return Job(asked, ranks, course.open)

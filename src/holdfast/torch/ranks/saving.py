@@ -34,23 +34,20 @@ from holdfast.errors import CannotHold
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json import encode_tree
-from holdfast.ranks.files import Part, Receipt, rank_files
+from holdfast.ranks.files import Part, Receipt, rank_files, unkept_notes
 from holdfast.ranks.per_rank import mark, rank_key
-from holdfast.ranks.pieces import little_in_common, made_of, pieces_of
-from holdfast.ranks.rehearse import rehearse_contents, rehearse_value
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, Place, message, put_together, with_sums
-from holdfast.ranks.unkept import unkept_notes
-from holdfast.ranks.write import Publishing, open_folder, publish, write_files
+from holdfast.ranks.write import Publishing, open_folder, publish, rehearse_contents, rehearse_value, write_files
 from holdfast.rewrite.state import describe_state
 from holdfast.torch.cuda.stage import Copies
-from holdfast.torch.ranks.dcp_index import dcp_index
-from holdfast.torch.ranks.flat_state import FlatState, common_problems, flatten
+from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
 from holdfast.torch.ranks.group import Ranks
 from holdfast.torch.ranks.replica_sums import replica_sums
-from holdfast.torch.ranks.staging import Staged
+from holdfast.torch.ranks.staging import Staged, little_in_common, made_of, pieces_of
 
 __all__ = [
+    "Asked",
     "Described",
     "Job",
     "Planned",
@@ -74,27 +71,35 @@ Copy = Callable[[Sequence[LazyTensor]], Staged]
 """Copies tensors into memory of our own."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What was asked for."""
+
+    path: str
+    format: str
+    overwrite: bool
+    durable: bool
+    metadata: Mapping[str, str] | None
+    values: Literal["agree", "first"]
+    per_rank: Sequence[str]
+    check_replicas: bool
+    threads: int | None
+    progress: Progress | None
+    sparse: str
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """What was asked for, and among whom."""
 
-    path: str
+    asked: Asked
     ranks: Ranks
     open: ExitStack
     """What is closed when the save is over, however it ends: the ranks, a folder that was not published."""
-    format: str = "native"
-    overwrite: bool = False
-    durable: bool = True
-    threads: int | None = None
-    progress: Progress | None = None
-    sparse: str = "never"
-    values: Literal["agree", "first"] = "agree"
-    per_rank: Sequence[str] = ()
-    check_replicas: bool = True
 
     def count_threads(self) -> int:
         """How many threads this rank may use."""
-        return self.threads or self.ranks.threads()
+        return self.asked.threads or self.ranks.threads()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +145,10 @@ class SavedShards:
 
     path: str
     format: str
-    files: tuple[str, ...]
-    """What this rank wrote."""
     nbytes: int
-    """How much of it."""
+    """Bytes that this rank wrote."""
+    files: tuple[tuple[str, int], ...]
+    """Each of its files and its length."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
 
@@ -160,14 +165,14 @@ class Task(msgspec.Struct):
 # Described.
 
 
-def describe(job: Job, state: Callable[[], object], *, metadata: Mapping[str, str] | None) -> Described:
+def describe(job: Job, state: Callable[[], object]) -> Described:
     """Describe what `state` gives. A failure is told to the others when they plan."""
     try:
-        raw, matched = mark(state(), job.per_rank, rank_key(job.ranks.rank, job.ranks.size))
-        described = describe_state(raw, metadata=metadata)
-        flat = flatten(described, raw) if job.format != "native" else FlatState()
-        told = _message(described, flat, matched, format=job.format)
-        return Described(job, told, described, flat, unkept_notes(described, job.format))
+        raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
+        described = describe_state(raw, metadata=job.asked.metadata)
+        flat = flatten(described, raw) if job.asked.format != "native" else FlatState()
+        told = _message(described, flat, matched, format=job.asked.format)
+        return Described(job, told, described, flat, unkept_notes(described, job.asked.format))
     except Exception as error:
         return Described(job, error)
 
@@ -228,13 +233,13 @@ def stage_described(described: Described, copy: Copy) -> Described:
 
 def plan(described: Described) -> Planned:
     """Plan together, and know what this rank writes."""
-    job = described.job
+    job, asked = described.job, described.job.asked
     publishing: list[Publishing] = []
 
     def decide(messages: list[bytes]) -> list[bytes]:
-        together = put_together(messages, values=job.values, per_rank=job.per_rank)
-        rehearse_contents(job.format, together.contents, job.path, dcp_index=dcp_index)
-        opened = open_folder(job.path, job.format, together, durable=job.durable, overwrite=job.overwrite)
+        together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
+        rehearse_contents(asked.format, together.contents, asked.path, dcp_index=dcp_index)
+        opened = open_folder(asked.path, asked.format, together, durable=asked.durable, overwrite=asked.overwrite)
         job.open.callback(opened.give_up)
         publishing.append(opened)
         folder, notes = opened.transaction.folder, list(together.notes)
@@ -263,7 +268,7 @@ def _with_sums(described: Described) -> bytes | Exception:
     if isinstance(described.told, Exception):
         return described.told
     try:
-        if job.check_replicas and job.ranks.size > 1:
+        if job.asked.check_replicas and job.ranks.size > 1:
             if described.staged is not None:
                 described.staged.copies.wait()
             sums = replica_sums(described.state.tensors, threads=job.count_threads())
@@ -308,24 +313,25 @@ def write(planned: Planned) -> SavedShards:
 
     job.ranks.agree(local, decide)
     notes = (*planned.notes, *(() if copies is None else copies.notes()))
-    return SavedShards(job.path, job.format, tuple(r.key for r in receipts), sum(r.nbytes for r in receipts), notes)
+    files = tuple((receipt.key, receipt.nbytes) for receipt in receipts)
+    return SavedShards(job.asked.path, job.asked.format, sum(nbytes for _, nbytes in files), files, notes)
 
 
 def _written(planned: Planned, copies: Copies | None) -> list[Receipt]:
-    job, wanted = planned.job, parse_wanted(planned.job.sparse)
-    threads = job.count_threads()
+    asked, threads = planned.job.asked, planned.job.count_threads()
+    wanted = parse_wanted(asked.sparse)
     if copies is not None:
         copies.wait()
-        threads = job.threads or min(threads, THREADS_BEHIND)
+        threads = asked.threads or min(threads, THREADS_BEHIND)
     pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
     # One file for every few threads, each with enough in it.
     count = max(1, min(threads // THREADS_A_FILE, planned.part.nbytes // FILE_NBYTES))
     return write_files(
-        rank_files(job.format, planned.part, files=count, pack=pack),
+        rank_files(asked.format, planned.part, files=count, pack=pack),
         planned.publishing or planned.folder,
-        path=job.path,
-        durable=job.durable,
+        path=asked.path,
+        durable=asked.durable,
         threads=threads,
-        progress=job.progress,
+        progress=asked.progress,
         block=None if copies is None else BLOCK_BEHIND,
     )

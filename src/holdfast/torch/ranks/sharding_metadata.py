@@ -12,7 +12,8 @@ refusal: element types that torch does not have (4- and 6-bit floats of safetens
 
 from __future__ import annotations
 
-from typing import Protocol, cast, overload
+from collections.abc import Callable
+from typing import cast, overload
 
 import torch
 from torch.distributed.checkpoint import metadata as torchs
@@ -198,12 +199,6 @@ def _from_torch(value: object) -> object:
             return value
 
 
-class Convert(Protocol):
-    """One of the two directions, for a value that may be of neither."""
-
-    def __call__(self, value: object) -> object: ...
-
-
-def _records(data: object, convert: Convert) -> object:
+def _records(data: object, convert: Callable[[object], object]) -> object:
     """What a writer notes about its files: indexes and places are converted, in a dictionary of them, and nothing else is."""
     return {convert(key): convert(each) for key, each in data.items()} if isinstance(data, dict) else convert(data)

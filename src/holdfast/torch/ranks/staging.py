@@ -2,18 +2,23 @@
 
 Buffers are kept from save to save. GPUs copy by themselves, and the caller's streams wait for that, not the caller (cuda/stage.py).
 Autograd's version counters are compared before and after: a tensor that was changed meanwhile would be torn, and is an error.
+
+A rank that copies before anybody knows who writes what copies each piece of memory once, however many tensors it is in
+(`pieces_of`, `made_of`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
+from holdfast.core.box import Box
+from holdfast.core.chunk import Chunk
 from holdfast.core.protocols import Request, by_source
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.engine.arrays import Resident
 from holdfast.engine.source import OpenSource
 from holdfast.errors import NotCommitted
@@ -22,7 +27,7 @@ from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 
-__all__ = ["Staged", "Versions", "stage", "versions"]
+__all__ = ["Staged", "Versions", "little_in_common", "made_of", "pieces_of", "stage", "versions"]
 
 ALIGNMENT = 64
 
@@ -101,7 +106,7 @@ def stage(
                 if isinstance(source, OpenSource) and source.store.resident:
                     source = source.over(source.store, threads=threads)  # this rank shares the machine with others
                 source.read(own)
-        staged = [t if out is None else _moved(t, out, resident, room) for t, out in zip(tensors, outs, strict=True)]
+        staged = [t if out is None else _moved(t, out, resident=resident, room=room) for t, out in zip(tensors, outs, strict=True)]
         torn = sum(tensor._version != version for tensor, version in before)
         if torn:
             raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
@@ -111,7 +116,51 @@ def stage(
     return Staged(staged, total, copies)
 
 
-def _moved(tensor: LazyTensor, out: np.ndarray, resident: Resident, room: HostBlock) -> LazyTensor:
+def _moved(tensor: LazyTensor, out: np.ndarray, *, resident: Resident, room: HostBlock) -> LazyTensor:
     """The same tensor, with its elements where they were copied to."""
     memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
     return resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0).renamed(tensor.name)
+
+
+Piece = tuple[str, Traits, Chunk]
+"""A dtype, what is to be known beside it, and elements in memory."""
+
+COMMON_NBYTES, COMMON_SHARE = 64 << 20, 0.1
+"""Bytes of tensors that a rank has whole, in all and as a part of what it has, up to which it copies them before it is planned who
+writes them: training then goes on without waiting for any other rank. Beyond that every rank would copy what one of them writes."""
+
+
+def little_in_common(tensors: Mapping[str, LazyTensor]) -> bool:
+    """Whether a rank has little that the others may have as well: tensors of which it has all."""
+    sizes = [(tensor.nbytes, _nbytes_here(tensor)) for tensor in tensors.values()]
+    whole = sum(nbytes for nbytes, here in sizes if here == nbytes)
+    return whole <= max(COMMON_NBYTES, COMMON_SHARE * sum(here for _, here in sizes))
+
+
+def _nbytes_here(tensor: LazyTensor) -> int:
+    return sum(tensor.dtype.nbytes(chunk.box.count) for chunk in tensor.chunks)
+
+
+def pieces_of(tensors: Mapping[str, LazyTensor]) -> dict[Piece, LazyTensor]:
+    """Every piece of memory once, however many tensors it is in, as a tensor of its own."""
+    found: dict[Piece, LazyTensor] = {}
+    for tensor in tensors.values():
+        for chunk in tensor.chunks:
+            key = _piece(tensor, chunk)
+            found.setdefault(key, replace(tensor, shape=chunk.shape, chunks=(key[2],)))
+    return found
+
+
+def made_of(tensors: Mapping[str, LazyTensor], copies: Mapping[Piece, LazyTensor]) -> dict[str, LazyTensor]:
+    """The same tensors, made of copies of their pieces. Whoever copied has resolved what was lazily conjugated or negated."""
+    made = {}
+    for name, tensor in tensors.items():
+        found = [(chunk.box, copies[_piece(tensor, chunk)]) for chunk in tensor.chunks]
+        chunks = tuple(replace(copy.chunks[0], box=box) for box, copy in found)
+        source = found[0][1].source if found else tensor.source
+        made[name] = replace(tensor, chunks=chunks, source=source, traits=replace(tensor.traits, conj=False, neg=False))
+    return made
+
+
+def _piece(tensor: LazyTensor, chunk: Chunk) -> Piece:
+    return tensor.dtype.name, tensor.traits, Chunk(Box.whole(chunk.shape), chunk.storage, chunk.offset, chunk.strides)

@@ -1,10 +1,14 @@
 """What one rank asks of a checkpoint: every leaf of its state, what the checkpoint has for it, and what speaks against it.
 
 1. The state is walked. Objects with a state (`rewrite/stateful`) are asked for their state dict, which is filled like any other and
-   handed to them in the end; an optimizer that has not made its tensors yet gets them here (fresh_optimizer.py).
+   handed to them in the end; an optimizer that has not made its tensors yet gets them here (`make_state`).
 2. Leaves are matched with the checkpoint as `load_into` matches the places of a module (`modules/match`).
 3. A name that the checkpoint has once for each rank stands for this rank's (`ranks/per_rank`).
 4. Shapes and dtypes are compared whatever else was asked for; which names nobody wanted is known when all ranks have told theirs.
+
+An optimizer makes its moments with its first step. To load into one that was just made, tensors are made here as the checkpoint
+has them: like their parameter where they have its shape, sharded as it is; else plain, and scalars on the CPU, from where
+`load_state_dict` takes them to where the optimizer wants them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import torch
 from torch import nn
 
 from holdfast.core.box import Box
+from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
@@ -24,11 +29,11 @@ from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.stateful import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
-from holdfast.torch.ranks.fresh_optimizer import make_state
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.fill import Fill
-from holdfast.torch.tensors.memory import memory_of
-from holdfast.torch.tensors.tree import ABSENT, torch_tree
+from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.to_lazy import memory_of
+from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree
 
 __all__ = ["PerRank", "Wanted", "match"]
 
@@ -88,9 +93,6 @@ class Offered:
     fills: list[Fill]
     """One for each part of it that this rank has."""
 
-    def elements(self) -> list[LazyTensor]:
-        return [fill.lazy for fill in self.fills]
-
 
 class Matching:
     """One rank's state against a checkpoint."""
@@ -127,28 +129,28 @@ class Matching:
         def enter(value: Stateful, at: Path, above: frozenset[int]) -> None:
             inner = _ask(value)
             if isinstance(value, torch.optim.Optimizer):
-                make_state(value, inner, self._names.checkpoint, self._names.prefix + dotted((*at, "")))
+                make_state(value, inner, self._names.checkpoint, under=self._names.prefix + dotted((*at, "")))
             self._wanted.stateful.append((at, value, inner))
-            walk(inner, at, None, above)
+            walk(inner, at, above)
 
-        def walk(inner: object, at: Path, put: Put | None, above: frozenset[int]) -> None:
+        def walk(inner: object, at: Path, above: frozenset[int], *, put: Put | None = None) -> None:
             inside = above | {id(inner)}
             if is_stateful(inner) and id(inner) not in above:
                 enter(cast(Stateful, inner), at, inside)
             elif isinstance(inner, Mapping):
                 asked = dict.fromkeys(stateful_keys(inner))
                 for key in asked:
-                    walk(inner[key], (*at, _step(key)), None, inside)
+                    walk(inner[key], (*at, _step(key)), inside)
                 for key, item in inner.items():
                     if key not in asked:
-                        walk(item, (*at, _step(key)), _setter(inner, key) if hasattr(inner, "__setitem__") else None, inside)
+                        walk(item, (*at, _step(key)), inside, put=_setter(inner, key) if hasattr(inner, "__setitem__") else None)
             elif isinstance(inner, list | tuple) and _entered(inner):
                 for i, item in enumerate(inner):
-                    walk(item, (*at, i), _setter(inner, i) if isinstance(inner, list) else None, inside)
+                    walk(item, (*at, i), inside, put=_setter(inner, i) if isinstance(inner, list) else None)
             else:
                 found.append(Leaf(at, inner, put))
 
-        walk(state, (), None, frozenset())
+        walk(state, (), frozenset())
         return found
 
     # The checkpoint.
@@ -215,7 +217,11 @@ class Matching:
     def _tensors(self, leaves: list[Leaf]) -> None:
         """Leaves of one memory."""
         wanted = self._wanted
-        taken = match_tied(leaves, self._offered, wanted, absent=self._absent, strict=self._strict)
+
+        def elements(offer: Offered) -> list[LazyTensor]:
+            return [fill.lazy for fill in offer.fills]
+
+        taken = match_tied(leaves, self._offered, wanted, elements=elements, absent=self._absent, strict=self._strict)
         if taken is None:
             return
         last, offered = taken
@@ -338,3 +344,47 @@ def _has_tensors(value: object) -> bool:
     if isinstance(value, Mapping | list | tuple):
         return any(map(_has_tensors, _inside(value)))
     return isinstance(value, torch.Tensor | LazyTensor | Composite) or is_sharded(value)
+
+
+def make_state(optimizer: torch.optim.Optimizer, state: object, checkpoint: Checkpoint, *, under: str) -> None:
+    """Give the state dict of an optimizer without state what a checkpoint has for it, below a name, to be filled."""
+    if not isinstance(state, dict) or state.get("state") != {}:
+        return
+    numbered: dict[object, torch.Tensor] = {}
+    for group, packed in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        numbered |= zip(packed["params"], group["params"], strict=True)
+    stored = find_value(checkpoint.tree, f"{under}state")
+    if not isinstance(stored, dict):
+        stored = _by_names(checkpoint, f"{under}state.")
+    for key, inner in stored.items():
+        number = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if number in numbered and isinstance(inner, dict):
+            state["state"][number] = _room(inner, numbered[number])
+
+
+def _by_names(checkpoint: Checkpoint, under: str) -> dict[object, object]:
+    """The same of a checkpoint that has names and no tree."""
+    found: dict[object, object] = {}
+    for name in checkpoint:
+        number, dot, key = name[len(under) :].partition(".")
+        if name.startswith(under) and dot:
+            inner = found.setdefault(number, {})
+            assert isinstance(inner, dict)
+            inner[key] = checkpoint[name]
+    return found
+
+
+def _room(value: object, parameter: torch.Tensor) -> object:
+    """A nested state of the same form, with tensors that are not filled and None for all values."""
+    match value:
+        case LazyTensor():
+            dtype = torch_dtype(value.dtype)
+            if value.shape == tuple(parameter.shape) and value.ndim:
+                return torch.empty_like(parameter.detach(), dtype=dtype)
+            return torch.empty(value.shape, dtype=dtype, device=parameter.device if value.ndim else "cpu")
+        case dict():
+            return {key: _room(inner, parameter) for key, inner in value.items()}
+        case list():
+            return [_room(inner, parameter) for inner in value]
+        case _:
+            return None

@@ -1,4 +1,4 @@
-"""What a `weights_only` load may build beyond the weights themselves: the list that the user adds to, and what a file asks for.
+"""What a `weights_only` load may build: the names that torch allows, the list that the user adds to, and what a file asks for.
 
 1. The user's list is ours and not torch's. What was registered with torch's own functions counts as well (`user_globals`), but is
    neither listed nor cleared here: it belongs to those functions.
@@ -8,37 +8,49 @@
    torch 2.13 a block also takes away what was there before it.
 4. `get_unsafe_globals_in_checkpoint` runs the closed interpreter over the pickle with a table that notes every name and builds
    nothing. What is neither in the list of names that are always allowed nor in the user's is reported.
+
+`default_globals` are the names that torch allows in every such load (2.13: 144 of them); `python3_name` is how its loader takes the
+names of a pickle, and `is_blocked` says of which modules it takes none. Protocols 0 to 2 name things as Python 2 did. torch knows
+fewer of those names than `formats/pickle/table.py` does (2.13, found by trying all that Python ever renamed), and what a user has
+to allow follows from it: `exceptions.KeyError` stays what it is.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import TracebackType
+from functools import cache
+from types import MappingProxyType, TracebackType
 from typing import BinaryIO
 
 import torch
 from torch.serialization import get_safe_globals as _get_torchs  # now: `install()` puts ours in its place
 
 from holdfast.core.crc import crc32
+from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.runtime import renewed
 from holdfast.errors import Corrupted, FormatError, ZipError, located
 from holdfast.formats.pickle import Table, interpret_whole
 from holdfast.formats.pickle.table import Name
+from holdfast.formats.torch.table import TENSOR_CLASSES
+from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.zip.reader import read_archive
-from holdfast.torch.serialization.names import is_blocked, python3_name
 from holdfast.torch.serialization.opening import Opened, opened
+from holdfast.torch.serialization.pickling import StorageClass
 
 __all__ = [
-    "Item",
     "add_safe_globals",
     "clear_safe_globals",
+    "default_globals",
     "get_safe_globals",
     "get_unsafe_globals_in_checkpoint",
+    "is_blocked",
+    "python3_name",
     "safe_globals",
     "user_globals",
 ]
@@ -186,8 +198,6 @@ def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> li
 
 def _always_allowed() -> set[str]:
     """The names that need no allowing: ours, as far as torch has them too."""
-    from holdfast.torch.serialization.weights import default_globals
-
     names = set(default_globals())
     # Looked up each time: a program, and torch's own tests, may have put another function there.
     torchs = getattr(torch._weights_only_unpickler, "_get_allowed_globals", None)
@@ -211,3 +221,91 @@ def _pickle(file: Opened) -> bytes:
     if record.crc32 is not None and crc32(content) != record.crc32:
         raise Corrupted("data.pkl does not have its checksum", offset=record.start, expected=record.crc32, found=crc32(content))
     return content
+
+
+REBUILDS = (
+    "parameter", "parameter_with_state", "qtensor", "tensor", "tensor_v2", "tensor_v3", "sparse_tensor", "meta_tensor_no_storage",
+    "nested_tensor", "wrapper_subclass", "device_tensor_from_numpy", "device_tensor_from_cpu_tensor",
+)  # fmt: skip
+
+SINGLE = (
+    *("collections.OrderedDict", "collections.Counter", "_codecs.encode", "builtins.bytearray", "builtins.set", "builtins.complex"),
+    *("torch.Size", "torch.Tensor", "torch.device", "torch.nn.parameter.Parameter", "torch.serialization._get_layout"),
+    *("torch.storage.TypedStorage", "torch.storage.UntypedStorage", "torch._tensor._rebuild_from_type_v2"),
+)
+"""Names that are no part of a family (FORMATS 3.2). Each stands for what Python has under it."""
+
+
+def _named(full: str) -> object:
+    """What a name of ours stands for; never one that a file gave."""
+    module, _, name = full.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@cache
+def default_globals() -> Mapping[str, object]:
+    """The names that a `weights_only` load knows without being told, each with what it stands for."""
+    found = {name: _named(name) for name in SINGLE}
+    found |= {f"torch._utils._rebuild_{name}": getattr(torch._utils, f"_rebuild_{name}") for name in REBUILDS}
+    found |= {f"torch.{name}": getattr(torch, name) for name in QSCHEMES}
+    for row in DTYPES.rows:
+        if row.torch is not None:
+            found[f"torch.{row.torch}"] = getattr(torch, row.torch)
+        if row.storage is not None:
+            found[f"torch.{row.storage}"] = StorageClass(row.storage)
+            if row.kind != "quantized":
+                found[f"torch.cuda.{row.storage}"] = StorageClass(row.storage)
+    for module in (torch, torch.cuda, torch.sparse, torch.cuda.sparse):
+        found |= {f"{module.__name__}.{name}": getattr(module, name) for name in TENSOR_CLASSES if hasattr(module, name)}
+    return MappingProxyType(found)
+
+
+BLOCKED = frozenset({"nt", "os", "posix", "sys"})
+"""Modules of which torch builds nothing, whoever allows it."""
+
+MODULES = {
+    "Queue": "queue",
+    "StringIO": "io",
+    "UserDict": "collections",
+    "UserList": "collections",
+    "UserString": "collections",
+    "__builtin__": "builtins",
+    "_abcoll": "collections.abc",
+    "cStringIO": "io",
+    "copy_reg": "copyreg",
+    "repr": "reprlib",
+    "whichdb": "dbm",
+}
+"""Modules that were renamed."""
+
+NAMES = {
+    ("UserDict", "IterableUserDict"): ("collections", "UserDict"),
+    ("__builtin__", "basestring"): ("builtins", "str"),
+    ("__builtin__", "intern"): ("sys", "intern"),
+    ("__builtin__", "long"): ("builtins", "int"),
+    ("__builtin__", "reduce"): ("functools", "reduce"),
+    ("__builtin__", "unichr"): ("builtins", "chr"),
+    ("__builtin__", "unicode"): ("builtins", "str"),
+    ("__builtin__", "xrange"): ("builtins", "range"),
+    ("exceptions", "StandardError"): ("builtins", "Exception"),
+    ("itertools", "ifilter"): ("builtins", "filter"),
+    ("itertools", "ifilterfalse"): ("itertools", "filterfalse"),
+    ("itertools", "imap"): ("builtins", "map"),
+    ("itertools", "izip"): ("builtins", "zip"),
+    ("itertools", "izip_longest"): ("itertools", "zip_longest"),
+}
+"""Names that moved, or changed with their module."""
+
+
+def python3_name(module: str, name: str) -> Name:
+    """The module and name under which torch's loader looks for a global of a pickle, of whatever protocol.
+
+    >>> python3_name("__builtin__", "set"), python3_name("itertools", "izip"), python3_name("exceptions", "KeyError")
+    (('builtins', 'set'), ('builtins', 'zip'), ('exceptions', 'KeyError'))
+    """
+    return NAMES.get((module, name)) or (MODULES.get(module, module), name)
+
+
+def is_blocked(module: str) -> bool:
+    """Whether nothing of a module is ever built."""
+    return module in BLOCKED

@@ -7,6 +7,7 @@ So their elements are looked at before anything is built: storages are filled fi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch.nested._internal.nested_tensor import NestedTensor
@@ -90,9 +91,9 @@ class CompositeTensors:
         if type(layout) is not torch.layout or not isinstance(data, tuple):
             raise PickleError("a sparse tensor with an unknown layout", found=type(layout).__name__)
         if layout is torch.sparse_coo and 3 <= len(data) <= 4:
-            return self._coo(data[0], data[1], data[2], flag(data[3], "is_coalesced") if len(data) == 4 else None)
+            return self._coo(data[0], data[1], size=data[2], coalesced=flag(data[3], "is_coalesced") if len(data) == 4 else None)
         if layout in COMPRESSED and len(data) == 4:
-            return self._compressed(layout, *data)
+            return self._compressed(layout, data)
         raise PickleError(f"a sparse tensor of layout {layout} with {len(data)} parts", found=len(data))
 
     def legacy_sparse(self, kind: type, args: Args) -> torch.Tensor:
@@ -100,9 +101,9 @@ class CompositeTensors:
         indices, values, size = arity(args, 3, 3, "a sparse tensor class")
         if not isinstance(values, torch.Tensor) or values.dtype is not getattr(kind, "dtype", None):
             raise PickleError("a sparse tensor class with values of another type", found=type(values).__name__)
-        return self._coo(indices, values, size, None)
+        return self._coo(indices, values, size=size, coalesced=None)
 
-    def _coo(self, first: object, second: object, size: object, coalesced: bool | None) -> torch.Tensor:
+    def _coo(self, first: object, second: object, *, size: object, coalesced: bool | None) -> torch.Tensor:
         shape = checked_shape(size, self._plain.limits)
         indices, values = self._part(first, "indices"), self._part(second, "values")
         if indices.dtype is not torch.int64:
@@ -115,7 +116,8 @@ class CompositeTensors:
         except TORCH_SAYS_NO as error:
             raise no("a sparse tensor", error) from error
 
-    def _compressed(self, layout: torch.layout, first: object, second: object, third: object, size: object) -> torch.Tensor:
+    def _compressed(self, layout: torch.layout, data: Args) -> torch.Tensor:
+        first, second, third, size = data
         shape = checked_shape(size, self._plain.limits)
         compressed, plain = self._part(first, "compressed indices"), self._part(second, "plain indices")
         values = self._part(third, "values")
@@ -138,12 +140,12 @@ class CompositeTensors:
         if not isinstance(quantizer, tuple) or not quantizer or type(quantizer[0]) is not torch.qscheme:
             raise PickleError("a quantised tensor without a scheme", found=type(quantizer).__name__)
         shape, steps, begin, last = reach(offset, size, stride, self._plain.limits)
-        self._check_room(untyped, dtype, shape, last)
+        self._check_room(untyped, dtype, shape=shape, last=last)
         scheme, *rest = quantizer
         if scheme in PER_TENSOR and len(rest) == 2:
-            made = self._per_tensor(dtype, untyped, *rest)
+            made = self._per_tensor(dtype, untyped, rest)
         elif scheme in PER_CHANNEL and len(rest) == 3:
-            made = self._per_channel(dtype, untyped, shape, *rest)
+            made = self._per_channel(dtype, untyped, rest, shape=shape)
         else:
             raise PickleError(f"a quantised tensor of scheme {scheme} with {len(rest)} parameters", found=len(rest))
         wanted = flag(grad, "requires_grad")
@@ -154,7 +156,7 @@ class CompositeTensors:
             raise no("a quantised tensor", error) from error
         return made
 
-    def _check_room(self, untyped: UntypedStorage, dtype: torch.dtype, shape: tuple[int, ...], last: int) -> None:
+    def _check_room(self, untyped: UntypedStorage, dtype: torch.dtype, *, shape: tuple[int, ...], last: int) -> None:
         """Packed types put several elements in a byte, and begin every row with a new one."""
         bits = QUANTIZED[dtype]
         needed = (last + 1) * bits
@@ -163,7 +165,8 @@ class CompositeTensors:
         if needed > untyped.nbytes() * 8:
             raise beyond(last, untyped.nbytes() * 8 // bits)
 
-    def _per_tensor(self, dtype: torch.dtype, untyped: UntypedStorage, scale: object, zero: object) -> torch.Tensor:
+    def _per_tensor(self, dtype: torch.dtype, untyped: UntypedStorage, parameters: Sequence[object]) -> torch.Tensor:
+        scale, zero = parameters
         if not isinstance(scale, float | int) or type(zero) is not int:
             raise PickleError("a per-tensor quantiser needs a scale and a zero point", found=type(scale).__name__)
         try:
@@ -172,8 +175,9 @@ class CompositeTensors:
             raise no("a quantised tensor", error) from error
 
     def _per_channel(
-        self, dtype: torch.dtype, untyped: UntypedStorage, shape: tuple[int, ...], first: object, second: object, axis: object
+        self, dtype: torch.dtype, untyped: UntypedStorage, parameters: Sequence[object], *, shape: tuple[int, ...]
     ) -> torch.Tensor:
+        first, second, axis = parameters
         scales, zeros = self._part(first, "scales"), self._part(second, "zero points")
         if type(axis) is not int or not 0 <= axis < len(shape):
             raise MetadataError("a per-channel quantiser's axis is not one of the tensor's", found=brief(axis))

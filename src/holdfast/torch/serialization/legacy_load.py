@@ -27,6 +27,7 @@ from holdfast.formats.pickle.table import Table
 from holdfast.formats.torch.legacy import StorageIds, Window, begins_like_tar, locate_storages
 from holdfast.formats.torch.tensors import brief
 from holdfast.torch.serialization.opening import Opened
+from holdfast.torch.serialization.pickling import unpickler
 from holdfast.torch.serialization.settings import MAGIC_NUMBER, PROTOCOL_VERSION, SourceChangeWarning
 from holdfast.torch.serialization.storages import (
     FileStorages,
@@ -39,7 +40,6 @@ from holdfast.torch.serialization.storages import (
     typed,
     view_of,
 )
-from holdfast.torch.serialization.unpickling import unpickler
 from holdfast.torch.serialization.weights import WeightsTable, refusal
 
 __all__ = ["load_legacy", "load_tar", "looks_like_tar"]
@@ -58,7 +58,7 @@ class CutShort(Truncated, Refused):
 
 
 def load_legacy(
-    file: Opened, place: Placement, pickle_module: ModuleType, arguments: Mapping[str, object], *, weights_only: bool
+    file: Opened, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object], weights_only: bool
 ) -> object:
     """The object of a legacy stream. The caller's file object stands behind the last storage afterwards."""
     if not file.nbytes:
@@ -66,7 +66,7 @@ def load_legacy(
     if weights_only:
         result, end = _interpret(file, place, str(arguments["encoding"]))
     else:
-        result, end = _unpickle(file, place, pickle_module, arguments)
+        result, end = _unpickle(file, place, pickle_module=pickle_module, arguments=arguments)
     if file.path is None:
         file.file.seek(end)
     return result
@@ -97,7 +97,7 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
             return StorageBytes(stored.start, stored.nbytes, None, f"storage {name.key}")
 
         swap = sys.byteorder != "little"
-        storages = FileStorages(file.source, file.key, find, place, swap=swap, threads=default_threads())
+        storages = FileStorages(file.source, file.key, find, place=place, swap=swap, threads=default_threads())
         table = WeightsTable(storages, encoding=encoding)
         found, _ = window.stream(begin, table, "object")
     except (NotTorch, CutShort):
@@ -108,7 +108,7 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
     return found.value, end
 
 
-def _unpickle(file: Opened, place: Placement, pickle_module: ModuleType, arguments: Mapping[str, object]) -> tuple[object, int]:
+def _unpickle(file: Opened, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> tuple[object, int]:
     """By an unpickler that runs what the pickles say."""
     storages = LegacyStorages(file, place)
     stream: BinaryIO = file.file
@@ -119,7 +119,7 @@ def _unpickle(file: Opened, place: Placement, pickle_module: ModuleType, argumen
     if version != PROTOCOL_VERSION:
         raise NotTorch(f"Invalid protocol version: {version}", file=file.path)
     pickle_module.load(stream, **arguments)
-    result = unpickler(pickle_module, stream, storages.persistent, arguments).load()
+    result = unpickler(pickle_module, stream, storages.persistent, arguments=arguments).load()
     keys = pickle_module.load(stream, **arguments)
     end = storages.fill_from(keys, stream.tell())
     torch._utils._validate_loaded_sparse_tensors()
@@ -237,7 +237,7 @@ def looks_like_tar(file: Opened) -> bool:
     return head[at : at + len(magic)] == magic or begins_like_tar(head)
 
 
-def load_tar(file: Opened, place: Placement, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:
+def load_tar(file: Opened, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:
     """The object of a tar of torch 0.1: members `storages`, `tensors` and `pickle`, read in memory."""
     made: dict[str, torch.storage.TypedStorage] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -256,7 +256,7 @@ def load_tar(file: Opened, place: Placement, pickle_module: ModuleType, argument
             return struct.unpack(layout, stream.read(struct.calcsize(layout)))
 
         def triple(stream: BinaryIO) -> tuple[object, str, object]:
-            return cast("tuple[object, str, object]", unpickler(pickle_module, stream, lambda pid: pid, arguments).load())
+            return cast("tuple[object, str, object]", unpickler(pickle_module, stream, lambda pid: pid, arguments=arguments).load())
 
         stream = member("storages")
         for _ in range(pickle_module.load(stream, **arguments)):
@@ -287,4 +287,4 @@ def load_tar(file: Opened, place: Placement, pickle_module: ModuleType, argument
                 return pid[0]
             return tensors[str(pid)] if str(pid) in tensors else made[str(pid)]
 
-        return unpickler(pickle_module, member("pickle"), persistent, arguments).load()
+        return unpickler(pickle_module, member("pickle"), persistent, arguments=arguments).load()

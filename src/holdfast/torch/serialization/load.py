@@ -36,7 +36,7 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
 from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
 from holdfast.torch.serialization.opening import Opened, opened
-from holdfast.torch.serialization.pickling import check_pickle_module
+from holdfast.torch.serialization.pickling import check_pickle_module, unpickler
 from holdfast.torch.serialization.rebuild import located_by_caller
 from holdfast.torch.serialization.storages import (
     BrokenArchive,
@@ -46,7 +46,6 @@ from holdfast.torch.serialization.storages import (
     check_stored,
     untyped_dtypes,
 )
-from holdfast.torch.serialization.unpickling import unpickler
 from holdfast.torch.serialization.weights import WeightsTable, refusal
 
 __all__ = ["MapLocation", "load"]
@@ -101,8 +100,8 @@ def load(
             return _load_zip(
                 file,
                 place,
-                pickle_module,
-                arguments,
+                pickle_module=pickle_module,
+                arguments=arguments,
                 weights_only=weights_only,
                 mmap=mmap,
                 map_location=map_location,
@@ -119,8 +118,8 @@ def load(
                     "Cannot use ``weights_only=True`` with files saved in the legacy .tar format. If you trust the file, pass "
                     "weights_only=False; its tensors alone are read by holdfast.open"
                 )
-            return load_tar(file, place, pickle_module, arguments)
-        return load_legacy(file, place, pickle_module, arguments, weights_only=weights_only)
+            return load_tar(file, place, pickle_module=pickle_module, arguments=arguments)
+        return load_legacy(file, place, pickle_module=pickle_module, arguments=arguments, weights_only=weights_only)
 
 
 def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[bool, ModuleType]:
@@ -186,9 +185,9 @@ def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verif
 def _load_zip(
     file: Opened,
     place: Placement,
+    *,
     pickle_module: ModuleType,
     arguments: Mapping[str, object],
-    *,
     weights_only: bool,
     mmap: bool,
     map_location: MapLocation,
@@ -207,14 +206,14 @@ def _load_zip(
             raise Refused(SCRIPT)
         file.file.seek(file.start)
         return torch.jit.load(file.file, map_location=map_location)
-    content = _record(file, archive, "data.pkl", LIMITS.pickle_nbytes if weights_only else None)
+    content = _record(file, archive, "data.pkl", most=LIMITS.pickle_nbytes if weights_only else None)
     find, everything = archive_storages(archive)
     swap = _swapped(file, archive)
     storages = FileStorages(
         file.source,
         file.key,
         find,
-        place,
+        place=place,
         everything=everything,
         ahead=not weights_only,
         swap=swap,
@@ -225,7 +224,7 @@ def _load_zip(
         max_host_memory=max_host_memory,
     )
     if not weights_only:
-        result = unpickler(pickle_module, io.BytesIO(content), storages.persistent, arguments).load()
+        result = unpickler(pickle_module, io.BytesIO(content), storages.persistent, arguments=arguments).load()
         storages.fill()
         torch._utils._validate_loaded_sparse_tensors()
         return result
@@ -248,7 +247,7 @@ def _archive(file: Opened) -> Archive:
         raise BrokenArchive(f"failed reading zip archive: {error.message}", file=file.path, offset=error.offset) from error
 
 
-def _record(file: Opened, archive: Archive, name: str, most: int | None) -> bytes:
+def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> bytes:
     from holdfast.formats.torch.zip import record_bytes
 
     record = archive.get(name)
@@ -262,7 +261,7 @@ def _swapped(file: Opened, archive: Archive) -> bool:
     """Whether the numbers in the file lie the other way round."""
     native = sys.byteorder
     if archive.get("byteorder") is not None:
-        order = _record(file, archive, "byteorder", 16).decode("ascii", "replace")
+        order = _record(file, archive, "byteorder", most=16).decode("ascii", "replace")
         if order not in ("little", "big"):
             raise MetadataError(f"Unknown endianness type: {order[:16]!r} in the byteorder record", found=order[:16])
         return order != native

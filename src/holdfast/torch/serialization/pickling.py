@@ -1,4 +1,4 @@
-"""Pickle an object for a torch file: any Python object, by the pickler of `pickle_module`, its storages set apart.
+"""By the caller's own pickle module: any Python object into a torch file and out of one, its storages set apart.
 
 The stream is CPython's own, opcode for opcode; what makes it torch's are the persistent ids. A storage becomes
 
@@ -7,14 +7,17 @@ The stream is CPython's own, opcode for opcode; what makes it torch's are the pe
 and its bytes go elsewhere. Keys count from '0' in the order in which storages are first met; two Python objects over one C++
 storage are one. The same Python objects are used for equal parts of those tuples wherever torch uses the same, because the pickler
 remembers objects by identity and the bytes of the stream show it.
+
+The way back, `unpickler`, is for `weights_only=False`. It runs what the file says.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
-from typing import Protocol
+from typing import BinaryIO, Protocol, cast
 
 import torch
 
@@ -22,7 +25,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.errors import Refused
 from holdfast.torch.serialization.locations import location_tag, stays_on_cpu
 
-__all__ = ["PickledObject", "StorageIds", "check_pickle_module", "pickle_object"]
+__all__ = ["StorageClass", "StorageIds", "check_pickle_module", "pickle_object", "unpickler"]
 
 STORAGE = "storage"
 CLASH = (
@@ -111,7 +114,7 @@ def _storage_class(dtype: torch.dtype) -> type:
     return found
 
 
-def pickle_object(obj: object, ids: PickledObject, pickle_module: ModuleType, protocol: int) -> bytes:
+def pickle_object(obj: object, ids: PickledObject, *, pickle_module: ModuleType, protocol: int) -> bytes:
     """The stream of `obj`. `ids.persistent_id` is asked about every object in it."""
     buffer = io.BytesIO()
     pickler = pickle_module.Pickler(buffer, protocol=protocol)
@@ -130,3 +133,59 @@ def check_pickle_module(pickle_module: ModuleType) -> None:
     if known < OLDEST_DILL:
         least = ".".join(map(str, OLDEST_DILL))
         raise ValueError(f"'torch' supports dill >= {least}, and this is dill {version}: upgrade it")
+
+
+MOVED = {"torch.tensor": "torch._tensor"}
+"""Modules that were renamed since files mention them."""
+
+
+class StorageClass:
+    """Stands for `torch.FloatStorage` and its like while a file is read: a dtype, and no class that warns."""
+
+    def __init__(self, name: str) -> None:
+        row = DTYPES.storage(name)
+        if row is None or row.torch is None:
+            raise KeyError(name)
+        self.name = name
+        self.dtype: torch.dtype = getattr(torch, row.torch)
+
+    def __str__(self) -> str:
+        return f"StorageType(dtype={self.dtype})"
+
+
+class _Unpickler(Protocol):
+    def load(self) -> object: ...
+
+
+def unpickler(
+    pickle_module: ModuleType, file: BinaryIO, persistent: Callable[[object], object], *, arguments: Mapping[str, object]
+) -> _Unpickler:
+    """An unpickler at the position of `file`, which gives persistent ids to `persistent`."""
+    made = _unpickler_class(pickle_module)(file, **arguments)
+    made.ids = persistent
+    return made
+
+
+@cache
+def _unpickler_class(pickle_module: ModuleType) -> Callable[..., _UnpicklerWithIds]:
+    stock = pickle_module.Unpickler
+
+    def find_class(self: object, module: str, name: str) -> object:
+        if type(name) is str and "Storage" in name:
+            try:
+                return StorageClass(name)
+            except KeyError:
+                pass
+        return stock.find_class(self, MOVED.get(module, module), name)
+
+    def persistent_load(self: _UnpicklerWithIds, pid: object) -> object:
+        return self.ids(pid)
+
+    made = type("TorchUnpickler", (stock,), {"find_class": find_class, "persistent_load": persistent_load})
+    return cast("Callable[..., _UnpicklerWithIds]", made)
+
+
+class _UnpicklerWithIds(Protocol):
+    ids: Callable[[object], object]
+
+    def load(self) -> object: ...

@@ -19,7 +19,7 @@ from torch.storage import TypedStorage, UntypedStorage
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, Unsupported
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.torch.tensors import arity, beyond, brief, checked_ints, reach
+from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_ints, reach
 from holdfast.torch.serialization.storages import Storages
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "storage_of",
 ]  # fmt: skip
 
-Args = tuple[object, ...]
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
 """What torch's functions raise for arguments that they do not like."""

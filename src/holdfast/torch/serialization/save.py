@@ -1,16 +1,28 @@
 """`save`: what `torch.save` does, byte for byte, and the old file stays whole until the new one is.
 
 1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied.
-2. The file is laid out around pickle and storages (formats/torch/write.py, or legacy_save.py for the container before 1.6).
+2. The file is laid out around pickle and storages (formats/torch/write.py, or `lay_out_legacy` for the container before 1.6).
 3. A path is written by the engine: threads, checksums while the bytes pass by, a hidden sibling, one rename. Anything with a
    `write` is written from front to back.
+
+The container that torch wrote before 1.6, which `_use_new_zipfile_serialization=False` still asks for.
+
+    pickle: magic number        pickle: protocol 1001        pickle: what the writing machine was like (no reader looks)
+    pickle: the object          pickle: the keys of its storages, sorted as text
+    for each key:  │ number of elements, 8 bytes │ the storage │
+
+No checksum and no alignment. The class of each `nn.Module` comes with its source text, so that a reader can say that it changed.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import stat
+import struct
+import sys
+import warnings
 from types import ModuleType
 from typing import Protocol
 
@@ -21,16 +33,15 @@ from holdfast.engine.stream import write_stream
 from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
-from holdfast.plan.saves import Data, FilePlan, Hole, Memory, SavePlan, Segment
+from holdfast.plan.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.stores.paths import found_path
 from holdfast.torch.cuda.memory import GpuSource
-from holdfast.torch.serialization.legacy_save import lay_out_legacy
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
-from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
-from holdfast.torch.tensors.memory import storage_bytes, storage_memory
+from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
+from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
 
-__all__ = ["Writable", "plan_object", "save"]
+__all__ = ["plan_object", "save"]
 
 SMALL_NBYTES = 4096
 """Storages up to this size are copied into the layout: describing them as memory would cost more than the copy."""
@@ -103,7 +114,7 @@ def plan_object(
             raise Refused("Cannot use skip_data=True with _use_new_zipfile_serialization=False: that container has no room to skip")
         return SavePlan("torch-legacy", (FilePlan("", lay_out_legacy(obj, pickle_module, pickle_protocol)),))
     name = "archive" if path is None else _archive_name(path)
-    segments = _lay_out(obj, name, pickle_module, pickle_protocol, order_first=order_first, skip=skip)
+    segments = _lay_out(obj, name, pickle_module=pickle_module, protocol=pickle_protocol, order_first=order_first, skip=skip)
     return SavePlan("torch-zip", (FilePlan("", segments),))
 
 
@@ -130,7 +141,7 @@ def _is_special(path: str) -> bool:
 
 
 def _lay_out(
-    obj: object, name: str, pickle_module: ModuleType, protocol: int, *, order_first: bool, skip: bool
+    obj: object, name: str, *, pickle_module: ModuleType, protocol: int, order_first: bool, skip: bool
 ) -> tuple[Segment, ...]:
     from torch.utils.serialization import config
 
@@ -139,7 +150,7 @@ def _lay_out(
         raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
     ids = StorageIds()
     with resting_collector():
-        content = pickle_object(obj, ids, pickle_module, protocol)
+        content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
     gpus = GpuSource()
     storages = [(f"data/{key}", _payload(storage, f"data/{key}", gpus, skip=skip)) for key, storage in ids.storages.items()]
     return lay_out_container(name, content, storages, alignment=alignment, crc=config.save.compute_crc32, order_first=order_first)
@@ -155,3 +166,65 @@ def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource, *, skip
     if kind != "cpu":
         storage = storage.cpu()
     return storage_bytes(storage) if storage.nbytes() <= SMALL_NBYTES else Memory(storage_memory(storage), label, storage)
+
+
+TYPE_SIZES = {"short": struct.calcsize("=h"), "int": struct.calcsize("=i"), "long": struct.calcsize("=l")}
+"""In C's standard sizes, which say 4 for a long wherever this runs. Kept because the bytes are to be torch's."""
+
+
+def lay_out_legacy(obj: object, pickle_module: ModuleType, protocol: int) -> tuple[Segment, ...]:
+    """The segments of the file."""
+    machine = {"protocol_version": PROTOCOL_VERSION, "little_endian": sys.byteorder == "little", "type_sizes": TYPE_SIZES}
+    ids = _LegacyIds()
+    head = [pickle_module.dumps(part, protocol=protocol) for part in (MAGIC_NUMBER, PROTOCOL_VERSION, machine)]
+    head.append(pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol))
+    keys = sorted(ids.storages)
+    head.append(pickle_module.dumps(keys, protocol=protocol))
+    segments: list[Segment] = [Literal(b"".join(head))]
+    gpus = GpuSource()
+    for key in keys:
+        storage = ids.storages[key]
+        if storage.device.type == "cuda" and storage.nbytes():
+            segments.append(Literal(struct.pack("<q", storage.nbytes() // ids.dtypes[key].itemsize)))
+            segments.append(Data(gpus.bytes_of(storage, key), key))
+            continue
+        if storage.device.type != "cpu":
+            storage = storage.cpu()
+        memory = storage_memory(storage)
+        segments.append(Literal(struct.pack("<q", memory.nbytes // ids.dtypes[key].itemsize)))
+        if memory.nbytes:
+            segments.append(Memory(memory, key, storage))
+    return tuple(segments)
+
+
+class _LegacyIds(StorageIds):
+    """Storages by their address, and the classes of modules with their source."""
+
+    def __init__(self) -> None:
+        super().__init__(by_address=True)
+        self._classes: set[type] = set()
+
+    def persistent_id(self, obj: object) -> object:
+        if isinstance(obj, type) and issubclass(obj, torch.nn.Module):
+            if obj in self._classes:
+                return None
+            self._classes.add(obj)
+            return ("module", obj, *_source(obj))
+        found = super().persistent_id(obj)
+        # The sixth element described views of storages, which torch has not had since 0.4.
+        return None if found is None else (*found, None)  # type: ignore[misc]  # a tuple, as the method above makes it
+
+
+def _source(kind: type) -> tuple[str | None, str | None]:
+    """The file and the text of a class."""
+    try:
+        lines, _ = inspect.getsourcelines(kind)
+        return inspect.getsourcefile(kind), "".join(lines)
+    except Exception:
+        # Whatever goes wrong when Python looks for a source: there is none, and the file is good without.
+        warnings.warn(
+            f"Couldn't retrieve source code for container of type {kind.__name__}. "
+            "It won't be checked for correctness upon loading.",
+            stacklevel=2,
+        )
+        return None, None

@@ -28,15 +28,14 @@ from holdfast.errors import MetadataError, PickleError
 from holdfast.formats.pickle.plain import PlainTable, complex_number
 from holdfast.formats.pickle.table import Row, Table
 from holdfast.formats.torch.tensors import arity, brief
+from holdfast.torch.serialization.allowed import default_globals, is_blocked, python3_name
 from holdfast.torch.serialization.composite_tensors import LAYOUTS, CompositeTensors
-from holdfast.torch.serialization.known_globals import default_globals
-from holdfast.torch.serialization.names import is_blocked, python3_name
+from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.serialization.rebuild import TORCH_SAYS_NO, Args, PlainTensors, assign, no
 from holdfast.torch.serialization.refusals import DEFAULT_PROTOCOL, REGISTERED, forbidden, label, printable, refusal
 from holdfast.torch.serialization.storages import Storages
-from holdfast.torch.serialization.unpickling import StorageClass
 
-__all__ = ["WeightsTable", "default_globals", "refusal"]
+__all__ = ["WeightsTable", "refusal"]
 
 HARMLESS = frozenset({str, int, float, bool, bytes, type(None)})
 """Arguments through which no code gets at a tensor, so that it needs no filled ones."""

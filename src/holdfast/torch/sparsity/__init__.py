@@ -11,9 +11,22 @@ modules, as pure functions of tensors, are in `masks`.
 
 from __future__ import annotations
 
-from holdfast.torch.sparsity.bits import pack_mask, unpack_mask
-from holdfast.torch.sparsity.fake import FakeSparsity, FakeStructuredSparsity
-from holdfast.torch.sparsity.magnitude import MagnitudeSparsifier, RandomSparsifier
+from holdfast.torch.sparsity.fake import (
+    FakeSparsity,
+    FakeStructuredSparsity,
+    get_dynamic_sparse_quantized_mapping,
+    get_static_sparse_quantized_mapping,
+    module_contains_param,
+    swap_module,
+)
+from holdfast.torch.sparsity.kinds import (
+    BaseStructuredSparsifier,
+    MagnitudeSparsifier,
+    NearlyDiagonalSparsifier,
+    RandomSparsifier,
+    SaliencyPruner,
+    WeightNormSparsifier,
+)
 from holdfast.torch.sparsity.masks import (
     Threshold,
     block_mask,
@@ -24,18 +37,10 @@ from holdfast.torch.sparsity.masks import (
     random_mask,
 )
 from holdfast.torch.sparsity.names import fqn_to_module, get_arg_info_from_tensor_fqn, module_to_fqn
-from holdfast.torch.sparsity.nearly_diagonal import NearlyDiagonalSparsifier
 from holdfast.torch.sparsity.schedule import BaseScheduler, CubicSL, LambdaSL, LinearSL
 from holdfast.torch.sparsity.semi_structured import from_semi_structured, is_two_of_four, to_semi_structured
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier
-from holdfast.torch.sparsity.structured import BaseStructuredSparsifier, SaliencyPruner
-from holdfast.torch.sparsity.swap import (
-    get_dynamic_sparse_quantized_mapping,
-    get_static_sparse_quantized_mapping,
-    module_contains_param,
-    swap_module,
-)
-from holdfast.torch.sparsity.weight_norm import WeightNormSparsifier
+from holdfast.torch.sparsity.state import pack_mask, unpack_mask
 
 __all__ = [
     "BaseScheduler",

@@ -129,7 +129,7 @@ def global_masks(
     return [mask.view(tensor.shape) for tensor, mask in zip(tensors, masks, strict=True)]
 
 
-def nm_mask(tensor: torch.Tensor, n: int, m: int, dim: int = -1, *, pruned: torch.Tensor | None = None) -> torch.Tensor:
+def nm_mask(tensor: torch.Tensor, n: int, m: int, *, dim: int = -1, pruned: torch.Tensor | None = None) -> torch.Tensor:
     """Keep the `n` largest of every `m` neighbours along an axis, whose size `m` has to divide."""
     n, m = operator.index(n), operator.index(m)
     if not 0 <= n <= m or m < 1:
@@ -149,9 +149,9 @@ def block_mask(
     tensor: torch.Tensor,
     block_shape: Sequence[int],
     level: SupportsFloat,
+    *,
     zeros_per_block: int | None = None,
     norm: Norm = 2,
-    *,
     pruned: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose the part `level` of the blocks with the lowest mean norm, and in each prune the `zeros_per_block` lowest elements.
@@ -184,7 +184,7 @@ def block_mask(
     kept = keep_above(keys, select(keys, pruned_count(level, sums.numel())))[0].view(sums.shape)
     spread = kept.repeat_interleave(height, 0).repeat_interleave(width, 1)[: matrix.shape[0], : matrix.shape[1]]
     if zeros < size:
-        spread = spread | _keep_in_blocks(scores, marks, height, width, real_zeros)
+        spread = spread | _keep_in_blocks(scores, marks, height=height, width=width, zeros=real_zeros)
     return spread.reshape(tensor.shape).contiguous()
 
 
@@ -225,7 +225,9 @@ def _block_sums(matrix: torch.Tensor, height: int, width: int, *, square: bool =
     return sums, counts
 
 
-def _keep_in_blocks(scores: torch.Tensor, marks: torch.Tensor | None, height: int, width: int, zeros: torch.Tensor) -> torch.Tensor:
+def _keep_in_blocks(
+    scores: torch.Tensor, marks: torch.Tensor | None, *, height: int, width: int, zeros: torch.Tensor
+) -> torch.Tensor:
     """Keep all but the lowest `zeros` of each block."""
     rows, columns = scores.shape
     full = (zeros.shape[0] * height, zeros.shape[1] * width)

@@ -46,18 +46,18 @@ def score_keys(scores: torch.Tensor) -> torch.Tensor:
     return (torch.where(bits < 0, bits ^ ~HELD, bits) >> 1) + (1 << 62)
 
 
-def random_keys(start: int, stop: int, seed: int, device: torch.device) -> torch.Tensor:
+def random_keys(start: int, stop: int, *, seed: int, device: torch.device) -> torch.Tensor:
     """The keys of elements `start` to `stop` of a random order.
 
-    >>> random_keys(0, 2, 0, torch.device("cpu")).tolist()
+    >>> random_keys(0, 2, seed=0, device=torch.device("cpu")).tolist()
     [8147104208329303767, 3980143261097177850]
     """
     if device.type == "cpu":
-        return torch.from_numpy(numpy_keys.random_keys(start, stop, seed).view(np.int64))
-    return _splitmix(start, stop, seed, device)
+        return torch.from_numpy(numpy_keys.random_keys(start, stop, seed=seed).view(np.int64))
+    return _splitmix(start, stop, seed=seed, device=device)
 
 
-def _splitmix(start: int, stop: int, seed: int, device: torch.device) -> torch.Tensor:
+def _splitmix(start: int, stop: int, *, seed: int, device: torch.device) -> torch.Tensor:
     """`random_keys`, by torch."""
     seed = (seed + (1 << 63)) % (1 << 64) - (1 << 63)
     x = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=device) * STEP + seed
@@ -91,7 +91,7 @@ class Keys:
             stop = min(start + CHUNK_ELEMENTS, self.count)
             values = self.values[start:stop]
             if self.seed is not None:
-                keys = random_keys(start, stop, self.seed, values.device)
+                keys = random_keys(start, stop, seed=self.seed, device=values.device)
             else:
                 keys = magnitude_keys(values) if values.is_floating_point() else values
             yield keys if self.pruned is None else torch.where(self.pruned[start:stop], keys + HELD, keys)

@@ -26,20 +26,28 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from holdfast.errors import DoesNotFit, NoSuchTensor, Refused
-from holdfast.torch.sparsity.bits import is_binary
-from holdfast.torch.sparsity.fake import FakeSparsity, fake_of, is_cut, original_of, put_mask, take_mask_off
+from holdfast.torch.sparsity.fake import (
+    FakeSparsity,
+    Mapped,
+    convert_children,
+    fake_of,
+    is_cut,
+    original_of,
+    put_mask,
+    take_mask_off,
+)
 from holdfast.torch.sparsity.names import Weight, Weights, near
 from holdfast.torch.sparsity.state import (
     Group,
     Remembered,
     State,
     check_saved,
+    is_binary,
     plain_group,
     plain_state,
     read_group,
     read_state,
 )
-from holdfast.torch.sparsity.swap import Mapped, convert_children
 
 __all__ = ["BaseSparsifier"]
 
@@ -145,7 +153,7 @@ class BaseSparsifier(abc.ABC):
             differ = ", ".join(sorted(names ^ waiting.keys()))
             raise ValueError(f"the loaded state and the config name different tensors: {differ}")
         masks = {fqn: self.state[fqn].get("mask") for fqn in waiting}
-        placed = self._place(model, [{**waiting.get(item["tensor_fqn"], {}), **item} for item in configs], masks)
+        placed = self._place(model, [{**waiting.get(item["tensor_fqn"], {}), **item} for item in configs], masks=masks)
         if self._phase == "squashed":
             self.state = defaultdict(Remembered)
         self.config = configs
@@ -234,6 +242,7 @@ class BaseSparsifier(abc.ABC):
         self,
         model: nn.Module,
         configs: Iterable[Config],
+        *,
         masks: Mapping[str, object],
         own: Collection[tuple[int, str]] = (),
     ) -> list[Placed]:
@@ -326,7 +335,7 @@ class BaseSparsifier(abc.ABC):
         groups = self._fitting(model, state, groups, strict=strict)
         own = {(id(group["module"]), group["tensor_name"]) for group in self.groups} if prepared else ()
         masks = {fqn: known.get("mask") for fqn, known in state.items()}
-        placed = self._place(model, groups, masks, own)
+        placed = self._place(model, groups, masks=masks, own=own)
         for group in self.groups if prepared else ():
             self._take_off(group, apply=False)
         self.state = state

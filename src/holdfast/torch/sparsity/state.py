@@ -5,20 +5,37 @@
 
 Dicts, lists, numbers and tensors alone, so that a `weights_only` load takes it, and copies of all of them. torch saves the same two
 keys, with masks as dense tensors; both kinds are read.
+
+A mask is stored with one bit for each element. Element i, in row-major order, is bit i % 8 of byte i // 8, counted from the lowest
+(numpy's `packbits` with little bit order). The last byte is filled with zeros. A mask with other values than 0 and 1 cannot be
+stored in this way and stays a tensor.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
-from holdfast.torch.sparsity.bits import pack_mask, unpack_mask
-
-__all__ = ["Group", "Remembered", "State", "check_saved", "plain", "plain_group", "plain_state", "read_group", "read_state"]
+__all__ = [
+    "Group",
+    "Remembered",
+    "State",
+    "check_saved",
+    "is_binary",
+    "pack_mask",
+    "plain",
+    "plain_group",
+    "plain_state",
+    "read_group",
+    "read_state",
+    "unpack_mask",
+]
 
 Group = dict[str, Any]
 """The settings of one tensor. Any, for it holds a module, names and whatever a sparsifier is set by, as torch's does."""
@@ -102,3 +119,37 @@ def read_state(saved: Mapping[str, Mapping[str, object]]) -> State:
 def read_group(saved: Mapping[str, object]) -> Group:
     """A group from its saved form: not yet in a model. torch saves the mask that a config began with; the state has its own."""
     return {str(key): plain(value) for key, value in saved.items() if key not in (*PLACE, "mask")}
+
+
+def is_binary(mask: torch.Tensor) -> bool:
+    """Whether a mask keeps and prunes, and does nothing in between."""
+    return mask.dtype is torch.bool or bool(((mask == 0) | (mask == 1)).all())
+
+
+def pack_mask(mask: torch.Tensor) -> dict[str, object] | torch.Tensor:
+    """A mask for storage: its bits and shape, or a copy of it where bits cannot hold it.
+
+    >>> pack_mask(torch.tensor([[1.0, 0.0], [1.0, 1.0]]))
+    {'bits': tensor([13], dtype=torch.uint8), 'shape': (2, 2)}
+    """
+    if not is_binary(mask):
+        return mask.detach().clone()
+    kept = (mask.detach() != 0).cpu().reshape(-1).numpy()
+    return {"bits": torch.from_numpy(np.packbits(kept, bitorder="little")), "shape": tuple(mask.shape)}
+
+
+def unpack_mask(stored: object) -> torch.Tensor:
+    """A mask from storage, of booleans; one that was stored as a tensor, as torch does it, comes back as it is."""
+    if isinstance(stored, torch.Tensor):
+        return stored.detach().clone()
+    if not isinstance(stored, Mapping) or not {"bits", "shape"} <= stored.keys():
+        raise ValueError(f"a mask is stored as a tensor, or as a dict of bits and shape; found a {type(stored).__name__}")
+    bits, shape = stored["bits"], stored["shape"]
+    if not isinstance(shape, tuple | list) or not all(type(n) is int and n >= 0 for n in shape):
+        raise ValueError(f"a mask's shape is a list of whole numbers; found {shape!r}")
+    count = math.prod(shape)
+    if not isinstance(bits, torch.Tensor) or bits.dtype is not torch.uint8 or bits.shape != (-(-count // 8),):
+        found = f"{bits.dtype} {tuple(bits.shape)}" if isinstance(bits, torch.Tensor) else type(bits).__name__
+        raise ValueError(f"a mask of shape {tuple(shape)} has {-(-count // 8)} bytes of bits; found {found}")
+    kept = np.unpackbits(bits.cpu().numpy(), count=count, bitorder="little").view(np.bool_)
+    return torch.from_numpy(kept).view(tuple(shape))

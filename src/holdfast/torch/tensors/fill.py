@@ -28,9 +28,8 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import Beside
 from holdfast.errors import BadTarget
 from holdfast.torch.cuda.load import load_fills
-from holdfast.torch.tensors.cast_losses import CastLosses
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
-from holdfast.torch.tensors.scratch import Fill, Part, copy_values, parts_of
+from holdfast.torch.tensors.scratch import CastLosses, Fill, Part, copy_values, parts_of
 from holdfast.torch.tensors.shared_regions import repeats
 
 __all__ = ["SCRATCH_NBYTES", "Fill", "Progress", "fill"]

@@ -183,14 +183,16 @@ def _regions(
         if len(names) < 2:
             continue
         if allowed(stop - start, names):
-            yield _region({name: members[name] for name in names}, originals, storage, start // WIDEST_NBYTES * WIDEST_NBYTES, stop)
+            yield _region(
+                {name: members[name] for name in names}, originals, storage, start=start // WIDEST_NBYTES * WIDEST_NBYTES, stop=stop
+            )
         else:
             shown = ", ".join(map(repr, names[:3])) + (", …" if len(names) > 3 else "")
             notes.append(f"{shown} lie far apart in one storage; they are read apart (Limits(expansion=…) allows all of it)")
 
 
 def _region(
-    members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], storage: Storage, start: int, stop: int
+    members: Mapping[str, LazyTensor], originals: Mapping[str, LazyTensor], storage: Storage, *, start: int, stop: int
 ) -> Region:
     kinds = {tensor.dtype for tensor in members.values()}
     dtype = next(iter(kinds)) if len(kinds) == 1 else BYTES

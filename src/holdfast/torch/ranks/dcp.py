@@ -6,6 +6,8 @@
 
 Mappings are entered, and their keys become text; lists are entered where a tensor or a mapping is in them; tuples never (torch
 2.13, `_traverse.py`). torch drops empty mappings; here they are values. A value is a `torch.save` of the caller's own object.
+
+`dcp_index` makes the index of a DCP directory, of torch's own classes: no other pickle is understood by torch's reader.
 """
 
 from __future__ import annotations
@@ -13,11 +15,15 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import torch
+from torch.distributed.checkpoint import metadata as m
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor
@@ -26,11 +32,12 @@ from holdfast.engine.stream import write_stream
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
+from holdfast.ranks.files import Contents, Receipt
 from holdfast.torch.serialization.pickling import StorageIds, pickle_object
 from holdfast.torch.serialization.save import plan_object
+from holdfast.torch.tensors.from_lazy import torch_dtype
 
-__all__ = ["FlatState", "Value", "common_problems", "flatten"]
-
+__all__ = ["FlatState", "common_problems", "dcp_index", "flatten"]
 
 REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
 """What to do about an object with tensors in it."""
@@ -56,7 +63,7 @@ class Value:
         ids = StorageIds()
         kind = type(self.raw).__name__
         try:
-            content = pickle_object(self.raw, ids, pickle, pickle.DEFAULT_PROTOCOL)
+            content = pickle_object(self.raw, ids, pickle_module=pickle, protocol=pickle.DEFAULT_PROTOCOL)
         except Exception as error:  # whatever the object's own methods raise
             raise ValueError(f"a {kind} that cannot be pickled ({type(error).__name__}: {error})") from error
         if ids.storages:
@@ -95,7 +102,7 @@ class FlatState:
 def flatten(state: State, raw: object) -> FlatState:
     """Flatten a described state. `raw` is what it describes."""
     flat = FlatState()
-    _walk(state.tree, raw, (), flat)
+    _walk(state.tree, raw, path=(), flat=flat)
     for name in state.tensors:
         if name not in flat.paths:
             flat.problems.append(f"{name}: a tensor inside of a tuple; make it a list")
@@ -114,14 +121,14 @@ def common_problems(state: State, flat: FlatState) -> list[str]:
     return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
 
 
-def _walk(value: object, raw: object, path: Path, flat: FlatState) -> None:
+def _walk(value: object, raw: object, *, path: Path, flat: FlatState) -> None:
     if isinstance(value, Mapping) and isinstance(raw, Mapping) and (value or not path):
         for (key, inner), own in zip(value.items(), raw.values(), strict=True):
-            _walk(inner, own, (*path, str(key)), flat)
+            _walk(inner, own, path=(*path, str(key)), flat=flat)
         return
     if isinstance(value, list) and isinstance(raw, list) and _worth(value):
         for i, (inner, own) in enumerate(zip(value, raw, strict=True)):
-            _walk(inner, own, (*path, i), flat)
+            _walk(inner, own, path=(*path, i), flat=flat)
         return
     name = ".".join(map(str, path))
     if name in flat.paths:
@@ -151,3 +158,40 @@ def _is_opened(value: object) -> bool:
 def _worth(value: object) -> bool:
     """Whether there is a tensor or a mapping in a list."""
     return isinstance(value, LazyTensor | Composite | Mapping) or (isinstance(value, list) and any(map(_worth, value)))
+
+
+def dcp_index(contents: Contents, receipts: Sequence[Receipt]) -> bytes:
+    """The `.metadata` of a directory with these files."""
+    state: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
+    storage: dict[m.MetadataIndex, _StorageInfo] = {}
+    for receipt in receipts:
+        for name, chunk in receipt.chunks:
+            first, last = chunk.bytes
+            info = _StorageInfo(receipt.key, first, last - first)
+            if name in contents.values:
+                state[name] = m.BytesStorageMetadata()
+                storage[m.MetadataIndex(name)] = info
+                continue
+            dtype, shape = contents.tensors[name]
+            row = DTYPES.name(dtype)
+            assert row is not None  # the plan's catalogue has checked it
+            assert chunk.start is not None  # receipts have the box of every chunk
+            assert chunk.stop is not None
+            known = state.get(name)
+            if not isinstance(known, m.TensorStorageMetadata):
+                properties = m.TensorProperties(dtype=torch_dtype(row), requires_grad=name in contents.grads)
+                known = state[name] = m.TensorStorageMetadata(properties, torch.Size(shape), [])
+            start, sizes = torch.Size(chunk.start), torch.Size([b - a for a, b in zip(chunk.start, chunk.stop, strict=True)])
+            storage[m.MetadataIndex(name, start, len(known.chunks))] = info
+            known.chunks.append(m.ChunkStorageMetadata(start, sizes))
+    for alias, base in contents.aliases.items():
+        # Tied tensors: the same items under another name. torch's reader loads each name by itself, and need not know.
+        known = state[base]
+        assert isinstance(known, m.TensorStorageMetadata)
+        properties = m.TensorProperties(dtype=known.properties.dtype, requires_grad=alias in contents.grads)
+        state[alias] = m.TensorStorageMetadata(properties, known.size, list(known.chunks))
+        for number, item in enumerate(known.chunks):
+            storage[m.MetadataIndex(alias, item.offsets, number)] = storage[m.MetadataIndex(base, item.offsets, number)]
+    ordered = {name: state[name] for name in contents.paths if name in state}
+    planner = dict(contents.paths)
+    return pickle.dumps(m.Metadata(ordered, planner, storage, m.StorageMeta(), version="1.0.0"))
