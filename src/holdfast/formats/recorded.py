@@ -236,37 +236,35 @@ class RecordedTensors(Mapping[str, LazyTensor]):
         return f"<{len(self):,} tensors, {len(self._recorded.aliases):,} of them other names>"
 
 
-def restore(
-    stored: Mapping[str, LazyTensor], recorded: Recorded, source: Source, *, at: tuple[str | int, ...] = ()
-) -> tuple[Mapping[str, LazyTensor], object]:
-    """The tensors by name and the tree, from what is stored and what was noted; `at` is the place of the notes.
+def restore(stored: Mapping[str, LazyTensor], recorded: Recorded, source: Source) -> tuple[Mapping[str, LazyTensor], object]:
+    """The tensors by name and the tree, from what is stored and what was noted.
 
     Raises `HeaderError` where the notes name tensors that are not there, `MetadataError` where they cannot be true.
     """
     for other, first in recorded.aliases.items():
         if first not in stored:
-            raise HeaderError(f"at {pointer(*at, 'aliases', other)}: there is no tensor {quoted(first)}", tensor=other)
+            raise HeaderError(f"at {pointer('aliases', other)}: there is no tensor {quoted(first)}", tensor=other)
         if other in stored:
-            raise HeaderError(f"at {pointer(*at, 'aliases', other)}: a tensor that has bytes of its own", tensor=other)
+            raise HeaderError(f"at {pointer('aliases', other)}: a tensor that has bytes of its own", tensor=other)
     for name in (*recorded.views, *recorded.pairs):
         if name not in stored:
             field = "views" if name in recorded.views else "dtypes"
-            raise HeaderError(f"at {pointer(*at, field)}: there is no tensor {quoted(name)}", tensor=name)
+            raise HeaderError(f"at {pointer(field)}: there is no tensor {quoted(name)}", tensor=name)
     tensors = RecordedTensors(stored, recorded) if recorded.changes_tensors else stored
     for name, view in recorded.views.items():
-        _check_view(tensors[name], view, at)
+        _check_view(tensors[name], view)
     for name in recorded.pairs:
         _as_pairs(stored[name])
     if recorded.flat:
         return tensors, tensors
-    decoded = decode_tree(recorded.tree, tensors.__getitem__, source, at=(*at, "tree"))
+    decoded = decode_tree(recorded.tree, tensors.__getitem__, source, at=("tree",))
     for name in tensors:
         if name not in decoded.tensors:
-            raise HeaderError(f"at {pointer(*at, 'tree')}: the tensor {quoted(name)} is missing", tensor=name)
+            raise HeaderError(f"at {pointer('tree')}: the tensor {quoted(name)} is missing", tensor=name)
     return decoded.tensors, decoded.tree
 
 
-def _check_view(tensor: LazyTensor, view: AliasView, at: tuple[str | int, ...]) -> None:
+def _check_view(tensor: LazyTensor, view: AliasView) -> None:
     """Refuse a view that does not fit the tensor, or reaches beyond its storage."""
     bits = tensor.dtype.bits
     last = view.offset + (bits if tensor.size else 0)
@@ -276,7 +274,7 @@ def _check_view(tensor: LazyTensor, view: AliasView, at: tuple[str | int, ...]) 
     whole = tensor.dtype.packed or not any(place % 8 for place in (view.offset, *view.strides))
     if not fits or not whole or last > view.nbytes * 8:
         raise MetadataError(
-            f"at {pointer(*at, 'views', view.group, 'names', tensor.name)}: no view of {list(tensor.shape)} {tensor.dtype} "
+            f"at {pointer('views', view.group, 'names', tensor.name)}: no view of {list(tensor.shape)} {tensor.dtype} "
             f"in {view.nbytes:,} bytes",
             tensor=tensor.name,
             expected=view.nbytes * 8,

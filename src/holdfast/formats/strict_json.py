@@ -81,7 +81,7 @@ def parse(raw: bytes, limits: Limits, *, file: str | None = None, start: int = 0
     `file` and `start` (the byte of the file where the document begins) go into errors. Raises `HeaderError`, or
     `LimitExceeded` where it nests deeper than `limits.depth`.
     """
-    _check_brackets(raw, limits.depth, file, start)
+    _check_brackets(raw, limits.depth, file, start=start)
     return _parse(raw, file, start)
 
 
@@ -91,7 +91,7 @@ def parse_own(raw: bytes, limits: Limits) -> object:
     What msgspec reads and writes again to the same bytes has no double key, no odd number and no odd escape; anything
     else is left to `parse`.
     """
-    _check_brackets(raw, limits.depth, None, 0)
+    _check_brackets(raw, limits.depth, None, start=0)
     return _parse_own(raw)
 
 
@@ -100,8 +100,8 @@ def parse_parts(parts: Mapping[str, bytes], limits: Limits, *, nbytes: int) -> d
 
     Their lists and objects are paid for together, by the length of the whole document: it is the whole that its writer pays for.
     """
-    count = sum(_count_brackets(raw, limits.depth, None, 0) for raw in parts.values())
-    _check_paid(count, nbytes, None, 0)
+    count = sum(_count_brackets(raw, limits.depth, None, start=0) for raw in parts.values())
+    _check_paid(count, nbytes, None, start=0)
     return {name: _parse_own(raw) for name, raw in parts.items()}
 
 
@@ -215,18 +215,18 @@ def _first_double(pairs: list[tuple[str, object]]) -> str:
     return ""
 
 
-def _check_brackets(raw: bytes, limit: int, file: str | None, start: int) -> None:
+def _check_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> None:
     """Refuse a document whose brackets, outside of strings, nest deeper than `limit` or are too many for its length."""
-    _check_paid(_count_brackets(raw, limit, file, start), len(raw), file, start)
+    _check_paid(_count_brackets(raw, limit, file, start=start), len(raw), file, start=start)
 
 
-def _check_paid(count: int, nbytes: int, file: str | None, start: int) -> None:
+def _check_paid(count: int, nbytes: int, file: str | None, *, start: int) -> None:
     """Refuse so many lists and objects in a document that is too short for them."""
     if count > FREE_CONTAINERS + nbytes // CONTAINER_NBYTES:
         raise HeaderError(f"{count:,} lists and objects in {nbytes:,} bytes describe no tensors", file=file, offset=start)
 
 
-def _count_brackets(raw: bytes, limit: int, file: str | None, start: int) -> int:
+def _count_brackets(raw: bytes, limit: int, file: str | None, *, start: int) -> int:
     """The lists and objects in a text; refuses one whose brackets, outside of strings, nest deeper than `limit`.
 
     Exact up to the first syntax error, and beyond that the parser does not get. Escaped backslashes and then escaped

@@ -246,7 +246,7 @@ def _scan_bytes(path: Path, limits: Limits) -> FileReport:
         paths = opened.paths or _paths_of_pickle(walk, span)
     finally:
         store.close()
-    return _report(path, walk, opened, paths)
+    return _report(path, walk, opened, paths=paths)
 
 
 def _for_index(limits: Limits) -> Limits:
@@ -286,7 +286,7 @@ def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
     return {str(what): tuple(seen.paths) for what, seen in gather(done.value).items()}
 
 
-def _report(path: Path, walk: Walk, opened: Opened, paths: dict[str, tuple[str, ...]]) -> FileReport:
+def _report(path: Path, walk: Walk, opened: Opened, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
     findings = walk.found.sorted(paths)
     errors = list(walk.found.errors)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip

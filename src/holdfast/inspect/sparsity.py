@@ -114,7 +114,7 @@ def find_zeros(
         rows, columns = matrix_shape(tensor.shape) if tensor.ndim > 1 else (0, 0)
         about = ZeroCounts(np.zeros(rows, np.bool_), np.zeros(columns, np.bool_))
         found.append(about)
-        work += [_task(tensor, about, tile, lock, progress) for tile in _tiles(tensor)]
+        work += [_task(tensor, about, tile, lock=lock, progress=progress) for tile in _tiles(tensor)]
     if work:
         run_all(work, threads or default_threads())
     return tuple(_row(tensor, about) for tensor, about in zip(wanted, found, strict=True))
@@ -134,7 +134,9 @@ def _tiles(tensor: LazyTensor) -> Iterator[Tile]:
             yield top, min(top + high, rows), left, min(left + (TILE_COLUMNS if rows > 1 else TILE_COLUMNS * TILE_ROWS), columns)
 
 
-def _task(tensor: LazyTensor, about: ZeroCounts, tile: Tile, lock: threading.Lock, progress: Progress | None) -> Callable[[], None]:
+def _task(
+    tensor: LazyTensor, about: ZeroCounts, tile: Tile, *, lock: threading.Lock, progress: Progress | None
+) -> Callable[[], None]:
     def run() -> None:
         top, bottom, left, right = tile
         columns = matrix_shape(tensor.shape)[1]

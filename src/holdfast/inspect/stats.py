@@ -148,22 +148,24 @@ def measure(
     for tensor in wanted:
         with located(tensor=tensor.name):
             tensor.check_expansion()
-    found = _each(wanted, lambda number, values: Moments.of(values), threads, progress)
+    found = _each(wanted, lambda number, values: Moments.of(values), threads, progress=progress)
     whole = [sum(parts, Moments()) for parts in found]
     counts = [np.zeros(0, np.int64) for _ in wanted]
     if bins:
 
         def histogram(number: int, values: np.ndarray) -> np.ndarray:
-            return _counts(values, whole[number].low, whole[number].high, bins)
+            return _counts(values, whole[number].low, whole[number].high, bins=bins)
 
         some = [number for number, moments in enumerate(whole) if moments.finite]
-        drawn = _each([wanted[number] for number in some], lambda at, values: histogram(some[at], values), threads, progress)
+        drawn = _each(
+            [wanted[number] for number in some], lambda at, values: histogram(some[at], values), threads, progress=progress
+        )
         for number, rows in zip(some, drawn, strict=True):
             counts[number] = np.sum(rows, axis=0)
     return tuple(_row(*row) for row in zip(wanted, whole, counts, strict=True))
 
 
-def _counts(values: np.ndarray, low: float, high: float, bins: int) -> np.ndarray:
+def _counts(values: np.ndarray, low: float, high: float, *, bins: int) -> np.ndarray:
     values = values[np.isfinite(values)]
     if low == high:
         counts = np.zeros(bins, np.int64)
@@ -193,7 +195,7 @@ def _row(tensor: LazyTensor, found: Moments, counts: np.ndarray) -> TensorStats:
 
 
 def _each(
-    tensors: Sequence[LazyTensor], of: Callable[[int, np.ndarray], T], threads: int | None, progress: Progress | None
+    tensors: Sequence[LazyTensor], of: Callable[[int, np.ndarray], T], threads: int | None, *, progress: Progress | None
 ) -> list[list[T]]:
     """A function of every block of every tensor, as float64, on threads; in order."""
     lock = threading.Lock()

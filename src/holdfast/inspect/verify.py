@@ -289,7 +289,7 @@ class Verification:
             keys = [key for key in source.store.list() if key.endswith(".distcp")]
         if zipped:
             _add_records(ranges, source, keys[0])
-        self._sweep(source, ranges, keys, path)
+        self._sweep(source, ranges, keys, path=path)
         self._formats.append(kind)
         self._files += [(os.path.basename(path) if _label(path, key) == path else key, source.store.size(key)) for key in keys]
         return set(keys)
@@ -320,7 +320,7 @@ class Verification:
         else:
             self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
 
-    def _sweep(self, source: OpenSource, ranges: Mapping[object, Range], keys: list[str], path: str) -> None:
+    def _sweep(self, source: OpenSource, ranges: Mapping[object, Range], keys: list[str], *, path: str) -> None:
         known = [at for at in ranges.values() if at.content_nbytes is None and at.store is source.store]
         packed = [at for at in ranges.values() if at.content_nbytes is not None]
         between = list(_gaps([at.span for at in known], {key: source.store.size(key) for key in keys}))
@@ -346,7 +346,7 @@ class Verification:
         for at in packed:
             outcome: int | HoldfastError | None
             try:
-                outcome = inflated_crc(source, at.span.key, (at.span.start, at.span.stop), at.content_nbytes or 0)
+                outcome = inflated_crc(source, at.span.key, (at.span.start, at.span.stop), content_nbytes=at.content_nbytes or 0)
             except HoldfastError as error:
                 outcome = error
             self._settle(at, outcome, path)

@@ -317,7 +317,7 @@ def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> No
         done += count
 
 
-def copy_all(files: Files, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> None:
+def copy_all(files: Files, source: int, target: int, *, nbytes: int, source_offset: int, offset: int) -> None:
     """Copy a range from file to file, inside the kernel where it can, through a block of memory where not.
 
     Raises `Truncated` where the source ends before the range does.

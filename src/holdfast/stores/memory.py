@@ -84,8 +84,8 @@ class FileObjectStore(BaseStore):
 
     KEY = "file"
 
-    def __init__(self, file: BinaryIO, *, name: str = "<file object>") -> None:
-        self.name = name
+    def __init__(self, file: BinaryIO) -> None:
+        self.name = "<file object>"
         self._file = file
         self._lock = renewed(threading.Lock())
         self._closed = False

@@ -197,7 +197,7 @@ class NewFile:
     def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
         """Copy a range from another open file, inside the kernel where it can. `Truncated` where the source ends too early."""
         try:
-            copy_all(self._files, source, self.descriptor, nbytes, source_offset=source_offset, offset=offset)
+            copy_all(self._files, source, self.descriptor, nbytes=nbytes, source_offset=source_offset, offset=offset)
         except OSError as error:
             raise self._refused(error, f"copying {nbytes:,} bytes to byte {offset}") from error
 

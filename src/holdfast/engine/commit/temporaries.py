@@ -225,12 +225,12 @@ def set_aside(files: Files, name: str, *, at: int, longest: int) -> list[str]:
     return [entry for entry, what in found if what is not None and what.kind == "directory"]
 
 
-def recover(path: AnyPath, *, files: Files | None = None) -> str | None:
+def recover(path: AnyPath) -> str | None:
     """Where the checkpoint is that a crash caught between two renames; None where `path` exists or nothing stands in for it.
 
     Changes nothing. More than one candidate is nobody's choice to make here: None.
     """
-    files = files or OsFiles()
+    files = OsFiles()
     with suppress(OSError, ValueError):
         parent, name = split_path(files.resolve(local_path(path)))
         at = files.open_directory(parent)

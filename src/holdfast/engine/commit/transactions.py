@@ -34,7 +34,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import and_
 from types import TracebackType
-from typing import Self
+from typing import ClassVar, Self, cast
 
 from holdfast.engine.commit.target import NewFile, Target, not_committed, open_target, refusal, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
@@ -61,35 +61,31 @@ OPEN_FILES = 16
 """Files of a directory that stay open although they are complete: the kernel writes them out while the next ones are made."""
 
 
-class FileTransaction:
-    """One file, written beside its target and moved there by `commit`.
+class _Transaction:
+    """What both kinds share: a target, a temporary beside it, and the way in and out."""
 
-    A path that is a link means the file behind it, as it does for `torch.save`; that file is replaced and the link stays. The new
-    file has the permission bits of the one that it replaces. Further hard links to the old file keep the old content.
-    """
+    directory: ClassVar[bool]
 
-    def __init__(self, path: AnyPath, *, durable: bool = True, overwrite: bool = True, files: Files | None = None) -> None:
+    def __init__(self, path: AnyPath, *, durable: bool, overwrite: bool, files: Files | None) -> None:
         self.path = local_path(path)
         self.durable = durable
         self.overwrite = overwrite
         self._files: Files = files or OsFiles()
         self._target: Target | None = None
         self._temporary: Kept | None = None
-        self._file: NewFile | None = None
         self._published = False
 
     def __enter__(self) -> Self:
-        if self.path.endswith("/"):
-            raise refusal("a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR)
         target = self._target = open_target(self._files, self.path)
         try:
-            with refusing("creating a temporary file beside the target", self.path):
+            with refusing(f"creating a temporary {'folder' if self.directory else 'file'} beside the target", self.path):
                 self._check_target(target)
-                clean(target.files, target.name, at=target.at, directories=False, longest=target.longest)
+                files, name, at, longest = target.files, target.name, target.at, target.longest
+                clean(files, name, at=at, directories=self.directory, longest=longest)
                 private = target.existing is not None
-                temporary = claim(target.files, target.name, at=target.at, directory=False, private=private, longest=target.longest)
+                temporary = claim(files, name, at=at, directory=self.directory, private=private, longest=longest)
                 self._temporary = temporary
-                self._file = NewFile(target.files, temporary.descriptor, path=self.path)
+                self._begin(target, temporary)
         except BaseException:
             self._leave()
             raise
@@ -100,10 +96,51 @@ class FileTransaction:
         if isinstance(error, OSError) and not isinstance(error, HoldfastError) and not self._published:
             raise not_committed(error, "saving", self.path) from error
 
+    def _working(self) -> tuple[Target, Kept]:
+        if self._target is None or self._temporary is None:
+            raise SaveError("a transaction is used inside its `with` block", file=self.path)
+        if self._published:
+            raise SaveError("this save is committed already", file=self.path)
+        return self._target, self._temporary
+
+    def _check_target(self, target: Target) -> None:
+        """Refuse a target that cannot be replaced by what is written."""
+        raise NotImplementedError
+
+    def _begin(self, target: Target, temporary: Kept) -> None:
+        """The temporary is there."""
+
+    def _leave(self) -> None:
+        """Close everything, and give up what was not committed."""
+        raise NotImplementedError
+
+
+class FileTransaction(_Transaction):
+    """One file, written beside its target and moved there by `commit`.
+
+    A path that is a link means the file behind it, as it does for `torch.save`; that file is replaced and the link stays. The new
+    file has the permission bits of the one that it replaces. Further hard links to the old file keep the old content.
+    """
+
+    directory = False
+
+    def __init__(self, path: AnyPath, *, durable: bool = True, overwrite: bool = True, files: Files | None = None) -> None:
+        super().__init__(path, durable=durable, overwrite=overwrite, files=files)
+        self._file: NewFile | None = None
+
+    def __enter__(self) -> Self:
+        if self.path.endswith("/"):
+            raise refusal("a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR)
+        return super().__enter__()
+
+    def _begin(self, target: Target, temporary: Kept) -> None:
+        self._file = NewFile(target.files, temporary.descriptor, path=self.path)
+
     @property
     def file(self) -> NewFile:
         """What is being written."""
-        return self._working()[2]
+        self._working()
+        return cast(NewFile, self._file)  # made with the temporary
 
     @property
     def descriptor(self) -> int:
@@ -124,7 +161,8 @@ class FileTransaction:
 
     def commit(self) -> None:
         """Make what was written the content of the target; the module's docstring says what a failure means."""
-        target, temporary, file = self._working()
+        target, temporary = self._working()
+        file = self.file
         if file.failed:
             raise refusal("a write to this file failed before; nothing changed at the target", self.path, errno.EIO)
         target.keep_access(file.descriptor, target.existing)
@@ -150,13 +188,6 @@ class FileTransaction:
         except OSError as error:
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
             raise uncertain("the new file is in place, but may not survive a power cut", self.path, cause) from cause
-
-    def _working(self) -> tuple[Target, Kept, NewFile]:
-        if self._target is None or self._temporary is None or self._file is None:
-            raise SaveError("a transaction is used inside its `with` block", file=self.path)
-        if self._published:
-            raise SaveError("this save is committed already", file=self.path)
-        return self._target, self._temporary, self._file
 
     def _check_target(self, target: Target) -> None:
         found = target.existing
@@ -198,13 +229,15 @@ class FileTransaction:
             target.close()
 
 
-class DirectoryTransaction:
+class DirectoryTransaction(_Transaction):
     """A directory of plain files, written beside its target and moved there by `commit`.
 
     With `overwrite=True` an existing directory is replaced as a whole, if all that is in it are plain files whose names pass
     `replaceable`: the caller's word that a name belongs to a checkpoint. If one does not pass, nothing is written. Without
     `replaceable` only an empty directory is replaced.
     """
+
+    directory = True
 
     def __init__(
         self,
@@ -215,42 +248,16 @@ class DirectoryTransaction:
         replaceable: Callable[[str], bool] | None = None,
         files: Files | None = None,
     ) -> None:
-        self.path = local_path(path)
-        self.durable = durable
-        self.overwrite = overwrite
+        super().__init__(path, durable=durable, overwrite=overwrite, files=files)
         self._replaceable = replaceable or (lambda name: False)
-        self._files: Files = files or OsFiles()
-        self._target: Target | None = None
-        self._temporary: Kept | None = None
         self._created: dict[str, NewFile | None] = {}
         self._open: deque[NewFile] = deque()
         self._failed = False
         self._synced = False
-        self._published = False
         self._old: Kept | None = None
         self._old_names: list[str] = []
         self._replaced: dict[str, Entry] = {}
         self._common: Entry | None = None
-
-    def __enter__(self) -> Self:
-        target = self._target = open_target(self._files, self.path)
-        try:
-            with refusing("creating a temporary folder beside the target", self.path):
-                self._check_target(target)
-                clean(target.files, target.name, at=target.at, directories=True, longest=target.longest)
-                private = target.existing is not None
-                self._temporary = claim(
-                    target.files, target.name, at=target.at, directory=True, private=private, longest=target.longest
-                )
-        except BaseException:
-            self._leave()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._leave()
-        if isinstance(error, OSError) and not isinstance(error, HoldfastError) and not self._published:
-            raise not_committed(error, "saving", self.path) from error
 
     def create(self, key: str) -> NewFile:
         """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
@@ -347,13 +354,6 @@ class DirectoryTransaction:
             self._let_go()
             raise uncertain(f"the new folder is in place, but may not survive a power cut{kept}", self.path, error) from error
         self._remove_old(target)
-
-    def _working(self) -> tuple[Target, Kept]:
-        if self._target is None or self._temporary is None:
-            raise SaveError("a transaction is used inside its `with` block", file=self.path)
-        if self._published:
-            raise SaveError("this save is committed already", file=self.path)
-        return self._target, self._temporary
 
     def _check_target(self, target: Target) -> None:
         found = target.existing

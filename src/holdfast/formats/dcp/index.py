@@ -360,7 +360,7 @@ def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limit
             raise MetadataError("an item that does not say which of several chunks it holds")
         extents.sort()
         found.sort(key=lambda pair: pair[0].offset or ())
-    pieces = [_piece(extent, pair, size, dtype, alone=alone) for extent, pair in zip(extents, found, strict=True)]
+    pieces = [_piece(extent, pair, size, dtype=dtype, alone=alone) for extent, pair in zip(extents, found, strict=True)]
     inside = [(piece.offsets, piece.sizes) for piece in pieces if 0 not in piece.sizes]
     if not covers(size, inside):
         count = sum(math.prod(sizes) for _, sizes in inside)
@@ -373,7 +373,7 @@ def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limit
 
 
 def _piece(
-    extent: tuple[tuple[int, ...], tuple[int, ...]], pair: tuple[Place, Item], size: tuple[int, ...], dtype: DType, *, alone: bool
+    extent: tuple[tuple[int, ...], tuple[int, ...]], pair: tuple[Place, Item], size: tuple[int, ...], *, dtype: DType, alone: bool
 ) -> SavedChunk:
     place, item = pair
     offsets, sizes = extent

@@ -120,7 +120,7 @@ class Frame:
         return content is not None and crc32(content) == crc
 
 
-def frame_of(item: Parts, archive: Archive, start: int, free: Container[str]) -> Frame | None:
+def frame_of(item: Parts, archive: Archive, start: int, *, free: Container[str]) -> Frame | None:
     """The frame of an item that was accepted; `start` is where it begins in its file, `free` names the records that may differ.
 
     None where it is not as torch writes it, or where its frame is not at hand.
@@ -298,7 +298,7 @@ class ItemReader:
             raise PickleError(f"the item of a tensor asks for {foreign[0].what}; torch writes a plain tensor there")
         found = _plain(value, dtype, sizes)
         if found.whole:
-            common = frame_of(window, archive, window.start, (SERIALIZATION_ID,))
+            common = frame_of(window, archive, window.start, free=(SERIALIZATION_ID,))
             self._remember(kind, common, replace(found, start=found.start - window.start))
         return found
 
@@ -313,7 +313,7 @@ class ItemReader:
         archive = self._archive(window)
         made = self._value(window, archive, stream)
         if not any(f"/{STORAGES}" in name for name in archive.records):
-            common = frame_of(window, archive, window.start, (PICKLE, SERIALIZATION_ID))
+            common = frame_of(window, archive, window.start, free=(PICKLE, SERIALIZATION_ID))
             self._remember(kind, common, None)
         return made
 

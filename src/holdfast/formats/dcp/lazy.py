@@ -164,9 +164,9 @@ class Items:
     def value(self, item: Item, name: str, content: bytes | None = None) -> tuple[object, tuple[Foreign, ...]]:
         """The object that an item holds, and the globals that were not built."""
         with located(file=item.file, tensor=name):
-            return self.reader.value(self.window(item, name, 0, content), f"{name[:80]!r} in {item.file}")
+            return self.reader.value(self.window(item, name, 0, content=content), f"{name[:80]!r} in {item.file}")
 
-    def window(self, item: Item, name: str, nbytes: int, content: bytes | None = None) -> Window:
+    def window(self, item: Item, name: str, nbytes: int, *, content: bytes | None = None) -> Window:
         """An item whose elements take so many bytes."""
         self.inside(item, name)
         if self._inflated is not None and item.transforms:
@@ -238,7 +238,7 @@ class ItemStorage(Storage):
         return (self.found or self.items.find(self)).strides
 
     def moved(self, home: object) -> ItemStorage:
-        return ItemStorage(self.items, self.item, self.name, self.dtype, self.sizes, home)
+        return ItemStorage(self.items, self.item, self.name, dtype=self.dtype, sizes=self.sizes, home=home)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ItemStorage) or self.home is not other.home or self.key != other.key:
@@ -291,13 +291,13 @@ class ItemChunk(Chunk):
         return f"ItemChunk({self.box!r}, {self.storage!r})"
 
 
-def chunk_of(piece: SavedChunk, name: str, dtype: DType, items: Items) -> Chunk:
+def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chunk:
     """The chunk of one piece of a tensor."""
     box = Box.at(piece.offsets, piece.sizes)
     if 0 in piece.sizes:
         # There is nothing to find.
         return Chunk(box, Storage(piece.item.file, piece.item.offset, 0, home=items.source.store), 0, (0,) * len(piece.sizes))
-    return ItemChunk(box, ItemStorage(items, piece.item, name, dtype, piece.sizes))
+    return ItemChunk(box, ItemStorage(items, piece.item, name, dtype=dtype, sizes=piece.sizes))
 
 
 class Unread(Opaque):

@@ -70,7 +70,7 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
     most = len(leaves) + POSITIONS
     grown = Grown({})
     for name, leaf in leaves.items():
-        path = _path(name, paths.get(name, (name,)), limits, most)
+        path = _path(name, paths.get(name, (name,)), limits, most=most)
         if path is None or not _put(root, path, leaf):
             grown.flat.append(name)
     for name in grown.flat:
@@ -81,7 +81,7 @@ def grow(leaves: Mapping[str, object], paths: Mapping[object, object], limits: L
     return grown
 
 
-def _path(name: str, path: object, limits: Limits, most: int) -> tuple[str | int, ...] | None:
+def _path(name: str, path: object, limits: Limits, *, most: int) -> tuple[str | int, ...] | None:
     """A path that can be followed; None for any other."""
     if type(path) is not tuple or not 0 < len(path) <= limits.depth:
         return None
@@ -274,7 +274,7 @@ def _values(index: Index) -> dict[str, Item]:
 
 def _tensor(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
     """A tensor over items that are asked when it is read."""
-    chunks = tuple([chunk_of(piece, name, saved.dtype, items) for piece in saved.pieces])
+    chunks = tuple([chunk_of(piece, name, saved.dtype, items=items) for piece in saved.pieces])
     traits = Traits(requires_grad=saved.properties.requires_grad)
     if saved.dtype.kind == "complex":
         # torch saves a lazily conjugated tensor as it lies, and says so only in the item.

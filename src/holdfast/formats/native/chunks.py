@@ -85,7 +85,7 @@ def _known(entry: str, place: Place, crc: Sum) -> tuple[int, tuple[int, int], st
     return file, (start, stop), f"{crc(entry) if start < stop else 0:08x}"
 
 
-def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, shape: tuple[int, ...], limits: Limits) -> None:
+def check_sparse(chunk: StoredChunk, sparse: StoredSparse, dtype: DType, *, shape: tuple[int, ...], limits: Limits) -> None:
     """Raise where the numbers of a packed chunk of this shape cannot be true together; bytes of the parts lie in their files."""
     if dtype.packed:
         raise MetadataError(f"elements of {dtype} share bytes and are never stored packed")
@@ -129,7 +129,7 @@ def _most(encoding: Encoding) -> int:
 
 
 def sparse_storage(
-    name: str, chunk: StoredChunk, sparse: StoredSparse, dtype: DType, shape: tuple[int, ...], *, files: Sequence[str], home: object
+    name: str, chunk: StoredChunk, sparse: StoredSparse, *, dtype: DType, shape: tuple[int, ...], files: Sequence[str], home: object
 ) -> SparseStorage:
     """The dense bytes of a packed chunk that was checked, under a key of their own."""
     values, where, starts = part_names(name)
@@ -212,7 +212,7 @@ class UnpackedStore(Virtual):
                 last = group_count(storage.encoding) if stop == storage.nbytes else stop // size
                 last = min(last, group + max(RUN_NBYTES // size, 1))
                 end = min(last * size, storage.nbytes)
-                self._unpack(storage, group, last, out[at - start : end - start])
+                self._unpack(storage, group, last, out=out[at - start : end - start])
             else:
                 end = min(end, stop)
                 out[at - start : end - start] = self._group(storage, group)[at - group * size : end - group * size].data
@@ -224,11 +224,11 @@ class UnpackedStore(Virtual):
         if found is not None:
             return found
         made = np.empty(spread(storage.encoding, group) * storage.width, np.uint8)
-        self._unpack(storage, group, group + 1, made.data)
+        self._unpack(storage, group, group + 1, out=made.data)
         self._kept.put((storage.key, group), made)
         return made
 
-    def _unpack(self, storage: SparseStorage, first: int, last: int, out: memoryview) -> None:
+    def _unpack(self, storage: SparseStorage, first: int, last: int, *, out: memoryview) -> None:
         """The dense bytes of groups [first, last)."""
         encoding, width = storage.encoding, storage.width
         kind = element_type(width)
@@ -236,7 +236,7 @@ class UnpackedStore(Virtual):
         each = encoding.where_nbytes(encoding.group)
         counts = [spread(encoding, group) for group in range(first, last)]
         with located(file=storage.where.key, tensor=storage.label):
-            starts = self._starts(storage, first, last, counts)
+            starts = self._starts(storage, first, last, counts=counts)
             where = self._bytes(storage.where, first * each, (len(counts) - 1) * each + encoding.where_nbytes(counts[-1]))
             values = self._bytes(storage.values, starts[0] * width, (starts[-1] - starts[0]) * width).view(kind)
             try:
@@ -247,7 +247,7 @@ class UnpackedStore(Virtual):
             except MetadataError as error:
                 self._blame(storage, error)
 
-    def _starts(self, storage: SparseStorage, first: int, last: int, counts: Sequence[int]) -> Sequence[int]:
+    def _starts(self, storage: SparseStorage, first: int, last: int, *, counts: Sequence[int]) -> Sequence[int]:
         """Where the values of each group begin, and the last ones end."""
         encoding, total = storage.encoding, storage.values.nbytes // storage.width
         if storage.starts is None:

@@ -78,7 +78,7 @@ class ManifestTensors(Mapping[str, LazyTensor]):
     def __getitem__(self, name: str) -> LazyTensor:
         stored = self._tensors[name]
         dtype = dtype_named(stored.dtype)
-        chunks = tuple([self._chunk(name, dtype, stored, chunk) for chunk in stored.chunks])
+        chunks = tuple([self._chunk(name, dtype, stored, chunk=chunk) for chunk in stored.chunks])
         packed = any(chunk.sparse is not None for chunk in stored.chunks)
         return LazyTensor(name, dtype, stored.shape, chunks, self._unpacking if packed else self._source)
 
@@ -86,13 +86,13 @@ class ManifestTensors(Mapping[str, LazyTensor]):
         stored = self._tensors[name]
         return dtype_named(stored.dtype), stored.shape
 
-    def _chunk(self, name: str, dtype: DType, stored: StoredTensor, chunk: StoredChunk) -> Chunk:
+    def _chunk(self, name: str, dtype: DType, stored: StoredTensor, *, chunk: StoredChunk) -> Chunk:
         start, stop = chunk.bytes
         key, home = self._files[chunk.file], self._source.store
         storage = Storage(key, start, stop - start, crc32=int(chunk.crc32, 16), label=name, home=home)
         if chunk.sparse is not None:
             shape = box_of(stored, chunk).shape
-            storage = packed = sparse_storage(name, chunk, chunk.sparse, dtype, shape, files=self._files, home=home)
+            storage = packed = sparse_storage(name, chunk, chunk.sparse, dtype=dtype, shape=shape, files=self._files, home=home)
             self._unpacked.add(packed)
         if chunk.start is not None:
             box = box_of(stored, chunk)
@@ -199,12 +199,12 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             if chunk.start is None and chunk.stop is None and len(chunks) == 1:
                 whole = (count + 7) // 8
             else:
-                whole = _box_nbytes(name, stored, number, bits)
+                whole = _box_nbytes(name, stored, number, bits=bits)
             if chunk.sparse is not None:
-                ranges += _check_packed(name, manifest, number, limits)
+                ranges += _check_packed(name, manifest, number, limits=limits)
                 continue
             if not 0 <= file < len(ends) or not PREFIX_NBYTES <= start <= stop <= ends[file] or stop - start != whole:
-                _explain_chunk(name, number, chunk, ends, whole)
+                _explain_chunk(name, number, chunk, ends=ends, whole=whole)
             if not CRC.match(chunk.crc32):
                 _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
             ranges.append((file, start, stop))
@@ -213,7 +213,7 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
     _check_apart(ranges, manifest)
 
 
-def _box_nbytes(name: str, stored: StoredTensor, number: int, bits: int) -> int:
+def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> int:
     """Bytes of a chunk that says which box it is; refuses a box that is none, or not inside of the tensor."""
     chunk, rank = stored.chunks[number], len(stored.shape)
     start, stop = chunk.start, chunk.stop
@@ -228,7 +228,7 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, bits: int) -> int:
     return (Box(start, stop).count * bits + 7) // 8
 
 
-def _check_packed(name: str, manifest: Parsed, number: int, limits: Limits) -> list[tuple[int, int, int]]:
+def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[tuple[int, int, int]]:
     """Check a chunk that is stored packed; the ranges of its parts."""
     stored, ends = manifest.tensors[name], [file.nbytes for file in manifest.files]
     chunk = stored.chunks[number]
@@ -237,11 +237,11 @@ def _check_packed(name: str, manifest: Parsed, number: int, limits: Limits) -> l
         _refuse(name, f"a manifest of version {manifest.version} has no packed chunks", "chunks", number, "sparse")
     parts = parts_of(chunk)
     for part in parts:
-        _check_place(name, part, ends, number)
+        _check_place(name, part, ends, number=number)
     if not CRC.match(chunk.crc32):
         _refuse(name, f"{quoted(chunk.crc32)} is no CRC-32 in eight digits", "chunks", number, "crc32")
     try:
-        check_sparse(chunk, sparse, dtype_named(stored.dtype), box_of(stored, chunk).shape, limits)
+        check_sparse(chunk, sparse, dtype_named(stored.dtype), shape=box_of(stored, chunk).shape, limits=limits)
     except HoldfastError as error:
         error.message = f"at {pointer('tensors', name, 'chunks', number, 'sparse')}: {error.message}"
         error.args, error.tensor = (error.message,), name
@@ -249,7 +249,7 @@ def _check_packed(name: str, manifest: Parsed, number: int, limits: Limits) -> l
     return [(part.file, *part.bytes) for part in parts]
 
 
-def _check_place(name: str, part: StoredPart, ends: list[int], number: int) -> None:
+def _check_place(name: str, part: StoredPart, ends: list[int], *, number: int) -> None:
     start, stop = part.bytes
     if not 0 <= part.file < len(ends):
         _refuse(name, f"there are {len(ends):,} files, and no number {part.file}", "chunks", number)
@@ -294,7 +294,7 @@ def _explain(name: str, stored: StoredTensor, limits: Limits) -> NoReturn:
     _lie(name, "more than any file can hold", "shape")
 
 
-def _explain_chunk(name: str, number: int, chunk: StoredChunk, ends: list[int], whole: int) -> NoReturn:
+def _explain_chunk(name: str, number: int, chunk: StoredChunk, *, ends: list[int], whole: int) -> NoReturn:
     start, stop = chunk.bytes
     if not 0 <= chunk.file < len(ends):
         _refuse(name, f"there are {len(ends):,} files, and no number {chunk.file}", "chunks", number, "file")

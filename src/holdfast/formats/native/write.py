@@ -106,7 +106,7 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pac
         for entry, part in entries_of(name, tensor, packed.get(name)).items()
     ]
     shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
-    files = [plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, OWN) for i, shard in enumerate(shards)]
+    files = [plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, fields=OWN) for i, shard in enumerate(shards)]
     places = {entry: (number, place) for number, file in enumerate(files) for entry, place in file.places.items()}
 
     def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
@@ -203,7 +203,7 @@ def box_file(
     """Lay out one data file. `texts` go into its metadata, `fields` into its record; boxes are packed where `pack` says so."""
     packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
     entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
-    layout = plan_file(key, [carried(entry, part) for entry, part in entries.items()], texts, fields, label=label)
+    layout = plan_file(key, [carried(entry, part) for entry, part in entries.items()], texts, fields=fields, label=label)
     return BoxFile(layout, tuple(ones), packed, label)
 
 

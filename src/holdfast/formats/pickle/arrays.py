@@ -22,7 +22,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.table import Name, Pending, Row, Table
 
-__all__ = ["numpy_calls", "numpy_values"]
+__all__ = ["numpy_calls", "numpy_values", "wrong_character"]
 
 CODE = re.compile(r"[?biufcSUVmM][0-9]{0,9}")
 """Type codes without objects: `f4`, `U12`, `M8`."""
@@ -127,7 +127,7 @@ class PendingDType(Pending):
         if plain is None or subarray is not None:
             return self
         if names is not None or fields is not None:
-            return _structured(self.args, names, fields, self.table) or self
+            return _structured(self.args, names, fields, table=self.table) or self
         if len(state) == 9:
             made = _with_unit(plain, state[8])
             if made is None:
@@ -165,7 +165,7 @@ def _with_unit(plain: AnyDType, metadata: object) -> AnyDType | None:
     return plain if raw == b"generic" else np.dtype(f"{plain.kind}8[{count}{raw.decode()}]")
 
 
-def _structured(args: tuple[object, ...], names: object, fields: object, table: Table) -> AnyDType | None:
+def _structured(args: tuple[object, ...], names: object, fields: object, *, table: Table) -> AnyDType | None:
     """A dtype with named fields of plain types; None for one with nested or titled fields."""
     if not isinstance(names, tuple) or not isinstance(fields, dict) or len(names) != len(fields):
         raise PickleError("a structured dtype whose names and fields do not agree")
@@ -257,15 +257,17 @@ def _array(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran:
     if made.dtype.kind == "U" or made.dtype.names:
         # Looked through for every array that is made over these bytes, and there may be many.
         table.spending.copy(len(data) * max(len(made.dtype.names or ()), 1))
-        _check_text(made)
+        if (wrong := wrong_character(made)) is not None:
+            raise PickleError("text of numpy with a character that Unicode has not", found=wrong)
     return made
 
 
-def _check_text(array: np.ndarray) -> None:
-    """Refuse characters that Unicode has not: taking such an element out of an array breaks the interpreter (numpy 2.4)."""
+def wrong_character(array: np.ndarray) -> int | None:
+    """A character in the texts of an array that Unicode has not: taking out such an element breaks the interpreter (numpy 2.4)."""
     for name in array.dtype.names or ():
-        _check_text(np.ascontiguousarray(array[name]))
+        if (wrong := wrong_character(np.ascontiguousarray(array[name]))) is not None:
+            return wrong
     if array.dtype.kind == "U" and array.size:
-        codes = np.ascontiguousarray(array).reshape(-1).view(array.dtype.byteorder + "u4")
-        if codes.max() > sys.maxunicode:
-            raise PickleError("text of numpy with a character that Unicode has not", found=int(codes.max()))
+        most = int(np.ascontiguousarray(array).reshape(-1).view(array.dtype.byteorder + "u4").max())
+        return most if most > sys.maxunicode else None
+    return None

@@ -239,7 +239,7 @@ class RecordingTable(Table):
         state, self._array = self._array, None
         if not self.joblib or state is None:
             return 0
-        return self._elements(state, data, start, stop)
+        return self._elements(state, data, start, stop=stop)
 
     # How it is noted.
 
@@ -308,7 +308,7 @@ class RecordingTable(Table):
 
     # Arrays of joblib.
 
-    def _elements(self, state: object, data: bytes, start: int, stop: int) -> int:
+    def _elements(self, state: object, data: bytes, start: int, *, stop: int) -> int:
         if not isinstance(state, dict):
             raise PickleError("an array of joblib whose state is no dict")
         shape, dtype = state.get("shape"), state.get("dtype")

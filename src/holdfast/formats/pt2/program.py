@@ -271,7 +271,7 @@ def _range(limits: _Range) -> str:
     return f"{low} to {'…' if limits.max_val is None else f'{limits.max_val:,}'}"
 
 
-def check_weights(program: Program, model: str, weights: Mapping[str, object], constants: Mapping[str, object]) -> list[str]:
+def check_weights(program: Program, model: str, weights: Mapping[str, object], *, constants: Mapping[str, object]) -> list[str]:
     """Compare what a program asks for with what the archive has; sentences about what differs in shape or dtype.
 
     Raises `MetadataError` for a weight that is in neither place. torch refuses such a program when it is loaded, and takes weights

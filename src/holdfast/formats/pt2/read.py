@@ -166,14 +166,14 @@ class Pt2Reader:
         models: dict[str, Model] = {}
         for name in self.names():
             model = models[name] = Model(
-                self._part(name, WEIGHTS, WEIGHTS_CONFIG, "weight"),
-                self._part(name, CONSTANTS, CONSTANTS_CONFIG, "constant"),
+                self._part(name, WEIGHTS, WEIGHTS_CONFIG, what="weight"),
+                self._part(name, CONSTANTS, CONSTANTS_CONFIG, what="constant"),
                 self._compiled(name),
                 self._payload(INPUTS + name + ".pt", name, "sample inputs"),
                 self.program(name, MODELS + name + ".json"),
             )
             if model.program is not None:
-                self.notes += check_weights(model.program, name, model.weights, model.constants)
+                self.notes += check_weights(model.program, name, model.weights, constants=model.constants)
         if self._empty:
             self.notes.append(f"{self._empty:,} tensors were exported without data (fake tensors); torch loads zeros for them")
         self._list_rest()
@@ -209,7 +209,7 @@ class Pt2Reader:
         if version is not None:
             self.texts["version"] = self._bytes(version).decode("ascii", "backslashreplace").strip()
         if model.program is not None:
-            self.notes += check_weights(model.program, DEFAULT_MODEL, model.weights, model.constants)
+            self.notes += check_weights(model.program, DEFAULT_MODEL, model.weights, constants=model.constants)
         self._list_rest()
         return {DEFAULT_MODEL: model}
 
@@ -256,7 +256,7 @@ class Pt2Reader:
             )  # fmt: skip
         return record_bytes(self._source, self._key, record)
 
-    def _part(self, model: str, folder: str, suffix: str, what: str) -> Values:
+    def _part(self, model: str, folder: str, suffix: str, *, what: str) -> Values:
         """The weights or the constants of a model."""
         config, legacy = self._archive.get(folder + model + suffix), self._archive.get(f"{folder}{model}.pt")
         if config is not None and legacy is not None:
@@ -270,12 +270,12 @@ class Pt2Reader:
         entries = parse_config(raw, self._source.limits, model=model, what=what)
         try:
             for name, entry in entries.items():
-                values[name] = self._value(folder, model, name, entry)
+                values[name] = self._value(folder, model, name, entry=entry)
         except HoldfastError as error:
-            raise blamed(error, model, what, name) from None
+            raise blamed(error, model, what, name=name) from None
         return values
 
-    def _value(self, folder: str, model: str, name: str, entry: Entry) -> object:
+    def _value(self, folder: str, model: str, name: str, *, entry: Entry) -> object:
         record = self._archive.get(folder + entry.record)
         if record is None:
             raise MetadataError(f"there is no record {folder}{entry.record[:80]}", found=entry.record)
@@ -375,7 +375,7 @@ class Pt2Reader:
             raise MetadataError(f"the record {record.name!r} holds no plain tensor", found=type(saved).__name__)
         storage, dtype = saved.chunks[0].storage, saved.dtype
         whole = LazyTensor.contiguous("", dtype, (storage.nbytes * 8 // dtype.bits,), storage, self._source)
-        return strided_view(whole, dtype, offset, sizes, strides, Traits())
+        return strided_view(whole, dtype, offset, size=sizes, stride=strides, traits=Traits())
 
     def _list_rest(self) -> None:
         """Say what else is there: compiled code by model, extra files, folders of other programs."""

@@ -85,8 +85,8 @@ def read_beside(source: Source, model: str) -> Beside:
             folder = "/".join(short.split("/")[:-1])
             others[folder] = others.get(folder, 0) + 1
     return Beside(
-        pickled_weights(source, key, archive, model),
-        _pickled(source, key, archive, model, CONSTANTS),
+        pickled_weights(source, key, archive, model=model),
+        _pickled(source, key, archive, model=model, folder=CONSTANTS),
         None if program is None or not program.nbytes else copied(source, key, program),
         None if inputs is None or not inputs.nbytes else copied(source, key, inputs),
         extra,
@@ -94,12 +94,12 @@ def read_beside(source: Source, model: str) -> Beside:
     )
 
 
-def pickled_weights(source: Source, key: str, archive: Archive, model: str) -> dict[str, Pickled]:
+def pickled_weights(source: Source, key: str, archive: Archive, *, model: str) -> dict[str, Pickled]:
     """The weights of a model that are no raw records."""
-    return _pickled(source, key, archive, model, WEIGHTS)
+    return _pickled(source, key, archive, model=model, folder=WEIGHTS)
 
 
-def _pickled(source: Source, key: str, archive: Archive, model: str, folder: str) -> dict[str, Pickled]:
+def _pickled(source: Source, key: str, archive: Archive, *, model: str, folder: str) -> dict[str, Pickled]:
     suffix, what = (WEIGHTS_CONFIG, "weight") if folder == WEIGHTS else (CONSTANTS_CONFIG, "constant")
     config = archive.get(folder + model + suffix)
     if config is None:
@@ -144,9 +144,7 @@ OWN = frozenset({name for name, _ in HEADER} | {SERIALIZATION_ID, VERSION_RECORD
 """Records that every archive has of its own."""
 
 
-def lay_out_replaced(
-    source: Source, states: Mapping[str, Mapping[str, LazyTensor]], *, name: str = "archive", trim: bool = True
-) -> SavePlan:
+def lay_out_replaced(source: Source, states: Mapping[str, Mapping[str, LazyTensor]], *, name: str = "archive") -> SavePlan:
     """The plan of an archive like the one that is open, with other weights for some of its models.
 
     Raises `CannotHold` with every name, dtype and shape that does not fit, and `Unsupported` for an archive that keeps the weights
@@ -167,10 +165,10 @@ def lay_out_replaced(
         new = states.get(model)
         if new is not None:
             problems += _misfits(model, found, new)
-        weights[model] = _weights(source, key, archive, model, found, new)
+        weights[model] = _weights(source, key, archive, model=model, found=found, new=new)
     if problems:
         raise CannotHold("these weights do not fit the archive", problems)
-    return _lay_out(source, key, archive, weights, name=name, trim=trim)
+    return _lay_out(source, key, archive, weights=weights, name=name)
 
 
 def _misfits(model: str, found: Model, new: Mapping[str, LazyTensor]) -> list[str]:
@@ -189,14 +187,14 @@ def _misfits(model: str, found: Model, new: Mapping[str, LazyTensor]) -> list[st
 
 
 def _weights(
-    source: Source, key: str, archive: Archive, model: str, found: Model, new: Mapping[str, LazyTensor] | None
+    source: Source, key: str, archive: Archive, *, model: str, found: Model, new: Mapping[str, LazyTensor] | None
 ) -> Mapping[str, LazyTensor | Pickled]:
     """The weights of a model as they are to be written, in the order of its config."""
     config = archive.get(f"{WEIGHTS}{model}{WEIGHTS_CONFIG}")
     if config is None:
         return {}
     weights: dict[str, LazyTensor | Pickled] = {}
-    pickled = pickled_weights(source, key, archive, model)
+    pickled = pickled_weights(source, key, archive, model=model)
     for name in parse_config(record_bytes(source, key, config), source.limits, model=model, what="weight"):
         old = found.weights[name]
         if name in pickled:
@@ -212,16 +210,15 @@ def _lay_out(
     source: Source,
     key: str,
     archive: Archive,
-    weights: Mapping[str, Mapping[str, LazyTensor | Pickled]],
     *,
+    weights: Mapping[str, Mapping[str, LazyTensor | Pickled]],
     name: str,
-    trim: bool,
 ) -> SavePlan:
     """The records in the order of the old archive, with those of a model's weights where its first one was."""
     configs = {f"{WEIGHTS}{model}{WEIGHTS_CONFIG}": model for model in weights}
-    owners = _owners(source, key, archive, configs)
+    owners = _owners(source, key, archive, configs=configs)
     kept = frozenset(short for short in archive.names if short not in owners and short not in configs)
-    placed = place_weights(weights, f"{WEIGHTS}{WEIGHT}", trim=trim, taken=kept)
+    placed = place_weights(weights, f"{WEIGHTS}{WEIGHT}", taken=kept)
     if placed.problems:
         raise CannotHold("a pt2 archive cannot hold some of this state", placed.problems)
     records: list[tuple[str, Payload]] = []
@@ -238,7 +235,7 @@ def _lay_out(
     return lay_out_records(name, records, placed.notes)
 
 
-def _owners(source: Source, key: str, archive: Archive, configs: Mapping[str, str]) -> dict[str, str]:
+def _owners(source: Source, key: str, archive: Archive, *, configs: Mapping[str, str]) -> dict[str, str]:
     """The weight records that are written anew, each with the first model that names it."""
     owners: dict[str, str] = {}
     for short, model in configs.items():

@@ -89,10 +89,10 @@ def about(model: str, what: str, name: str | None = None) -> Iterator[None]:
     try:
         yield
     except HoldfastError as error:
-        raise blamed(error, model, what, name) from None
+        raise blamed(error, model, what, name=name) from None
 
 
-def blamed(error: HoldfastError, model: str, what: str, name: str | None = None) -> HoldfastError:
+def blamed(error: HoldfastError, model: str, what: str, *, name: str | None = None) -> HoldfastError:
     """The same error with the names in its message: for loops in which a context for each turn would cost too much."""
     which = what if name is None else f"{what} {quoted(name)}"
     error.message = f"{which} of model {quoted(model)}: {error.message}"

@@ -205,13 +205,13 @@ class SafetensorsDirectory:
             record = Record()
             if listed is not None:
                 record = read_record(listed.record, About(listed.weight_map, listed.texts), source.limits)
-            recorded = _together(headers.values(), record, stored, notes)
+            recorded = _together(headers.values(), record, stored, notes=notes)
             tensors, tree = restore(stored, recorded, source)
-        changed = _changes(headers.values(), record, index, notes)
+        changed = _changes(headers.values(), record, index, notes=notes)
         return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
 
 
-def _changes(headers: Iterable[Header], record: Record, index: str | None, notes: list[str]) -> tuple[Corrupted, ...]:
+def _changes(headers: Iterable[Header], record: Record, index: str | None, *, notes: list[str]) -> tuple[Corrupted, ...]:
     """Files that are not as they were written, for a verification; the index among them, where it lost what it said of them all."""
     found = [header.record.changed for header in headers if header.record.changed is not None]
     if record.changed is not None:
@@ -228,7 +228,7 @@ def _changes(headers: Iterable[Header], record: Record, index: str | None, notes
     return tuple(found)
 
 
-def _together(headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], notes: list[str]) -> Recorded:
+def _together(headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], *, notes: list[str]) -> Recorded:
     """What was noted about the whole: in the index or, in a folder of files that were saved one by one, in each of them."""
     notes += index.notes
     if index.recorded:

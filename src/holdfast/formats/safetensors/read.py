@@ -107,7 +107,7 @@ def read_header(source: Source, key: str) -> Header:
     if length < SMALLEST_NBYTES:
         raise HeaderError(f"a header of {length} bytes cannot be", file=key, offset=0, found=length)
     if length > size - PREFIX_NBYTES:
-        _refuse_length(source, key, length, size)
+        _refuse_length(source, key, length, size=size)
     if length > source.limits.header_nbytes:
         raise LimitExceeded(
             f"a header of {length:,} bytes is more than Limits(header_nbytes={source.limits.header_nbytes:,})",
@@ -184,7 +184,7 @@ def refuse_orphans(headers: Iterable[Header]) -> None:
             )
 
 
-def _refuse_length(source: Source, key: str, length: int, size: int) -> NoReturn:
+def _refuse_length(source: Source, key: str, length: int, *, size: int) -> NoReturn:
     """Raise for a header that would end after the file does."""
     if source.bytes(key, 0, min(size, len(LFS_POINTER))) == LFS_POINTER:
         raise HeaderError("this is a Git LFS pointer in place of the file: run `git lfs pull`", file=key, offset=0)

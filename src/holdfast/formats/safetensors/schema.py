@@ -156,14 +156,14 @@ def _entry(name: str, value: object, file: str | None) -> Entry:
     dtype = value["dtype"]
     if not isinstance(dtype, str):
         raise _wrong("text", dtype, file, name, name, "dtype")
-    shape = _integers(name, "shape", value["shape"], file)
-    offsets = _integers(name, "data_offsets", value["data_offsets"], file)
+    shape = _integers(name, "shape", value["shape"], file=file)
+    offsets = _integers(name, "data_offsets", value["data_offsets"], file=file)
     if len(offsets) != 2:
         raise _wrong("two integers", value["data_offsets"], file, name, name, "data_offsets")
     return Entry(dtype, shape, (offsets[0], offsets[1]))
 
 
-def _integers(name: str, field: str, value: object, file: str | None) -> tuple[int, ...]:
+def _integers(name: str, field: str, value: object, *, file: str | None) -> tuple[int, ...]:
     if not isinstance(value, list):
         raise _wrong("a list of integers", value, file, name, name, field)
     for i, number in enumerate(value):
@@ -222,15 +222,15 @@ def check_layout(entries: Mapping[str, Entry], data_nbytes: int, limits: Limits,
         bits = BITS.get(entry.dtype, 0)
         # The rank before the product: that of a million long dimensions would take hours.
         if not bits or len(shape) > limits.rank or begin < 0 or end > ADDRESSABLE:
-            _explain(name, entry, limits, file)
+            _explain(name, entry, limits, file=file)
         count = bits
         for n in shape:
             if n < 0:
-                _explain(name, entry, limits, file)
+                _explain(name, entry, limits, file=file)
             count *= n
         # Equality also says that the elements fill whole bytes and that begin <= end.
         if count != (end - begin) * 8 or (not count and not addressable(shape, bits)):
-            _explain(name, entry, limits, file)
+            _explain(name, entry, limits, file=file)
         in_order = in_order and begin == position
         position = end
     if not in_order:
@@ -271,12 +271,12 @@ def _check_sorted(entries: Mapping[str, Entry], file: str | None) -> int:
     return position
 
 
-def _explain(name: str, entry: Entry, limits: Limits, file: str | None) -> NoReturn:
+def _explain(name: str, entry: Entry, limits: Limits, *, file: str | None) -> NoReturn:
     """Raise for an entry that cannot be true, naming the first field that shows it."""
     begin, end = entry.data_offsets
     bits = BITS.get(entry.dtype)
     if bits is None:
-        _refuse(name, ("dtype",), f"there is no dtype {quoted(entry.dtype)}", file)
+        _refuse(name, ("dtype",), f"there is no dtype {quoted(entry.dtype)}", file=file)
     if len(entry.shape) > limits.rank:
         raise LimitExceeded(
             f"at {pointer(name, 'shape')}: {len(entry.shape):,} dimensions are more than Limits(rank={limits.rank})",
@@ -288,24 +288,24 @@ def _explain(name: str, entry: Entry, limits: Limits, file: str | None) -> NoRet
         )
     for i, n in enumerate(entry.shape):
         if not 0 <= n <= ADDRESSABLE:
-            _refuse(name, ("shape", i), f"{_shown(n)} is no length", file)
+            _refuse(name, ("shape", i), f"{_shown(n)} is no length", file=file)
     for i, place in enumerate((begin, end)):
         if not 0 <= place <= ADDRESSABLE:
-            _refuse(name, ("data_offsets", i), f"{_shown(place)} is no place in a file", file)
+            _refuse(name, ("data_offsets", i), f"{_shown(place)} is no place in a file", file=file)
     if end < begin:
-        _refuse(name, ("data_offsets", 1), f"the end {end:,} lies before the begin {begin:,}", file)
+        _refuse(name, ("data_offsets", 1), f"the end {end:,} lies before the begin {begin:,}", file=file)
     if not addressable(entry.shape, bits):
-        _refuse(name, ("shape",), f"{list(entry.shape)} of {entry.dtype} is more than any file can hold", file)
+        _refuse(name, ("shape",), f"{list(entry.shape)} of {entry.dtype} is more than any file can hold", file=file)
     count = bits
     for n in entry.shape:
         count *= n
     if count % 8:
-        _refuse(name, ("shape",), f"{count:,} bits of {entry.dtype} do not fill whole bytes", file)
+        _refuse(name, ("shape",), f"{count:,} bits of {entry.dtype} do not fill whole bytes", file=file)
     _refuse(
         name,
         ("data_offsets",),
         f"{end - begin:,} bytes, but {list(entry.shape)} of {entry.dtype} takes {count // 8:,}",
-        file,
+        file=file,
     )
 
 
@@ -313,6 +313,6 @@ def _shown(number: int) -> str:
     return f"{number:,}" if abs(number) < 1 << 70 else f"a number of {number.bit_length():,} bits"
 
 
-def _refuse(name: str, steps: tuple[str | int, ...], found: str, file: str | None) -> NoReturn:
+def _refuse(name: str, steps: tuple[str | int, ...], found: str, *, file: str | None) -> NoReturn:
     message = f"at {pointer(name, *steps)}: {found}"
     raise HeaderError(message, file=file, tensor=name, offset=PREFIX_NBYTES)

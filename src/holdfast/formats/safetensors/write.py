@@ -91,7 +91,7 @@ class FileLayout:
 
 
 def plan_file(
-    key: str, pieces: Iterable[HeaderTensor], metadata: Mapping[str, str], fields: Mapping[str, object], *, label: str = ""
+    key: str, pieces: Iterable[HeaderTensor], metadata: Mapping[str, str], *, fields: Mapping[str, object], label: str = ""
 ) -> FileLayout:
     """Lay out one file; `fields` go into its record, beside the checksums.
 
@@ -184,9 +184,7 @@ def size_problem(tensor: LazyTensor) -> str | None:
 HINT = "safetensors holds tensors only (keep_tree=True records it in __metadata__)"
 
 
-def lay_out_safetensors(
-    state: State, *, keep_tree: bool = False, max_shard_size: int | None = None, stem: str = "model"
-) -> SavePlan:
+def lay_out_safetensors(state: State, *, keep_tree: bool = False, max_shard_size: int | None = None) -> SavePlan:
     """The plan of a single file or, with `max_shard_size` (bytes of tensors in a file), of a directory.
 
     Raises `CannotHold` with every problem.
@@ -215,27 +213,27 @@ def lay_out_safetensors(
             fields["tree"] = encoded.value
     if not problems:
         if max_shard_size is None:
-            plan = _plan_one(state, pieces, fields, notes)
+            plan = _plan_one(state, pieces, fields, notes=notes)
         else:
-            plan = _plan_directory(state, fill_shards(pieces, max_shard_size), fields, notes, stem)
+            plan = _plan_directory(state, fill_shards(pieces, max_shard_size), fields, notes=notes)
         if plan is not None:
             return plan
         problems.append(f"the header would be longer than {Limits().header_nbytes:,} bytes, the most that the format allows")
     raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
 
 
-def _plan_one(state: State, pieces: list[HeaderTensor], fields: Mapping[str, object], notes: list[str]) -> SavePlan | None:
-    laid = plan_file("", pieces, state.metadata, fields)
+def _plan_one(state: State, pieces: list[HeaderTensor], fields: Mapping[str, object], *, notes: list[str]) -> SavePlan | None:
+    laid = plan_file("", pieces, state.metadata, fields=fields)
     notes = [*notes, *_order_notes(state, [laid], fields)]
     return SavePlan("safetensors", (laid.plan,), tuple(notes)) if laid.header_nbytes <= Limits().header_nbytes else None
 
 
 def _plan_directory(
-    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], notes: list[str], stem: str
+    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], *, notes: list[str]
 ) -> SavePlan | None:
-    key = f"{stem}.safetensors.index.json"
+    key = "model.safetensors.index.json"
     laid = [
-        plan_file(f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, {"rest": key})
+        plan_file(f"model-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, fields={"rest": key})
         for i, shard in enumerate(shards)
     ]
     if any(file.header_nbytes > Limits().header_nbytes for file in laid):

@@ -372,6 +372,6 @@ def _tensors(cursor: Cursor, storages: dict[int, LazyTensor]) -> dict[int, LazyT
         if not 0 <= rank <= limits.rank:
             raise LimitExceeded(f"a tensor with {rank} dimensions, above Limits(rank={limits.rank})", found=rank)
         size, stride, (offset,) = cursor.ints(rank), cursor.ints(rank), cursor.ints(1)
-        found[name] = strided_view(storages[owner], storages[owner].dtype, offset, size, stride, Traits())
+        found[name] = strided_view(storages[owner], storages[owner].dtype, offset, size=size, stride=stride, traits=Traits())
     cursor.finish()
     return found

@@ -95,7 +95,7 @@ def beyond(last: int, room: int) -> MetadataError:
     return MetadataError(f"a tensor reaches element {last:,} of a storage that holds {room:,}", expected=room, found=last)
 
 
-def strided_view(storage: LazyTensor, dtype: DType, offset: object, size: object, stride: object, traits: Traits) -> LazyTensor:
+def strided_view(storage: LazyTensor, dtype: DType, offset: object, *, size: object, stride: object, traits: Traits) -> LazyTensor:
     """The tensor that views a storage (itself a 1-D lazy tensor) with an offset and strides counted in elements."""
     shape, steps, begin, last = reach(offset, size, stride, storage.source.limits)
     if len(storage.chunks) != 1 or storage.ndim != 1 or storage.chunks[0].strides != (storage.dtype.bits,):
@@ -198,7 +198,7 @@ def quantized(args: Args) -> object:
     if not isinstance(storage, LazyTensor) or not isinstance(quantizer, tuple) or not quantizer:
         raise PickleError("a quantised tensor needs a storage and a quantiser", found=type(quantizer).__name__)
     traits = Traits(requires_grad=grad is True)
-    elements = strided_view(storage, storage.dtype, offset, size, stride, traits)
+    elements = strided_view(storage, storage.dtype, offset, size=size, stride=stride, traits=traits)
     scheme, *rest = quantizer
     if not isinstance(scheme, Global) or scheme.name not in QSCHEMES:
         raise PickleError("a quantised tensor with an unknown scheme", found=brief(scheme))
@@ -259,10 +259,15 @@ PER_CHANNEL = ("int_repr", "scales", "zero_points")
 NESTED = ("buffer", "sizes", "strides", "offsets")
 
 
-def check_composite(kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]) -> None:
+def check_composite(
+    kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor], *, attributes: Mapping[str, object]
+) -> None:
     """Raise `MetadataError` where parts and attributes are not those of this kind, or do not fit each other."""
     if kind in SPARSE_PARTS:
-        fits = tuple(parts) == SPARSE_PARTS[kind] and _sparse_fits(kind, shape, parts, attributes)
+        known = not attributes or (list(attributes) == ["coalesced"] and type(attributes["coalesced"]) is bool)
+        fits = known and tuple(parts) == SPARSE_PARTS[kind]
+        if fits:
+            _check_sparse(kind, shape, parts)
     elif kind == "quantized":
         fits = _quantized_fits(shape, parts, attributes)
     elif kind == "jagged":
@@ -271,18 +276,6 @@ def check_composite(kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyT
         fits = kind == "nested" and tuple(parts) == NESTED and not attributes and _nested_fits(shape, parts)
     if not fits:
         raise MetadataError(f"the parts of a {kind[:32]!r} tensor do not fit each other or its shape", found=shape)
-
-
-def _sparse_fits(kind: str, shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]) -> bool:
-    if attributes and (list(attributes) != ["coalesced"] or type(attributes["coalesced"]) is not bool):
-        return False
-    values = parts["values"].shape
-    if kind == "sparse_coo":
-        indices = parts["indices"].shape
-        return len(indices) == 2 and indices[0] <= len(shape) and values[:1] == indices[1:] and values[1:] == shape[indices[0] :]
-    compressed, plain = (part.shape for name, part in parts.items() if name != "values")
-    last = len(plain) - 1
-    return len(shape) >= 2 and bool(compressed) and last >= 0 and plain[last:] == values[last : last + 1]
 
 
 def _quantized_fits(shape: tuple[int, ...], parts: Mapping[str, LazyTensor], attributes: Mapping[str, object]) -> bool:

@@ -199,10 +199,10 @@ class Payloads:
             raise FormatError(f"the record {record.name!r} holds a zip without {PICKLE}", offset=record.start)
         byteorder = PickleReader(self._source, self._key, archive).byteorder
         content = record_bytes(self._source, self._key, pickled, self._source.limits.pickle_nbytes)
-        storages = Storages(self._source, lambda asked: self._storage(asked, archive, record, byteorder))
+        storages = Storages(self._source, lambda asked: self._storage(asked, archive, record, byteorder=byteorder))
         return self._interpret(content, TorchTable(self._source, storages.persistent), f"{record.name}: {PICKLE}")
 
-    def _storage(self, asked: StorageId, archive: Archive, record: Record, byteorder: str) -> Storage:
+    def _storage(self, asked: StorageId, archive: Archive, record: Record, *, byteorder: str) -> Storage:
         stored = archive.get(STORAGES + asked.key)
         label = f"{record.name}: {STORAGES}{asked.key}"
         if stored is None:

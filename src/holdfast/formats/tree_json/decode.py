@@ -10,7 +10,7 @@ Each tag has a function that reads it. Every tag has exactly its fields, and eve
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import NoReturn, cast
@@ -47,39 +47,49 @@ LEVELS_BELOW = 8
 """Levels of tagged objects that a value may take below the deepest container that `Limits.depth` allows."""
 
 
-Reader = Callable[["Decoder", Fields, At, int], object]
-"""What reads a tagged object: its fields, its place and its depth."""
+Reader = Callable[["Decoder", Fields, At], object]
+"""What reads a tagged object: its fields and its place."""
 
 
 class Decoder:
     """One document."""
 
-    def __init__(self, readers: Mapping[str, Reader], tensor: Callable[[str], LazyTensor], source: Source) -> None:
-        self.readers = readers
+    def __init__(self, tensor: Callable[[str], LazyTensor], source: Source) -> None:
         self.find = tensor
         self.source = source
         self.limits = source.limits
         self.tensors: dict[str, LazyTensor] = {}
         self.spending = Spending(source.limits, 0)
+        self.depth = 0
+        """Containers and tagged objects around the value that is read."""
+        self.deepest = source.limits.depth + LEVELS_BELOW
 
-    def node(self, value: object, at: At, depth: int) -> object:
+    def node(self, value: object, at: At) -> object:
         """One value and everything in it."""
+        made: object
         if isinstance(value, dict):
-            if depth > self.limits.depth + LEVELS_BELOW:
+            if self.depth > self.deepest:
                 self.too_deep(at)
-            if TAG not in value:
+            self.depth += 1
+            if TAG in value:
+                read = READERS.get(tag) if isinstance(tag := value[TAG], str) else None
+                if read is None:
+                    refuse(f"there is no tag {kind(tag)}", (at, TAG))
+                made = read(self, value, at)
+            else:
                 for key in value:
                     if key.startswith(TAG):
                         refuse(f"a key that begins with {TAG} in a plain dict", (at, key))
-                return {key: self.node(inside, (at, key), depth + 1) for key, inside in value.items()}
-            read = self.readers.get(tag) if isinstance(tag := value[TAG], str) else None
-            if read is None:
-                refuse(f"there is no tag {kind(tag)}", (at, TAG))
-            return read(self, value, at, depth)
+                made = {key: self.node(inside, (at, key)) for key, inside in value.items()}
+            self.depth -= 1
+            return made
         if isinstance(value, list):
-            if depth > self.limits.depth + LEVELS_BELOW:
+            if self.depth > self.deepest:
                 self.too_deep(at)
-            return [self.node(inside, (at, i), depth + 1) for i, inside in enumerate(value)]
+            self.depth += 1
+            made = [self.node(inside, (at, i)) for i, inside in enumerate(value)]
+            self.depth -= 1
+            return made
         if type(value) is int and not -SAFE_INTEGER <= value <= SAFE_INTEGER:
             refuse("an integer that not every reader of JSON can hold, and no tag", at)
         return value
@@ -87,37 +97,37 @@ class Decoder:
     def too_deep(self, at: At) -> NoReturn:
         raise LimitExceeded(f"at {shown(at)}: nested deeper than Limits(depth={self.limits.depth})", expected=self.limits.depth)
 
-    def entries(self, target: dict[object, object], fields: Fields, at: At, depth: int) -> None:
+    def entries(self, target: dict[object, object], fields: Fields, at: At) -> None:
         """Fill a dict from `entries`, an object, or from `items`, a list of pairs."""
         entries = fields.get("entries")
         if entries is not None:
             if "items" in fields or not isinstance(entries, dict):
                 refuse("expected an object of entries or a list of items", at)
             for key, inside in entries.items():
-                target[key] = self.node(inside, ((at, "entries"), key), depth + 1)
+                target[key] = self.node(inside, ((at, "entries"), key))
             return
         place: At = (at, "items")
         items = self.many(fields, "items", at)
         for i, pair in enumerate(items):
             if not isinstance(pair, list) or len(pair) != 2:
                 refuse(f"expected a pair, found {kind(pair)}", (place, i))
-            key = self.key(pair[0], len(target), ((place, i), 0), depth)
+            key = self.key(pair[0], len(target), ((place, i), 0))
             if key in target:
                 refuse("a key that was there before", ((place, i), 0))
-            target[key] = self.node(pair[1], ((place, i), 1), depth + 1)
+            target[key] = self.node(pair[1], ((place, i), 1))
 
-    def members(self, fields: Fields, at: At, depth: int) -> set[object]:
+    def members(self, fields: Fields, at: At) -> set[object]:
         made: set[object] = set()
         for i, item in enumerate(self.many(fields, "items", at)):
-            member = self.key(item, len(made), ((at, "items"), i), depth)
+            member = self.key(item, len(made), ((at, "items"), i))
             if member in made:
                 refuse("a member that was there before", ((at, "items"), i))
             made.add(member)
         return made
 
-    def key(self, value: object, size: int, at: At, depth: int) -> object:
+    def key(self, value: object, size: int, at: At) -> object:
         """A dict key or a set member; looked at before it is hashed."""
-        key = self.node(value, at, depth + 1)
+        key = self.node(value, at)
         try:
             self.spending.key(key, size)
         except PickleError as error:
@@ -136,21 +146,21 @@ class Decoder:
             refuse(f"expected text, found {kind(value)}", (at, field))
         return value
 
-    def any_text(self, fields: Fields, field: str, at: At, depth: int) -> str:
+    def any_text(self, fields: Fields, field: str, at: At) -> str:
         """Text that may have been tagged because it is not Unicode."""
-        value = self.node(fields.get(field), (at, field), depth + 1)
+        value = self.node(fields.get(field), (at, field))
         if not isinstance(value, str):
             refuse(f"expected text, found {kind(fields.get(field))}", (at, field))
         return value
 
-    def integer(self, fields: Fields, field: str, at: At, depth: int) -> int:
-        value = self.optional_integer(fields, field, at, depth)
+    def integer(self, fields: Fields, field: str, at: At) -> int:
+        value = self.optional_integer(fields, field, at)
         if value is None:
             refuse("expected an integer, found null", (at, field))
         return value
 
-    def optional_integer(self, fields: Fields, field: str, at: At, depth: int) -> int | None:
-        value = self.node(fields.get(field), (at, field), depth + 1)
+    def optional_integer(self, fields: Fields, field: str, at: At) -> int | None:
+        value = self.node(fields.get(field), (at, field))
         if value is not None and type(value) is not int:
             refuse(f"expected an integer, found {kind(fields.get(field))}", (at, field))
         return value
@@ -162,13 +172,13 @@ class Decoder:
             refuse("expected a list of lengths", (at, "shape"))
         return checked
 
-    def traits(self, traits: Traits, fields: Fields, at: At, depth: int) -> Traits:
+    def traits(self, traits: Traits, fields: Fields, at: At) -> Traits:
         if fields.keys().isdisjoint(TRAITS):
             return traits
         for flag in FLAGS:
             if fields.get(flag, True) is not True:
                 refuse(f"expected true, found {kind(fields[flag])}", (at, flag))
-        subclass = self.node(fields.get("subclass"), (at, "subclass"), depth + 1)
+        subclass = self.node(fields.get("subclass"), (at, "subclass"))
         if "subclass" in fields and not isinstance(subclass, Global):
             refuse("expected a global", (at, "subclass"))
         return replace(
@@ -177,7 +187,7 @@ class Decoder:
             parameter="parameter" in fields,
             buffer="buffer" in fields,
             subclass=subclass if isinstance(subclass, Global) else None,
-            state=self.node(fields.get("state"), (at, "state"), depth + 1),
+            state=self.node(fields.get("state"), (at, "state")),
         )
 
 
@@ -206,7 +216,7 @@ def check_fields(fields: Fields, at: At, *expected: str, optional: tuple[str, ..
 FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {"posix": PurePosixPath, "windows": PureWindowsPath}
 
 
-def read_tensor(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_tensor(d: Decoder, fields: Fields, at: At) -> object:
     if len(fields) != 2 or "name" not in fields:  # the usual form needs no further look
         check_fields(fields, at, "name", optional=("dtype", "shape", *TRAITS))
     name = d.text(fields, "name", at)
@@ -223,58 +233,58 @@ def read_tensor(d: Decoder, fields: Fields, at: At, depth: int) -> object:
         except KeyError:
             refuse(f"there is no tensor {quoted(name)}", (at, "name"))
     d.tensors[name] = tensor  # the place in the order, before tensors in attributes
-    traits = d.traits(tensor.traits, fields, at, depth)
+    traits = d.traits(tensor.traits, fields, at)
     if traits is not tensor.traits:
         d.tensors[name] = tensor = replace(tensor, traits=traits)
     return tensor
 
 
-def read_composite(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_composite(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "kind", "shape", "parts", "attributes", optional=TRAITS)
     objects: dict[str, dict[str, object]] = {}
     for field in ("parts", "attributes"):
         value = fields[field]
         if not isinstance(value, dict):
             refuse(f"expected an object, found {kind(value)}", (at, field))
-        objects[field] = {name: d.node(inside, ((at, field), name), depth + 1) for name, inside in value.items()}
+        objects[field] = {name: d.node(inside, ((at, field), name)) for name, inside in value.items()}
     parts = {name: part for name, part in objects["parts"].items() if isinstance(part, LazyTensor)}
     if len(parts) != len(objects["parts"]):
         refuse("a part that is no tensor", (at, "parts"))
     what, shape = d.text(fields, "kind", at), d.shape(fields, at)
     try:
-        check_composite(what, shape, parts, objects["attributes"])
+        check_composite(what, shape, parts, attributes=objects["attributes"])
     except MetadataError as error:
         raise MetadataError(f"at {shown(at)}: {error.message}", found=shape) from None
-    return Composite(what, shape, parts, objects["attributes"], d.traits(Traits(), fields, at, depth))
+    return Composite(what, shape, parts, objects["attributes"], d.traits(Traits(), fields, at))
 
 
-def read_dict(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_dict(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, optional=("entries", "items"))
     made: dict[object, object] = {}
-    d.entries(made, fields, at, depth)
+    d.entries(made, fields, at)
     return made
 
 
-def read_ordered_dict(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_ordered_dict(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, optional=("entries", "items", "metadata"))
     made: OrderedDict[object, object] = OrderedDict()
-    d.entries(made, fields, at, depth)
+    d.entries(made, fields, at)
     if "metadata" in fields:
-        metadata = d.node(fields["metadata"], (at, "metadata"), depth + 1)
+        metadata = d.node(fields["metadata"], (at, "metadata"))
         if not isinstance(metadata, dict):
             refuse(f"expected a dict, found {kind(fields['metadata'])}", (at, "metadata"))
         vars(made)["_metadata"] = metadata
     return made
 
 
-def read_counter(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_counter(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, optional=("entries", "items"))
     made: Counter[object] = Counter()
-    d.entries(cast("dict[object, object]", made), fields, at, depth)
+    d.entries(cast("dict[object, object]", made), fields, at)
     return made
 
 
-def read_defaultdict(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_defaultdict(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "filler", optional=("entries", "items"))
     name = fields["filler"]
     fillers: dict[str | None, Callable[[], object] | None] = {None: None, "OrderedDict": OrderedDict}
@@ -282,61 +292,61 @@ def read_defaultdict(d: Decoder, fields: Fields, at: At, depth: int) -> object:
     if not isinstance(name, str | None) or name not in fillers:
         refuse(f"expected the name of a plain type, found {kind(name)}", (at, "filler"))
     made = DefaultDict(fillers[name])
-    d.entries(made, fields, at, depth)
+    d.entries(made, fields, at)
     return made
 
 
-def read_tuple(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_tuple(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "items")
-    return tuple([d.node(item, ((at, "items"), i), depth + 1) for i, item in enumerate(d.many(fields, "items", at))])
+    return tuple([d.node(item, ((at, "items"), i)) for i, item in enumerate(d.many(fields, "items", at))])
 
 
-def read_size(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_size(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "lengths")
-    lengths = [d.node(item, ((at, "lengths"), i), depth + 1) for i, item in enumerate(d.many(fields, "lengths", at))]
+    lengths = [d.node(item, ((at, "lengths"), i)) for i, item in enumerate(d.many(fields, "lengths", at))]
     if any(type(n) is not int for n in lengths):
         refuse("expected integers", (at, "lengths"))
     return Size(cast("list[int]", lengths))
 
 
-def read_set(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_set(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "items")
-    return d.members(fields, at, depth)
+    return d.members(fields, at)
 
 
-def read_frozenset(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_frozenset(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "items")
-    return frozenset(d.members(fields, at, depth))
+    return frozenset(d.members(fields, at))
 
 
-def read_range(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_range(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "start", "stop", "step")
-    start, stop, step = (d.integer(fields, field, at, depth) for field in ("start", "stop", "step"))
+    start, stop, step = (d.integer(fields, field, at) for field in ("start", "stop", "step"))
     if not step:
         refuse("a step of 0", (at, "step"))
     return range(start, stop, step)
 
 
-def read_slice(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_slice(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "start", "stop", "step")
-    return slice(*(d.optional_integer(fields, field, at, depth) for field in ("start", "stop", "step")))
+    return slice(*(d.optional_integer(fields, field, at) for field in ("start", "stop", "step")))
 
 
-def read_complex(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_complex(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "real", "imag")
-    real, imag = (d.node(fields[field], (at, field), depth + 1) for field in ("real", "imag"))
+    real, imag = (d.node(fields[field], (at, field)) for field in ("real", "imag"))
     if type(real) is not float or type(imag) is not float:
         refuse("expected two floats", at)
     # Not real + imag * 1j, which loses signs of zero.
     return complex(real, imag)
 
 
-def read_device(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_device(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "type", "index")
-    return Device(d.any_text(fields, "type", at, depth), d.optional_integer(fields, "index", at, depth))
+    return Device(d.any_text(fields, "type", at), d.optional_integer(fields, "index", at))
 
 
-def read_dtype(d: Decoder, fields: Fields, at: At, _: int) -> object:
+def read_dtype(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "name")
     dtype = DTYPES.name(d.text(fields, "name", at))
     if dtype is None:
@@ -344,37 +354,37 @@ def read_dtype(d: Decoder, fields: Fields, at: At, _: int) -> object:
     return dtype
 
 
-def read_global(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_global(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "module", "name")
-    return Global(d.any_text(fields, "module", at, depth), d.any_text(fields, "name", at, depth))
+    return Global(d.any_text(fields, "module", at), d.any_text(fields, "name", at))
 
 
-def read_path(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_path(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "flavour", "path")
     flavour = d.text(fields, "flavour", at)
-    text = d.any_text(fields, "path", at, depth)
+    text = d.any_text(fields, "path", at)
     if flavour not in FLAVOURS or len(text) > PATH_CHARACTERS:
         refuse(f"no path of at most {PATH_CHARACTERS} characters", at)
     return FLAVOURS[flavour](text)
 
 
-def read_array(d: Decoder, fields: Fields, at: At, _: int) -> object:
+def read_array(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "dtype", "shape", "base64")
     data = scalars.bytes_from(d.text(fields, "base64", at))
-    return scalars.array_from(data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), d.limits.rank)
+    return scalars.array_from(data, scalars.dtype_from(fields["dtype"]), d.many(fields, "shape", at), rank=d.limits.rank)
 
 
-def read_scalar(d: Decoder, fields: Fields, at: At, _: int) -> object:
+def read_scalar(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "dtype", "base64")
     return scalars.scalar_from(scalars.bytes_from(d.text(fields, "base64", at)), scalars.dtype_from(fields["dtype"]))
 
 
-def read_numpy_str(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+def read_numpy_str(d: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "value")
-    return np.str_(d.any_text(fields, "value", at, depth))
+    return np.str_(d.any_text(fields, "value", at))
 
 
-def read_numpy_dtype(_: Decoder, fields: Fields, at: At, __: int) -> object:
+def read_numpy_dtype(_: Decoder, fields: Fields, at: At) -> object:
     check_fields(fields, at, "dtype")
     return scalars.dtype_from(fields["dtype"])
 
@@ -382,7 +392,7 @@ def read_numpy_dtype(_: Decoder, fields: Fields, at: At, __: int) -> object:
 def from_text(field: str, make: Callable[[str], object]) -> Reader:
     """The reader of a tag whose only field is a text."""
 
-    def read(d: Decoder, fields: Fields, at: At, _: int) -> object:
+    def read(d: Decoder, fields: Fields, at: At) -> object:
         check_fields(fields, at, field)
         return make(d.text(fields, field, at))
 
@@ -392,9 +402,9 @@ def from_text(field: str, make: Callable[[str], object]) -> Reader:
 def located(read: Reader) -> Reader:
     """The same reader, with a place for the `ValueError`s of `scalars`."""
 
-    def with_place(d: Decoder, fields: Fields, at: At, depth: int) -> object:
+    def with_place(d: Decoder, fields: Fields, at: At) -> object:
         try:
-            return read(d, fields, at, depth)
+            return read(d, fields, at)
         except (HeaderError, LimitExceeded):
             raise
         except ValueError as error:
@@ -464,8 +474,8 @@ def decode_tree(
     place: At = None
     for part in at:
         place = (place, part)
-    decoder = Decoder(READERS, tensor, source)
+    decoder = Decoder(tensor, source)
     try:
-        return DecodedTree(decoder.node(value, place, 0), decoder.tensors)
+        return DecodedTree(decoder.node(value, place), decoder.tensors)
     except RecursionError:
         raise LimitExceeded("the tree nests too deeply to be decoded") from None

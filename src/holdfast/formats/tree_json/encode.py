@@ -65,13 +65,13 @@ class EncodedTree:
     notes: tuple[str, ...] = ()
 
 
-def encode_tree(tree: object, paths: Mapping[str, Path], *, limits: Limits | None = None) -> EncodedTree:
+def encode_tree(tree: object, paths: Mapping[str, Path]) -> EncodedTree:
     """The tree as JSON values; `paths` says where each tensor's name is, as in `State.paths`. Raises nothing for bad state."""
-    encoder = Encoder(paths, limits or Limits())
+    encoder = Encoder(paths)
     try:
         value = encoder.node(tree, ())
     except RecursionError:
-        # A caller may have raised `limits.depth` above what the interpreter has left.
+        # A caller may be so deep itself that less is left than `Limits.depth`.
         value = encoder.problem((), "nested too deeply")
     notes = []
     if encoder.unlisted:
@@ -84,8 +84,8 @@ def encode_tree(tree: object, paths: Mapping[str, Path], *, limits: Limits | Non
 class Encoder:
     """One walk."""
 
-    def __init__(self, paths: Mapping[str, Path], limits: Limits) -> None:
-        self.limits = limits
+    def __init__(self, paths: Mapping[str, Path]) -> None:
+        self.limits = Limits()
         self.names: dict[Path, list[str]] = {}
         for name in reversed(list(paths)):
             self.names.setdefault(paths[name], []).append(name)
@@ -100,7 +100,7 @@ class Encoder:
         """Bytes of long leaves, each counted once; and those of leaves that were written before."""
         self.seen: set[int] = set()
         self.on_path: set[int] = set()
-        self.spending = Spending(limits, 0)
+        self.spending = Spending(self.limits, 0)
 
     def problem(self, path: Path, what: str) -> object:
         """Note what has no form, and give null in its place, so that the walk goes on and finds all of them."""

@@ -13,7 +13,7 @@ import struct
 import numpy as np
 
 from holdfast.core.arrays import AnyDType
-from holdfast.formats.pickle.arrays import ML_DTYPES
+from holdfast.formats.pickle.arrays import ML_DTYPES, wrong_character
 
 __all__ = [
     "NO_UNICODE",
@@ -50,9 +50,6 @@ CODE = re.compile(r"[<>|][?biufcSUVmM][0-9]{1,9}(\[[0-9]{0,9}(Y|M|W|D|h|m|s|ms|u
 """numpy's own text for a dtype without fields and without objects."""
 
 NO_UNICODE = "a name with half of a surrogate pair, which is no Unicode"
-
-LAST_CODE = 0x10FFFF
-"""The last character of Unicode; numpy raises `SystemError` when it meets an element with a higher number (seen in 2.4)."""
 
 ML_NAMES = {dtype: name for name, dtype in ML_DTYPES.items()}
 
@@ -142,12 +139,12 @@ def dtype_from(form: object) -> AnyDType:
             except (TypeError, ValueError):
                 raise ValueError("no dtype of numpy") from None
         case {"names": list(names), "formats": list(texts), "offsets": list(offsets), "itemsize": int(size), **rest} if not rest:
-            return _structured(names, texts, offsets, size)
+            return _structured(names, texts, offsets, size=size)
         case _:
             raise ValueError("no dtype of numpy")
 
 
-def _structured(names: list[object], texts: list[object], offsets: list[object], size: int) -> AnyDType:
+def _structured(names: list[object], texts: list[object], offsets: list[object], *, size: int) -> AnyDType:
     if not all(isinstance(text, str) for text in texts) or not all(type(name) is str for name in names):
         raise ValueError("a structured dtype needs texts as names and formats")
     formats = [dtype_from(text) for text in texts]
@@ -164,7 +161,7 @@ def _structured(names: list[object], texts: list[object], offsets: list[object],
         raise ValueError("a structured dtype that numpy refuses") from None
 
 
-def array_from(data: bytes, dtype: AnyDType, shape: list[object], rank: int) -> np.ndarray:
+def array_from(data: bytes, dtype: AnyDType, shape: list[object], *, rank: int) -> np.ndarray:
     """An array over bytes, read-only; nothing is allocated for what a shape claims."""
     if len(shape) > rank:
         raise ValueError(f"an array of {len(shape):,} dimensions")
@@ -178,25 +175,16 @@ def array_from(data: bytes, dtype: AnyDType, shape: list[object], rank: int) -> 
         made: np.ndarray = np.ndarray(lengths, dtype, buffer=data)
     except (TypeError, ValueError, OverflowError):
         raise ValueError("an array that numpy refuses") from None
-    _check_text(made)
+    if wrong_character(made) is not None:
+        raise ValueError("text with characters that Unicode has not")
     return made
-
-
-def _check_text(array: np.ndarray) -> None:
-    """Refuse text of numpy with characters that there are not."""
-    for name in array.dtype.names or ():
-        _check_text(np.ascontiguousarray(array[name]))
-    if array.dtype.kind == "U" and array.size:
-        codes = np.ascontiguousarray(array).reshape(-1).view(array.dtype.byteorder + "u4")
-        if codes.max() > LAST_CODE:
-            raise ValueError("text with characters that Unicode has not")
 
 
 def scalar_from(data: bytes, dtype: AnyDType) -> np.generic:
     if dtype.kind in "US":
         raise ValueError("text and bytes of numpy have tags of their own")
     try:
-        element: object = array_from(data, dtype, [], 0)[()]
+        element: object = array_from(data, dtype, [], rank=0)[()]
     except (ValueError, OverflowError):
         raise ValueError("an element that numpy refuses") from None
     if not isinstance(element, np.generic):

@@ -152,7 +152,7 @@ def read_tail(source: Source, key: str, *, start: int, stop: int) -> Tail:
     at = reach - END.size
     signature, disk, first_disk, here, count, nbytes, directory, comment = END.unpack_from(raw, at)
     if signature != b"PK\5\6" or comment:
-        raise _no_end(source, key, start, stop)
+        raise _no_end(source, key, start, stop=stop)
     if disk or first_disk:
         raise refused("it is one of several disks", key=key, offset=stop - END.size, found=(disk, first_disk))
     end = length - END.size
@@ -215,7 +215,7 @@ def _read_wide(raw: bytes, claims: tuple[int, int, int, int], *, key: str, posit
     return here, count, nbytes, directory
 
 
-def _no_end(source: Source, key: str, start: int, stop: int) -> ZipError | Truncated:
+def _no_end(source: Source, key: str, start: int, *, stop: int) -> ZipError | Truncated:
     """Why the last 22 bytes are no end record: the two reasons ask for different things to be done."""
     near = max(start, stop - COMMENT_REACH)
     found = source.bytes(key, near, stop).rfind(b"PK\5\6")
@@ -274,10 +274,10 @@ def read_entries(raw: bytes, tail: Tail, *, key: str, start: int) -> Entries:
     places = Places(key, positions + place)
     fields = gather(raw, positions, ENTRY)
     places.require(fields["signature"] == ENTRY_SIGNATURE, "no entry where one should be in the directory")
-    sizes, packed, offsets = _resolve(raw, positions, fields, places)
+    sizes, packed, offsets = _resolve(raw, positions, fields, places=places)
     flags, methods = fields["flags"].astype(np.int64), fields["method"].astype(np.int64)
-    _check_kinds(fields, flags, methods, places)
-    _check_sizes(fields["crc"], methods, sizes, packed, places)
+    _check_kinds(fields, flags, methods, places=places)
+    _check_sizes(fields["crc"], methods, sizes, packed=packed, places=places)
     inside = (packed <= tail.directory) & (offsets <= tail.directory)
     places.require(inside, "a record outside of the archive")
     names = decode_names(raw_names, flags.tolist(), places)
@@ -325,7 +325,7 @@ def _walk(raw: bytes, count: int, *, key: str, place: int) -> tuple[Ints, list[b
     return np.array(positions, np.int64), names
 
 
-def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, places: Places) -> tuple[Sizes, Sizes, Sizes]:
+def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, *, places: Places) -> tuple[Sizes, Sizes, Sizes]:
     """Sizes, packed sizes and offsets, with saturated fields taken from the zip64 blocks."""
     starts = positions + ENTRY.itemsize + fields["name_nbytes"]
     bodies, nbytes = find_zip64(raw, starts, starts + fields["extra_nbytes"], known=CENTRAL_BLOCKS, places=places)
@@ -344,7 +344,7 @@ def _resolve(raw: bytes, positions: Ints, fields: np.ndarray, places: Places) ->
     return size, packed, offset
 
 
-def _check_kinds(fields: np.ndarray, flags: Ints, methods: Ints, places: Places) -> None:
+def _check_kinds(fields: np.ndarray, flags: Ints, methods: Ints, *, places: Places) -> None:
     """Flags, methods and the fields that must be empty."""
     places.require(fields["disk"] == 0, "a record on another disk")
     places.require(fields["comment_nbytes"] == 0, "a record with a comment")
@@ -354,7 +354,7 @@ def _check_kinds(fields: np.ndarray, flags: Ints, methods: Ints, places: Places)
     places.require(flags & ~allowed == 0, "a record with flags for encryption or other features")
 
 
-def _check_sizes(crcs: np.ndarray, methods: Ints, sizes: Sizes, packed: Sizes, places: Places) -> None:
+def _check_sizes(crcs: np.ndarray, methods: Ints, sizes: Sizes, *, packed: Sizes, places: Places) -> None:
     """A stored record is as long as its content; a deflated one cannot claim more than deflate can hold."""
     stored = methods == STORED
     places.require(~stored | (sizes == packed), "a stored record of two different sizes")

@@ -97,7 +97,7 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
     found = _entries(last[behind : near - TAIL], count)
     if found is None:
         return None
-    return _written_again(source, key, found, last if near == size else b"", last[behind:], start=start, directory=at)
+    return _written_again(source, key, found, whole=last if near == size else b"", ending=last[behind:], start=start, directory=at)
 
 
 def _entries(raw: bytes, count: int) -> list[tuple[bytes, int, int]] | None:
@@ -115,7 +115,7 @@ def _entries(raw: bytes, count: int) -> list[tuple[bytes, int, int]] | None:
 
 
 def _written_again(
-    source: Source, key: str, entries: list[tuple[bytes, int, int]], whole: bytes, ending: bytes, *, start: int, directory: int
+    source: Source, key: str, entries: list[tuple[bytes, int, int]], *, whole: bytes, ending: bytes, start: int, directory: int
 ) -> Archive | None:
     prefix, slash, _ = entries[0][0].partition(b"/")
     folder = prefix + slash
@@ -123,7 +123,7 @@ def _written_again(
     made: list[bytes] = []
     at, before = 0, b""
     for name, nbytes, crc in entries:
-        head, begin = header(name, nbytes, at, ALIGNMENT)
+        head, begin = header(name, nbytes, at, alignment=ALIGNMENT)
         expected = before + head
         where = at - len(before)
         if where + len(expected) > directory:
@@ -131,7 +131,7 @@ def _written_again(
         seen = whole[where : where + len(expected)] if whole else source.bytes(key, start + where, start + where + len(expected))
         if seen != expected:
             return None
-        made.append(entry(name, nbytes, crc if nbytes else 0, at))
+        made.append(entry(name, nbytes, crc if nbytes else 0, at=at))
         if not name.startswith(folder) or not name.isascii() or b"\0" in name or name.endswith(b"/"):
             return None
         text = name.decode("ascii")
@@ -199,7 +199,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
     stops = edges + np.append(fixed + np.minimum(rooms, MAX16), 0)
     groups = np.append(coalesce(starts, stops, JOIN), count + 1).tolist()
     firsts, lasts = starts[groups[:-1]].tolist(), stops[np.array(groups[1:]) - 1].tolist()
-    check = _Check(entries, edges, fixed, rooms, key=key, start=start)
+    check = _Check(entries, edges, fixed, rooms=rooms, key=key, start=start)
     pieces: list[bytes] = []
     held, done = 0, 0
     for group, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
@@ -216,7 +216,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
 class _Check:
     """What is known about all records while the batches go by."""
 
-    def __init__(self, entries: Entries, edges: Ints, fixed: Ints, rooms: Ints, *, key: str, start: int) -> None:
+    def __init__(self, entries: Entries, edges: Ints, fixed: Ints, *, rooms: Ints, key: str, start: int) -> None:
         self.entries, self.edges, self.fixed, self.rooms = entries, edges, fixed, rooms
         self.key, self.start = key, start
         self.shifts = np.zeros(len(edges), np.int64)
@@ -253,7 +253,7 @@ class _Check:
         starts = positions + fixed
         bodies, nbytes = find_zip64(raw, starts, starts + extra, known=LOCAL_BLOCKS, places=headers)
         described = entries.flags[rows] & DESCRIBED != 0
-        good = _consistent(raw, fields, entries, rows, bodies, nbytes)
+        good = _consistent(raw, fields, entries, rows=rows, bodies=bodies, nbytes=nbytes)
         headers.require(good, "two different checksums or sizes for one record")
         widths = np.where(described, np.where(bodies >= 0, WIDE.itemsize, NARROW.itemsize), 0)
         left = self.rooms[rows] - extra
@@ -277,7 +277,7 @@ class _Check:
             Places(self.key, offsets).require(good, "a data descriptor that disagrees with the directory")
 
 
-def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, rows: slice, bodies: Ints, nbytes: Ints) -> Bools:
+def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice, bodies: Ints, nbytes: Ints) -> Bools:
     """Whether checksum and sizes of local headers are one of the forms in the module's docstring."""
     crcs, sizes, packed, offsets = entries.crcs[rows], entries.sizes[rows], entries.packed[rows], entries.offsets[rows]
     described = entries.flags[rows] & DESCRIBED != 0
@@ -361,7 +361,7 @@ BLOCK_NBYTES = 1 << 20
 """Bytes that are read, and that are inflated, at a time."""
 
 
-def inflated_crc(source: Source, key: str, place: tuple[int, int], content_nbytes: int) -> int | None:
+def inflated_crc(source: Source, key: str, place: tuple[int, int], *, content_nbytes: int) -> int | None:
     """The CRC-32 of what bytes `place` (start, stop) of a file inflate to; None where they do not, or to another length.
 
     Never inflates more than a block beyond `content_nbytes`, however well the bytes were packed.

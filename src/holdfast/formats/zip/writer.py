@@ -159,7 +159,7 @@ class _Forward:
             if isinstance(payload, bytes):
                 nbytes = len(payload)
                 own = crc32(payload) if self.crc and nbytes else 0
-                wide = self._header(name, payload, nbytes, own)
+                wide = self._header(name, payload, nbytes, own=own)
                 self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
                 if nbytes:
                     self.known += (
@@ -168,7 +168,7 @@ class _Forward:
                     )
                 continue
             nbytes = payload.nbytes
-            wide = self._header(name, payload, nbytes, 0)
+            wide = self._header(name, payload, nbytes, own=0)
             self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
             if isinstance(payload, Late):
                 late = payload, wide
@@ -190,7 +190,7 @@ class _Forward:
             self._literal(ending({}))
         return tuple(self.segments)
 
-    def _header(self, name: str, payload: Payload, nbytes: int, own: int) -> bool:
+    def _header(self, name: str, payload: Payload, nbytes: int, *, own: int) -> bool:
         """Add a record's header to what is known and its entry to the directory; whether it has a zip64 block.
 
         `own` is the checksum, where it is known.
@@ -204,13 +204,13 @@ class _Forward:
         if large or far:
             block = _zip64([nbytes, 0] * large + [at] * far)
             again = _zip64([nbytes, nbytes] * large + [at] * far)
-        head, self.at = header(raw, nbytes, at, self.alignment, block)
+        head, self.at = header(raw, nbytes, at, alignment=self.alignment, block=block)
         self.known.append(head)
         if nbytes and self.crc and isinstance(payload, Data | Memory | Late):
             self.places.append(self.directory + ENTRY_CRC)
             if not isinstance(payload, Late):
                 self.labels.append(payload.label)
-        self.entries.append(entry(raw, nbytes, own, at, again))
+        self.entries.append(entry(raw, nbytes, own, at=at, block=again))
         self.directory += ENTRY.size + len(raw) + len(again)
         return large or far
 
@@ -233,7 +233,7 @@ class _Forward:
             self.segments.append(Literal(data))
 
 
-def header(raw: bytes, nbytes: int, at: int, alignment: int, block: bytes = b"") -> tuple[bytes, int]:
+def header(raw: bytes, nbytes: int, at: int, *, alignment: int, block: bytes = b"") -> tuple[bytes, int]:
     """The local header at `at` of a record named `raw`, with its padding; and where the payload begins. `block` is for zip64."""
     begin = at + HEADER.size + len(raw) + len(block) + 4
     pad = -begin % alignment
@@ -242,7 +242,7 @@ def header(raw: bytes, nbytes: int, at: int, alignment: int, block: bytes = b"")
     return b"".join((fixed, raw, block, b"FB", pad.to_bytes(2, "little"), b"Z" * pad)), begin + pad
 
 
-def entry(raw: bytes, nbytes: int, crc: int, at: int, block: bytes = b"") -> bytes:
+def entry(raw: bytes, nbytes: int, crc: int, *, at: int, block: bytes = b"") -> bytes:
     """The entry in the directory of the record whose header is at `at`."""
     flags = UTF8 | DESCRIBED if nbytes else UTF8
     size, place = min(nbytes, MAX32), min(at, MAX32)

@@ -88,10 +88,10 @@ class Walk:
             kinds |= self._pickles(span, label, depth)
         if begins_like_tar(head):
             kinds |= self._tar(span, label, depth)
-        kinds |= self._zips(span, head, label, depth)
+        kinds |= self._zips(span, head, label, depth=depth)
         if head.startswith(NPY):
             kinds |= self._npy(span, head, label)
-        kinds |= self._compressed(span, head, label, depth)
+        kinds |= self._compressed(span, head, label, depth=depth)
         if depth == 0:
             self.kinds |= kinds
         several = sorted(kinds & {"pickle", "legacy", "tar", "zip", "npy", "compressed"})
@@ -114,10 +114,10 @@ class Walk:
         for number, stream in enumerate(row.streams, 1):
             self.stream(stream, f"{label} {number}" if several else label, depth)
         legacy = bool(row.streams) and row.streams[0].last.value == MAGIC
-        self._end_of(row, span, label, depth, legacy=legacy)
+        self._end_of(row, span, label, depth=depth, legacy=legacy)
         return {"legacy" if legacy else "pickle"}
 
-    def _end_of(self, row: Row, span: Span, label: str, depth: int, *, legacy: bool) -> None:
+    def _end_of(self, row: Row, span: Span, label: str, *, depth: int, legacy: bool) -> None:
         if row.more:
             self.found.error(f"{label}: more than {len(row.streams):,} pickles one behind the other; not read further")
         if row.broken is None:
@@ -176,7 +176,7 @@ class Walk:
 
     # Zips.
 
-    def _zips(self, span: Span, head: bytes, label: str, depth: int) -> set[str]:
+    def _zips(self, span: Span, head: bytes, label: str, *, depth: int) -> set[str]:
         """Archives that end the span, one before the other, as in a data file of a distributed checkpoint."""
         starts = head.startswith(b"PK\3\4")
         # Nobody reads an archive at the end of a record as a file of its own.
@@ -385,7 +385,7 @@ class Walk:
             self._pickles(span.part(begin, span.nbytes), label, 1, must=objects)
         return {"npy"}
 
-    def _compressed(self, span: Span, head: bytes, label: str, depth: int) -> set[str]:
+    def _compressed(self, span: Span, head: bytes, label: str, *, depth: int) -> set[str]:
         kind = compression(head)
         if kind is None:
             unread = next((name for magic, name in UNREADABLE if head.startswith(magic)), None)
