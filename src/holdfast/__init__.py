@@ -28,15 +28,12 @@ if TYPE_CHECKING:
     from holdfast.inspect.verify import VerifyReport, verify
     from holdfast.pruning.prune import Pruned, prune
     from holdfast.rewrite.alias_graph import AliasGraph, alias_graph
-    from holdfast.rewrite.compact import Compacted, compact
-    from holdfast.rewrite.convert import Conversion, convert
-    from holdfast.rewrite.edit import edit
-    from holdfast.rewrite.package import package
+    from holdfast.rewrite.convert import Conversion, convert, edit
+    from holdfast.rewrite.package import package, replace_weights
     from holdfast.rewrite.planned import Saved
-    from holdfast.rewrite.replace_weights import replace_weights
     from holdfast.rewrite.reshard import reshard
     from holdfast.rewrite.save import save
-    from holdfast.rewrite.tie import Tied, tie
+    from holdfast.rewrite.share import Compacted, Tied, compact, tie
 
 __version__ = "0.1.0"
 
@@ -47,7 +44,7 @@ _WHERE = {
     "Box": "core.box",
     "Checkpoint": "core.checkpoint",
     "Chunk": "core.chunk",
-    "Compacted": "rewrite.compact",
+    "Compacted": "rewrite.share",
     "Composite": "core.tensor",
     "Conversion": "rewrite.convert",
     "DType": "core.dtype",
@@ -64,24 +61,24 @@ _WHERE = {
     "Storage": "core.chunk",
     "TensorSparsity": "inspect.sparsity",
     "TensorStats": "inspect.stats",
-    "Tied": "rewrite.tie",
+    "Tied": "rewrite.share",
     "VerifyReport": "inspect.verify",
     "alias_graph": "rewrite.alias_graph",
-    "compact": "rewrite.compact",
+    "compact": "rewrite.share",
     "convert": "rewrite.convert",
     "diff": "inspect.diff",
-    "edit": "rewrite.edit",
+    "edit": "rewrite.convert",
     "open": "inspect.open",
     "package": "rewrite.package",
     "prune": "pruning.prune",
     "read": "inspect.open",
-    "replace_weights": "rewrite.replace_weights",
+    "replace_weights": "rewrite.package",
     "reshard": "rewrite.reshard",
     "save": "rewrite.save",
     "scan": "inspect.scan",
     "sparsity": "inspect.sparsity",
     "stats": "inspect.stats",
-    "tie": "rewrite.tie",
+    "tie": "rewrite.share",
     "verify": "inspect.verify",
 }
 """The module of each public name."""

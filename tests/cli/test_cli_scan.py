@@ -6,8 +6,8 @@ import json
 import os
 import pickle
 
-from holdfast.cli.lines import plain
 from holdfast.cli.scan import scan_lines
+from holdfast.cli.text import plain
 from holdfast.inspect.scan import FileReport, Finding, ScanReport
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from holdfast.cli.diff import diff_document, diff_lines
 from holdfast.cli.document import dumps
-from holdfast.cli.lines import plain
+from holdfast.cli.text import plain
 from holdfast.inspect.diff import ABSENT, Content, Diff, Rename, TensorChange, ValueChange
 from holdfast.rewrite.save import save
 

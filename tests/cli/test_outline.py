@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from holdfast.cli.document import document, dumps
-from holdfast.cli.fold import ranges
-from holdfast.cli.lines import plain
+from holdfast.cli.outline import ranges
 from holdfast.cli.show import LINES, matcher, show_table, show_tree
+from holdfast.cli.text import plain
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.core.tensor import Composite, Traits

@@ -6,9 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from holdfast.cli.arrays import as_text, plain_array, write_npz
-from holdfast.cli.lines import plain
-from holdfast.cli.read import choose, show_tensors, write_tensors
+from holdfast.cli.read import as_text, choose, plain_array, show_tensors, write_npz, write_tensors
+from holdfast.cli.text import plain
 from holdfast.errors import BadIndex, BadTarget, NoSuchTensor, Unsupported
 
 

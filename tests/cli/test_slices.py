@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli.slices import parse_slice
+from holdfast.cli.read import parse_slice
 from holdfast.errors import BadIndex
 
 GOOD = {

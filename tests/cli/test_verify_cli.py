@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 import holdfast
 from holdfast.cli import progress
-from holdfast.cli.lines import plain
+from holdfast.cli.text import plain
 from holdfast.cli.verify import verify_lines
 from holdfast.inspect.verify import Damage, Problem, VerifyReport
 

@@ -16,11 +16,11 @@ import holdfast
 from holdfast.core.sparse.storage import packing_of
 from holdfast.errors import CannotHold
 from holdfast.pruning import keys as prune_keys
-from holdfast.pruning import loss as prune_loss
+from holdfast.pruning import masked as prune_loss
 from holdfast.pruning import order as prune_order
 from holdfast.pruning import prune as module
+from holdfast.pruning import select as prune_masks
 from holdfast.pruning import select as prune_select
-from holdfast.pruning import select_masks as prune_masks
 from holdfast.pruning.rules import parse_rule, tensor_seed
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -15,14 +15,12 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import NotCommitted
 from holdfast.pruning import keys as prune_keys
-from holdfast.pruning import loss as prune_loss
+from holdfast.pruning import masked as prune_loss
 from holdfast.pruning import order as prune_order
 from holdfast.pruning import select as prune_select
 from holdfast.pruning.keys import RandomOrder, mean_squares, random_keys
-from holdfast.pruning.loss import Loss, Tally, loss_of, loss_of_counts
-from holdfast.pruning.masked import Masked
-from holdfast.pruning.select import Counts, select
-from holdfast.pruning.select_masks import GroupMask
+from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts
+from holdfast.pruning.select import Counts, GroupMask, select
 
 WIDTHS = {15: np.uint16, 31: np.uint32, 63: np.uint64}
 

@@ -30,7 +30,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.text import nbytes
-    from holdfast.rewrite.compact import plan_compact
+    from holdfast.rewrite.share import plan_compact
 
     planned = plan_compact(options.src, options.dst, in_place=is_in_place(options), writing=writing(options))
     return carry_out(

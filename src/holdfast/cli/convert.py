@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from holdfast.cli import places
+from holdfast.cli import values
 from holdfast.cli.planned import FORMATS, add_sparse, add_writing, carry_out, writing
 from holdfast.cli.values import pair, size
 
@@ -36,8 +36,8 @@ BUDGET = 1 << 30
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", type=places.target, help="where to write; the suffix says the format")
+    verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
+    verb.add_argument("dst", metavar="DST", type=values.target, help="where to write; the suffix says the format")
     add_edits(verb)
     verb.add_argument("--model", metavar="NAME", help="of a package: the state dict of this model")
     verb.add_argument("--constants", action="store_true", help="of a package: with the constants of its programs")

@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.progress import bar
-from holdfast.cli.text import clip, count, escape, plural, width
+from holdfast.cli.text import Line, clip, count, escape, plural, print_lines, width
 from holdfast.core.tensor import LazyTensor
 from holdfast.inspect.brief import brief
 from holdfast.inspect.diff import Absent, Comparison, Content, Diff, TensorChange, ValueChange

@@ -11,8 +11,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from holdfast.cli.outline import Branch, Leaf, leaves, outline
-from holdfast.cli.survey import survey
+from holdfast.cli.outline import Branch, Leaf, leaves, outline, survey
 from holdfast.cli.text import clip
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk

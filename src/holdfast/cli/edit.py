@@ -38,7 +38,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.rewrite.edit import metadata_changes, plan_edit
+    from holdfast.rewrite.convert import metadata_changes, plan_edit
 
     planned = plan_edit(
         options.src, options.dst, in_place=is_in_place(options), format=options.format, edits=edits_of(options),

@@ -1,21 +1,27 @@
-"""The `holdfast` command: its exit codes, and the one place where an error becomes a line on stderr.
+"""The `holdfast` command: its verbs and options, its exit codes, and the one place where an error becomes a line on stderr.
 
 Exit codes: 0 done (for `scan`: clean; for `diff`: the same), 1 `scan` found something suspicious, `verify` something damaged,
 `diff` something different, 2 an error or wrong usage, 3 and 4 `scan` found only what is unknown, or nothing to scan, 130
 interrupted, 141 nobody reads our output any more. There is no traceback unless `--traceback` asks for one.
+
+argparse, because it starts in 10 ms: typer takes 60, and since 0.29 another 80 for pydantic as soon as a command runs,
+which together are half of what `holdfast show` may take. Each verb imports what it needs when it runs.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from holdfast.cli.arguments import parse
+from holdfast.cli import compact, convert, edit, package, prune, reshard, stats, tie, values
 from holdfast.cli.text import clip, escape
+from holdfast.cli.values import positive
 
-__all__ = ["main"]
+__all__ = ["main", "parse"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,3 +85,288 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, MemoryError):
         return "out of memory"
     return f"internal error, please report it: {type(error).__name__}: {error} (holdfast --traceback … shows where)"
+
+
+DESCRIPTION = "Open any PyTorch-family checkpoint without running the code inside it."
+
+EXAMPLES = """\
+examples:
+  holdfast show model.pt                     what is in it
+  holdfast read model.pt layers.0.weight     one tensor, and only its bytes
+  holdfast scan downloads/                   what the pickles would have done
+  holdfast verify model.pt                   whether every byte is as it was written
+  holdfast diff old.pt new.safetensors       what is different
+  holdfast convert model.pt model.safetensors
+  holdfast edit model.pt small.pt --drop 'optimizer.*'
+"""
+
+SHOW = """\
+Show what is in a checkpoint: names, dtypes, shapes, sizes, ties, plain values, foreign objects. No tensor data is read.
+Layers of the same structure are shown once, as layers.[0-31].
+"""
+
+SHOW_EXAMPLES = """\
+examples:
+  holdfast show model.pt
+  holdfast show model.pt --filter '*.attn.*'
+  holdfast show model.pt --filter optimizer.param_groups
+  holdfast show model.safetensors --depth 2
+  holdfast show model.pt --json | jq '.tensors[].name'
+"""
+
+READ = """\
+Read tensors: print them as numpy does, or write them to a file. Only the bytes that are asked for are read.
+bfloat16 and the 8-, 6- and 4-bit floats are printed and written as float32, which holds them exactly.
+"""
+
+READ_EXAMPLES = """\
+examples:
+  holdfast read model.pt layers.0.weight
+  holdfast read model.pt layers.0.weight --slice '0:2, ::2, -1'
+  holdfast read model.pt layers.0.weight -o weight.npy
+  holdfast read model.pt 'layers.0.*' -o layer0.npz
+"""
+
+SCAN = """\
+Say what files would have done if a trusting loader had loaded them: each foreign global, how bad, and where.
+Nothing is loaded, imported or called to find out. In directories, what no loader would do anything with is skipped, and named.
+"""
+
+SCAN_EXAMPLES = """\
+exit codes:
+  0  clean: all of it was read, and nothing was found
+  1  something dangerous or suspicious (with --strict: or unknown), whatever else could not be read
+  2  nothing was found, but something could not be read to its end, or was refused
+  3  something unknown, and nothing worse was found
+  4  nothing scanned: no file that any loader would do anything with
+
+examples:
+  holdfast scan model.pt
+  holdfast scan ~/.cache/huggingface --strict
+  holdfast scan *.ckpt --json
+"""
+
+VERIFY = """\
+Check whole checkpoints against the checksums that they record, and name every damage: file, tensors, byte.
+Where none are recorded, the structure is checked and every byte is read.
+"""
+
+VERIFY_EXAMPLES = """\
+exit codes:
+  0  nothing is wrong
+  1  something is damaged
+  2  a file could not be opened or read
+
+examples:
+  holdfast verify model.pt
+  holdfast verify checkpoints/step-*
+  holdfast verify model/ --json
+"""
+
+DIFF = """\
+Compare two checkpoints of any formats: tensors added, removed, renamed and changed, and plain values.
+Tensors for which both files record the same checksum are not read.
+"""
+
+DIFF_EXAMPLES = """\
+exit codes, as those of diff(1):
+  0  the same
+  1  different
+  2  trouble
+
+examples:
+  holdfast diff old.pt new.pt
+  holdfast diff model.pt model.safetensors --exact
+  holdfast diff old.pt new.pt --json | jq '.changed[].name'
+"""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, as all errors here are."""
+
+    def error(self, message: str) -> NoReturn:
+        from holdfast.cli.text import escape
+
+        self.exit(2, f"holdfast: {escape(message)} (try: {self.prog} --help)\n")
+
+    def placed(self, kind: Callable[[str], str], text: str) -> str:
+        """An argument of a kind, as argparse would have taken it."""
+        try:
+            return kind(text)
+        except argparse.ArgumentTypeError as error:
+            self.error(f"argument DST: {error}")
+
+
+class Version(argparse.Action):
+    """`--version`; the version is looked up only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> NoReturn:
+        from holdfast import __version__
+
+        sys.stdout.write(f"holdfast {__version__}\n")
+        parser.exit()
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options; `run` is the function of the verb. Raises `SystemExit` as argparse does."""
+    whole = _parser()
+    options, late = whole.parse_known_args(_with_slices_joined(arguments))
+    # argparse settles an optional place as soon as an option comes: `edit SRC --drop x DST` leaves DST over.
+    more = [] if any(text.startswith("-") for text in late) else late
+    if more and getattr(options, "several", False):
+        options.models += more
+    elif len(more) == 1 and getattr(options, "dst", "") is None:
+        options.dst = whole.placed(values.target, more[0])
+    elif late:
+        whole.error(f"unrecognized arguments: {' '.join(late)}")
+    return options
+
+
+def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
+    """`--slice -2:` as `--slice=-2:`, because argparse takes `-2:` for an option."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1] in ("-s", "--slice") and "--" not in joined:
+            joined[-1] = f"--slice={argument}"
+        else:
+            joined.append(argument)
+    return joined
+
+
+def _parser() -> Parser:
+    whole = Parser(
+        prog="holdfast",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
+    whole.add_argument("--traceback", action="store_true", help="show where in Holdfast an error came from")
+    whole.set_defaults(run=lambda options: _help(whole))
+    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    _add_show(_verb(verbs, "show", "show what is in a checkpoint", SHOW, SHOW_EXAMPLES))
+    _add_read(_verb(verbs, "read", "print tensors, or write them as .npy or .npz", READ, READ_EXAMPLES))
+    _add_scan(_verb(verbs, "scan", "say what pickles would have done", SCAN, SCAN_EXAMPLES))
+    _add_verify(_verb(verbs, "verify", "check every byte against its checksum", VERIFY, VERIFY_EXAMPLES))
+    _add_diff(_verb(verbs, "diff", "say how two checkpoints differ", DIFF, DIFF_EXAMPLES))
+    convert.add_arguments(_verb(verbs, "convert", "write a checkpoint in another format", convert.DESCRIPTION, convert.EXAMPLES))
+    edit.add_arguments(_verb(verbs, "edit", "rename, drop, cast, set metadata", edit.DESCRIPTION, edit.EXAMPLES))
+    reshard.add_arguments(_verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", reshard.DESCRIPTION, reshard.EXAMPLES))
+    prune.add_arguments(_verb(verbs, "prune", "set weights to zero by rules", prune.DESCRIPTION, prune.EXAMPLES))
+    stats.add_arguments(_verb(verbs, "stats", "say what the numbers look like", stats.DESCRIPTION, stats.EXAMPLES))
+    package.add_arguments(_verb(verbs, "package", "several models in one checkpoint", package.DESCRIPTION, package.EXAMPLES))
+    tie.add_arguments(_verb(verbs, "tie", "find equal tensors, and store them once", tie.DESCRIPTION, tie.EXAMPLES))
+    compact.add_arguments(_verb(verbs, "compact", "drop bytes that no tensor reaches", compact.DESCRIPTION, compact.EXAMPLES))
+    return whole
+
+
+def _help(whole: argparse.ArgumentParser) -> int:
+    whole.print_help()
+    return 0
+
+
+def _verb(
+    verbs: argparse._SubParsersAction[Parser], name: str, short: str, description: str, examples: str
+) -> argparse.ArgumentParser:
+    return verbs.add_parser(
+        name,
+        help=short,
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+PATH_HELP = "a checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or a directory"
+JSON_HELP = "print one JSON document (its schema is in docs/cli.md)"
+QUIET_HELP = "no progress bar"
+
+
+def _add_show(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="PATH", type=values.path, help=PATH_HELP)
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
+    verb.add_argument("-d", "--depth", metavar="N", type=positive, help="levels of the tree to show")
+    verb.add_argument("-a", "--all", action="store_true", help="every line, with nothing folded or cut")
+    verb.add_argument("--ranks", action="store_true", help="draw which file holds which part of each tensor")
+    verb.add_argument("--sparsity", action="store_true", help="where the zeros of each tensor are; reads them all")
+    verb.add_argument("--json", action="store_true", help=JSON_HELP)
+    verb.set_defaults(run=_run_show)
+
+
+def _add_read(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("path", metavar="PATH", type=values.path, help=PATH_HELP)
+    verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors, or globs")
+    verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
+    verb.add_argument("-o", "--output", metavar="FILE", type=values.path, help="write .npy or .npz instead of printing")
+    verb.add_argument("--raw", action="store_true", help="with -o: keep the bits of types that numpy lacks, as unsigned integers")
+    verb.set_defaults(run=_run_read)
+
+
+def _add_scan(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="files, and directories to search")
+    verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
+    verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
+    verb.add_argument("--allow", metavar="FILE", type=values.path, help="patterns of module.name, one a line: shown, not counted")
+    form = verb.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help=JSON_HELP)
+    form.add_argument("--sarif", action="store_true", help="as SARIF 2.1.0")
+    verb.set_defaults(run=_run_scan)
+
+
+def _add_verify(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="checkpoints, files or directories")
+    verb.add_argument("-a", "--all", action="store_true", help="every damage")
+    verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
+    verb.add_argument("--json", action="store_true", help=JSON_HELP)
+    verb.set_defaults(run=_run_verify)
+
+
+def _add_diff(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("a", metavar="A", type=values.path, help=PATH_HELP)
+    verb.add_argument("b", metavar="B", type=values.path, help="another one")
+    verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
+    verb.add_argument("-a", "--all", action="store_true", help="every difference")
+    verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
+    verb.add_argument("--json", action="store_true", help=JSON_HELP)
+    verb.set_defaults(run=_run_diff)
+
+
+def _run_show(options: argparse.Namespace) -> int:
+    if options.ranks:
+        from holdfast.cli.ranks import run as draw
+
+        return draw(options.path, pattern=options.filter)
+    if options.sparsity:
+        from holdfast.cli.stats import run_sparsity
+
+        return run_sparsity(options.path, pattern=options.filter, everything=options.all, as_json=options.json)
+    from holdfast.cli.show import run
+
+    return run(options.path, pattern=options.filter, depth=options.depth, everything=options.all, as_json=options.json)
+
+
+def _run_read(options: argparse.Namespace) -> int:
+    from holdfast.cli.read import run
+
+    return run(options.path, options.names, index=options.slice, output=options.output, raw=options.raw)
+
+
+def _run_scan(options: argparse.Namespace) -> int:
+    from holdfast.cli.scan import run
+
+    return run(
+        options.paths, strict=options.strict, everything=options.all, as_json=options.json, as_sarif=options.sarif,
+        allow=options.allow,
+    )  # fmt: skip
+
+
+def _run_verify(options: argparse.Namespace) -> int:
+    from holdfast.cli.verify import run
+
+    return run(options.paths, everything=options.all, quiet=options.quiet, as_json=options.json)
+
+
+def _run_diff(options: argparse.Namespace) -> int:
+    from holdfast.cli.diff import run
+
+    return run(options.a, options.b, exact=options.exact, everything=options.all, quiet=options.quiet, as_json=options.json)

@@ -6,7 +6,7 @@ import argparse
 import os
 import time
 
-from holdfast.cli import places
+from holdfast.cli import values
 from holdfast.cli.planned import add_writing, carry_out, is_in_place, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
@@ -35,7 +35,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--in-place", action="store_true", help="with --replace: write it in place of the archive, atomically")
     archive = "put the weights into this archive; NAME= is its model, if it has several"
-    verb.add_argument("--replace", metavar="PT2", type=places.target, help=archive)
+    verb.add_argument("--replace", metavar="PT2", type=values.target, help=archive)
     verb.add_argument("--format", choices=("pt2", "native"), help="the format, whatever the suffix")
     verb.add_argument("--content", action="store_true", help="store equal tensors once, wherever they are; reads what looks equal")
     add_writing(verb)
@@ -76,7 +76,7 @@ def _package(options: argparse.Namespace) -> int:
 
 def _replace(options: argparse.Namespace) -> int:
     from holdfast.errors import Unsupported
-    from holdfast.rewrite.replace_weights import plan_replacement
+    from holdfast.rewrite.package import plan_replacement
 
     if options.content or options.format:
         raise Unsupported("--replace keeps the format and the sharing of the new weights; leave out --content and --format")

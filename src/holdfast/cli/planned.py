@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.cli import places
+from holdfast.cli import values
 from holdfast.cli.values import positive, size
 
 if TYPE_CHECKING:
-    from holdfast.cli.lines import Line
+    from holdfast.cli.text import Line
     from holdfast.rewrite.planned import Planned, Saved, Writing
 
     R = TypeVar("R", bound=Saved)
@@ -30,8 +30,8 @@ FORMATS = ("torch", "safetensors", "native")
 
 def add_place(verb: argparse.ArgumentParser) -> None:
     """The source and the target of a verb that may replace the one with the other."""
-    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", type=places.target, nargs="?", help="where to write; the suffix says the format")
+    verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
+    verb.add_argument("dst", metavar="DST", type=values.target, nargs="?", help="where to write; the suffix says the format")
     verb.add_argument("--in-place", action="store_true", help="write it in place of SRC, atomically")
 
 
@@ -85,8 +85,8 @@ def carry_out(
     `fields` begin the document of `--json`. `more` ends the line of what was written; `told` are all lines, where that line is not
     enough. `begin` is when the verb began, where that was before now.
     """
-    from holdfast.cli.lines import print_lines
     from holdfast.cli.progress import bar
+    from holdfast.cli.text import print_lines
 
     begin = time.perf_counter() if begin is None else begin
     with planned, bar(title, None if options.dry_run else planned.report.nbytes, quiet=options.quiet or options.json) as progress:
@@ -123,8 +123,7 @@ def _written_fields(done: Saved, seconds: float) -> dict[str, object]:
 
 def say(text: str) -> None:
     """Print text that may have names out of a file in it."""
-    from holdfast.cli.lines import print_lines
-    from holdfast.cli.text import clip, escape
+    from holdfast.cli.text import clip, escape, print_lines
 
     print_lines([(escape(clip(line, 2000)), "")] for line in text.split("\n"))
 

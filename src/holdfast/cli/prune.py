@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from holdfast.cli import places
+from holdfast.cli import values
 from holdfast.cli.planned import FORMATS, add_sparse, add_writing, carry_out, writing, written_lines
 
 if TYPE_CHECKING:
-    from holdfast.cli.lines import Line
+    from holdfast.cli.text import Line
     from holdfast.pruning.prune import Pruned
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
@@ -44,10 +44,10 @@ ROWS = 200
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", type=places.target, help="where to write; the suffix says the format")
+    verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
+    verb.add_argument("dst", metavar="DST", type=values.target, help="where to write; the suffix says the format")
     verb.add_argument("--rule", metavar="RULE", action="append", default=[], help="'*.weight: 2:4'; the first that matches decides")
-    verb.add_argument("--rules", metavar="FILE", type=places.path, help="a file of rules, one a line; # begins a comment")
+    verb.add_argument("--rules", metavar="FILE", type=values.path, help="a file of rules, one a line; # begins a comment")
     verb.add_argument("--format", choices=FORMATS, help="the format, whatever the suffix")
     masks = "write the masks too, into the directory DST; or only them, to DST"
     verb.add_argument("--masks", choices=("beside", "only"), help=masks)

@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.show import matcher, short_dtype
-from holdfast.cli.text import clip, escape, nbytes, plural
+from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.tensor import LazyTensor
 from holdfast.inspect.open import open as open_checkpoint

@@ -1,23 +1,53 @@
-"""`holdfast read`: tensors out of a checkpoint, onto the screen or into a file of numpy's."""
+"""`holdfast read`: tensors out of a checkpoint, onto the screen or into a file of numpy's.
+
+`.npy` knows only numpy's own types. An array of bfloat16 or float8 would be saved as nameless bytes (`|V2`) that
+nothing reads back, so such arrays are widened to float32, which holds each of their values exactly; `raw` keeps the
+bits, as unsigned integers.
+
+A file is written under a hidden name beside its target, synced, and renamed over it: an error leaves what was there
+before.
+
+What stands after `--slice`: numpy's basic index as text, read by a small parser and never evaluated.
+
+index  =  item { "," item } [ "," ]          optionally in brackets
+item   =  integer  |  [integer] ":" [integer] [ ":" [integer] ]  |  "..."  |  "None"  |  "newaxis"
+"""
 
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import sys
+import zipfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import EllipsisType
+from typing import BinaryIO
 
-from holdfast.cli.arrays import as_text, widens, write_npy, write_npz
-from holdfast.cli.lines import Line, print_lines
+import numpy as np
+
 from holdfast.cli.show import matcher
-from holdfast.cli.slices import parse_slice
-from holdfast.cli.text import escape, nbytes, plural
+from holdfast.cli.text import Line, escape, nbytes, plural, print_lines
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import BadTarget, located
+from holdfast.errors import BadIndex, BadTarget, Unsupported, located
 from holdfast.inspect.open import open as open_checkpoint
 
-__all__ = ["choose", "run", "show_tensors", "write_tensors"]
+__all__ = [
+    "Item",
+    "as_text",
+    "choose",
+    "parse_slice",
+    "plain_array",
+    "run",
+    "show_tensors",
+    "widens",
+    "write_npy",
+    "write_npz",
+    "write_tensors",
+]
 
 
 def run(path: Path, names: Sequence[str], *, index: str | None, output: Path | None, raw: bool) -> int:
@@ -94,3 +124,152 @@ def write_tensors(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], path: 
     if wider:
         how = "their bits as unsigned integers" if raw else "wider types that hold the same values (--raw keeps the bits)"
         yield [(f"note: numpy has no {', '.join(wider)}; saved as {how}", "note")]
+
+
+EDGE = 3
+"""Items at each end of a dimension that numpy shows of a large array (`np.get_printoptions()["edgeitems"]`)."""
+
+THRESHOLD = 1000
+"""Elements above which numpy summarises."""
+
+CORNERS = 256
+"""Corners that are read to show a summary: eight long dimensions. More only ever comes from an expanded view."""
+
+
+def widens(dtype: np.dtype[np.generic]) -> bool:
+    """Whether numpy itself lacks this type, so that it is shown and saved as a wider one."""
+    # ml_dtypes' types and our pair of halves are all of kind V, which is also what numpy would save them as.
+    return dtype.kind == "V"
+
+
+def plain_array(array: np.ndarray, *, raw: bool = False) -> np.ndarray:
+    """The array in a type that numpy can show and save: as it is, widened exactly, or with `raw` the bits as
+    integers.
+    """
+    if not widens(array.dtype):
+        return array
+    if raw:
+        return array.view(np.dtype(f"u{array.dtype.itemsize}"))
+    if array.dtype.names == ("real", "imag"):
+        out = np.empty(array.shape, np.complex64)
+        out.real, out.imag = array["real"], array["imag"]
+        return out
+    return array.astype(np.float32)
+
+
+def as_text(tensor: LazyTensor) -> str:
+    """The elements as `numpy.array2string` shows them. Of a large tensor only the corners that are shown are read."""
+    if tensor.size <= THRESHOLD:
+        return np.array2string(plain_array(tensor.numpy()), threshold=THRESHOLD, max_line_width=120)
+    return np.array2string(plain_array(_corners(tensor)), threshold=0, edgeitems=EDGE, max_line_width=120)
+
+
+def _corners(tensor: LazyTensor) -> np.ndarray:
+    """A small array that numpy summarises to the same text as the whole: both ends of each long dimension, a gap of
+    one between.
+    """
+    parts = [[slice(0, EDGE), slice(-EDGE, None)] if n > 2 * EDGE else [slice(None)] for n in tensor.shape]
+    if 2 ** sum(len(p) == 2 for p in parts) > CORNERS:
+        raise Unsupported("too many long dimensions to show at once: choose some with --slice", tensor=tensor.name)
+    out = np.zeros([min(n, 2 * EDGE + 1) for n in tensor.shape], tensor.dtype.numpy)
+    picks: list[tuple[slice, ...]] = [()]
+    for options in parts:
+        picks = [(*pick, option) for pick in picks for option in options]
+    for pick in picks:
+        tensor[pick].read(out=out[pick])
+    return out
+
+
+def write_npy(path: Path, tensor: LazyTensor, *, raw: bool = False) -> None:
+    """Save one tensor as `.npy`."""
+    array = plain_array(tensor.numpy(), raw=raw)
+    with _replacing(path) as file:
+        np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+
+
+def write_npz(path: Path, tensors: dict[str, LazyTensor], *, raw: bool = False) -> None:
+    """Save several tensors under their names as `.npz`, one at a time, so that memory holds one."""
+    for name in tensors:
+        _check_member(name)
+    with _replacing(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, tensor in tensors.items():
+            array = plain_array(tensor.numpy(), raw=raw)
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
+
+
+def _check_member(name: str) -> None:
+    """Refuse names that would make an archive whose files land elsewhere when somebody unpacks it."""
+    parts = name.replace("\\", "/").split("/")
+    try:
+        length = len(name.encode())
+    except UnicodeEncodeError:
+        length = 1 << 16
+    if name.startswith(("/", "\\")) or ".." in parts or "\0" in name or length > 65_000:
+        raise Unsupported(f"the name {name[:200]!r} cannot be a file in an .npz: write this tensor alone, as .npy")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block ends well, and disappears when it does not."""
+    hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(hidden, path)
+    except BaseException:
+        hidden.unlink(missing_ok=True)
+        raise
+
+
+Item = int | slice | EllipsisType | None
+
+INTEGER = re.compile(r"[+-]?[0-9]{1,18}")
+"""18 digits are below 2^63; no dimension is longer."""
+
+
+def parse_slice(text: str) -> tuple[Item, ...]:
+    """The index that a text says; raises `BadIndex` with the piece that is wrong.
+
+    >>> parse_slice("0:2, ::2, -1")
+    (slice(0, 2, None), slice(None, None, 2), -1)
+    >>> parse_slice("[..., None, 3]")
+    (Ellipsis, None, 3)
+    """
+    inside = text.strip()
+    if inside.startswith("[") and inside.endswith("]"):
+        inside = inside[1:-1].strip()
+    if not inside:
+        return ()
+    pieces = [piece.strip() for piece in inside.split(",")]
+    if pieces[-1] == "" and len(pieces) > 1:
+        pieces.pop()
+    return tuple(_item(piece, text) for piece in pieces)
+
+
+def _item(piece: str, text: str) -> Item:
+    if piece == "...":
+        return ...
+    if piece in ("None", "newaxis", "np.newaxis"):
+        return None
+    if ":" not in piece:
+        return _integer(piece, text)
+    bounds = piece.split(":")
+    if len(bounds) > 3:
+        raise BadIndex(f"cannot read the slice {text!r}: {piece!r} has more than two colons", found=piece)
+    start, stop, step = [_integer(b.strip(), text) if b.strip() else None for b in (*bounds, "")[:3]]
+    if step == 0:
+        raise BadIndex(f"cannot read the slice {text!r}: the step of {piece!r} is zero", found=piece)
+    return slice(start, stop, step)
+
+
+def _integer(piece: str, text: str) -> int:
+    if not INTEGER.fullmatch(piece):
+        raise BadIndex(
+            f"cannot read the slice {text!r}: {piece!r} is no integer, a:b:c, ... or None (as in '0:2, ::2, -1')",
+            found=piece,
+        )
+    return int(piece)

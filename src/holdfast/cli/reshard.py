@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli import places
+from holdfast.cli import values
 from holdfast.cli.planned import add_writing, carry_out, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
@@ -25,11 +25,11 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("src", metavar="SRC", type=places.path, help="a checkpoint of any format")
-    verb.add_argument("dst", metavar="DST", type=places.target, help="the directory to write")
+    verb.add_argument("src", metavar="SRC", type=values.path, help="a checkpoint of any format")
+    verb.add_argument("dst", metavar="DST", type=values.target, help="the directory to write")
     verb.add_argument("--mesh", metavar="NAME=N,…", required=True, help="the ranks: 'dp=2,tp=4'")
     verb.add_argument("--rule", metavar="RULE", action="append", default=[], help="how names are cut: '*.weight: tp=0'")
-    verb.add_argument("--plan", metavar="FILE", type=places.path, help="a file of rules, one a line; # begins a comment")
+    verb.add_argument("--plan", metavar="FILE", type=values.path, help="a file of rules, one a line; # begins a comment")
     add_writing(verb)
     verb.set_defaults(run=run)
 

@@ -18,11 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.fold import fold
-from holdfast.cli.lines import Line, guides, print_lines
-from holdfast.cli.outline import Branch, Leaf, Node, leaves, outline, total
-from holdfast.cli.survey import Survey, survey
-from holdfast.cli.text import clip, count, escape, nbytes, percent, plural, width
+from holdfast.cli.outline import Branch, Leaf, Node, Survey, fold, leaves, outline, survey, total
+from holdfast.cli.text import Line, clip, count, escape, guides, nbytes, percent, plural, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType

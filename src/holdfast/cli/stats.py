@@ -2,6 +2,12 @@
 
 layers.0.weight  bfloat16 [4096, 4096]  min -0.21  max 0.2  mean 1.2e-05  std 0.031  norm 127  zeros 12
                  ▁▁▁▂▃▅▇█▇▅▃▂▁▁▁
+
+The zeros of `holdfast show --sparsity` are drawn here as well: where the zeros of each tensor are. Every tensor is read, a few
+tiles at a time.
+
+layers.0.mlp.weight  bf16  [4096, 4096]   50.00%  2:4
+layers.1.mlp.weight  bf16  [4096, 4096]   90.01%  blocks of 16x16  3 dead rows
 """
 
 from __future__ import annotations
@@ -9,15 +15,17 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.cli import places
+from holdfast.cli import values
+from holdfast.cli.text import Line, clip, escape, guides, plural, print_lines, width
 
 if TYPE_CHECKING:
-    from holdfast.cli.lines import Line
+    from holdfast.inspect.sparsity import TensorSparsity
     from holdfast.inspect.stats import TensorStats
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "draw", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "draw", "run", "run_sparsity"]
 
 DESCRIPTION = """\
 Say what the numbers of each tensor look like. Every tensor is read, in parallel and in bounded memory. NaN and infinities are
@@ -39,10 +47,10 @@ ROWS = 200
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("path", metavar="PATH", type=places.path, help="a checkpoint of any format")
+    verb.add_argument("path", metavar="PATH", type=values.path, help="a checkpoint of any format")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
     verb.add_argument("--bins", metavar="N", type=_bins, default=32, help="bars of the histogram (32); 0 for none")
-    verb.add_argument("--threads", metavar="N", type=int, help="how many threads")
+    verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar")
     verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/pruning.md)")
@@ -57,7 +65,6 @@ def _bins(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.cli.lines import print_lines
     from holdfast.cli.progress import bar
     from holdfast.cli.show import matcher
     from holdfast.inspect.open import open as open_checkpoint
@@ -80,8 +87,6 @@ def run(options: argparse.Namespace) -> int:
 
 def lines(path: str, found: Sequence[TensorStats], most: int | None, bars: str) -> Iterator[Line]:
     """What is printed."""
-    from holdfast.cli.text import clip, escape, plural, width
-
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
     shown = found[:most]
     names = [escape(clip(row.name, 70)) for row in shown]
@@ -111,8 +116,6 @@ def draw(counts: Sequence[int], bars: str = BARS) -> str:
 
 
 def _bars() -> str:
-    from holdfast.cli.lines import guides
-
     return BARS if guides()[0].startswith("├") else PLAIN_BARS
 
 
@@ -137,3 +140,67 @@ def _document(row: TensorStats) -> dict[str, object]:
 def _number(value: float | None) -> float | None:
     """What is beyond float64, and with it beyond JSON, is null."""
     return value if value is not None and math.isfinite(value) else None
+
+
+def run_sparsity(path: Path, *, pattern: str | None, everything: bool, as_json: bool) -> int:
+    """The command; returns its exit code."""
+    from holdfast.cli.progress import bar
+    from holdfast.cli.show import LINES, matcher
+    from holdfast.inspect.open import open as open_checkpoint
+    from holdfast.inspect.sparsity import find_zeros
+
+    wanted = matcher("*" if pattern is None else pattern)
+    with open_checkpoint(path, threads=1) as checkpoint:
+        tensors = [checkpoint[name] for name in checkpoint if wanted(name)]
+        with bar("Reading", sum(tensor.nbytes for tensor in tensors), quiet=as_json) as progress:
+            found = find_zeros(tensors, progress=progress)
+        if as_json:
+            from holdfast.cli.document import print_json
+
+            print_json({"schema": 1, "path": checkpoint.path, "tensors": [_sparsity_document(row) for row in found]})
+        else:
+            print_lines(sparsity_lines(checkpoint.path, found, None if everything else LINES))
+    return 0
+
+
+def sparsity_lines(path: str, found: tuple[TensorSparsity, ...], most: int | None) -> Iterator[Line]:
+    """What is printed."""
+    size, zeros = sum(row.size for row in found), sum(row.zeros for row in found)
+    share = f"{100 * zeros / size:.2f}% of {size:,} elements are zero" if size else "no elements"
+    yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')} · {share}", "dim")]
+    shown = found[:most]
+    names = [escape(clip(row.name, 70)) for row in shown]
+    wide = max((width(name) for name in names), default=0)
+    shapes = max((len(str(list(row.shape))) for row in shown), default=0)
+    for name, row in zip(names, shown, strict=True):
+        line: Line = [
+            (name + " " * (wide - width(name)), "name"),
+            (f"  {row.dtype:<8}", "dtype"),
+            (f"  {list(row.shape)!s:<{shapes}}", "shape"),
+            (f"  {100 * row.zeros / row.size if row.size else 0:6.2f}%", "size"),
+        ]
+        if row.pattern:
+            line.append((f"  {row.pattern[0]}:{row.pattern[1]}", "value"))
+        if row.block:
+            line.append((f"  blocks of {row.block[0]}x{row.block[1]}", "value"))
+        if row.dead_rows:
+            line.append((f"  {plural(row.dead_rows, 'dead row')}", "note"))
+        if row.dead_columns:
+            line.append((f"  {plural(row.dead_columns, 'dead column')}", "note"))
+        yield line
+    if len(shown) < len(found):
+        yield [(f"… {len(found) - len(shown):,} more: use --filter or --all", "dim")]
+
+
+def _sparsity_document(row: TensorSparsity) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "dtype": row.dtype,
+        "shape": list(row.shape),
+        "size": row.size,
+        "zeros": row.zeros,
+        "pattern": list(row.pattern) if row.pattern else None,
+        "block": list(row.block) if row.block else None,
+        "dead_rows": row.dead_rows,
+        "dead_columns": row.dead_columns,
+    }

@@ -1,15 +1,22 @@
-"""Text for people: names made safe for a terminal, sizes and counts made short.
+"""Text for people: names made safe for a terminal, sizes and counts made short; lines of styled text.
 
 Everything that comes out of a file is hostile text. A tensor may be called `\\x1b[2J` (clear the screen), may hold a
 bidi mark that makes `exe.tp` look like `pt.exe`, or a newline that forges a line of output. `escape` makes all of
 that visible. It does not double backslashes, so it is for reading and not for parsing: the exact text is in `--json`.
+
+A line is a list of spans; a span is escaped text and the name of a style. To a terminal they go in colours, into a pipe
+or a file as plain text, and never wrapped. No markup is ever parsed, so nothing in a file can pose as markup.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from collections.abc import Iterable
+from typing import TextIO
 
-__all__ = ["clip", "count", "escape", "nbytes", "percent", "plural", "width"]
+__all__ = ["Line", "Span", "clip", "count", "escape", "guides", "nbytes", "percent", "plain", "plural", "print_lines", "width"]
 
 INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Letters and marks (to Unicode, and so to `str.isprintable`) that take no room: the default-ignorable ones of
@@ -112,3 +119,62 @@ def percent(part: int, whole: int) -> str:
         return "100%"
     share = 100 * part / whole
     return "<1%" if share < 0.5 else ">99%" if share >= 99.5 else f"{share:.0f}%"
+
+
+Span = tuple[str, str]
+"""Escaped text, and a key of `STYLES`; an empty one means unstyled."""
+
+Line = list[Span]
+
+STYLES = {
+    "title": "1",
+    "dim": "2",
+    "group": "1;36",
+    "dtype": "32",
+    "size": "36",
+    "value": "33",
+    "tie": "35",
+    "foreign": "31",
+    "note": "33",
+    "dangerous": "1;31",
+    "suspicious": "1;33",
+    "unknown": "34",
+    "known": "2",
+    "error": "1;31",
+    "clean": "32",
+}
+"""The sixteen colours that every terminal has, in its own shades: 1 bold, 2 faint, 31 red, 32 green, 33 yellow, 34 blue, …"""
+
+
+def plain(line: Line) -> str:
+    """The text of a line, without spaces at its end."""
+    return "".join(text for text, _ in line).rstrip()
+
+
+def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
+    """Write lines to standard output, or to `file`."""
+    out = sys.stdout if file is None else file
+    render = _coloured if _takes_colours(out) else plain
+    for line in lines:
+        out.write(render(line) + "\n")
+    out.flush()
+
+
+def guides(file: TextIO | None = None) -> tuple[str, str, str, str]:
+    """The pieces that trees are drawn with: branch, last branch, bar, gap; in ASCII where the output has no others."""
+    encoding = (sys.stdout if file is None else file).encoding or "ascii"
+    try:
+        "├─└│…×·".encode(encoding)
+    except (UnicodeEncodeError, LookupError):
+        return ("|- ", "`- ", "|  ", "   ")
+    return ("├─ ", "└─ ", "│  ", "   ")
+
+
+def _coloured(line: Line) -> str:
+    """The text of a line with the terminal's own colours around its spans."""
+    return "".join(f"\x1b[{code}m{text}\x1b[0m" if text and (code := STYLES.get(style)) else text for text, style in line)
+
+
+def _takes_colours(out: TextIO) -> bool:
+    """Whether colours are wanted there: a terminal that knows them, and no NO_COLOR (https://no-color.org)."""
+    return out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM", "dumb") != "dumb"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from holdfast.cli.planned import add_place, add_writing, carry_out, is_in_place, say, writing
 
 if TYPE_CHECKING:
-    from holdfast.rewrite.tie import Tied
+    from holdfast.rewrite.share import Tied
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -36,7 +36,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
-    from holdfast.rewrite.tie import plan_tie
+    from holdfast.rewrite.share import plan_tie
 
     begin = time.perf_counter()
     total = os.path.getsize(options.src) if options.src.is_file() else None

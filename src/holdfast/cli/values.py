@@ -1,10 +1,14 @@
-"""Numbers and pairs on the command line, as `type=` of an argument."""
+"""Numbers, pairs and paths on the command line, as `type=` of an argument.
+
+A path is what `holdfast.stores.paths` makes of it, or its sentence.
+"""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-__all__ = ["pair", "positive", "size"]
+__all__ = ["pair", "path", "positive", "size", "target"]
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -31,3 +35,19 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
     return int(text)
+
+
+def path(text: str) -> Path:
+    """Something to read, or a file to write."""
+    return Path(target(text))
+
+
+def target(text: str) -> str:
+    """Where to write a checkpoint: as text, since a slash at its end says that it is a directory."""
+    from holdfast.errors import BadPath
+    from holdfast.stores.paths import local_path
+
+    try:
+        return local_path(text)
+    except BadPath as error:
+        raise argparse.ArgumentTypeError(error.message) from None

@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.cli.lines import Line, print_lines
 from holdfast.cli.progress import bar
-from holdfast.cli.text import clip, escape, nbytes, plural
+from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
 from holdfast.inspect.verify import Damage, Problem, VerifyReport, verify
 
 __all__ = ["run", "verify_document", "verify_lines"]

@@ -32,15 +32,12 @@ from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import SavePlan
-from holdfast.pruning.jobs import Job, assign, conflicts
 from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
-from holdfast.pruning.loss import Loss, loss_of_counts, weighing
-from holdfast.pruning.masked import Masked
-from holdfast.pruning.rules import Block, Global, Groups, Magnitude, Random, Rule, parse_rule, tensor_seed
-from holdfast.pruning.select_masks import GroupMask, Mask, block_mask, threshold_masks
-from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save
+from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
+from holdfast.pruning.rules import Block, Global, Groups, Job, Magnitude, Random, Rule, assign, conflicts, parse_rule, tensor_seed
+from holdfast.pruning.select import GroupMask, Mask, block_mask, threshold_masks
+from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
 from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
-from holdfast.rewrite.rehearse import rehearse
 from holdfast.rewrite.state import describe_state, map_tensors
 from holdfast.stores.paths import local_path
 

@@ -35,7 +35,7 @@ from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.files import Contents, DcpIndex, Part, RankFile, Receipt, index_files, is_part, rank_files
 from holdfast.ranks.together import Together
-from holdfast.rewrite.rehearse import Outline, check_holds, described
+from holdfast.rewrite.formats import Outline, check_holds, described
 from holdfast.stores.files import OsFiles, make_parents
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore

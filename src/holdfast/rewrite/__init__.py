@@ -1,13 +1,15 @@
 """The verbs that write: from sources to a `State`, a change of it, a plan in a format, and one commit.
 
-state, stateful  what a caller hands over, as a `State`
-transform, cast  changes of a state: keep, drop, rename, other dtypes
-formats          the format of a path, and the plan of a state in it
-rehearse         the plan is opened by the reader before it is written
+state            what a caller hands over, as a `State`
+transform        changes of a state: keep, drop, rename, other dtypes
+rejoin           tensors that shared a storage before a format copied them share it again
+formats          the format of a path, and the plan of a state in it, opened by the reader before it is written
 planned          what a verb is going to do: `Planned`, `Writing`, the result `Saved`; writes a plan and publishes it
-save             a state; `convert`, `edit`: a checkpoint, with changes on the way
-tie, compact     sharing found again, or bytes dropped (`places`, `rejoin`)
-package          several models in one checkpoint (`models`, `alias_graph`, `replace_weights`)
+save             a state
+convert          a checkpoint in another format (`convert`), or with changes (`edit`)
+share            sharing found again (`tie`), or bytes dropped (`compact`)
+alias_graph      which tensors are the same bytes
+package          several models in one checkpoint, or other weights in one (`replace_weights`); `models` says what is in it
 reshard          cut for a mesh of ranks
 
 Every verb is a `plan_…` that gives a `Planned`, and its `carry_out`; so is `pruning.prune`.

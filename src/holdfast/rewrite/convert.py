@@ -3,12 +3,18 @@
 Blocks go from file to file: read, summed, written. What the source records of its own checksums is compared with what was read;
 what was written is read back and compared with what was meant, before anything is published. Memory is bounded by the number
 of threads times a few blocks, whatever the checkpoint's size; `max_memory` chooses the block.
+
+
+`edit`: rename, drop, keep, cast, set metadata: a new checkpoint, beside the old one or in its place.
+
+An edit is a conversion to the same format. In place, the old file is read while the new one is written beside it, and one rename
+puts the new one there: a reader sees the old or the new, and a failure leaves the old.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
@@ -25,15 +31,14 @@ from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.reads import plan_reads
 from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.cast import Losses
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import Selection, select
-from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
+from holdfast.rewrite.planned import Planned, Saved, Writing, destination, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
-from holdfast.rewrite.transform import Edits, dtype_named, transform
+from holdfast.rewrite.transform import Edits, Losses, dtype_named, transform
 from holdfast.stores.paths import local_path
 
-__all__ = ["MAX_MEMORY", "Conversion", "convert", "lay_out_conversion", "plan_conversion"]
+__all__ = ["MAX_MEMORY", "Conversion", "convert", "edit", "lay_out_conversion", "metadata_changes", "plan_conversion", "plan_edit"]
 
 MAX_MEMORY = "1GiB"
 """What a conversion keeps to unless told otherwise."""
@@ -196,3 +201,78 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     stand_in = np.broadcast_to(np.empty((), tensor.dtype.numpy), tensor.shape)
     plan = plan_reads([Request(tensor, stand_in)])
     return plan.read_nbytes, max(plan.read_nbytes - plan.wanted_nbytes, 0)
+
+
+def edit(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    *,
+    in_place: bool = False,
+    keep: Sequence[str] = (),
+    drop: Sequence[str] = (),
+    rename: Sequence[tuple[str, str]] = (),
+    dtype: str | None = None,
+    set_metadata: Mapping[str, str] | None = None,
+    unset_metadata: Sequence[str] = (),
+    tensors_only: bool = False,
+    max_shard_size: int | str | None = None,
+    format: str | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    read_back: bool = True,
+    max_memory: int | str | None = MAX_MEMORY,
+    dry_run: bool = False,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Conversion:
+    """Change a checkpoint: as a new one at `dst`, whose suffix may ask for another format, or in its place (`in_place=True`).
+
+    Patterns and `dtype` are as in `convert`. `set_metadata` and `unset_metadata` change the text that safetensors and native
+    directories carry about themselves. `overwrite` is about `dst`; in place, the source is replaced, atomically. With
+    `dry_run=True` nothing is written.
+
+    Raises `CannotHold` with every problem where the edits do not fit, `NotCommitted` where nothing changed.
+    """
+    planned = plan_edit(
+        src, dst, in_place=in_place or (dst is None and dry_run), format=format,
+        edits=Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only),
+        metadata=metadata_changes(set_metadata or {}, unset_metadata),
+        max_shard_size=None if max_shard_size is None else byte_count(max_shard_size),
+        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits,
+    )  # fmt: skip
+    return planned.carry_out(dry_run=dry_run, progress=progress)
+
+
+def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict[str, str | None]:
+    """What is to be set, and None for what is to go."""
+    removed = tuple(removed)
+    both = [key for key in removed if key in changed]
+    if both:
+        raise CannotHold("these edits do not fit each other", [f"the metadata {key!r} is set and taken out" for key in both])
+    return {**changed, **dict.fromkeys(removed)}
+
+
+def plan_edit(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    *,
+    in_place: bool,
+    edits: Edits,
+    metadata: Mapping[str, str | None],
+    format: str | None = None,
+    max_shard_size: int | None = None,
+    writing: Writing,
+    limits: Limits | None = None,
+) -> Planned[Conversion]:
+    """Lay out an edit."""
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(src, threads=1, limits=limits))
+        if not edits and not metadata:
+            raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set", file=source.path)
+        where = destination(source, dst, in_place=in_place, format=format, writing=writing)
+        planned = lay_out_conversion(
+            source, where.path, format=where.format, edits=edits, metadata=metadata,
+            options=Options(max_shard_size, keep_tree=True), writing=where.writing, limits=limits,
+        )  # fmt: skip
+        return replace(planned, sources=stack.pop_all())

@@ -30,8 +30,7 @@ from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import NotCommitted, StoreError, Unsupported
 from holdfast.plan.saves import FilePlan, SavePlan
-from holdfast.rewrite.formats import NAMES, is_replaceable
-from holdfast.rewrite.rehearse import rehearse
+from holdfast.rewrite.formats import NAMES, is_replaceable, rehearse
 from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.paths import local_path
@@ -264,7 +263,7 @@ def write_plan(
 ) -> Mapping[str, int]:
     """Write a plan and publish it. Gives the CRC-32 of each stored piece.
 
-    First of all the plan is given to the reader (`rewrite.rehearse`): what would not open again is refused with `CannotHold` while
+    First of all the plan is given to the reader (`formats.rehearse`): what would not open again is refused with `CannotHold` while
     nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
     `before_commit` has the last word: what it raises keeps everything as it was.
     """

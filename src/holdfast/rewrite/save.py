@@ -2,7 +2,7 @@
 
 1. The state is described: every tensor a lazy tensor, nothing copied (rewrite/state.py).
 2. The format lays out every byte (rewrite/formats.py); what it cannot hold is refused now, all of it, before a file exists.
-3. The reader opens the plan (rewrite/rehearse.py); what it would refuse is refused now as well.
+3. The reader opens the plan (`rehearse`, there); what it would refuse is refused now as well.
 4. The plan is written beside the target and published by one rename (engine/write.py, engine/commit/transactions.py).
 """
 

@@ -43,7 +43,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.rewrite.stateful import Stateful
+from holdfast.rewrite.state import Stateful
 from holdfast.stores.paths import local_path
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of

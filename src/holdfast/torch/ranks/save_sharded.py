@@ -11,7 +11,7 @@ import torch.distributed as dist
 from holdfast.core.tensor import LazyTensor
 from holdfast.ranks.files import FORMATS
 from holdfast.rewrite.formats import check_sparse
-from holdfast.rewrite.stateful import Stateful, state_dicts
+from holdfast.rewrite.state import Stateful, state_dicts
 from holdfast.stores.paths import local_path
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import DEADLINE, ranks_of

@@ -1,6 +1,6 @@
 """What one rank asks of a checkpoint: every leaf of its state, what the checkpoint has for it, and what speaks against it.
 
-1. The state is walked. Objects with a state (`rewrite/stateful`) are asked for their state dict, which is filled like any other and
+1. The state is walked. Objects with a state (`rewrite/state`) are asked for their state dict, which is filled like any other and
    handed to them in the end; an optimizer that has not made its tensors yet gets them here (`make_state`).
 2. Leaves are matched with the checkpoint as `load_into` matches the places of a module (`modules/match`).
 3. A name that the checkpoint has once for each rank stands for this rank's (`ranks/per_rank`).
@@ -27,7 +27,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
-from holdfast.rewrite.stateful import Stateful, is_stateful, stateful_keys
+from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.fill import Fill

@@ -18,7 +18,7 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.engine.casting import OUTCOMES, count_losses
-from holdfast.rewrite.cast import Losses
+from holdfast.rewrite.transform import Losses
 from holdfast.torch.tensors.from_lazy import array_of, carrier_dtype
 
 __all__ = ["CastLosses", "Fill", "Part", "boxes", "copy_values", "flat", "in_file_order", "parts_of"]

@@ -1,4 +1,6 @@
-"""`tie`: tensors that hold the same become one again, where a conversion or a tool stored each of them by itself.
+"""Checkpoints written again with other places for their tensors: `tie` finds sharing again, `compact` drops bytes.
+
+`tie`: tensors that hold the same become one again, where a conversion or a tool stored each of them by itself.
 
 1. `alias_graph(by="content")` finds them; it compares bytes, not only checksums.
 2. A tensor that is alone in its storage becomes the first one of its group, under its own name.
@@ -7,32 +9,45 @@
 
     before   base.emb [A]      tuned.emb [A']     tuned.rows ⊂ A'          A = A', byte by byte
     after    base.emb [A]      tuned.emb [A]      tuned.rows ⊂ A
+
+`compact`: a checkpoint without the bytes that no tensor reaches, such as the 2.4 GB parent of a view of ten rows.
+
+    storage   │ · · · · a a a a · · · · · · · · b b · · │       a and b were views of it, and have no byte in common
+    compact   │ a a a a │ b b │
+
+1. Tensors of one storage that overlap, or touch, belong together; each such island is a storage of its own.
+2. The checkpoint is written again in its format, each island once. What is tied stays tied, and views of each other stay views.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Storage, in_c_order
+from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
-from holdfast.core.sharing import View, identity
+from holdfast.core.sharing import Island, Span, View, identity, islands
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
+from holdfast.errors import Unsupported
+from holdfast.formats.pt2.replace import lay_out_replaced
+from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.formats.strict_json import quoted
+from holdfast.formats.torch.write import archive_name
 from holdfast.inspect.open import Openable, opened
+from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.alias_graph import AliasGraph, AliasGroup, find_aliases
-from holdfast.rewrite.models import weights_of
-from holdfast.rewrite.places import plan_rewrite
-from holdfast.rewrite.planned import Planned, Saved, Writing, destination, planned_fields, stores_of
+from holdfast.rewrite.formats import Options, format_for, plan_save
+from holdfast.rewrite.models import programs_of, state_of, weights_of
+from holdfast.rewrite.planned import Destination, Planned, Saved, Writing, destination, planned_fields, stores_of
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.state import describe_state, map_tensors
 
-__all__ = ["Tied", "TiedState", "plan_tie", "tie", "tie_state"]
+__all__ = ["Compacted", "Tied", "TiedState", "compact", "plan_compact", "plan_rewrite", "plan_tie", "tie", "tie_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,3 +249,125 @@ def _covers(tensor: LazyTensor) -> bool:
     (chunk,) = tensor.chunks
     dense = not chunk.offset and in_c_order(tensor.shape, chunk.strides, tensor.dtype.bits)
     return dense and chunk.storage.nbytes == tensor.nbytes and chunk.storage.byteorder == "little"
+
+
+WIDEST_NBYTES = 16
+"""Bytes of the widest element: islands begin at multiples of it, so that every view begins with a whole element."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compacted(Saved):
+    """What `compact` did, or would do."""
+
+    source: str
+    before_nbytes: int
+    """Bytes of the files that were read."""
+
+    @property
+    def dropped_nbytes(self) -> int:
+        """How much smaller it became."""
+        return max(self.before_nbytes - self.nbytes, 0)
+
+    def _told(self) -> list[str]:
+        would = "went" if self.done else "would go"
+        return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._told(self)]
+
+
+def compact(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None = None,
+    *,
+    in_place: bool = False,
+    format: str | None = None,
+    overwrite: bool = False,
+    durable: bool = True,
+    read_back: bool = False,
+    max_memory: int | str | None = None,
+    dry_run: bool = False,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Compacted:
+    """Write a checkpoint again without what no tensor reaches: at `dst`, or in its place, atomically (`in_place=True`).
+
+    Raises `Unsupported` for a format that can be read and not written, where no other path is given.
+    """
+    writing = Writing(overwrite, durable, threads, read_back, max_memory)
+    planned = plan_compact(src, dst, in_place=in_place or (dst is None and dry_run), format=format, writing=writing, limits=limits)
+    return planned.carry_out(dry_run=dry_run, progress=progress)
+
+
+def plan_compact(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    *,
+    in_place: bool,
+    format: str | None = None,
+    writing: Writing,
+    limits: Limits | None = None,
+) -> Planned[Compacted]:
+    """Lay out a checkpoint without what no tensor reaches."""
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
+        where = destination(source, dst, in_place=in_place, format=format, writing=writing, writable=("pt2",))
+        described = describe_state(source, limits=limits)
+        plan = plan_rewrite(source, _islands(described), where)
+        report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
+        return Planned(plan, report, where.writing, stores_of(described), stack.pop_all())
+
+
+def _islands(state: State) -> State:
+    """A state in which no storage holds more than its tensors reach without a gap."""
+    reached: dict[Storage, list[Span[None]]] = {}
+    for tensor in state.tensors.values():
+        for chunk in tensor.chunks:
+            start, stop = chunk.extent(tensor.dtype)
+            if start < stop:
+                reached.setdefault(chunk.storage, []).append((start - start % WIDEST_NBYTES, stop, None))
+    found = {storage: islands(spans, touching=True) for storage, spans in reached.items()}
+    made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
+
+    def change(tensor: LazyTensor) -> LazyTensor:
+        if id(tensor) not in made:
+            chunks = tuple(_on_island(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
+            made[id(tensor)] = tensor, tensor if chunks == tensor.chunks else replace(tensor, chunks=chunks)
+        return made[id(tensor)][1]
+
+    tensors = {name: change(tensor) for name, tensor in state.tensors.items()}
+    return replace(state, tree=map_tensors(state.tree, change), tensors=tensors)
+
+
+def _on_island(chunk: Chunk, tensor: LazyTensor, found: Sequence[Island[None]]) -> Chunk:
+    start, stop = chunk.extent(tensor.dtype)
+    # A packed storage is kept whole: torch pads its rows. One island is what every writer makes of it by itself.
+    if len(found) < 2 or start == stop or tensor.dtype.packed:
+        return chunk
+    low, high = next((island.start, island.stop) for island in found if island.start <= start and stop <= island.stop)
+    storage = replace(chunk.storage, start=chunk.storage.start + low, nbytes=high - low, crc32=None)
+    return replace(chunk, storage=storage, offset=chunk.offset - low * 8)
+
+
+def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePlan:
+    """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
+    if where.format == "pt2" or (where.format is None and where.path.lower().endswith(".pt2")):
+        return _plan_pt2(source, state, where.path)
+    options = Options(keep_tree=True)
+    if source.format == "pt2":
+        # Only its weights were looked at; what stands beside them in the tree is written as well.
+        state = state_of(state.tree, dict(state.metadata))
+    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options)
+    left = (f"left out of model {model!r}: the program" for model in programs_of(source))
+    return replace(plan, notes=(*left, *plan.notes))
+
+
+def _plan_pt2(source: Checkpoint, state: State, target: str) -> SavePlan:
+    name = archive_name(target)
+    if source.format != "pt2":
+        return lay_out_pt2(models_of(replace(state, tree={"model": state.tree})), name=name)
+    models = weights_of(source, state.tree)
+    if not any(models.values()):
+        raise Unsupported("this package has no weights", file=source.path)
+    plain = {model: weights for model, weights in models.items() if all(t.traits.subclass is None for t in weights.values())}
+    kept = [f"model {model!r} has weights that are pickled objects, and keeps them all" for model in models if model not in plain]
+    plan = lay_out_replaced(source.source, plain, name=name)
+    return replace(plan, notes=(*kept, *plan.notes))
