@@ -78,7 +78,7 @@ def pruned(rule: str, masks: str | None = None) -> Callable[[Path], object]:
 
         out = path.with_name("pruned.safetensors" if masks is None else "pruned")
         try:
-            return holdfast.prune(path, out, ["*norm*: keep", f"*: {rule}"], masks=masks, durable=False)
+            return holdfast.prune(path, out, ["*norm*: keep", f"*: {rule}"], masks=masks, durable=False, read_back=False)
         finally:
             shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from holdfast.inspect.diff import Diff, diff
     from holdfast.inspect.open import open, read
     from holdfast.inspect.scan import ScanReport, scan
-    from holdfast.inspect.sparsity import TensorSparsity, sparsity
-    from holdfast.inspect.stats import TensorStats, stats
+    from holdfast.inspect.sparsity import SparsityReport, TensorSparsity, sparsity
+    from holdfast.inspect.stats import StatsReport, TensorStats, stats
     from holdfast.inspect.verify import VerifyReport, verify
     from holdfast.pruning.prune import Pruned, prune
     from holdfast.rewrite.alias_graph import AliasGraph, alias_graph
@@ -58,6 +58,8 @@ _WHERE = {
     "Pruned": "pruning.prune",
     "Saved": "rewrite.planned",
     "ScanReport": "inspect.scan",
+    "SparsityReport": "inspect.sparsity",
+    "StatsReport": "inspect.stats",
     "Storage": "core.chunk",
     "TensorSparsity": "inspect.sparsity",
     "TensorStats": "inspect.stats",
@@ -104,6 +106,8 @@ __all__ = [
     "Pruned",
     "Saved",
     "ScanReport",
+    "SparsityReport",
+    "StatsReport",
     "Storage",
     "TensorSparsity",
     "TensorStats",

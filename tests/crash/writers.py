@@ -152,7 +152,7 @@ def writer_of(name: str, format: str, *, directory: bool, split: int | None = No
 
     def save(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
         plan = plan_of(path, version, format, split, sparse)
-        write_plan(plan, path, Writing(overwrite, durable, threads=1), files=files)
+        write_plan(plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files)
 
     def read(path: Path) -> int:
         with holdfast.open(path) as checkpoint:

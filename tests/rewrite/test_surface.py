@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.cli.main import parse
+from holdfast.cli.planned import writing
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
-from holdfast.rewrite import planned
+from holdfast.pruning import prune
+from holdfast.rewrite import formats, package, planned, share
 from holdfast.stores.local import LocalStore
 
 W = np.arange(4096, dtype=np.float32).reshape(64, 64)
@@ -71,6 +74,10 @@ def test_the_parameters(verb):
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
     assert parameters["overwrite"].default is (None if verb == "save" else False)
     assert parameters["durable"].default is True
+    # What makes a checkpoint of a checkpoint reads back and keeps to a budget; what saves states does not.
+    states = verb in ("save", "package")
+    assert parameters["read_back"].default is not states
+    assert parameters["max_memory"].default == (None if states else planned.MAX_MEMORY)
     assert parameters["dry_run"].default is False
     assert ("in_place" in names) == (verb in IN_PLACE)
 
@@ -103,6 +110,36 @@ def test_what_is_there_is_refused(verb, source, target):
     assert VERBS[verb](source if verb != "save" else STATE, target, overwrite=True).done
 
 
+def test_what_is_there_is_refused_before_the_source_is_read(verb, source, target, monkeypatch):
+    def read(*rest, **more):
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(share, "tie_state", read)
+    monkeypatch.setattr(package, "tie_state", read)
+    monkeypatch.setattr(prune.Pruning, "measure", read)
+    monkeypatch.setattr(formats, "choose", read)
+    options = {"save": {"format": "native", "sparse": "auto"}, "convert": {"format": "native", "sparse": "auto"}}.get(verb, {})
+    options |= {"deduplicate": "content"} if verb == "package" else {}
+    target.mkdir() if "sparse" in options or verb == "reshard" else target.write_bytes(b"something")
+    with pytest.raises(NotCommitted, match="exists; pass overwrite=True"):
+        VERBS[verb](source if verb != "save" else STATE, target, **options)
+    with pytest.raises(NotCommitted, match="folder to save into"):
+        VERBS[verb](source if verb != "save" else STATE, target.parent / "none" / target.name, **options)
+
+
+def test_the_command_line_has_the_same_defaults(verb):
+    if verb in ("save", "replace_weights"):
+        pytest.skip("no command of its own")
+    words = {"package": ["m=a.pt", "b.pt2"], "reshard": ["a.pt", "b", "--mesh", "tp=2"]}.get(verb, ["a.pt", "b.pt"])
+    parameters = inspect.signature(getattr(holdfast, verb)).parameters
+    told = writing(parse([verb, *words]))
+    for name in ("overwrite", "durable", "read_back", "max_memory", "dry_run", "threads"):
+        assert getattr(told, name) == parameters[name].default, name
+    other = writing(parse([verb, *words, "--no-read-back", "--max-memory", "200MiB"]))
+    assert (other.read_back, other.max_memory) == (False, 200 << 20)
+    assert writing(parse([verb, *words, "--read-back"])).read_back
+
+
 def test_a_source_may_be_open_and_stays_so(verb, source, target):
     with holdfast.open(source) as opened:
         VERBS[verb](opened, target)
@@ -112,8 +149,8 @@ def test_a_source_may_be_open_and_stays_so(verb, source, target):
 
 
 def test_a_source_may_be_bytes(verb, source, target):
-    if verb in ("save", "package"):
-        pytest.skip("its source is a state, or models by their names")
+    if verb == "save":
+        pytest.skip("its source is a state")
     assert VERBS[verb](source.read_bytes(), target).done
 
 
@@ -213,6 +250,9 @@ def test_what_the_command_line_can_do(tmp_path):
         for src in (path, opened, path.read_bytes()):
             assert {row.name: row.zeros for row in holdfast.sparsity(src, "[wz]", max_memory="200MiB")} == {"w": 1, "z": 16}
             assert [row.maximum for row in holdfast.stats(src, "w", max_memory="200MiB", threads=2)] == [4095.0]
+            for report in (holdfast.sparsity(src), holdfast.stats(src)):
+                assert (report.format, len(report), report[0].name) == ("torch-zip", 3, "w")
+                assert tuple(report) == report.tensors
             graph = holdfast.alias_graph(src, by="content", max_memory="200MiB")
             assert [[member.name for member in group.members] for group in graph.groups] == [["w", "v"]]
             assert holdfast.verify(src, max_memory="200MiB").ok

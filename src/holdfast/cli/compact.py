@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.planned import add_place, add_writing, carry_out, is_in_place, writing
+from holdfast.cli.planned import add_place, add_writing, carry_out, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.cli.text import nbytes
     from holdfast.rewrite.share import plan_compact
 
-    planned = plan_compact(options.src, options.dst, in_place=is_in_place(options), writing=writing(options))
+    planned = plan_compact(options.src, options.dst, in_place=options.in_place, writing=writing(options))
     return carry_out(
         planned, "Compacting", options, more=lambda done, seconds: f", {nbytes(done.dropped_nbytes)} less",
         fields=lambda done: {

@@ -31,8 +31,6 @@ examples:
   holdfast convert heads.pt2 classify.safetensors --model classify               its state dict, without the program
 """
 
-BUDGET = 1 << 30
-
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
@@ -44,7 +42,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
     verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
     add_sparse(verb)
-    add_writing(verb, budget=BUDGET, read_back=True)
+    add_writing(verb)
     verb.set_defaults(run=run)
 
 

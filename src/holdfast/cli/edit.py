@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from holdfast.cli.convert import BUDGET, add_edits, conversion_fields, edits_of, rate
-from holdfast.cli.planned import add_place, add_writing, carry_out, is_in_place, writing
+from holdfast.cli.convert import add_edits, conversion_fields, edits_of, rate
+from holdfast.cli.planned import add_place, add_writing, carry_out, writing
 from holdfast.cli.values import pair
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
@@ -32,7 +32,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     add_edits(verb)
     verb.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], type=pair, help="set metadata")
     verb.add_argument("--unset", metavar="KEY", action="append", default=[], help="take metadata out")
-    add_writing(verb, budget=BUDGET, read_back=True)
+    add_writing(verb)
     verb.set_defaults(run=run)
 
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.rewrite.convert import metadata_changes, plan_edit
 
     planned = plan_edit(
-        options.src, options.dst, in_place=is_in_place(options), format=options.format, edits=edits_of(options),
+        options.src, options.dst, in_place=options.in_place, format=options.format, edits=edits_of(options),
         metadata=metadata_changes(dict(options.set), options.unset), max_shard_size=options.max_shard_size,
         writing=writing(options),
     )  # fmt: skip

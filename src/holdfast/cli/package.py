@@ -7,7 +7,7 @@ import os
 import time
 
 from holdfast.cli import values
-from holdfast.cli.planned import add_writing, carry_out, is_in_place, writing
+from holdfast.cli.planned import add_writing, carry_out, writing
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -38,7 +38,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--replace", metavar="PT2", type=values.target, help=archive)
     verb.add_argument("--format", choices=("pt2", "native"), help="the format, whatever the suffix")
     verb.add_argument("--content", action="store_true", help="store equal tensors once, wherever they are; reads what looks equal")
-    add_writing(verb)
+    add_writing(verb, rewrites=False)
     verb.set_defaults(run=run, several=True, dst=None)
 
 
@@ -64,11 +64,10 @@ def _package(options: argparse.Namespace) -> int:
     models = dict(_pair(text) for text in options.models)
     if len(models) < len(options.models):
         raise Unsupported("two models have one name")
-    native = options.format == "native" or (options.format is None and not os.path.splitext(options.dst)[1])
     begin = time.perf_counter()
     with bar("Comparing", quiet=options.quiet or options.json or not options.content) as progress:
         planned = plan_package(
-            models, options.dst, format="native" if native else "pt2", deduplicate="content" if options.content else "storage",
+            models, options.dst, format=options.format, deduplicate="content" if options.content else "storage",
             writing=writing(options), progress=progress,
         )  # fmt: skip
     return carry_out(planned, "Packaging", options, fields=lambda done: {"models": models}, begin=begin)
@@ -85,8 +84,9 @@ def _replace(options: argparse.Namespace) -> int:
     name, equals, path = options.models[0].partition("=")
     # A path may have an equals sign, too; one that is there is a path.
     model, weights = (name, path) if equals and not os.path.exists(options.models[0]) else (None, options.models[0])
+    options.rewrites = True
     planned = plan_replacement(
-        options.replace, options.dst, weights=weights, model=model, in_place=is_in_place(options), writing=writing(options)
+        options.replace, options.dst, weights=weights, model=model, in_place=options.in_place, writing=writing(options)
     )
     fields = {"source": options.replace, "weights": weights, "model": model}
     return carry_out(planned, "Replacing", options, fields=lambda done: fields)

@@ -20,12 +20,15 @@ if TYPE_CHECKING:
 
     R = TypeVar("R", bound=Saved)
 
-__all__ = ["SCHEMA", "add_place", "add_sparse", "add_writing", "carry_out", "is_in_place", "say", "writing"]
+__all__ = ["SCHEMA", "add_place", "add_sparse", "add_writing", "carry_out", "say", "writing"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
 
 FORMATS = ("torch", "safetensors", "native")
+
+BUDGET = "1GiB"
+"""`rewrite.planned.MAX_MEMORY`, which is not imported for the sake of `--help`."""
 
 
 def add_place(verb: argparse.ArgumentParser) -> None:
@@ -35,24 +38,20 @@ def add_place(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--in-place", action="store_true", help="write it in place of SRC, atomically")
 
 
-def is_in_place(options: argparse.Namespace) -> bool:
-    """Whether the source is to be replaced; a dry run without a target looks at what that would be."""
-    return bool(options.in_place or (options.dst is None and options.dry_run))
-
-
-def add_writing(verb: argparse.ArgumentParser, *, budget: int | None = None, read_back: bool = False) -> None:
-    """The options of every verb that writes. `budget` and `read_back` are what holds unless told otherwise."""
+def add_writing(verb: argparse.ArgumentParser, *, rewrites: bool = True) -> None:
+    """The options of every verb that writes. One that `rewrites` a checkpoint reads back and keeps to a budget."""
     verb.add_argument("--overwrite", action="store_true", help="replace what is there")
     verb.add_argument("--no-durable", action="store_true", help="do not wait for the disk (no fsync)")
     again = verb.add_mutually_exclusive_group()
-    again.add_argument("--read-back", action="store_true", default=read_back, help="read what was written before publishing it")
+    again.add_argument("--read-back", action="store_true", default=None, help="read what was written before publishing it")
     again.add_argument("--no-read-back", action="store_false", dest="read_back", help="do not")
-    told = "use no more than this" + ("" if budget is None else f" ({budget >> 30}GiB)")
-    verb.add_argument("--max-memory", metavar="SIZE", type=size, default=budget, help=told)
+    told = "use no more than this" + (f" ({BUDGET})" if rewrites else "")
+    verb.add_argument("--max-memory", metavar="SIZE", type=size, help=told)
     verb.add_argument("--threads", metavar="N", type=positive, help="how many threads")
     verb.add_argument("-n", "--dry-run", action="store_true", help="say what would be written, and write nothing")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/cli.md)")
+    verb.set_defaults(rewrites=rewrites)
 
 
 def add_sparse(verb: argparse.ArgumentParser) -> None:
@@ -65,8 +64,11 @@ def writing(options: argparse.Namespace, *, resume: bool = False) -> Writing:
     """Those options, for the library."""
     from holdfast.rewrite.planned import Writing
 
+    budget = BUDGET if options.rewrites else None
     return Writing(
-        options.overwrite, not options.no_durable, options.threads, options.read_back, options.max_memory, resume
+        overwrite=options.overwrite, durable=not options.no_durable, threads=options.threads,
+        read_back=options.rewrites if options.read_back is None else options.read_back,
+        max_memory=budget if options.max_memory is None else options.max_memory, resume=resume, dry_run=options.dry_run,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from holdfast.cli.planned import add_place, add_writing, carry_out, is_in_place, say, writing
+from holdfast.cli.planned import add_place, add_writing, carry_out, say, writing
 
 if TYPE_CHECKING:
     from holdfast.rewrite.share import Tied
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     total = os.path.getsize(options.src) if options.src.is_file() else None
     with bar("Comparing", total, quiet=options.quiet or options.json) as progress:
-        planned = plan_tie(options.src, options.dst, in_place=is_in_place(options), writing=writing(options), progress=progress)
+        planned = plan_tie(options.src, options.dst, in_place=options.in_place, writing=writing(options), progress=progress)
     if not (options.json or options.quiet or options.dry_run):
         say("\n".join(planned.report.listing()))
     return carry_out(planned, "Tying", options, fields=found_fields, begin=begin)

@@ -28,9 +28,9 @@ from holdfast.engine.computed import read_flat
 from holdfast.engine.execute import default_threads, run_all
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
-from holdfast.inspect.stats import countable
+from holdfast.inspect.stats import TensorRows, countable
 
-__all__ = ["TensorSparsity", "find_zeros", "sparsity"]
+__all__ = ["SparsityReport", "TensorSparsity", "find_zeros", "sparsity"]
 
 GROUPS = (2, 4, 8, 16)
 """The `m` of patterns that are looked for."""
@@ -68,6 +68,12 @@ class TensorSparsity:
         return math.prod(self.shape)
 
 
+class SparsityReport(TensorRows[TensorSparsity]):
+    """What `sparsity` found."""
+
+    __slots__ = ()
+
+
 @dataclass(slots=True)
 class ZeroCounts:
     """What is known of one tensor while its tiles are looked at."""
@@ -89,7 +95,7 @@ def sparsity(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> tuple[TensorSparsity, ...]:
+) -> SparsityReport:
     """Where the zeros of the tensors are whose names match a glob, in the order of the checkpoint.
 
     Tensors without data, and elements that are no numbers, are left out.
@@ -97,7 +103,8 @@ def sparsity(
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
         wanted = [source[name] for name in source if fnmatch.fnmatchcase(name, pattern)]
-        return find_zeros(wanted, threads=workers, progress=progress)
+        rows = find_zeros(wanted, threads=workers, progress=progress)
+        return SparsityReport(source.path, source.format, rows, source.notes)
 
 
 def find_zeros(

@@ -11,9 +11,9 @@ from __future__ import annotations
 import fnmatch
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from holdfast.engine.execute import default_threads, run_all
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
 
-__all__ = ["Moments", "TensorStats", "countable", "measure", "stats"]
+__all__ = ["Moments", "StatsReport", "TensorRows", "TensorStats", "countable", "measure", "stats"]
 
 T = TypeVar("T")
 
@@ -113,6 +113,33 @@ class TensorStats:
         return math.prod(self.shape)
 
 
+@dataclass(frozen=True, slots=True)
+class TensorRows(Generic[T]):
+    """What was found of the tensors of a checkpoint: `path`, `format`, and a row for each, over which it iterates."""
+
+    path: str
+    format: str
+    tensors: tuple[T, ...]
+    """In the order of the checkpoint."""
+    notes: tuple[str, ...] = ()
+    """What is odd in the checkpoint."""
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __getitem__(self, at: int) -> T:
+        return self.tensors[at]
+
+
+class StatsReport(TensorRows[TensorStats]):
+    """What `stats` found."""
+
+    __slots__ = ()
+
+
 def stats(
     src: Openable | Checkpoint,
     pattern: str = "*",
@@ -122,7 +149,7 @@ def stats(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
-) -> tuple[TensorStats, ...]:
+) -> StatsReport:
     """The statistics of the tensors whose names match a glob, in the order of the checkpoint. `bins=0` leaves out the histogram.
 
     Complex numbers count by their absolute values. Tensors without data, and elements that are no numbers, are left out.
@@ -130,7 +157,8 @@ def stats(
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
         wanted = [source[name] for name in source if fnmatch.fnmatchcase(name, pattern)]
-        return measure(wanted, bins=bins, threads=workers, progress=progress)
+        rows = measure(wanted, bins=bins, threads=workers, progress=progress)
+        return StatsReport(source.path, source.format, rows, source.notes)
 
 
 def countable(tensor: LazyTensor) -> bool:

@@ -18,7 +18,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.checkpoint import Checkpoint
@@ -30,16 +29,15 @@ from holdfast.core.tree import name_tensors
 from holdfast.engine.execute import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
 from holdfast.pruning.rules import Block, Global, Groups, Job, Magnitude, Random, Rule, assign, conflicts, parse_rule, tensor_seed
 from holdfast.pruning.select import GroupMask, Mask, block_mask, threshold_masks
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
-from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state, map_tensors
-from holdfast.stores.paths import local_path
 
 __all__ = ["MASKS", "MASKS_FILE", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
 
@@ -116,8 +114,8 @@ def prune(
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
-    read_back: bool = False,
-    max_memory: int | str | None = None,
+    read_back: bool = True,
+    max_memory: int | str | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -132,10 +130,12 @@ def prune(
     Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
     """
     planned = plan_prune(
-        src, dst, rules, format=format, masks=masks, sparse=sparse,
-        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits, progress=progress,
+        src, dst, rules, format=format, masks=masks, sparse=sparse, limits=limits, progress=progress,
+        writing=Writing(
+            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+        ),
     )  # fmt: skip
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    return planned.carry_out(progress)
 
 
 def plan_prune(
@@ -151,11 +151,11 @@ def plan_prune(
     progress: Progress | None = None,
 ) -> Planned[Pruned]:
     """Lay the rules over a checkpoint, find what goes, which reads, and lay out what stays."""
-    target = local_path(dst)
-    with ExitStack() as stack:
-        source = stack.enter_context(opened(src, threads=1, limits=limits))
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Pruned]:
+        target = where.path
         state = describe_state(source, limits=limits)
-        jobs = _jobs(source, state, target, rules, masks)
+        jobs = _jobs(source, state, rules, masks)
         chosen = "safetensors" if masks == "only" else format_for(target, format, Options(keep_tree=True))
         if masks != "only":
             # The format is asked now: a target that cannot hold the state is refused before anything is read.
@@ -173,10 +173,13 @@ def plan_prune(
         def finish(report: Pruned, progress: Progress | None) -> Pruned:
             return pruning.report(report, writing.reading_threads, progress)
 
-        return Planned(plan, report, writing, stores_of(state), stack.pop_all(), finish)
+        return Planned(plan, report, where.writing, reads=stores_of(state), finish=finish)
+
+    directory = False if masks == "only" else None
+    return rewritten(src, dst, lay_out, beside=True, format=format, directory=directory, writing=writing, limits=limits)
 
 
-def _jobs(source: Checkpoint, state: State, target: str, rules: Sequence[str | Rule], masks: str | None) -> list[Job]:
+def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], masks: str | None) -> list[Job]:
     """What is to be done to which tensor. Raises `CannotHold` with all that does not fit."""
     problems: list[str] = []
     parsed: list[Rule] = []
@@ -189,8 +192,6 @@ def _jobs(source: Checkpoint, state: State, target: str, rules: Sequence[str | R
         problems.append("there is no rule")
     if masks not in (None, "beside", "only"):
         problems.append(f"masks are written 'beside' or 'only' they are; found {masks!r}")
-    if os.path.exists(target) and os.path.exists(source.path) and os.path.samefile(target, source.path):
-        problems.append(f"the target {target!r} is the source; write beside it")
     problems += conflicts(parsed)
     jobs = assign(state, parsed, problems)
     if problems:

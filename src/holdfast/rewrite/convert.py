@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,20 +27,16 @@ from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.budget import byte_count
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable
 from holdfast.plan.reads import plan_reads
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import Selection, select
-from holdfast.rewrite.planned import Planned, Saved, Writing, destination, planned_fields, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state
 from holdfast.rewrite.transform import Edits, Losses, dtype_named, transform
-from holdfast.stores.paths import local_path
 
-__all__ = ["MAX_MEMORY", "Conversion", "convert", "edit", "lay_out_conversion", "metadata_changes", "plan_conversion", "plan_edit"]
-
-MAX_MEMORY = "1GiB"
-"""What a conversion keeps to unless told otherwise."""
+__all__ = ["Conversion", "convert", "edit", "lay_out_conversion", "metadata_changes", "plan_conversion", "plan_edit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +100,12 @@ def convert(
         src, dst, format=format, selection=Selection(model, constants, sample_inputs),
         edits=Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only),
         options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse),
-        writing=Writing(overwrite, durable, threads, read_back, max_memory, resume), limits=limits,
+        writing=Writing(
+            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run,
+            resume=resume,
+        ), limits=limits,
     )  # fmt: skip
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    return planned.carry_out(progress)
 
 
 def plan_conversion(
@@ -122,34 +120,30 @@ def plan_conversion(
     limits: Limits | None = None,
 ) -> Planned[Conversion]:
     """Lay out a conversion."""
-    with ExitStack() as stack:
-        source = stack.enter_context(opened(src, threads=1, limits=limits))
-        planned = lay_out_conversion(
-            source, local_path(dst), format=format, selection=selection, edits=edits, options=options, writing=writing,
-            limits=limits,
-        )  # fmt: skip
-        return replace(planned, sources=stack.pop_all())
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Conversion]:
+        return lay_out_conversion(source, where, selection=selection, edits=edits, options=options, limits=limits)
+
+    return rewritten(src, dst, lay_out, format=format, max_shard_size=options.max_shard_size, writing=writing, limits=limits)
 
 
 def lay_out_conversion(
     source: Checkpoint,
-    target: str,
+    where: Destination,
     *,
-    format: str | None,
     selection: Selection | None = None,
     edits: Edits,
     metadata: Mapping[str, str | None] | None = None,
     options: Options,
-    writing: Writing,
     limits: Limits | None = None,
 ) -> Planned[Conversion]:
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
-    within = writing.budget
+    target, within = where.path, where.writing.budget
     described = describe_state(source, limits=limits)
     chosen, left = select(source, described, selection or Selection())
     losses = Losses()
     state = transform(chosen, edits, limits, losses=losses)
-    found = format_for(target, format, options)
+    found = format_for(target, where.format, options)
     if metadata:
         state = _with_metadata(state, metadata, found, source.path)
     plan = _plan(target, state, found, options, edits.tensors_only)
@@ -165,7 +159,7 @@ def lay_out_conversion(
         lost = losses.notes(edits.dtype) if edits.dtype is not None and report.done else ()
         return replace(report, notes=(*report.notes, *lost))
 
-    return Planned(plan, report, writing, stores_of(described), finish=finish)
+    return Planned(plan, report, where.writing, reads=stores_of(described), finish=finish)
 
 
 def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, path: str) -> State:
@@ -235,13 +229,15 @@ def edit(
     Raises `CannotHold` with every problem where the edits do not fit, `NotCommitted` where nothing changed.
     """
     planned = plan_edit(
-        src, dst, in_place=in_place or (dst is None and dry_run), format=format,
+        src, dst, in_place=in_place, format=format,
         edits=Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only),
         metadata=metadata_changes(set_metadata or {}, unset_metadata),
         max_shard_size=None if max_shard_size is None else byte_count(max_shard_size),
-        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits,
+        writing=Writing(
+            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+        ), limits=limits,
     )  # fmt: skip
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    return planned.carry_out(progress)
 
 
 def metadata_changes(changed: Mapping[str, str], removed: Iterable[str]) -> dict[str, str | None]:
@@ -266,13 +262,13 @@ def plan_edit(
     limits: Limits | None = None,
 ) -> Planned[Conversion]:
     """Lay out an edit."""
-    with ExitStack() as stack:
-        source = stack.enter_context(opened(src, threads=1, limits=limits))
-        if not edits and not metadata:
-            raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set", file=source.path)
-        where = destination(source, dst, in_place=in_place, format=format, writing=writing)
-        planned = lay_out_conversion(
-            source, where.path, format=where.format, edits=edits, metadata=metadata,
-            options=Options(max_shard_size, keep_tree=True), writing=where.writing, limits=limits,
-        )  # fmt: skip
-        return replace(planned, sources=stack.pop_all())
+    if not edits and not metadata:
+        raise Unsupported("nothing to do: say what to keep, drop, rename, cast or set")
+    options = Options(max_shard_size, keep_tree=True)
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Conversion]:
+        return lay_out_conversion(source, where, edits=edits, metadata=metadata, options=options, limits=limits)
+
+    return rewritten(
+        src, dst, lay_out, in_place=in_place, format=format, max_shard_size=max_shard_size, writing=writing, limits=limits
+    )

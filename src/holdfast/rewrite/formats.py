@@ -35,6 +35,7 @@ from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.rejoin import rejoin
 
 __all__ = [
+    "DIRECTORIES",
     "NAMES",
     "Options",
     "Outline",
@@ -52,6 +53,9 @@ NAMES = {
     "safetensors-dir": "safetensors-dir", "native": "native",
 }  # fmt: skip
 """What a caller may call a format, and what it is called."""
+
+DIRECTORIES = frozenset({"safetensors-dir", "native"})
+"""Formats of several files."""
 
 SUFFIXES = {
     ".pt": "torch-zip", ".pth": "torch-zip", ".bin": "torch-zip", ".ckpt": "torch-zip", ".safetensors": "safetensors",

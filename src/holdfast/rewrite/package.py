@@ -39,11 +39,21 @@ from holdfast.formats.pt2.replace import Beside, lay_out_replaced, read_beside
 from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
 from holdfast.formats.torch.write import archive_name
 from holdfast.formats.zip.reader import read_archive
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
-from holdfast.rewrite.planned import Planned, Saved, Writing, destination, planned_fields, stores_of
+from holdfast.rewrite.planned import (
+    MAX_MEMORY,
+    Destination,
+    Planned,
+    Saved,
+    Writing,
+    check_target,
+    planned_fields,
+    rewritten,
+    stores_of,
+)
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.share import changed, tie_state
 from holdfast.rewrite.state import MOST_VISITS, describe_state
@@ -61,7 +71,7 @@ def package(
     dst: str | os.PathLike[str],
     *,
     deduplicate: Deduplicate = "storage",
-    format: Literal["pt2", "native"] = "pt2",
+    format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = False,
@@ -73,37 +83,45 @@ def package(
 ) -> Saved:
     """Save several models in one checkpoint, in which each storage is held once and every view is a view.
 
-    A model is a state (nested dicts of arrays, tensors, lazy tensors), a module, an open checkpoint, or the path of one. Parameters
-    are known by their type (`nn.Parameter`), or by what their file says. With `deduplicate="content"`, equal tensors are found
+    A model is a state (nested dicts of arrays, tensors, lazy tensors), a module, an open checkpoint, or what `open` takes.
+    Parameters are known by their type (`nn.Parameter`), or by what their file says. The format is `format` (`pt2`, `native`), or
+    native for a name without suffix and `pt2` for any other. With `deduplicate="content"`, equal tensors are found
     wherever they lie, compared byte by byte, and stored once.
 
     Raises `CannotHold` with every problem, by model and weight; nothing is written then.
     """
     planned = plan_package(
-        models, dst, format=format, deduplicate=deduplicate, writing=Writing(overwrite, durable, threads, read_back, max_memory),
-        limits=limits, progress=progress,
+        models, dst, format=format, deduplicate=deduplicate, limits=limits, progress=progress,
+        writing=Writing(
+            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+        ),
     )  # fmt: skip
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    return planned.carry_out(progress)
 
 
 def plan_package(
     models: Mapping[str, object],
     dst: str | os.PathLike[str],
     *,
-    format: str = "pt2",
+    format: str | None = None,
     deduplicate: str = "storage",
     writing: Writing,
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> Planned[Saved]:
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
+    target = local_path(dst)
+    if format is None:
+        format = "pt2" if os.path.splitext(target)[1] else "native"
     if format not in ("pt2", "native"):
         raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
     if deduplicate not in ("storage", "content"):
         raise Unsupported(f"equal tensors are found by 'storage' or by 'content', not by {deduplicate!r}", found=deduplicate)
-    target = local_path(dst)
+    if deduplicate == "content":
+        # Otherwise nothing is read until the target is opened.
+        check_target(target, directory=format == "native", writing=writing)
     with ExitStack() as stack:
-        members = _describe(models, stack, writing.threads, limits)
+        members = _describe(models, stack, limits)
         state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress)
         if format == "native":
             plan = _plan_native(replace(members, state=state))
@@ -112,7 +130,9 @@ def plan_package(
             plan = _plan_pt2(replace(members, state=rejoined.state), archive_name(target))
             notes += rejoined.notes
         plan = replace(plan, notes=(*notes, *plan.notes))
-        return Planned(plan, Saved(**planned_fields(plan, target)), writing, stores_of(members.state), stack.pop_all())
+        return Planned(
+            plan, Saved(**planned_fields(plan, target)), writing, reads=stores_of(members.state), sources=stack.pop_all()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,14 +155,14 @@ def _deduplicated(state: State, deduplicate: str, threads: int, progress: Progre
     return tied.state, tied.notes
 
 
-def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | None, limits: Limits | None) -> _Members:
+def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | None) -> _Members:
     """All models as one state: those in memory together, so that they share what they share."""
     if not isinstance(models, Mapping) or not models:
         raise CannotHold("a package holds models by their names", ["there is no model"])
     wrong = [f"{model!r} is no name for a model" for model in models if not isinstance(model, str) or not model]
     if wrong:
         raise CannotHold("a package holds models by their names", wrong)
-    opened: dict[str, Checkpoint] = {}
+    opened: dict[str, object] = {}
     trees: dict[str, object] = {}
     beside: dict[str, Beside] = {}
     memory: dict[str, object] = {}
@@ -150,8 +170,9 @@ def _describe(models: Mapping[str, object], stack: ExitStack, threads: int | Non
         if isinstance(value, str | os.PathLike):
             place = os.path.realpath(local_path(value))
             if place not in opened:
-                opened[place] = stack.enter_context(open_checkpoint(value, threads=threads, limits=limits))
+                opened[place] = _opened(value, stack, limits)
             value = opened[place]
+        value = _opened(value, stack, limits)
         if isinstance(value, Checkpoint) and value.format == "pt2":
             trees[model], beside[model] = _member(value, limits)
         elif isinstance(value, Checkpoint):
@@ -301,8 +322,8 @@ def replace_weights(
     in_place: bool = False,
     overwrite: bool = False,
     durable: bool = True,
-    read_back: bool = False,
-    max_memory: int | str | None = None,
+    read_back: bool = True,
+    max_memory: int | str | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -310,16 +331,18 @@ def replace_weights(
 ) -> Saved:
     """Put other weights into a `.pt2`: as a new archive at `dst`, or in its place, atomically (`in_place=True`).
 
-    `weights` is a state dict, an open checkpoint, or the path of one. An archive of several models needs `model`, or a state
+    `weights` is a state dict, an open checkpoint, or what `open` takes. An archive of several models needs `model`, or a state
     `{model: state dict}` with those that change. Streams; nothing is held in memory.
 
     Raises `CannotHold` with every name, dtype and shape that does not fit, and writes nothing then.
     """
     planned = plan_replacement(
-        src, dst, weights=weights, model=model, in_place=in_place or (dst is None and dry_run),
-        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits,
+        src, dst, weights=weights, model=model, in_place=in_place, limits=limits,
+        writing=Writing(
+            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+        ),
     )  # fmt: skip
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    return planned.carry_out(progress)
 
 
 def plan_replacement(
@@ -333,17 +356,26 @@ def plan_replacement(
     limits: Limits | None = None,
 ) -> Planned[Saved]:
     """Lay out the archive with other weights."""
-    with ExitStack() as stack:
-        archive = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
-        where = destination(archive, dst, in_place=in_place, format=None, writing=writing, writable=("pt2",))
+
+    def lay_out(archive: Checkpoint, where: Destination) -> Planned[Saved]:
         source = archive.source
-        if isinstance(weights, str | os.PathLike):
-            weights = stack.enter_context(open_checkpoint(weights, threads=writing.threads, limits=limits))
-        given = describe_state(weights, limits=limits)
-        states = _states(rejoin(given).state, weights if isinstance(weights, Checkpoint) else None, _models(source), model)
-        plan = lay_out_replaced(source, states, name=archive_name(where.path))
-        report = Saved(**planned_fields(plan, where.path))
-        return Planned(plan, report, where.writing, (source.store, *stores_of(given)), stack.pop_all())
+        with ExitStack() as stack:
+            given = _opened(weights, stack, limits)
+            state = describe_state(given, limits=limits)
+            states = _states(rejoin(state).state, given if isinstance(given, Checkpoint) else None, _models(source), model)
+            plan = lay_out_replaced(source, states, name=archive_name(where.path))
+            report = Saved(**planned_fields(plan, where.path))
+            return Planned(plan, report, where.writing, reads=(source.store, *stores_of(state)), sources=stack.pop_all())
+
+    return rewritten(src, dst, lay_out, in_place=in_place, directory=False, writable=("pt2",), writing=writing, limits=limits)
+
+
+def _opened(value: object, stack: ExitStack, limits: Limits | None) -> object:
+    """What `open` takes, as a checkpoint that the stack closes; anything else is a state, and stays what it is."""
+    if not isinstance(value, str | os.PathLike | bytes | bytearray | memoryview):
+        return value
+    # Blocks are read by the threads that write them.
+    return stack.enter_context(open_checkpoint(value, threads=1, limits=limits))
 
 
 def _models(source: Source) -> list[str]:

@@ -7,7 +7,9 @@
         planned.run()
 
 Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them ask for room in the same
-way, keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile.
+way, keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Those that make a
+checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be had is refused before a tensor of it is
+read, and the verb lays out what it makes of it.
 """
 
 from __future__ import annotations
@@ -16,29 +18,46 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from types import TracebackType
 from typing import Generic, TypedDict, TypeVar
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
 from holdfast.core.protocols import State, Store
 from holdfast.engine.budget import Budget, budget, reading_threads
 from holdfast.engine.commit.resumable import Staging
-from holdfast.engine.commit.target import refusal
+from holdfast.engine.commit.target import open_target, refusal, refuse_existing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
 from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.write import Progress, write_file
-from holdfast.errors import NotCommitted, StoreError, Unsupported
+from holdfast.errors import CannotHold, NotCommitted, StoreError, Unsupported
+from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import FilePlan, SavePlan
-from holdfast.rewrite.formats import NAMES, is_replaceable, rehearse
-from holdfast.stores.files import Files
+from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse
+from holdfast.stores.files import Files, OsFiles
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.paths import local_path
 
-__all__ = ["Destination", "Planned", "Saved", "Writing", "destination", "planned_fields", "stores_of", "unchanged", "write_plan"]
+__all__ = [
+    "MAX_MEMORY",
+    "Destination",
+    "Planned",
+    "Saved",
+    "Writing",
+    "check_target",
+    "planned_fields",
+    "rewritten",
+    "stores_of",
+    "unchanged",
+    "write_plan",
+]
+
+MAX_MEMORY = "1GiB"
+"""What verbs keep to that make a checkpoint of a checkpoint, unless told otherwise. They read back what they wrote, too."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Writing:
     """How a plan is written."""
 
@@ -53,6 +72,8 @@ class Writing:
     """Memory above the interpreter's own; None: a few blocks a thread."""
     resume: bool = False
     """Take over the finished files of an interrupted try at the same directory (engine/commit/resumable.py)."""
+    dry_run: bool = False
+    """Not at all: `carry_out` only looks."""
 
     @property
     def budget(self) -> Budget | None:
@@ -143,6 +164,7 @@ class Planned(Generic[R]):
     report: R
     """The result, unwritten."""
     writing: Writing
+    _: KW_ONLY
     reads: tuple[Store, ...] = ()
     """What is read; when it changes meanwhile, nothing is published."""
     sources: ExitStack = field(default_factory=ExitStack)
@@ -172,10 +194,10 @@ class Planned(Generic[R]):
         )
         return self.finish(replace(report, done=True, crcs=crcs), None)
 
-    def carry_out(self, *, dry_run: bool, progress: Progress | None = None) -> R:
-        """Run it, or only look, and close it."""
+    def carry_out(self, progress: Progress | None = None) -> R:
+        """Run it, or only look (`Writing.dry_run`), and close it."""
         with self:
-            return self.look(progress) if dry_run else self.run(progress)
+            return self.look(progress) if self.writing.dry_run else self.run(progress)
 
     def __enter__(self) -> Planned[R]:
         return self
@@ -190,26 +212,85 @@ class Planned(Generic[R]):
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a verb writes that can do it in place."""
+    """Where a verb writes that makes a checkpoint of a checkpoint."""
 
     path: str
     format: str | None
+    """What was asked for, or what the source has that is replaced; None for what the suffix says."""
     writing: Writing
 
 
-def destination(
+def rewritten(
+    src: Openable | Checkpoint,
+    dst: str | os.PathLike[str] | None,
+    lay_out: Callable[[Checkpoint, Destination], Planned[R]],
+    *,
+    in_place: bool | None = None,
+    beside: bool = False,
+    format: str | None = None,
+    directory: bool | None = None,
+    max_shard_size: int | None = None,
+    writable: Collection[str] = (),
+    writing: Writing,
+    limits: Limits | None = None,
+) -> Planned[R]:
+    """What a verb makes of a checkpoint: `lay_out` is given the source, open, and where to write. The plan closes the source.
+
+    `in_place` is None for a verb that has no such thing, and `beside` says that the target may not be the source. `directory` says
+    whether a directory is written, where the format of the path does not; `writable` are formats beside those of `save`. Raises
+    `NotCommitted` for a target that cannot be had, and `Unsupported` as `_destination` does, before `lay_out` reads anything.
+    """
+    with ExitStack() as stack:
+        # Blocks are read by the threads that write them.
+        source = stack.enter_context(opened(src, threads=1, limits=limits))
+        if in_place is None:
+            where = Destination(local_path(dst), format, writing)
+        else:
+            where = _destination(source, dst, in_place=in_place, format=format, writing=writing, writable=writable)
+        if beside and os.path.realpath(where.path) == os.path.realpath(source.path):
+            problem = f"the target {where.path!r} is the source; write beside it"
+            raise CannotHold("the target is read while it is written", [problem], file=where.path)
+        if directory is None:
+            archive = where.format in writable or (where.format is None and _suffix(where.path) in writable)
+            directory = not archive and format_for(where.path, where.format, Options(max_shard_size)) in DIRECTORIES
+        check_target(where.path, directory=directory, writing=where.writing)
+        planned = lay_out(source, where)
+        stack.callback(planned.close)
+        return replace(planned, sources=stack.pop_all())
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower().removeprefix(".")
+
+
+def check_target(path: str, *, directory: bool, writing: Writing) -> None:
+    """Raise `NotCommitted` for a target that cannot be had, before anything is read. A dry run may have any in a folder that is."""
+    _free(path)
+    if writing.dry_run:
+        return
+    target = open_target(OsFiles(), path)
+    try:
+        overwrite = not directory if writing.overwrite is None else writing.overwrite
+        refuse_existing(target.existing, path, directory=directory, overwrite=overwrite)
+    finally:
+        target.close()
+
+
+def _destination(
     source: Checkpoint,
     dst: str | os.PathLike[str] | None,
     *,
     in_place: bool,
     format: str | None,
     writing: Writing,
-    writable: Collection[str] = (),
+    writable: Collection[str],
 ) -> Destination:
-    """The target that was named, or the place of the source, in its own format. `writable` are formats beside those of `save`.
+    """The target that was named, or the place of the source, in its own format.
 
     Raises `Unsupported` where neither was said, or both; and for a place in a format that can be read and not written.
     """
+    # A dry run without a target looks at what it would be in place.
+    in_place = in_place or (dst is None and writing.dry_run)
     if dst is not None and in_place:
         raise Unsupported("a target and in_place=True (--in-place) exclude each other; leave one of them out", file=source.path)
     if dst is None and not in_place:

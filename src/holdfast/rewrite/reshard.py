@@ -16,7 +16,6 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
@@ -26,11 +25,10 @@ from holdfast.core.protocols import State
 from holdfast.engine.write import Progress
 from holdfast.errors import BadPlacement
 from holdfast.formats.native.write import lay_out_split
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
-from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.paths import local_path
 
 __all__ = ["Rule", "parse_mesh", "parse_rule", "plan_reshard", "reshard"]
 
@@ -136,8 +134,8 @@ def reshard(
     rules: Sequence[Rule | str] = (),
     overwrite: bool = False,
     durable: bool = True,
-    read_back: bool = False,
-    max_memory: int | str | None = None,
+    read_back: bool = True,
+    max_memory: int | str | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -149,10 +147,10 @@ def reshard(
 
     Raises `BadPlacement` for a mesh or a rule that makes no sense, with all that is wrong, before anything is written.
     """
-    writing = Writing(overwrite, durable, threads, read_back, max_memory)
-    return plan_reshard(src, dst, mesh=mesh, rules=rules, writing=writing, limits=limits).carry_out(
-        dry_run=dry_run, progress=progress
+    writing = Writing(
+        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
     )
+    return plan_reshard(src, dst, mesh=mesh, rules=rules, writing=writing, limits=limits).carry_out(progress)
 
 
 def plan_reshard(
@@ -167,9 +165,10 @@ def plan_reshard(
     """Lay out a checkpoint for a mesh."""
     grid = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
     parsed = [parse_rule(rule) if isinstance(rule, str) else rule for rule in rules]
-    target = local_path(dst)
-    with ExitStack() as stack:
-        source = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
         state = describe_state(source, limits=limits)
         plan = replace(lay_out_reshard(state, grid, parsed), holds=state.tensors)
-        return Planned(plan, Saved(**planned_fields(plan, target)), writing, stores_of(state), stack.pop_all())
+        return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=stores_of(state))
+
+    return rewritten(src, dst, lay_out, directory=True, writing=writing, limits=limits)

@@ -16,8 +16,8 @@ from holdfast.core.limits import Limits
 from holdfast.core.runtime import resting_collector
 from holdfast.engine.budget import byte_count
 from holdfast.engine.write import Progress
-from holdfast.rewrite.formats import Options, format_for, plan_save
-from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields, stores_of
+from holdfast.rewrite.formats import DIRECTORIES, Options, format_for, plan_save
+from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import content_and_path, local_path
 
@@ -57,12 +57,14 @@ def save(
     """
     state, path = content_and_path(state, dst)
     options = Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse)
-    writing = Writing(overwrite, durable, threads, read_back, max_memory)
+    writing = Writing(
+        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+    )
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
         return _plan(
             state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits
-        ).carry_out(dry_run=dry_run, progress=progress)
+        ).carry_out(progress)
 
 
 def _plan(
@@ -76,6 +78,9 @@ def _plan(
     limits: Limits | None,
 ) -> Planned[Saved]:
     described = describe_state(state, metadata=metadata, limits=limits)
-    plan = plan_save(target, described, format_for(target, format, options), options)
+    found = format_for(target, format, options)
+    if writing.overwrite is False or found in DIRECTORIES:
+        check_target(target, directory=found in DIRECTORIES, writing=writing)
+    plan = plan_save(target, described, found, options)
     plan = replace(plan, notes=(*described.notes, *plan.notes))
-    return Planned(plan, Saved(**planned_fields(plan, target)), writing, stores_of(described))
+    return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=stores_of(described))

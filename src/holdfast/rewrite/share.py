@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from holdfast.core.checkpoint import Checkpoint
@@ -38,12 +37,12 @@ from holdfast.formats.pt2.replace import lay_out_replaced
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.formats.strict_json import quoted
 from holdfast.formats.torch.write import archive_name
-from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.alias_graph import AliasGraph, AliasGroup, find_aliases
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import programs_of, state_of, weights_of
-from holdfast.rewrite.planned import Destination, Planned, Saved, Writing, destination, planned_fields, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.state import describe_state, map_tensors
 
@@ -101,8 +100,8 @@ def tie(
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
-    read_back: bool = False,
-    max_memory: int | str | None = None,
+    read_back: bool = True,
+    max_memory: int | str | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -115,10 +114,12 @@ def tie(
     first name, and the others in their metadata, where Holdfast finds them.
     """
     planned = plan_tie(
-        src, dst, in_place=in_place or (dst is None and dry_run), format=format,
-        writing=Writing(overwrite, durable, threads, read_back, max_memory), limits=limits, progress=progress,
+        src, dst, in_place=in_place, format=format, limits=limits, progress=progress,
+        writing=Writing(
+            overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+        ),
     )  # fmt: skip
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    return planned.carry_out(progress)
 
 
 def plan_tie(
@@ -132,9 +133,8 @@ def plan_tie(
     progress: Progress | None = None,
 ) -> Planned[Tied]:
     """Find what holds the same, which is read and compared here, and lay out the checkpoint in which it is tied."""
-    with ExitStack() as stack:
-        source = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
-        where = destination(source, dst, in_place=in_place, format=format, writing=writing, writable=("pt2",))
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Tied]:
         described = _weights(source, describe_state(source, limits=limits))
         tied = tie_state(described, threads=writing.reading_threads, progress=progress)
         plan = plan_rewrite(source, tied.state, where)
@@ -144,7 +144,9 @@ def plan_tie(
             **planned_fields(plan, where.path), source=source.path, groups=groups, storage_nbytes=tied.graph.nbytes,
             savable_nbytes=tied.graph.savable_nbytes,
         )  # fmt: skip
-        return Planned(plan, report, where.writing, stores_of(described), stack.pop_all())
+        return Planned(plan, report, where.writing, reads=stores_of(described))
+
+    return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
 
 
 def _weights(opened: Checkpoint, state: State) -> State:
@@ -281,8 +283,8 @@ def compact(
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
-    read_back: bool = False,
-    max_memory: int | str | None = None,
+    read_back: bool = True,
+    max_memory: int | str | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -292,9 +294,10 @@ def compact(
 
     Raises `Unsupported` for a format that can be read and not written, where no other path is given.
     """
-    writing = Writing(overwrite, durable, threads, read_back, max_memory)
-    planned = plan_compact(src, dst, in_place=in_place or (dst is None and dry_run), format=format, writing=writing, limits=limits)
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    writing = Writing(
+        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+    )
+    return plan_compact(src, dst, in_place=in_place, format=format, writing=writing, limits=limits).carry_out(progress)
 
 
 def plan_compact(
@@ -307,13 +310,14 @@ def plan_compact(
     limits: Limits | None = None,
 ) -> Planned[Compacted]:
     """Lay out a checkpoint without what no tensor reaches."""
-    with ExitStack() as stack:
-        source = stack.enter_context(opened(src, threads=writing.threads, limits=limits))
-        where = destination(source, dst, in_place=in_place, format=format, writing=writing, writable=("pt2",))
+
+    def lay_out(source: Checkpoint, where: Destination) -> Planned[Compacted]:
         described = describe_state(source, limits=limits)
         plan = plan_rewrite(source, _islands(described), where)
         report = Compacted(**planned_fields(plan, where.path), source=source.path, before_nbytes=source.stored_nbytes)
-        return Planned(plan, report, where.writing, stores_of(described), stack.pop_all())
+        return Planned(plan, report, where.writing, reads=stores_of(described))
+
+    return rewritten(src, dst, lay_out, in_place=in_place, format=format, writable=("pt2",), writing=writing, limits=limits)
 
 
 def _islands(state: State) -> State:
@@ -325,16 +329,12 @@ def _islands(state: State) -> State:
             if start < stop:
                 reached.setdefault(chunk.storage, []).append((start - start % WIDEST_NBYTES, stop, None))
     found = {storage: islands(spans, touching=True) for storage, spans in reached.items()}
-    made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
 
     def change(tensor: LazyTensor) -> LazyTensor:
-        if id(tensor) not in made:
-            chunks = tuple(_on_island(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
-            made[id(tensor)] = tensor, tensor if chunks == tensor.chunks else replace(tensor, chunks=chunks)
-        return made[id(tensor)][1]
+        chunks = tuple(_on_island(chunk, tensor, found.get(chunk.storage, [])) for chunk in tensor.chunks)
+        return tensor if chunks == tensor.chunks else replace(tensor, chunks=chunks)
 
-    tensors = {name: change(tensor) for name, tensor in state.tensors.items()}
-    return replace(state, tree=map_tensors(state.tree, change), tensors=tensors)
+    return changed(state, change)
 
 
 def _on_island(chunk: Chunk, tensor: LazyTensor, found: Sequence[Island[None]]) -> Chunk:

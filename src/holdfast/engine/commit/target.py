@@ -18,6 +18,7 @@ from holdfast.stores.files import Buffer, Entry, Files, copy_all, is_temporary, 
 
 __all__ = ["NewFile", "Target", "not_committed", "open_target", "refusal", "refusing", "uncertain"]
 
+__all__ = ["Target", "not_committed", "open_target", "refusal", "refuse_existing", "refusing", "uncertain"]
 
 ADVICE = {
     errno.ENOSPC: "the disk is full; make room or save elsewhere",
@@ -71,6 +72,23 @@ def refusing(doing: str, path: str) -> Iterator[None]:
         raise not_committed(error, doing, path) from error
     except UnicodeError as error:
         raise refusal("the path has a character that the file system cannot hold", path, errno.EINVAL) from error
+
+
+def refuse_existing(found: Entry | None, path: str, *, directory: bool, overwrite: bool) -> None:
+    """Raise `NotCommitted` where what is there cannot be replaced: it is of another kind, may not be, or is marked read-only."""
+    if found is None:
+        return
+    what = "folder" if directory else "file"
+    if directory and found.kind != "directory":
+        raise refusal("a folder was to be saved and something else has this name; remove it", path, errno.ENOTDIR)
+    if not directory and found.kind == "directory":
+        raise refusal("a file was to be saved and there is a folder with this name", path, errno.EISDIR)
+    if not directory and found.kind != "file":
+        raise refusal("the target is no plain file (a device, a pipe or a socket)", path, errno.EINVAL)
+    if not overwrite:
+        raise refusal(f"the {what} exists; pass overwrite=True to replace it", path, errno.EEXIST)
+    if not found.mode & 0o222:
+        raise refusal(f"the {what} is marked read-only; allow writing to it or save elsewhere", path, errno.EACCES)
 
 
 NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})

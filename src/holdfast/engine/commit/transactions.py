@@ -36,7 +36,7 @@ from operator import and_
 from types import TracebackType
 from typing import ClassVar, Self, cast
 
-from holdfast.engine.commit.target import NewFile, Target, not_committed, open_target, refusal, refusing, uncertain
+from holdfast.engine.commit.target import NewFile, Target, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
     Kept,
     claim,
@@ -190,17 +190,7 @@ class FileTransaction(_Transaction):
             raise uncertain("the new file is in place, but may not survive a power cut", self.path, cause) from cause
 
     def _check_target(self, target: Target) -> None:
-        found = target.existing
-        if found is None:
-            return
-        if found.kind == "directory":
-            raise refusal("a file was to be saved and there is a folder with this name", self.path, errno.EISDIR)
-        if found.kind != "file":
-            raise refusal("the target is no plain file (a device, a pipe or a socket)", self.path, errno.EINVAL)
-        if not self.overwrite:
-            raise refusal("the file exists; pass overwrite=True to replace it", self.path, errno.EEXIST)
-        if not found.mode & 0o222:
-            raise refusal("the file is marked read-only; allow writing to it or save elsewhere", self.path, errno.EACCES)
+        refuse_existing(target.existing, self.path, directory=False, overwrite=self.overwrite)
 
     def _publish(self, target: Target, temporary: Kept) -> None:
         files = target.files
@@ -357,14 +347,9 @@ class DirectoryTransaction(_Transaction):
 
     def _check_target(self, target: Target) -> None:
         found = target.existing
+        refuse_existing(found, self.path, directory=True, overwrite=self.overwrite)
         if found is None:
             return
-        if found.kind != "directory":
-            raise refusal("a folder was to be saved and something else has this name; remove it", self.path, errno.ENOTDIR)
-        if not self.overwrite:
-            raise refusal("the folder exists; pass overwrite=True to replace it", self.path, errno.EEXIST)
-        if not found.mode & 0o222:
-            raise refusal("the folder is marked read-only; allow writing to it or save elsewhere", self.path, errno.EACCES)
         descriptor = target.files.open_directory(target.name, at=target.at)
         try:
             names = self._names_to_replace(target.files, descriptor)

@@ -33,7 +33,7 @@ from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.write import Part, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
-from holdfast.rewrite.planned import Planned, Saved, Writing, planned_fields
+from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import local_path
 
@@ -73,13 +73,16 @@ def package_program(
     wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
     if wrong or not programs:
         raise CannotHold("a package holds exported programs by their names", wrong or ["there is no program"])
+    writing = Writing(
+        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+    )
+    check_target(target, directory=False, writing=writing)
     # torch makes a hundred thousand objects of a program, and a collection among all of its own takes longer than that.
     with resting_collector():
         parts = _parts(programs, sample_inputs, dict(opset_version) if opset_version else None)
     extra = {name: text.encode() if isinstance(text, str) else bytes(text) for name, text in (extra_files or {}).items()}
     plan = lay_out_pt2(parts, name=archive_name(target), extra=extra, trim=trim)
-    planned = Planned(plan, Saved(**planned_fields(plan, target)), Writing(overwrite, durable, threads, read_back, max_memory))
-    return planned.carry_out(dry_run=dry_run, progress=progress)
+    return Planned(plan, Saved(**planned_fields(plan, target)), writing).carry_out(progress)
 
 
 def _is_program(value: object) -> bool:
