@@ -140,7 +140,7 @@ def plan_of(path: str, version: int, format: str, split: int | None, sparse: str
         return lay_out_pt2(models_of(describe_state({"model": {key: np.asarray(value) for key, value in state(version).items()}})))
     options = Options(split, sparse=sparse)
     described = describe_state({key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()})
-    return plan_save(path, described, format_for(path, format, options), options)
+    return plan_save(path, described, format_for(path, format, options), options=options)
 
 
 def writer_of(name: str, format: str, *, directory: bool, split: int | None = None, sparse: str = "never") -> Writer:

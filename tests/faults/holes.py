@@ -48,7 +48,7 @@ def described(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> 
 def write_holes(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> int:
     """A checkpoint of these tensors at `path`, all of them zeros; gives its length. The suffix says the format."""
     form = "torch-zip" if path.suffix == ".pt" else "safetensors"
-    (file,) = plan_save(str(path), described(shapes, dtype), form, Options()).files
+    (file,) = plan_save(str(path), described(shapes, dtype), form, options=Options()).files
     return write_around(path, file)
 
 

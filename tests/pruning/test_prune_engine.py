@@ -178,7 +178,7 @@ def test_pruned_tensors_are_read_at_any_byte(tmp_path, monkeypatch, packed):
     with holdfast.open(tmp_path / "a.safetensors") as source:
         masked, tally = Masked(), Tally(168)
         mask = GroupMask(2, 4, "float32")
-        made = masked.bits("m", source["w"], mask, tally) if packed else masked.tensor(source["w"], mask, tally)
+        made = masked.bits("m", source["w"], mask, tally=tally) if packed else masked.tensor(source["w"], mask, tally)
         whole = made.numpy().tobytes()
         assert tally.whole() == loss_of(values.reshape(-1), _kept(values))
         expected = (

@@ -45,7 +45,9 @@ def test_every_tensor_is_the_same_and_cut_as_the_rules_say(source: Path, tmp_pat
 def test_boxes_of_all_ranks_tile_the_tensor():
     mesh = {"a": 3, "b": 2, "c": 4}
     for axes in ({"a": 0}, {"a": 0, "b": 0}, {"a": 1, "b": 0, "c": 1}, {}):
-        boxes = {local_box((7, 10), mesh, {"a": i, "b": j, "c": k}, axes) for i in range(3) for j in range(2) for k in range(4)}
+        boxes = {
+            local_box((7, 10), mesh, {"a": i, "b": j, "c": k}, axes=axes) for i in range(3) for j in range(2) for k in range(4)
+        }
         assert tiles(Box.whole((7, 10)), [box for box in boxes if box.count]), axes
 
 

@@ -54,7 +54,7 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
         "format": checkpoint.format,
         "nbytes": found.nbytes,
         "tensors": [
-            _tensor(name, tensor, roles.get(name, ""), found.ties.get(name, ""))
+            _tensor(name, tensor, roles.get(name, ""), tie=found.ties.get(name, ""))
             for name, tensor in found.tensors.items()
             if wanted(name)
         ],
@@ -81,7 +81,7 @@ def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda n
     }
 
 
-def _tensor(name: str, tensor: LazyTensor, role: str, tie: str) -> dict[str, object]:
+def _tensor(name: str, tensor: LazyTensor, role: str, *, tie: str) -> dict[str, object]:
     traits = tensor.traits
     return {
         "name": name,

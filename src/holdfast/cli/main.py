@@ -244,19 +244,35 @@ def _parser() -> Parser:
     whole.add_argument("--traceback", action="store_true", help="show where in Holdfast an error came from")
     whole.set_defaults(run=lambda options: _help(whole))
     verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    _add_show(_verb(verbs, "show", "show what is in a checkpoint", SHOW, SHOW_EXAMPLES))
-    _add_read(_verb(verbs, "read", "print tensors, or write them as .npy or .npz", READ, READ_EXAMPLES))
-    _add_scan(_verb(verbs, "scan", "say what pickles would have done", SCAN, SCAN_EXAMPLES))
-    _add_verify(_verb(verbs, "verify", "check every byte against its checksum", VERIFY, VERIFY_EXAMPLES))
-    _add_diff(_verb(verbs, "diff", "say how two checkpoints differ", DIFF, DIFF_EXAMPLES))
-    convert.add_arguments(_verb(verbs, "convert", "write a checkpoint in another format", convert.DESCRIPTION, convert.EXAMPLES))
-    edit.add_arguments(_verb(verbs, "edit", "rename, drop, cast, set metadata", edit.DESCRIPTION, edit.EXAMPLES))
-    reshard.add_arguments(_verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", reshard.DESCRIPTION, reshard.EXAMPLES))
-    prune.add_arguments(_verb(verbs, "prune", "set weights to zero by rules", prune.DESCRIPTION, prune.EXAMPLES))
-    stats.add_arguments(_verb(verbs, "stats", "say what the numbers look like", stats.DESCRIPTION, stats.EXAMPLES))
-    package.add_arguments(_verb(verbs, "package", "several models in one checkpoint", package.DESCRIPTION, package.EXAMPLES))
-    tie.add_arguments(_verb(verbs, "tie", "find equal tensors, and store them once", tie.DESCRIPTION, tie.EXAMPLES))
-    compact.add_arguments(_verb(verbs, "compact", "drop bytes that no tensor reaches", compact.DESCRIPTION, compact.EXAMPLES))
+    _add_show(_verb(verbs, "show", "show what is in a checkpoint", description=SHOW, examples=SHOW_EXAMPLES))
+    _add_read(_verb(verbs, "read", "print tensors, or write them as .npy or .npz", description=READ, examples=READ_EXAMPLES))
+    _add_scan(_verb(verbs, "scan", "say what pickles would have done", description=SCAN, examples=SCAN_EXAMPLES))
+    _add_verify(_verb(verbs, "verify", "check every byte against its checksum", description=VERIFY, examples=VERIFY_EXAMPLES))
+    _add_diff(_verb(verbs, "diff", "say how two checkpoints differ", description=DIFF, examples=DIFF_EXAMPLES))
+    convert.add_arguments(
+        _verb(verbs, "convert", "write a checkpoint in another format", description=convert.DESCRIPTION, examples=convert.EXAMPLES)
+    )
+    edit.add_arguments(
+        _verb(verbs, "edit", "rename, drop, cast, set metadata", description=edit.DESCRIPTION, examples=edit.EXAMPLES)
+    )
+    reshard.add_arguments(
+        _verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", description=reshard.DESCRIPTION, examples=reshard.EXAMPLES)
+    )
+    prune.add_arguments(
+        _verb(verbs, "prune", "set weights to zero by rules", description=prune.DESCRIPTION, examples=prune.EXAMPLES)
+    )
+    stats.add_arguments(
+        _verb(verbs, "stats", "say what the numbers look like", description=stats.DESCRIPTION, examples=stats.EXAMPLES)
+    )
+    package.add_arguments(
+        _verb(verbs, "package", "several models in one checkpoint", description=package.DESCRIPTION, examples=package.EXAMPLES)
+    )
+    tie.add_arguments(
+        _verb(verbs, "tie", "find equal tensors, and store them once", description=tie.DESCRIPTION, examples=tie.EXAMPLES)
+    )
+    compact.add_arguments(
+        _verb(verbs, "compact", "drop bytes that no tensor reaches", description=compact.DESCRIPTION, examples=compact.EXAMPLES)
+    )
     return whole
 
 
@@ -266,7 +282,7 @@ def _help(whole: argparse.ArgumentParser) -> int:
 
 
 def _verb(
-    verbs: argparse._SubParsersAction[Parser], name: str, short: str, description: str, examples: str
+    verbs: argparse._SubParsersAction[Parser], name: str, short: str, *, description: str, examples: str
 ) -> argparse.ArgumentParser:
     return verbs.add_parser(
         name,

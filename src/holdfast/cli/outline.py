@@ -107,7 +107,7 @@ Node = Leaf | Branch
 def outline(checkpoint: Checkpoint, ties: Mapping[str, str], *, split: bool = True) -> Branch:
     """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece."""
     root = _Walk(ties, split, room=NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS).node(
-        checkpoint.tree, "", "", 0
+        checkpoint.tree, "", "", depth=0
     )
     if isinstance(root, Leaf):
         root.label = root.name = LONE_TENSOR_NAME
@@ -152,7 +152,7 @@ class _Walk:
     plain: dict[int, bool] = field(default_factory=dict)
     """Rows that were looked through, however often they are met, and whether there are only plain values in them."""
 
-    def node(self, value: object, label: str, name: str, depth: int) -> Node:
+    def node(self, value: object, label: str, name: str, *, depth: int) -> Node:
         if isinstance(value, LazyTensor):
             traits = value.traits
             role = "parameter" if traits.parameter else "buffer" if traits.buffer else ""
@@ -165,41 +165,42 @@ class _Walk:
         if depth >= DEEPEST:
             return Leaf(label, name, "value", "…", type(value).__name__)
         self.met[id(value)] = name
-        return self._branch(value, label, name, depth)
+        return self._branch(value, label, name, depth=depth)
 
     def _branch(
         self,
         value: Mapping[object, object] | list[object] | tuple[object, ...] | Opaque | Composite,
         label: str,
         name: str,
+        *,
         depth: int,
     ) -> Branch:
         match value:
             case Mapping():
                 branch = Branch(label, name, "dict")
-                self._grow(branch, [(k if isinstance(k, str) else _label(k), v) for k, v in value.items()], depth, self.split)
+                self._grow(branch, [(k if isinstance(k, str) else _label(k), v) for k, v in value.items()], depth, split=self.split)
             case Composite():
                 remark = ", ".join(f"{k}={brief(v, 20)}" for k, v in value.attributes.items() if scalar(v))
                 branch = Branch(label, name, value.kind, str(list(value.shape)), remark)
-                self._grow(branch, list(value.children()), depth, False)
+                self._grow(branch, list(value.children()), depth, split=False)
             case Opaque():
-                branch = self._object(value, label, name, depth)
+                branch = self._object(value, label, name, depth=depth)
             case _:
                 branch = Branch(label, name, "list" if isinstance(value, list) else "tuple")
-                self._grow(branch, [(str(i), v) for i, v in enumerate(value)], depth, False)
+                self._grow(branch, [(str(i), v) for i, v in enumerate(value)], depth, split=False)
         return branch
 
-    def _object(self, value: Opaque, label: str, name: str, depth: int) -> Branch:
+    def _object(self, value: Opaque, label: str, name: str, *, depth: int) -> Branch:
         module = module_contents(value)
         if module is None:
             branch = Branch(label, name, "object", _class_of(value))
-            self._fill(branch, value, contents(value) or [], depth)
+            self._fill(branch, value, contents(value) or [], depth=depth)
             return branch
         settings = itertools.chain.from_iterable(itertools.islice(state.items(), SETTINGS) for state in value.states())
         sizes = [f"{k}={brief(v, 20)}" for k, v in settings if isinstance(k, str) and not k.startswith("_") and _is_size(v)]
         shown = f"({', '.join(sizes[:4])})" if sizes else ""
         branch = Branch(label, name, "module", _class_of(value).removeprefix("torch.nn.modules.") + shown)
-        self._fill(branch, value, module, depth)
+        self._fill(branch, value, module, depth=depth)
         for group, role in (("_parameters", "parameter"), ("_buffers", "buffer")):
             held = value.attribute(group)
             for child in branch.children:
@@ -207,7 +208,7 @@ class _Walk:
                     child.role = role
         return branch
 
-    def _fill(self, branch: Branch, value: Opaque, inside: Contents, depth: int) -> None:
+    def _fill(self, branch: Branch, value: Opaque, inside: Contents, *, depth: int) -> None:
         """Add what an object holds; of a dict that is another object's as well, only where that was met first."""
         module = branch.kind == "module"
         for owner, children in inside:
@@ -216,7 +217,7 @@ class _Walk:
                 continue
             if owner is not value:
                 self.met[id(owner)] = branch.name
-            self._grow(branch, [(str(k), v) for k, v in children if not (module and v is None)], depth, False)
+            self._grow(branch, [(str(k), v) for k, v in children if not (module and v is None)], depth, split=False)
 
     def _shown_in_place(self, value: object) -> bool:
         """Whether a container reads better as a value: it is empty, a list of plain values, or a call with such."""
@@ -234,7 +235,7 @@ class _Walk:
             case _:
                 return False
 
-    def _grow(self, branch: Branch, items: list[tuple[str, object]], depth: int, split: bool) -> None:
+    def _grow(self, branch: Branch, items: list[tuple[str, object]], depth: int, *, split: bool) -> None:
         """Add children; with `split`, one level for each dot in a key."""
         start = f"{branch.name}." if branch.name else ""
         groups: dict[str, Branch] = {"": branch}
@@ -247,7 +248,7 @@ class _Walk:
             self.room -= len(start) + len(key)
             if self.room < 0:
                 raise LimitExceeded("the names of the values take many times the characters that are stored")
-            parent.children.append(self.node(value, label, start + key, level))
+            parent.children.append(self.node(value, label, start + key, depth=level))
 
 
 def _has_levels(key: str) -> bool:

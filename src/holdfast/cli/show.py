@@ -95,7 +95,7 @@ def show_tree(
     wanted = sum(levels[:depth])
     if depth is None and not everything:
         depth = max((d for d in range(1, len(levels) + 1) if sum(levels[:d]) <= LINES), default=1)
-    rows = list(itertools.islice(_rows(root, "", depth or len(levels), pieces), None if everything else LINES))
+    rows = list(itertools.islice(_rows(root, "", depth or len(levels), pieces=pieces), None if everything else LINES))
     yield from _aligned(rows)
     if len(rows) < wanted:
         yield [(f"… {wanted - len(rows):,} more lines: use --depth, --filter or --all", "dim")]
@@ -200,7 +200,7 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
         yield [(f"note      … {len(checkpoint.notes) - 10:,} more notes: see --json", "note")]
 
 
-def _rows(branch: Branch, lead: str, depth: int, pieces: tuple[str, str, str, str]) -> Iterator[Row]:
+def _rows(branch: Branch, lead: str, depth: int, *, pieces: tuple[str, str, str, str]) -> Iterator[Row]:
     tee, corner, bar, gap = pieces
     for position, child in enumerate(branch.children):
         last = position == len(branch.children) - 1
@@ -208,7 +208,7 @@ def _rows(branch: Branch, lead: str, depth: int, pieces: tuple[str, str, str, st
         if isinstance(child, Branch):
             yield _branch_row(here, child)
             if depth > 1:
-                yield from _rows(child, lead + (gap if last else bar), depth - 1, pieces)
+                yield from _rows(child, lead + (gap if last else bar), depth - 1, pieces=pieces)
         elif child.tensor is not None:
             yield _tensor_row(here, child)
         else:

@@ -81,11 +81,11 @@ def run(options: argparse.Namespace) -> int:
 
             print_json({"schema": 1, "path": checkpoint.path, "tensors": [_document(row) for row in found]})
         else:
-            print_lines(lines(checkpoint.path, found, None if options.all else ROWS, _bars()))
+            print_lines(lines(checkpoint.path, found, None if options.all else ROWS, bars=_bars()))
     return 0
 
 
-def lines(path: str, found: Sequence[TensorStats], most: int | None, bars: str) -> Iterator[Line]:
+def lines(path: str, found: Sequence[TensorStats], most: int | None, *, bars: str) -> Iterator[Line]:
     """What is printed."""
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
     shown = found[:most]

@@ -160,9 +160,9 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
     out.flush()
 
 
-def guides(file: TextIO | None = None) -> tuple[str, str, str, str]:
+def guides() -> tuple[str, str, str, str]:
     """The pieces that trees are drawn with: branch, last branch, bar, gap; in ASCII where the output has no others."""
-    encoding = (sys.stdout if file is None else file).encoding or "ascii"
+    encoding = sys.stdout.encoding or "ascii"
     try:
         "├─└│…×·".encode(encoding)
     except (UnicodeEncodeError, LookupError):

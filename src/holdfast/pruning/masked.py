@@ -94,12 +94,12 @@ class Tally:
         return total if reach == self._size else None
 
 
-def weighing(tensor: LazyTensor, mask: Mask, tally: Tally, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:
+def weighing(tensor: LazyTensor, mask: Mask, tally: Tally, *, progress: Callable[[int], None]) -> Iterator[Callable[[], None]]:
     """Pieces of work that together tell the loss of a tensor."""
 
     def task(start: int, stop: int) -> Callable[[], None]:
         def run() -> None:
-            tally.add(start, stop, loss_of(*keep_range(tensor, mask, start, stop)))
+            tally.add(start, stop, loss_of(*keep_range(tensor, mask, start, stop=stop)))
             progress(tensor.dtype.nbytes(stop - start))
 
         return run
@@ -197,7 +197,7 @@ class Content:
         step = max(prune_keys.PIECE_ELEMENTS // 8, 1) * 8
         while start < stop:
             end = min((start // step + 1) * step, stop)
-            values, kept = keep_range(self.tensor, self.mask, start, end)
+            values, kept = keep_range(self.tensor, self.mask, start, stop=end)
             if self.tally is not None:
                 self.tally.add(start, end, loss_of(values, kept))
             yield np.packbits(kept, bitorder="little") if self.packed else pruned_values(values, kept).view(np.uint8)
@@ -218,7 +218,7 @@ class Masked(Virtual):
         made = LazyTensor.contiguous(original.name, original.dtype, original.shape, storage, self._source)
         return replace(made, traits=replace(original.traits, conj=False, neg=False, alias=None))
 
-    def bits(self, name: str, original: LazyTensor, mask: Mask, tally: Tally | None = None) -> LazyTensor:
+    def bits(self, name: str, original: LazyTensor, mask: Mask, *, tally: Tally | None = None) -> LazyTensor:
         """The mask, a bit an element in C order, the first in the lowest bit; set for what is kept."""
         row = DTYPES.name("uint8")
         if row is None:

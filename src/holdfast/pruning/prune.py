@@ -155,16 +155,16 @@ def plan_prune(
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Pruned]:
         target = where.path
         state = describe_state(source, limits=limits)
-        jobs = _jobs(source, state, rules, masks)
+        jobs = _jobs(source, state, rules, masks=masks)
         chosen = "safetensors" if masks == "only" else format_for(target, format, Options(keep_tree=True))
         if masks != "only":
             # The format is asked now: a target that cannot hold the state is refused before anything is read.
             check_sparse(target, chosen, sparse)
-            directory = plan_save(target, state, chosen, Options(keep_tree=True)).directory
+            directory = plan_save(target, state, chosen, options=Options(keep_tree=True)).directory
             if masks == "beside" and not directory:
                 problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
                 raise CannotHold("the masks have no place", [f"{problem}, or write them by themselves (masks='only')"], file=target)
-        pruning = Pruning(state, jobs, masks, sparse)
+        pruning = Pruning(state, jobs, masks, sparse=sparse)
         pruning.measure(writing.reading_threads, progress)
         plan = pruning.plan(target, chosen)
         beside = os.path.join(target, MASKS_FILE) if masks == "beside" else target if masks == "only" else None
@@ -179,7 +179,7 @@ def plan_prune(
     return rewritten(src, dst, lay_out, beside=True, format=format, directory=directory, writing=writing, limits=limits)
 
 
-def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], masks: str | None) -> list[Job]:
+def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], *, masks: str | None) -> list[Job]:
     """What is to be done to which tensor. Raises `CannotHold` with all that does not fit."""
     problems: list[str] = []
     parsed: list[Rule] = []
@@ -202,7 +202,7 @@ def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], masks: 
 class Pruning:
     """What is pruned: `measure` finds the masks, `plan` lays out what they leave, `report` says what they do."""
 
-    def __init__(self, state: State, jobs: list[Job], masks: str | None, sparse: str) -> None:
+    def __init__(self, state: State, jobs: list[Job], masks: str | None, *, sparse: str) -> None:
         self._state, self._jobs, self._masks, self._sparse = state, jobs, masks, sparse
 
     def measure(self, workers: int, progress: Progress | None) -> None:
@@ -226,7 +226,7 @@ class Pruning:
     def _weigh(self, workers: int, tell: Progress) -> None:
         """Measure what is lost of all tensors that were not read as a whole while they were written."""
         left = [job for job in self._jobs if job.tally.whole() is None]
-        run_all([task for job in left for task in weighing(job.tensor, _mask(job), job.tally, tell)], workers)
+        run_all([task for job in left for task in weighing(job.tensor, _mask(job), job.tally, progress=tell)], workers)
 
     def report(self, report: Pruned, workers: int, progress: Progress | None) -> Pruned:
         """What goes, and what is lost with it; after `measure`. Reads what was not read as a whole while it was written."""
@@ -250,11 +250,11 @@ class Pruning:
         """All that is written: weights, masks, or both in one directory."""
         masked = Masked()
         if self._masks == "only":
-            return plan_save(target, self._bits(masked), format, Options())
-        plan = plan_save(target, self._pruned(masked), format, Options(keep_tree=True, sparse=self._sparse))
+            return plan_save(target, self._bits(masked), format, options=Options())
+        plan = plan_save(target, self._pruned(masked), format, options=Options(keep_tree=True, sparse=self._sparse))
         if self._masks is None:
             return plan
-        (bits,) = plan_save(target, self._bits(masked), "safetensors", Options()).files
+        (bits,) = plan_save(target, self._bits(masked), "safetensors", options=Options()).files
         # The reader is asked once more: it must not take the masks for weights.
         return rehearse(replace(plan, files=(*plan.files, replace(bits, key=MASKS_FILE)), opens=False), target)
 
@@ -285,7 +285,7 @@ class Pruning:
         for job in self._jobs:
             for name in job.names:
                 tally = job.told if self._masks == "only" else None
-                tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally)
+                tensors[f"{name}.mask"] = masked.bits(f"{name}.mask", job.tensor, _mask(job), tally=tally)
                 notes[name] = {"shape": list(job.tensor.shape), "rule": job.rule.text}
         return State(dict(tensors), tensors, {name: (name,) for name in tensors}, {MASKS: json.dumps(notes)})
 

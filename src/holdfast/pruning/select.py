@@ -78,7 +78,7 @@ def select(sources: Sequence[Keys], count: int, *, threads: int = 1, progress: P
         return Threshold(0, (0,) * len(sources))
     sweep = Sweep(sources, threads, progress)
     around = sources[0].around(count) if len(sources) == 1 else None
-    found = _between(sweep, count, *around) if around else None
+    found = _between(sweep, count, around) if around else None
     return found or _narrowed(sweep, count)
 
 
@@ -149,7 +149,7 @@ def _narrowed(sweep: Sweep, count: int) -> Threshold:
     passes: list[Ints] = []
 
     def histogram(prefix: int, known: int, shift: int) -> Ints:
-        passes.append(_histogram(sweep, prefix, known, shift))
+        passes.append(_histogram(sweep, prefix, known, shift=shift))
         bins: Ints = passes[-1].sum(axis=0)
         return bins
 
@@ -157,12 +157,12 @@ def _narrowed(sweep: Sweep, count: int) -> Threshold:
     if found.known == 0:
         parts = passes[-1]
         bucket = found.prefix % parts.shape[1]
-        threshold = _among_equals(sweep, found.prefix, found.rank, parts[:, bucket].tolist())
+        threshold = _among_equals(sweep, found.prefix, found.rank, equal=parts[:, bucket].tolist())
         return threshold if passes[1:] else replace(threshold, counts=_counts(parts.sum(axis=0), bucket, found.rank))
     candidates: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
 
     def gather(keys: np.ndarray, at: int) -> None:
-        candidates[at] = _with_prefix(keys, found.prefix, found.known, sweep.width)
+        candidates[at] = _with_prefix(keys, found.prefix, found.known, width=sweep.width)
 
     sweep.each(gather)
     return _sorted(sweep, candidates, found.rank)
@@ -174,18 +174,18 @@ def _counts(bins: Ints, key: int, ties: int) -> Counts:
     return Counts(bins, gone)
 
 
-def _with_prefix(keys: np.ndarray, prefix: int, known: int, width: int) -> np.ndarray:
+def _with_prefix(keys: np.ndarray, prefix: int, known: int, *, width: int) -> np.ndarray:
     """The keys that begin with these bits, all but the last `known`."""
     return keys if known == width else keys[(keys >> keys.dtype.type(known)) == prefix]
 
 
-def _histogram(sweep: Sweep, prefix: int, known: int, shift: int) -> Ints:
+def _histogram(sweep: Sweep, prefix: int, known: int, *, shift: int) -> Ints:
     """How many keys with a prefix there are by their next bits; by parts of the work if these bits are the last."""
     parts = np.zeros((min(HISTOGRAM_PARTS, len(sweep.work)) if shift == 0 else 1, 1 << (known - shift)), np.int64)
     lock = threading.Lock()
 
     def add(keys: np.ndarray, at: int) -> None:
-        low = _with_prefix(keys, prefix, known, sweep.width)
+        low = _with_prefix(keys, prefix, known, width=sweep.width)
         if shift:
             low = low >> low.dtype.type(shift)
         if known < sweep.width:
@@ -199,8 +199,9 @@ def _histogram(sweep: Sweep, prefix: int, known: int, shift: int) -> Ints:
     return parts
 
 
-def _between(sweep: Sweep, count: int, low: int, high: int) -> Threshold | None:
+def _between(sweep: Sweep, count: int, around: tuple[int, int]) -> Threshold | None:
     """From the keys of a range [low, high) alone; None if the threshold is not there, or they are many."""
+    low, high = around
     below = [0] * len(sweep.work)
     candidates: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
     if sweep.total * (high - low) >> sweep.width > order.SORTED_KEYS:
@@ -221,10 +222,10 @@ def _sorted(sweep: Sweep, candidates: Sequence[np.ndarray], count: int) -> Thres
     every = np.concatenate(candidates)
     key = int(np.partition(every, count - 1)[count - 1])
     equal = [int(np.count_nonzero(keys == key)) for keys in candidates]
-    return _among_equals(sweep, key, count - int(np.count_nonzero(every < key)), equal)
+    return _among_equals(sweep, key, count - int(np.count_nonzero(every < key)), equal=equal)
 
 
-def _among_equals(sweep: Sweep, key: int, ties: int, equal: Sequence[int]) -> Threshold:
+def _among_equals(sweep: Sweep, key: int, ties: int, *, equal: Sequence[int]) -> Threshold:
     """Where the first `ties` of the keys equal to this one end, knowing how many each part of the work has."""
     if ties == sum(equal):
         return Threshold(key, tuple(source.count for source in sweep.sources))
@@ -382,7 +383,7 @@ def block_mask(
     return BlockMask(*shape, matrix_shape(tensor.shape)[1], bits)
 
 
-def keep_range(tensor: LazyTensor, mask: Mask, start: int, stop: int) -> tuple[np.ndarray, Bools]:
+def keep_range(tensor: LazyTensor, mask: Mask, start: int, *, stop: int) -> tuple[np.ndarray, Bools]:
     """The elements [start, stop) in C order, and which of them stay."""
     first = start // mask.align * mask.align
     last = min(-(-stop // mask.align) * mask.align, tensor.size)

@@ -145,8 +145,8 @@ def lay_out_conversion(
     state = transform(chosen, edits, limits, losses=losses)
     found = format_for(target, where.format, options)
     if metadata:
-        state = _with_metadata(state, metadata, found, source.path)
-    plan = _plan(target, state, found, options, edits.tensors_only)
+        state = _with_metadata(state, metadata, found, path=source.path)
+    plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
     plan = replace(plan, notes=(*source.notes, *left, *plan.notes))
     tensors = plan.tensors()
     reads = [_read_cost(tensor) for tensor in tensors]
@@ -162,7 +162,7 @@ def lay_out_conversion(
     return Planned(plan, report, where.writing, reads=stores_of(described), finish=finish)
 
 
-def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, path: str) -> State:
+def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, *, path: str) -> State:
     if format == "torch-zip" and any(text is not None for text in metadata.values()):
         raise Unsupported("a torch file has no place for metadata; write safetensors or a native directory", file=path)
     absent = [key for key, text in metadata.items() if text is None and key not in state.metadata]
@@ -172,14 +172,14 @@ def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str
     return replace(state, metadata={key: text for key, text in merged.items() if text is not None})
 
 
-def _plan(target: str, state: State, format: str, options: Options, tensors_only: bool) -> SavePlan:
+def _plan(target: str, state: State, format: str, *, options: Options, tensors_only: bool) -> SavePlan:
     try:
-        return plan_save(target, state, format, options)
+        return plan_save(target, state, format, options=options)
     except CannotHold as error:
         if tensors_only:
             raise
         try:
-            plan_save(target, transform(state, Edits(tensors_only=True)), format, options)
+            plan_save(target, transform(state, Edits(tensors_only=True)), format, options=options)
         except CannotHold:
             raise error from None
         message = error.what + " (keep the tensors alone with tensors_only=True, --tensors-only)"

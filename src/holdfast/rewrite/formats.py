@@ -102,13 +102,13 @@ def check_sparse(path: str, format: str, sparse: str) -> None:
         raise Unsupported(f"only a native directory stores tensors packed, and this is {format}; leave sparse= away", file=path)
 
 
-def plan_save(path: str, state: State, format: str, options: Options) -> SavePlan:
+def plan_save(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     """Lay out a state, so that it opens again. Raises `CannotHold` with every problem when the format cannot hold it."""
     check_sparse(path, format, options.sparse)
-    return rehearse(replace(_lay_out(path, state, format, options), holds=state.tensors), path)
+    return rehearse(replace(_lay_out(path, state, format, options=options), holds=state.tensors), path)
 
 
-def _lay_out(path: str, state: State, format: str, options: Options) -> SavePlan:
+def _lay_out(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     match format:
         case "torch-zip":
             # The one format with storages: what shared one before it was copied shares it again.

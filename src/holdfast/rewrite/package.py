@@ -122,7 +122,7 @@ def plan_package(
         check_target(target, directory=format == "native", writing=writing)
     with ExitStack() as stack:
         members = _describe(models, stack, limits)
-        state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress)
+        state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress=progress)
         if format == "native":
             plan = _plan_native(replace(members, state=state))
         else:
@@ -144,7 +144,7 @@ class _Members:
     """For models that come from a `.pt2`: what else they have there."""
 
 
-def _deduplicated(state: State, deduplicate: str, threads: int, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
+def _deduplicated(state: State, deduplicate: str, threads: int, *, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
     problems = _incomplete(state)
     if problems:
         raise CannotHold("some weights of this package are not all there", problems)
@@ -362,7 +362,7 @@ def plan_replacement(
         with ExitStack() as stack:
             given = _opened(weights, stack, limits)
             state = describe_state(given, limits=limits)
-            states = _states(rejoin(state).state, given if isinstance(given, Checkpoint) else None, _models(source), model)
+            states = _states(rejoin(state).state, given if isinstance(given, Checkpoint) else None, _models(source), model=model)
             plan = lay_out_replaced(source, states, name=archive_name(where.path))
             report = Saved(**planned_fields(plan, where.path))
             return Planned(plan, report, where.writing, reads=(source.store, *stores_of(state)), sources=stack.pop_all())
@@ -385,7 +385,7 @@ def _models(source: Source) -> list[str]:
     return Pt2Reader(source, keys[0], read_archive(source, keys[0])).names()
 
 
-def _states(state: State, opened: Checkpoint | None, names: list[str], model: str | None) -> dict[str, Mapping[str, LazyTensor]]:
+def _states(state: State, opened: Checkpoint | None, names: list[str], *, model: str | None) -> dict[str, Mapping[str, LazyTensor]]:
     """The new weights of each model that gets some."""
     known = ", ".join(names)
     tree = state.tree

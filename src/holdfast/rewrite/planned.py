@@ -142,7 +142,9 @@ def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
 
 def _free(target: str) -> int:
     """What is free where a target goes."""
-    parent = os.path.dirname(os.path.realpath(target))
+    # Following every link of a path is slow, and the system does it by itself for all but the last.
+    place = target.rstrip("/") or target
+    parent = os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place) or os.curdir
     try:
         return free_nbytes(parent)
     except StoreError as error:

@@ -50,14 +50,14 @@ def rejoin(state: State, limits: Limits | None = None) -> Rejoined:
         # One object stays one object: torch gives it one identity.
         if id(tensor) not in shared:
             (chunk,) = tensor.shared_chunks
-            shared[id(tensor)] = _viewed(tensor, chunk, storages.get(chunk.storage), assembled)
+            shared[id(tensor)] = _viewed(tensor, chunk, storages.get(chunk.storage), assembled=assembled)
         return shared[id(tensor)]
 
     named = {name: change(tensor) for name, tensor in state.tensors.items()}
     return Rejoined(replace(state, tree=map_tensors(state.tree, change), tensors=named), tuple(notes))
 
 
-def _viewed(tensor: LazyTensor, chunk: Chunk, storage: Storage | None, assembled: Assembled) -> LazyTensor:
+def _viewed(tensor: LazyTensor, chunk: Chunk, storage: Storage | None, *, assembled: Assembled) -> LazyTensor:
     traits = replace(tensor.traits, alias=None)
     if storage is None:
         return replace(tensor, traits=traits)

@@ -105,7 +105,7 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]
         at = dict(zip(mesh, place, strict=True))
         own: dict[str, Box] = {}
         for name, tensor in state.tensors.items():
-            box = local_box(tensor.shape, mesh, at, placed[name])
+            box = local_box(tensor.shape, mesh, at, axes=placed[name])
             if (box.count or not math.prod(tensor.shape)) and box not in written[name]:
                 written[name].add(box)
                 own[name] = box
@@ -113,7 +113,7 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]
     return lay_out_split(state, parts)
 
 
-def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, int], axes: Mapping[str, int]) -> Box:
+def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, int], *, axes: Mapping[str, int]) -> Box:
     """The part of a tensor that the rank at a point of the mesh has."""
     start, stop = [0] * len(shape), list(shape)
     for axis, size in mesh.items():

@@ -81,6 +81,6 @@ def _plan(
     found = format_for(target, format, options)
     if writing.overwrite is False or found in DIRECTORIES:
         check_target(target, directory=found in DIRECTORIES, writing=writing)
-    plan = plan_save(target, described, found, options)
+    plan = plan_save(target, described, found, options=options)
     plan = replace(plan, notes=(*described.notes, *plan.notes))
     return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=stores_of(described))

@@ -355,7 +355,7 @@ def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePl
     if source.format == "pt2":
         # Only its weights were looked at; what stands beside them in the tree is written as well.
         state = state_of(state.tree, dict(state.metadata))
-    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options)
+    plan = plan_save(where.path, state, format_for(where.path, where.format, options), options=options)
     left = (f"left out of model {model!r}: the program" for model in programs_of(source))
     return replace(plan, notes=(*left, *plan.notes))
 

@@ -48,14 +48,10 @@ SHOWN = 3
 """Tensors that a note names."""
 
 
-def describe_state(
-    state: object, *, arrays: Arrays = "tensors", metadata: Mapping[str, str] | None = None, limits: Limits | None = None
-) -> State:
-    """Describe a state without copying its data.
-
-    `arrays="values"` leaves numpy arrays as plain values: in the tree of an opened torch file they were pickled as such.
-    """
+def describe_state(state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None) -> State:
+    """Describe a state without copying its data. In the tree of an open checkpoint numpy arrays are plain values: pickled as such."""
     limits = limits or Limits()
+    arrays: Arrays = "tensors"
     if isinstance(state, Checkpoint):
         # What a torch file says about itself (its version, its byte order) is true of that file only.
         own = state.metadata if state.format in OWN_METADATA else {}
@@ -243,8 +239,8 @@ def state_dicts(state: object) -> object:
 
 
 def _has(value: object, name: str) -> bool:
-    # First of its class, which is how it nearly always is, and quick.
-    if callable(inspect.getattr_static(type(value), name, None)):
+    # First of its class, which is how it nearly always is. What even pretends to have none is let go at once: arrays are many.
+    if hasattr(type(value), name) and callable(inspect.getattr_static(type(value), name, None)):
         return True
     return name in getattr(value, "__dict__", ()) and callable(getattr(value, name))
 
