@@ -49,7 +49,7 @@ SHOWN = 3
 
 
 def describe_state(state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None) -> State:
-    """Describe a state without copying its data. In the tree of an open checkpoint numpy arrays are plain values: pickled as such."""
+    """Describe a state without copying its data. Arrays in the tree of an open checkpoint are plain values, as they were."""
     limits = limits or Limits()
     arrays: Arrays = "tensors"
     if isinstance(state, Checkpoint):
