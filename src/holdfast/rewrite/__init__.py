@@ -12,5 +12,6 @@ alias_graph      which tensors are the same bytes
 package          several models in one checkpoint, or other weights in one (`replace_weights`); `models` says what is in it
 reshard          cut for a mesh of ranks
 
-Every verb is a `plan_…` that gives a `Planned`, and its `carry_out`; so is `pruning.prune`.
+Every verb is a `plan_…` that gives a `Planned`, and its `carry_out`; so is `pruning.prune`. Those that make a checkpoint of a
+checkpoint are laid out by `planned.rewritten`.
 """
