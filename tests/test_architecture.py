@@ -350,7 +350,7 @@ def test_imports_are_found(source: str, names: list[str]):
         ("holdfast.core.box", "holdfast.inspect.open", True),
         ("holdfast.core.box", "holdfast", True),
         ("holdfast.plan.runs", "holdfast.stores.local", True),
-        ("holdfast.engine.execute", "holdfast.formats.zip", True),
+        ("holdfast.engine.transfer", "holdfast.formats.zip", True),
         ("holdfast.formats.native.chunks", "holdfast.stores.local", True),
         ("holdfast.formats.native.chunks", "holdfast.stores.virtual", False),
         ("holdfast.cli.main", "holdfast.torch.tensors.from_lazy", True),

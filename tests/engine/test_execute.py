@@ -11,8 +11,9 @@ import pytest
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.execute import TASK_NBYTES, run_all
 from holdfast.engine.source import OpenSource
+from holdfast.engine.threads import run_all
+from holdfast.engine.transfer import TASK_NBYTES
 from holdfast.errors import StoreError
 from holdfast.inspect.open import read
 from holdfast.plan.coalesce import Policy

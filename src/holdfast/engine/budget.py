@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.engine.execute import default_threads
+from holdfast.engine.threads import default_threads
 from holdfast.errors import LimitExceeded, Unsupported
 
 __all__ = ["Budget", "budget", "byte_count", "reading_threads"]

@@ -1,34 +1,28 @@
-"""Read spans of files from end to end, each byte once, in parallel, for their checksums alone.
+"""Read spans of files from end to end, each byte once, for their checksums alone: a sink that sums and drops.
 
-1. Spans are cut into pieces of at most a block, and pieces that follow each other in a file are joined into windows of at most a
-   block: a gigabyte becomes 256 reads, and so do the hundred thousand small tensors in it.
-2. A thread takes a window, reads it into scratch memory that it keeps, and takes the CRC-32 of each piece. Memory is
-   `threads × block`, and stays in the caches that read and CRC share.
-3. The CRCs of pieces combine to those of the spans.
+1. Spans are cut where blocks of the file end, and parts that touch are read together: a gigabyte becomes 256 reads, and so do the
+   hundred thousand small tensors in it.
+2. A thread reads into scratch memory that it keeps, and takes the CRC-32 of each part while it is in the cache.
+3. The CRCs of parts combine to those of the spans.
 
-Nothing stops at an error: a window that cannot be read is tried again piece by piece, and the error belongs to the spans whose
-pieces fail.
+Nothing stops at an error: a read that fails is tried again part by part, and the error belongs to the spans whose parts fail.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
-from holdfast.errors import HoldfastError
+from holdfast.engine.transfer import Scratch, Sink, tasks
+from holdfast.errors import HoldfastError, located
+from holdfast.plan.coalesce import SUMS, Parts, join_files
 
-__all__ = ["Progress", "Span", "SpanPart", "Sweep", "windows"]
+__all__ = ["Progress", "Span", "Sweep"]
 
 Progress = Callable[[int], None]
 """Is told how many more bytes are done; may be called from several threads at once."""
-
-BLOCK_NBYTES = 4 << 20
-"""Bytes of one read: large enough to forget the call, small enough that a few of them fit into a last-level cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,80 +40,70 @@ class Span:
         return self.start + self.nbytes
 
 
-@dataclass(frozen=True, slots=True)
-class SpanPart:
-    """A part of a span: the span's number, and where the part lies in the file."""
-
-    span: int
-    start: int
-    stop: int
-
-
-Window = list[SpanPart]
-"""Pieces of one file, by their starts, without a gap between them, at most a block long together."""
-
-
-def windows(spans: Sequence[Span], block: int = BLOCK_NBYTES) -> Iterator[Window]:
-    """Cut and join spans into windows; each byte of each span is in exactly one piece."""
-    window: Window = []
-    key, end = "", 0
-    pieces = [SpanPart(i, at, min(at + block, s.stop)) for i, s in enumerate(spans) for at in range(s.start, s.stop, block)]
-    for piece in sorted(pieces, key=lambda p: (spans[p.span].key, p.start)):
-        own = spans[piece.span].key
-        if window and (own != key or piece.start > end or piece.stop - window[0].start > block):
-            yield window
-            window = []
-        key, end = own, max(end, piece.stop) if window else piece.stop
-        window.append(piece)
-    if window:
-        yield window
-
-
 class Sweep:
     """The sums of spans of one store. Run every task of `tasks`, on any thread, and then ask for the outcomes."""
 
-    def __init__(self, store: Store, spans: Iterable[Span], *, block: int = BLOCK_NBYTES) -> None:
-        self._store = store
-        self._spans = list(spans)
-        self._block = block
+    def __init__(self, store: Store, spans: Iterable[Span], *, block: int = SUMS.block) -> None:
+        self._store, self._spans = store, list(spans)
+        self._policy = replace(SUMS, block=block)
         self._sums = [Sums() for _ in self._spans]
         self._errors: dict[int, HoldfastError] = {}
-        self._own = threading.local()
+
+    def reads(self) -> list[Parts]:
+        """The spans of each file, cut and joined; each byte of each span is in one part."""
+        return join_files([(span.key, span.start, span.stop) for span in self._spans], self._policy)
 
     def tasks(self, progress: Progress | None = None) -> list[Callable[[], None]]:
-        """What is to be done, a read each. They raise nothing that is about the files."""
-        return [self._task(window, progress) for window in windows(self._spans, self._block)]
+        """What is to be done, about a block each. They raise nothing that is about the files."""
+        scratch, block = Scratch(), self._policy.block
+        jobs = [(parts, _Summed(self, parts, progress, scratch=scratch)) for parts in self.reads()]
+        return [task for parts, sink in jobs for task in tasks(self._store, parts, sink, scratch=scratch, nbytes=block)]
+
+    def add(self, number: int, start: int, data: memoryview) -> None:
+        """Sum up a part of a span, if its sum is wanted."""
+        if self._spans[number].summed:
+            self._sums[number].add(start, data)
+
+    def try_again(self, number: int, start: int, out: memoryview) -> None:
+        """Read a part of a span by itself; what keeps it from being read is the outcome of the span."""
+        try:
+            self._store.read(self._spans[number].key, start, out)
+        except HoldfastError as error:
+            self._errors.setdefault(number, error)
+        else:
+            self.add(number, start, out)
 
     def outcome(self, number: int) -> int | HoldfastError:
         """The CRC of a span (0 where it was not wanted), or what kept it from being read."""
         error = self._errors.get(number)
         return self._sums[number].crc32() if error is None else error
 
-    def _task(self, window: Window, progress: Progress | None) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                self._read(window)
-            except HoldfastError:
-                for piece in window:
-                    try:
-                        self._read([piece])
-                    except HoldfastError as error:
-                        self._errors.setdefault(piece.span, error)
-            if progress is not None:
-                progress(max(p.stop for p in window) - window[0].start)
+    def crc32(self, number: int, *, name: str) -> int:
+        """The same; raises what kept it from being read, as an error of the tensor of this name."""
+        outcome = self.outcome(number)
+        if isinstance(outcome, HoldfastError):
+            with located(tensor=name):
+                raise outcome
+        return outcome
 
-        return run
 
-    def _read(self, window: Window) -> None:
-        start, stop = window[0].start, max(p.stop for p in window)
-        data = self._scratch()[: stop - start]
-        self._store.read(self._spans[window[0].span].key, start, data)
-        for piece in window:
-            if self._spans[piece.span].summed:
-                self._sums[piece.span].add(piece.start, data[piece.start - start : piece.stop - start])
+class _Summed(Sink):
+    """The parts in the reads of one file."""
 
-    def _scratch(self) -> memoryview:
-        scratch: memoryview | None = getattr(self._own, "scratch", None)
-        if scratch is None:
-            scratch = self._own.scratch = np.empty(self._block, np.uint8).data
-        return scratch
+    def __init__(self, sweep: Sweep, parts: Parts, progress: Progress | None, *, scratch: Scratch) -> None:
+        self._sweep, self._parts, self._progress, self._scratch = sweep, parts, progress, scratch
+
+    def take(self, number: int, data: memoryview) -> None:
+        origin = int(self._parts.starts[number])
+        for owner, begin, end in self._parts.of(number):
+            self._sweep.add(owner, begin, data[begin - origin : end - origin])
+        self._done(number)
+
+    def failed(self, number: int, error: HoldfastError) -> None:
+        for owner, begin, end in self._parts.of(number):
+            self._sweep.try_again(owner, begin, self._scratch.of(end - begin))
+        self._done(number)
+
+    def _done(self, number: int) -> None:
+        if self._progress is not None:
+            self._progress(int(self._parts.stops[number] - self._parts.starts[number]))

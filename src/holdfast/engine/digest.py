@@ -19,8 +19,8 @@ from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
 from holdfast.engine.checksums import Progress, Span, Sweep
-from holdfast.engine.execute import default_threads, run_all
-from holdfast.errors import HoldfastError, located
+from holdfast.engine.threads import default_threads, run_all
+from holdfast.errors import located
 
 __all__ = ["recorded_crc", "tensor_crcs"]
 
@@ -121,7 +121,7 @@ def tensor_crcs(
         run_all(work, threads or default_threads())
     for numbers, sweep in sweeps:
         for position, i in enumerate(numbers):
-            known[i] = _or_raise(sweep.outcome(position), tensors[i].name)
+            known[i] = sweep.crc32(position, name=tensors[i].name)
     for i, sums in parts.items():
         known[i] = sums.crc32()
     return [known[twin_of.get(i, i)] or 0 for i in range(len(tensors))]
@@ -136,10 +136,3 @@ def _slab_task(slab: Slab, name: str, sums: Sums, progress: Progress | None) -> 
             progress(data.nbytes)
 
     return run
-
-
-def _or_raise(outcome: int | HoldfastError, name: str) -> int:
-    if isinstance(outcome, HoldfastError):
-        with located(tensor=name):
-            raise outcome
-    return outcome

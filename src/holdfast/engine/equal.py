@@ -11,7 +11,7 @@ from holdfast.core.digest import canonical
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.checksums import Progress
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import located
 
 __all__ = ["same_bytes"]

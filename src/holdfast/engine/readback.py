@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
-import numpy as np
-
-from holdfast.core.crc import Sums
+from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.digest import recorded_crc
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import Corrupted, NotCommitted
 from holdfast.plan.saves import Data, FilePlan
 from holdfast.stores.local import read_at
+from holdfast.stores.virtual import Entry, Virtual
 
 __all__ = ["check_source", "check_written", "file_crcs"]
-
-BLOCK_NBYTES = 4 << 20
 
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
@@ -50,22 +48,13 @@ def check_written(plan: FilePlan, descriptor: int, crcs: Mapping[str, int], *, p
 
 def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:
     """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
-    sums: dict[str, Sums] = {}
-
-    def task(label: str, offset: int, start: int, nbytes: int) -> Callable[[], None]:
-        def run() -> None:
-            block = np.empty(nbytes, np.uint8).data
-            read_at(descriptor, offset + start, block)
-            sums[label].add(start, block)
-
-        return run
-
-    work = []
-    for segment, offset in zip(plan.segments, plan.offsets(), strict=True):
-        if isinstance(segment, Data):
-            sums[segment.label] = Sums()
-            cuts = range(0, segment.nbytes, BLOCK_NBYTES)
-            work += [task(segment.label, offset, start, min(BLOCK_NBYTES, segment.nbytes - start)) for start in cuts]
-    if work:
-        run_all(work, threads or default_threads())
-    return {label: blocks.crc32() for label, blocks in sums.items()}
+    written = Virtual("<written>")
+    key = written.put(Entry(plan.nbytes, partial(read_at, descriptor)))
+    segments = [
+        (s.label, Span(key, offset, s.nbytes))
+        for s, offset in zip(plan.segments, plan.offsets(), strict=True)
+        if isinstance(s, Data)
+    ]
+    sweep = Sweep(written, (span for _, span in segments))
+    run_all(sweep.tasks(), threads or default_threads())
+    return {label: sweep.crc32(number, name=label) for number, (label, _) in enumerate(segments)}

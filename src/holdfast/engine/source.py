@@ -13,7 +13,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.digest import tensor_crcs
-from holdfast.engine.execute import default_threads, execute
+from holdfast.engine.strips import execute
+from holdfast.engine.threads import default_threads
 from holdfast.errors import Unsupported
 from holdfast.plan.coalesce import Policy
 from holdfast.plan.reads import ReadPlan, plan_reads

@@ -33,8 +33,8 @@ from holdfast.core.sparse.encoding import (
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.digest import recorded_crc
-from holdfast.engine.execute import run_all
 from holdfast.engine.packed import Counted, Packed, groups_of, read_elements, run_length
+from holdfast.engine.threads import run_all
 from holdfast.errors import Corrupted, Unsupported, located
 
 __all__ = ["SMALLEST_NBYTES", "Wanted", "choose", "parse_wanted"]

@@ -11,8 +11,7 @@ from typing import Protocol
 
 from holdfast.core.crc import Sums, crc32
 from holdfast.engine.blocks import slab_block, slab_bytes, slabs
-from holdfast.engine.execute import default_threads
-from holdfast.engine.threads import Beside, run_all
+from holdfast.engine.threads import Beside, default_threads, run_all
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 
 __all__ = ["Writer", "write_stream"]

@@ -10,15 +10,21 @@ at all by that time; at any time the system may refuse one more. So:
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-__all__ = ["Beside", "run_all", "start"]
+__all__ = ["Beside", "default_threads", "run_all", "start"]
 
 T = TypeVar("T")
+
+
+def default_threads(processes: int = 1) -> int:
+    """Enough to keep the memory bus busy and some reads waiting; more only contend. Of as many processes as share the machine."""
+    return max(1, min(16, 2 * (os.cpu_count() or 1) // max(processes, 1)))
 
 
 def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:

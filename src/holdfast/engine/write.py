@@ -19,7 +19,8 @@ import numpy as np
 
 from holdfast.core.crc import Sums
 from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
-from holdfast.engine.execute import cached_nbytes, default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.transfer import cached_nbytes
 from holdfast.errors import located
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
 

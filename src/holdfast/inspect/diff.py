@@ -30,7 +30,7 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import Content, Tally, blocks, compare_block
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import same_bytes
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import located
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened

@@ -25,7 +25,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import read_flat
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.stats import TensorRows, countable

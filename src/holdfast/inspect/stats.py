@@ -23,7 +23,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks, elements
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
 

@@ -25,8 +25,8 @@ from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Span, Sweep
-from holdfast.engine.execute import run_all
 from holdfast.engine.source import OpenSource
+from holdfast.engine.threads import run_all
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.read import check_files

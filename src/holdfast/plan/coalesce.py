@@ -1,49 +1,108 @@
-"""Which neighbouring reads are worth joining?
+"""Which neighbouring ranges are read together? The one place where that is decided, whatever becomes of the bytes.
 
-Reading through a gap costs its bytes; skipping it costs a system call. Two rules, both bounded:
+Reading through a gap costs its bytes; skipping it costs a system call. Four rules, all bounded:
 
-1. A gap of at most `FREE_GAP_NBYTES` bytes is always read through: at memory speed it takes less time than the call that skips it.
-2. Larger gaps, up to `MAX_GAP`, are read through smallest first, until together they reach 4% of the wanted bytes. Gaps of one
+1. A gap of at most `free_gap` bytes is always read through: at memory speed it takes less time than the call that skips it.
+2. Larger gaps, up to `max_gap`, are read through smallest first, until together they reach a part of the wanted bytes. Gaps of one
    size are read through all or none: a comb with some teeth joined would be neither one read nor a row of equal ones.
-3. A range of `ALONE_NBYTES` bytes or more is read by itself: the call costs nothing beside it, and it goes straight into place.
+3. A range of `alone` bytes or more is read by itself: the call costs nothing beside it, and it can go straight into place.
+4. Ranges that begin in two blocks of the file are not joined, so that threads share the work and scratch memory stays small.
 
-So the over-read of a plan is at most 4% of what was asked for, plus gaps that are cheaper than their system calls. The
-caller owns these defaults; the planner reports what they cost.
+So the over-read of a plan is bounded by its policy, plus gaps that are cheaper than their system calls. There is a policy for each
+medium; they stand here side by side.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 
-__all__ = ["FREE_GAP_NBYTES", "Policy", "coalesce"]
-
-
-FREE_GAP_NBYTES = 512
-"""Bytes. A `preadv` from Python takes 1 to 2 µs, in which memory delivers some kilobytes; half a kilobyte is surely cheaper."""
-
-
-ALONE_NBYTES = 256 << 10
-"""Bytes. Some 50 µs of copying, beside which a call is nothing, and a second copy out of scratch memory is not."""
+__all__ = [
+    "HEADERS",
+    "MEMORY",
+    "PAGE_LOCKED",
+    "RECORDS",
+    "SUMS",
+    "Parts",
+    "Policy",
+    "Reads",
+    "coalesce",
+    "join_files",
+    "join_parts",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How far reads may be joined."""
+    """How far reads may be joined. As it is made, for what is read to memory."""
 
-    free_gap: int = FREE_GAP_NBYTES
-    """Gaps up to this many bytes never split a read."""
+    free_gap: int = 512
+    """Gaps up to this many bytes never split a read. A `preadv` from Python takes 1 to 2 µs: some kilobytes at memory's speed."""
     max_gap: int = 1 << 20
     """Larger gaps always do: a megabyte of reading is more than any seek costs."""
     over_read: float = 0.04
     """The part of the wanted bytes that may be read in vain to save calls."""
-    alone: int = ALONE_NBYTES
-    """Ranges from this length on are joined with nothing."""
+    alone: int = 256 << 10
+    """Ranges from this length on are joined with nothing: some 50 µs of copying, beside which a call is nothing, and a second copy
+    out of scratch memory is not."""
     block: int = 8 << 20
-    """A joined read does not grow beyond this, so that threads share the work and scratch memory stays small."""
+    """Joined ranges all begin in one block of this many bytes, counted from the start of the file."""
+
+
+MEMORY = Policy()
+"""Tensors and slices of them, to arrays of any strides."""
+
+RECORDS = Policy(free_gap=16 << 10, max_gap=16 << 10, over_read=0.0, block=4 << 20)
+"""Whole records of an archive, between which are headers and padding: below 200 bytes in almost all files."""
+
+HEADERS = Policy(free_gap=16 << 10, max_gap=16 << 10, over_read=0.0, block=1 << 20)
+"""Headers of records: a call takes about as long as copying 16 KiB, and a disk gives them for the price of one page."""
+
+SUMS = Policy(free_gap=0, max_gap=0, over_read=0.0, alone=4 << 20, block=4 << 20)
+"""Bytes that are summed or compared and dropped: those that touch are read together, and nothing besides. All of it passes through
+scratch memory, of which a few megabytes a thread stay in the cache that reading and summing share."""
+
+PAGE_LOCKED = Policy(free_gap=4096, max_gap=1 << 20, over_read=1 / 16, alone=1 << 62, block=1 << 62)
+"""Blocks that a GPU copies from: no read goes straight into place, so long ones are joined as well. Who lays them out cuts them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Ranges of one file, joined into reads. Arrays, because a column of a tall matrix has more of them than objects should be."""
+
+    key: str
+    starts: Ints
+    """First byte of each read."""
+    stops: Ints
+    """The byte after the last one of each read."""
+    heads: Ints
+    """Number of the first range of each read; one more entry marks the end."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are read."""
+        return int((self.stops - self.starts).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Reads):
+    """Reads of ranges that were cut where blocks of the file end."""
+
+    owners: Ints
+    """For each part, the number of its range."""
+    begins: Ints
+    """First byte of each part."""
+    ends: Ints
+    """The byte after the last one of each part."""
+
+    def of(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """Range, start and stop of each part in one read."""
+        span = slice(*self.heads[number : number + 2].tolist())
+        return zip(self.owners[span].tolist(), self.begins[span].tolist(), self.ends[span].tolist(), strict=True)
 
 
 def coalesce(starts: Ints, stops: Ints, policy: Policy) -> Ints:
@@ -65,10 +124,41 @@ def coalesce(starts: Ints, stops: Ints, policy: Policy) -> Ints:
         if affordable < len(sizes):
             affordable = int(np.searchsorted(sizes, sizes[affordable]))
         joined[cheapest[:affordable]] = True
-    first = np.concatenate(([True], ~joined))
-    heads = np.flatnonzero(first)
-    # Cut joined reads where they pass a block's boundary, counted from their own start.
-    origin = starts[heads][np.cumsum(first) - 1]
-    blocks = (starts - origin) // policy.block
-    first[1:] |= blocks[1:] != blocks[:-1]
-    return np.flatnonzero(first)
+    blocks = starts // policy.block
+    return np.flatnonzero(np.concatenate(([True], ~joined | (blocks[1:] != blocks[:-1]))))
+
+
+def _cut(starts: Ints, stops: Ints, block: int) -> tuple[Ints, Ints, Ints]:
+    """Cut ranges, none of them empty, where blocks of the file end. Of each part: the number of its range, start and stop."""
+    first = starts // block
+    counts = (stops - 1) // block - first + 1
+    owners = np.repeat(np.arange(len(starts), dtype=np.int64), counts)
+    numbers = np.arange(len(owners), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    edges = (first[owners] + numbers) * block
+    return owners, np.maximum(edges, starts[owners]), np.minimum(edges + block, stops[owners])
+
+
+def join_parts(key: str, starts: Ints, stops: Ints, policy: Policy) -> Parts:
+    """Reads of at most a block each that have every byte of these ranges, which come in any order and may be empty."""
+    filled = np.flatnonzero(stops > starts)
+    owners, begins, ends = _cut(starts[filled], stops[filled], policy.block)
+    order = np.argsort(begins, kind="stable")
+    owners, begins, ends = filled[owners[order]], begins[order], ends[order]
+    heads = coalesce(begins, ends, policy)
+    reach = np.maximum.reduceat(ends, heads) if len(heads) else ends
+    return Parts(key, begins[heads], reach, np.append(heads, len(begins)), owners, begins, ends)
+
+
+def join_files(ranges: Sequence[tuple[str, int, int]], policy: Policy) -> list[Parts]:
+    """The same of ranges (key, start, stop) of several files; owners are positions among all of them."""
+    by_key: dict[str, list[int]] = {}
+    for number, (key, _, _) in enumerate(ranges):
+        by_key.setdefault(key, []).append(number)
+    found = []
+    for key, members in by_key.items():
+        numbers, own = np.array(members, np.int64), [ranges[number] for number in members]
+        starts = np.fromiter((start for _, start, _ in own), np.int64, len(own))
+        stops = np.fromiter((stop for _, _, stop in own), np.int64, len(own))
+        parts = join_parts(key, starts, stops, policy)
+        found.append(replace(parts, owners=numbers[parts.owners]))
+    return found

@@ -22,10 +22,10 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides, in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
-from holdfast.plan.coalesce import Policy, coalesce
+from holdfast.plan.coalesce import MEMORY, Policy, Reads, coalesce
 from holdfast.plan.runs import Comb, comb
 
-__all__ = ["Batch", "Fetch", "FileReads", "Ints", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
+__all__ = ["Batch", "FileReads", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
 
 
 MAX_TEETH = 1 << 18
@@ -46,35 +46,13 @@ class Strip:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
-    """One range of one file, and the teeth (strip number, tooth number) whose elements are in it."""
+class FileReads(Reads):
+    """The fetches of one file, and the teeth in them."""
 
-    key: str
-    start: int
-    stop: int
-    teeth: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FileReads:
-    """The fetches of one file as arrays: a column of a tall matrix has more of them than there should be objects."""
-
-    key: str
-    starts: Ints
-    """First byte of each fetch."""
-    stops: Ints
-    """The byte after the last one of each fetch."""
-    heads: Ints
-    """Number of the first tooth of each fetch; one more entry marks the end."""
     owners: Ints
     """The strip of each tooth."""
     numbers: Ints
     """The number of each tooth in its strip."""
-
-    def fetch(self, i: int) -> Fetch:
-        a, b = int(self.heads[i]), int(self.heads[i + 1])
-        teeth = tuple(zip(self.owners[a:b].tolist(), self.numbers[a:b].tolist(), strict=True))
-        return Fetch(self.key, int(self.starts[i]), int(self.stops[i]), teeth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +74,7 @@ class ReadPlan:
     @property
     def read_nbytes(self) -> int:
         """Bytes that will be read."""
-        return sum(int((f.stops - f.starts).sum()) for b in self.batches for f in b.files)
+        return sum(f.nbytes for b in self.batches for f in b.files)
 
     @property
     def fetches(self) -> int:
@@ -111,7 +89,7 @@ class ReadPlan:
 
 def plan_reads(requests: Sequence[Request], policy: Policy | None = None) -> ReadPlan:
     """Plan the reads for all requests together."""
-    policy = policy or Policy()
+    policy = policy or MEMORY
     batches = tuple(_plan_batch(strips, policy) for strips in _batched(_strips(requests, policy)))
     wanted = sum(r.tensor.dtype.nbytes(c.box.count // _repeats(c)) for r in requests for c in r.tensor.chunks if c.box.count)
     return ReadPlan(batches, wanted)

@@ -26,7 +26,7 @@ from holdfast.core.protocols import State
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
-from holdfast.engine.execute import run_all
+from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.inspect.open import Openable

@@ -25,7 +25,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
-from holdfast.engine.execute import run_all
+from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
 from holdfast.pruning import order
 from holdfast.pruning.keys import BlockScores, Keys, Magnitudes, RandomOrder, magnitude_keys

@@ -25,7 +25,7 @@ from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, NewFile
-from holdfast.engine.execute import run_all
+from holdfast.engine.threads import run_all
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import write_stream

@@ -47,7 +47,7 @@ from holdfast.formats.zip.layout import (
     refused,
 )
 from holdfast.formats.zip.writer import END, ENTRY, LOCATOR, SHORT_DESCRIPTOR, ZIP64_END, entry, header, tail
-from holdfast.plan.coalesce import Policy, coalesce
+from holdfast.plan.coalesce import HEADERS, coalesce
 
 __all__ = ["Archive", "Record", "inflated_crc", "locate_payloads", "read_archive", "read_canonical"]
 
@@ -148,9 +148,6 @@ def _written_again(
     return Archive(records, prefix.decode("ascii"))
 
 
-JOIN = Policy(free_gap=16 << 10, max_gap=16 << 10, block=1 << 20)
-"""A read call from Python takes about as long as copying 16 KiB, and a disk gives them for the price of one page."""
-
 BATCH_NBYTES = 4 << 20
 """Bytes that are checked together: enough to make the cost of a numpy call vanish, and little memory."""
 
@@ -197,7 +194,7 @@ def locate_payloads(source: Source, entries: Entries, directory: int, *, key: st
     # One range more than there are records: the descriptor of the last lies before the directory.
     starts = np.maximum(edges - WIDE.itemsize, 0)
     stops = edges + np.append(fixed + np.minimum(rooms, MAX16), 0)
-    groups = np.append(coalesce(starts, stops, JOIN), count + 1).tolist()
+    groups = np.append(coalesce(starts, stops, HEADERS), count + 1).tolist()
     firsts, lasts = starts[groups[:-1]].tolist(), stops[np.array(groups[1:]) - 1].tolist()
     check = _Check(entries, edges, fixed, rooms=rooms, key=key, start=start)
     pieces: list[bytes] = []

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from holdfast.core.runtime import renewed
-from holdfast.engine.execute import run_all
+from holdfast.engine.threads import run_all
 
 __all__ = ["BLOCK_NBYTES", "KEPT_NBYTES", "POOL", "HostBlock", "Pool", "available_nbytes", "lock", "unlock"]
 

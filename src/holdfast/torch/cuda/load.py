@@ -20,8 +20,9 @@ import torch
 
 from holdfast.core.protocols import Request, Source
 from holdfast.engine.checks import Checks
-from holdfast.engine.execute import default_threads, execute
 from holdfast.engine.source import OpenSource
+from holdfast.engine.strips import execute
+from holdfast.engine.threads import default_threads
 from holdfast.errors import HoldfastError
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump

@@ -21,7 +21,7 @@ from holdfast.core.arrays import byte_row
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, slabs
-from holdfast.engine.execute import default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nbytes
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.pipeline import Mark

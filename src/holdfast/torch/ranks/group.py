@@ -33,8 +33,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from holdfast.core.runtime import renewed
-from holdfast.engine.execute import default_threads
-from holdfast.engine.threads import start
+from holdfast.engine.threads import default_threads, start
 from holdfast.errors import CannotHold, DurabilityUncertain, RankLost, RanksFailed, RanksRefused
 from holdfast.ranks.merge import say_ranks
 

@@ -20,8 +20,8 @@ from typing import BinaryIO, cast
 
 import torch
 
-from holdfast.engine.bulk import RecordRead, read_pieces
-from holdfast.engine.execute import default_threads
+from holdfast.engine.records import RecordRead, read_records
+from holdfast.engine.threads import default_threads
 from holdfast.errors import FormatError, HoldfastError, MetadataError, PickleError, Refused, Truncated
 from holdfast.formats.pickle.table import Table
 from holdfast.formats.torch.legacy import StorageIds, Window, begins_like_tar, locate_storages
@@ -178,7 +178,7 @@ class LegacyStorages:
             pieces.append(RecordRead(at, name.nbytes, address, None, f"storage {each}"))
             at += name.nbytes
         if not (self._place.meta or self._place.fake or self._place.skip):
-            read_pieces(source.store, key, pieces, threads=default_threads())
+            read_records(source.store, key, pieces, threads=default_threads())
             for each in keys:
                 self._deliver(each)
         return at

@@ -28,7 +28,7 @@ from torch.utils.serialization import config
 
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import resting_collector
-from holdfast.engine.execute import default_threads
+from holdfast.engine.threads import default_threads
 from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.zip.layout import Archive

@@ -23,7 +23,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.bulk import RecordRead, read_pieces
+from holdfast.engine.records import RecordRead, read_records
 from holdfast.errors import FormatError, HoldfastWarning, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import brief
@@ -269,7 +269,7 @@ class FileStorages:
                 self._swap_bytes(storage, name)
 
     def _read(self, pieces: Sequence[RecordRead]) -> None:
-        read_pieces(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
+        read_records(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
 
     def _swap_bytes(self, storage: torch.UntypedStorage, name: StorageName) -> None:
         dtype = self._untyped.get(name.key, name.dtype) if name.dtype is torch.uint8 else name.dtype

@@ -1,0 +1,109 @@
+"""Whole records to memory that somebody else owns: the storages of a torch file, thousands of small ones or a few large.
+
+    file      │ a a │ b │ c c c c c c c c c … c c c │ d │ e │
+    reads     └─ joined ─┘└── c ──┘└── c ──┘└── c ──┘└ joined ┘
+
+A sink with an address for each record. Small neighbours are read together and copied out; a large one is read straight to its
+place, a block of the file at a time. A recorded CRC-32 is compared with the one of the bytes that came.
+
+Lighter than a read plan (strips.py): a record has no shape, and to make a tensor, a request and a strip for each of fifty thousand
+would take longer than to read them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from holdfast.core.crc import Sums, crc32
+from holdfast.core.protocols import Store
+from holdfast.engine.transfer import Sink, Straight, transfer
+from holdfast.errors import Corrupted
+from holdfast.plan.coalesce import RECORDS, join_parts
+
+__all__ = ["RecordRead", "read_records"]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordRead:
+    """One record and where it goes."""
+
+    start: int
+    """First byte in the file."""
+    nbytes: int
+    address: int
+    """First byte in memory. Whoever asks keeps the memory alive."""
+    crc32: int | None
+    """The checksum that is recorded, or None."""
+    label: str
+
+
+def read_records(store: Store, key: str, records: Sequence[RecordRead], *, threads: int, verify: bool = True) -> None:
+    """Read every record to its place. Raises `Corrupted` for one whose checksum does not match."""
+    sink = Records(key, records, verify=verify)
+    transfer([(store, sink.parts, sink)], threads, nbytes=RECORDS.block)
+    sink.finish()
+
+
+class Records(Sink):
+    """Records of one file, cut where its blocks end."""
+
+    def __init__(self, key: str, records: Sequence[RecordRead], *, verify: bool) -> None:
+        count, self._records = len(records), records
+        starts = np.fromiter((record.start for record in records), np.int64, count)
+        lengths = np.fromiter((record.nbytes for record in records), np.int64, count)
+        addresses = np.fromiter((record.address for record in records), np.int64, count)
+        summed = np.fromiter((verify and record.crc32 is not None for record in records), np.bool_, count)
+        self.parts = join_parts(key, starts, starts + lengths, RECORDS)
+        owners = self.parts.owners
+        self._addresses = addresses[owners] + self.parts.begins - starts[owners]
+        self._summed = summed[owners]
+        self._sums: dict[int, Sums] = {}
+        """Of records that come in several pieces, by their number."""
+
+    def name(self, number: int) -> str:
+        return self._records[int(self.parts.owners[self.parts.heads[number]])].label
+
+    def straight(self, first: int, last: int) -> Straight:
+        heads = self.parts.heads[first : last + 1]
+        return Straight(np.where(np.diff(heads) == 1, self._addresses[heads[:-1]], 0), self._summed[heads[:-1]])
+
+    def passed(self, number: int, start: int, data: memoryview) -> None:
+        self._sum(int(self.parts.owners[self.parts.heads[number]]), start, data)
+
+    def take(self, number: int, data: memoryview) -> None:
+        origin, parts = int(self.parts.starts[number]), self.parts
+        span = slice(*parts.heads[number : number + 2].tolist())
+        begins, ends, addresses = parts.begins[span].tolist(), parts.ends[span].tolist(), self._addresses[span].tolist()
+        memory = np.frombuffer(data, np.uint8).ctypes.data - origin
+        rows = zip(parts.owners[span].tolist(), begins, ends, addresses, self._summed[span].tolist(), strict=True)
+        for owner, begin, end, address, summed in rows:
+            if summed:
+                self._sum(owner, begin, data[begin - origin : end - origin])
+            ctypes.memmove(address, memory + begin, end - begin)
+
+    def _sum(self, owner: int, start: int, data: memoryview) -> None:
+        record = self._records[owner]
+        if data.nbytes == record.nbytes:
+            self._compare(record, crc32(data))
+        else:
+            self._sums.setdefault(owner, Sums()).add(start - record.start, data)
+
+    def finish(self) -> None:
+        """Compare what came in pieces."""
+        for owner, sums in sorted(self._sums.items()):
+            self._compare(self._records[owner], sums.crc32())
+
+    def _compare(self, record: RecordRead, found: int) -> None:
+        if found != record.crc32:
+            raise Corrupted(
+                f"{record.label}: the bytes do not have the checksum that the file records for them; the file is damaged",
+                file=self.parts.key,
+                tensor=record.label,
+                offset=record.start,
+                expected=record.crc32,
+                found=found,
+            )
