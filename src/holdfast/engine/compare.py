@@ -21,11 +21,11 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
+from holdfast.core.arrays import Bools
 from holdfast.core.digest import canonical
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
-from holdfast.engine.integers import greatest, int_changes
 
 __all__ = ["BLOCK_ELEMENTS", "Content", "Tally", "blocks", "compare_block"]
 
@@ -141,13 +141,13 @@ def tally(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
 
 
 def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:
-    changed = int_changes(a, b)
-    max_abs, max_rel = greatest(a[changed], b[changed])
+    changed = _int_changes(a, b)
+    max_abs, max_rel = _greatest(a[changed], b[changed])
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
     return Tally(int(changed.sum()), a.size, max_abs, max_rel, 0, _dot(wide_a, wide_b), _squares(wide_a), _squares(wide_b))
 
 
-def _differing_bits(a: np.ndarray, b: np.ndarray) -> npt.NDArray[np.bool_]:
+def _differing_bits(a: np.ndarray, b: np.ndarray) -> Bools:
     """Which elements of two arrays of one dtype do not have the same bits."""
     width = a.dtype.itemsize
     if width == 16:
@@ -211,3 +211,41 @@ def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:
         a, b = a.astype(np.complex128), b.astype(np.complex128)
     (left, first), (right, second) = _scaled(a), _scaled(b)
     return Fraction(_product(left, right)) * Fraction(2) ** (first + second)
+
+
+# Integers of any two of numpy's integer types, exactly. numpy before 2 compares int64 with uint64 as float64, and subtracting them
+# overflows in every version. So everything is said as a sign and a magnitude in uint64. Of one sign, magnitudes subtract; of two,
+# they add, and a sum that is smaller than its parts has carried into bit 64.
+
+
+def _int_changes(a: np.ndarray, b: np.ndarray) -> Bools:
+    """Which elements are not equal."""
+    if a.dtype == b.dtype:
+        return np.asarray(a != b)
+    return np.asarray((_negative(a) != _negative(b)) | (_words(a) != _words(b)))
+
+
+def _greatest(a: np.ndarray, b: np.ndarray) -> tuple[int, float]:
+    """The largest absolute difference, exactly, and the largest relative one, of elements that are not equal."""
+    if not a.size:
+        return 0, 0.0
+    below_a, below_b = _negative(a), _negative(b)
+    words_a, words_b = _words(a), _words(b)
+    size_a, size_b = np.where(below_a, -words_a, words_a), np.where(below_b, -words_b, words_b)
+    same_sign = below_a == below_b
+    # Of one sign, the magnitudes differ by less than 2^64; of two, they add up, perhaps to more.
+    apart = np.where(same_sign, np.maximum(size_a, size_b) - np.minimum(size_a, size_b), size_a + size_b)
+    carried = ~same_sign & (apart < size_a)
+    most = (1 << 64) + int(apart[carried].max()) if carried.any() else int(apart.max())
+    larger = np.maximum(size_a, size_b).astype(np.float64)
+    ratio = (apart.astype(np.float64) + np.where(carried, 2.0**64, 0.0)) / larger
+    return most, float(ratio.max())
+
+
+def _negative(array: np.ndarray) -> Bools:
+    return np.asarray(array < 0) if array.dtype.kind == "i" else np.zeros(array.shape, np.bool_)
+
+
+def _words(array: np.ndarray) -> npt.NDArray[np.uint64]:
+    """Modulo 2^64."""
+    return array.astype(np.int64).view(np.uint64) if array.dtype.kind == "i" else array.astype(np.uint64)

@@ -19,10 +19,11 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Corrupted
+from holdfast.plan.coalesce import PAGE_LOCKED
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda.load import blocks_within, load_fills
-from holdfast.torch.cuda.runs import FREE_GAP_NBYTES, FlatRun, pieces_of, tasks_of
+from holdfast.torch.cuda.runs import FlatRun, pieces_of, tasks_of
 from holdfast.torch.tensors.scratch import Fill
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
             assert at + one.nbytes <= most
             found += one.part.lazy.nbytes
     assert found == wanted
-    assert read <= wanted * (1 + 1 / 16) + (len(drawn.fills) + reads) * FREE_GAP_NBYTES
+    assert read <= wanted * (1 + 1 / 16) + (len(drawn.fills) + reads) * PAGE_LOCKED.free_gap
 
 
 def test_neighbours_are_read_together():

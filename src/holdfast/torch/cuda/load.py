@@ -23,7 +23,7 @@ from holdfast.engine.checks import Checks
 from holdfast.engine.source import OpenSource
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
-from holdfast.errors import HoldfastError
+from holdfast.errors import located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.runs import FlatRun, Gathered, Taken, Task, tasks_of
@@ -140,12 +140,8 @@ def _read(task: Task, block: HostBlock, checks: Checks) -> None:
     memory = block.array.data
     store = task.source.store
     for read in task.reads:
-        try:
+        with located(tensor=read.pieces[0].piece.name):
             store.read(read.key, read.start, memory[read.at : read.at + read.stop - read.start])
-        except HoldfastError as error:
-            if error.tensor is None:
-                error.tensor = read.pieces[0].piece.name
-            raise
         task.read_nbytes += read.stop - read.start
         for taken in read.pieces:
             piece = taken.piece

@@ -6,8 +6,8 @@
 
 1. A tensor whose elements lie in one piece in the file and in the same order in its target is a *run*: a range of bytes. Where the
    dtype is the same it may be cut anywhere, else between elements. Everything else is cut into boxes (parts.py).
-2. Tensors are sorted by their place in the file, and their pieces laid into blocks one behind the other; small gaps are read as
-   well, because a read costs more than their bytes.
+2. Pieces are sorted by their place in the file and joined (plan/coalesce.py: small gaps are read as well, because a read costs more
+   than their bytes), and laid into blocks one behind the other.
 3. Elements that do not lie in one piece in the file (columns, another byte order, packed types) are read by the engine, a block of
    them at a time.
 """
@@ -16,23 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes
+from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import Fill, Part, flat, in_file_order, parts_of
 
 __all__ = ["FlatRun", "Gathered", "Read", "Taken", "Task", "pieces_of", "tasks_of"]
-
-FREE_GAP_NBYTES = 4096
-"""A gap up to this many bytes never splits a read."""
-
-GAP_SHARE = 16
-"""Larger ones are read through up to this part of what the block has so far."""
 
 ALIGNMENT = 64
 """Where reads and gathered elements begin in a block, so that any dtype can look at the latter."""
@@ -164,61 +161,59 @@ def _boxes(one: Fill, most: int) -> Iterator[FlatRun | Gathered]:
             )
 
 
-def tasks_of(source: Source, device: torch.device, fills: Sequence[Fill], most: int) -> Iterator[Task]:
-    """Lay fills of one source and device into blocks of `most` bytes, in the order of the files; as they are asked for."""
+def tasks_of(source: Source, device: torch.device, fills: Iterable[Fill], most: int) -> Iterator[Task]:
+    """Lay fills of one source and device into blocks of `most` bytes, in the order of the files."""
     gathered: list[Gathered] = []
-    pieces = (piece for one in sorted(fills, key=_place) for piece in pieces_of(one, most))
-    yield from _dense_tasks(source, device, pieces, most, gathered)
+    files: dict[str, list[FlatRun]] = {}
+    for one in fills:
+        for piece in pieces_of(one, most):
+            if isinstance(piece, Gathered):
+                gathered.append(piece)
+            else:
+                files.setdefault(piece.storage.key, []).append(piece)
+    yield from _dense_tasks(source, device, (row for _, pieces in sorted(files.items()) for row in _joined(pieces)), most)
     yield from _gathered_tasks(source, device, gathered, most)
 
 
-def _place(one: Fill) -> tuple[str, int]:
-    storage = one.lazy.chunks[0].storage
-    return storage.key, storage.start
+def _joined(pieces: list[FlatRun]) -> Iterator[list[FlatRun]]:
+    """Pieces of one file, those together that are read together."""
+    pieces.sort(key=lambda piece: piece.start)
+    starts = np.fromiter((piece.start for piece in pieces), np.int64, len(pieces))
+    lengths = np.fromiter((piece.nbytes for piece in pieces), np.int64, len(pieces))
+    heads = coalesce(starts, starts + lengths, PAGE_LOCKED).tolist()
+    return (pieces[first:last] for first, last in pairwise([*heads, len(pieces)]))
 
 
-def _dense_tasks(
-    source: Source, device: torch.device, pieces: Iterable[FlatRun | Gathered], most: int, gathered: list[Gathered]
-) -> Iterator[Task]:
-    """Those that lie in one piece; the others are put into `gathered`."""
+def _dense_tasks(source: Source, device: torch.device, rows: Iterable[list[FlatRun]], most: int) -> Iterator[Task]:
+    """Those that lie in one piece: a read for each row of them, or several where blocks end."""
     task, end = Task(source, device), 0
-    for whole in pieces:
-        if isinstance(whole, Gathered):
-            gathered.append(whole)
-            continue
-        piece: FlatRun | None = whole
-        while piece is not None:
-            read = task.reads[-1] if task.reads else None
-            if read is not None and not _joined(read, piece, task.nbytes):
-                read = None
-            begin = _aligned(end) if read is None else read.at + piece.start - read.start
-            room = most - begin
-            head, rest = piece.cut(room) if piece.target.ndim == 1 else (piece, None)
-            if head.nbytes > room:
-                # Not even one element, or a box that must be whole: it begins the next block.
-                yield task
-                task, end = Task(source, device), 0
-                continue
-            if read is None:
-                read = Read(head.storage.key, head.start, head.start + head.nbytes, begin)
-                task.reads.append(read)
-            else:
-                read.stop = max(read.stop, head.start + head.nbytes)
-            read.pieces.append(Taken(head, begin))
-            task.nbytes += head.nbytes
-            end = read.at + read.stop - read.start
-            piece = rest
-            if piece is not None:
-                yield task
-                task, end = Task(source, device), 0
+    for row in rows:
+        read: Read | None = None
+        for whole in row:
+            piece: FlatRun | None = whole
+            while piece is not None:
+                # One that began before the block did is read again.
+                joined = read if read is not None and piece.start >= read.start else None
+                begin = _aligned(end) if joined is None else joined.at + piece.start - joined.start
+                room = most - begin
+                head, rest = piece.cut(room) if piece.target.ndim == 1 else (piece, None)
+                if head.nbytes > room:
+                    # Not even one element, or a box that must be whole: it begins the next block.
+                    yield task
+                    task, end, read = Task(source, device), 0, None
+                    continue
+                if joined is None:
+                    joined = Read(head.storage.key, head.start, head.start + head.nbytes, begin)
+                    task.reads.append(joined)
+                joined.stop = max(joined.stop, head.start + head.nbytes)
+                joined.pieces.append(Taken(head, begin))
+                task.nbytes += head.nbytes
+                read, piece, end = joined, rest, joined.at + joined.stop - joined.start
+                if piece is not None:
+                    yield task
+                    task, end, read = Task(source, device), 0, None
     if task.reads:
         yield task
-
-
-def _joined(read: Read, piece: FlatRun, nbytes: int) -> bool:
-    """Whether a piece is read together with those before it."""
-    gap = piece.start - read.stop
-    return read.key == piece.storage.key and piece.start >= read.start and gap <= max(FREE_GAP_NBYTES, nbytes // GAP_SHARE)
 
 
 def _gathered_tasks(source: Source, device: torch.device, pieces: Sequence[Gathered], most: int) -> Iterator[Task]:
