@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
@@ -56,6 +57,11 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+# Everything that has an address, as one row. Nothing is touched but what somebody cuts out of it. A row for each view would make
+# ctypes make a class for each length, which takes longer than to read a short range.
+_ALL = memoryview((ctypes.c_ubyte * sys.maxsize).from_address(0)).cast("B")
+
+
 def memory_at(address: int, nbytes: int) -> memoryview:
     """A writable view of memory that somebody else owns, and keeps alive for as long as the view is used."""
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B") if nbytes else memoryview(bytearray())
+    return _ALL[address : address + nbytes]

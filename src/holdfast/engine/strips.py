@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
@@ -19,6 +20,9 @@ from holdfast.engine.transfer import Sink, Straight, transfer
 from holdfast.plan.reads import Batch, FileReads, ReadPlan, Strip, tooth_chunk, tooth_index
 
 __all__ = ["execute", "place"]
+
+FEW_READS = 4
+"""Up to so many are looked at one by one: numpy would take longer to find those that belong together."""
 
 
 def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
@@ -39,15 +43,16 @@ class Strips(Sink):
         return self._strips[int(self._file.owners[self._file.heads[number]])]
 
     def straight(self, first: int, last: int) -> Straight:
-        heads = self._file.heads[first : last + 1]
-        owners, numbers = self._file.owners[heads[:-1]], self._file.numbers[heads[:-1]]
-        addresses, seen = np.zeros(last - first, np.int64), np.zeros(last - first, np.bool_)
-        single = np.diff(heads) == 1
-        edges = np.flatnonzero((owners[1:] != owners[:-1]) | (single[1:] != single[:-1])) + 1
-        for low, high in pairwise([0, *edges.tolist(), len(owners)]):
-            strip = self._strips[int(owners[low])]
-            if single[low] and strip.direct:
-                addresses[low:high] = _places(strip, numbers[low:high])
+        count, heads = last - first, self._file.heads[first : last + 1]
+        addresses, seen = np.zeros(count, np.int64), np.zeros(count, np.bool_)
+        owners, edges = self._file.owners[heads[:-1]], range(1, count)
+        if count > FEW_READS:
+            single = np.diff(heads) == 1
+            edges = (np.flatnonzero((owners[1:] != owners[:-1]) | (single[1:] != single[:-1])) + 1).tolist()
+        for low, high in pairwise([0, *edges, count]):
+            strip = self._strips[owners[low]]
+            if strip.direct and heads[high] - heads[low] == high - low:
+                addresses[low:high] = _places(strip, self._file.numbers[heads[low:high]]) if strip.comb.outer else _address(strip)
                 seen[low:high] = self._checks.wants(strip.chunk.storage)
         return Straight(addresses, seen)
 
@@ -77,13 +82,18 @@ class Strips(Sink):
                 self._checks.add(strip.chunk.storage, begin + start, data[begin : begin + (strip.comb.extent + 7) // 8])
 
 
-def _places(strip: Strip, numbers: np.ndarray) -> np.ndarray | int:
+def _address(strip: Strip) -> int:
+    """Of the first element of the target."""
+    address: int = strip.target.__array_interface__["data"][0]
+    return address
+
+
+def _places(strip: Strip, numbers: Ints) -> Ints:
     """The addresses of teeth that are read straight into the target."""
-    target = strip.target
-    places: np.ndarray | int = target.__array_interface__["data"][0]
+    places = np.full(len(numbers), _address(strip), np.int64)
     for d in reversed(strip.comb.outer):
         numbers, index = np.divmod(numbers, strip.chunk.shape[d])
-        places = places + index * target.strides[d]
+        places += index * strip.target.strides[d]
     return places
 
 

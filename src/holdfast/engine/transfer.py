@@ -62,7 +62,7 @@ def cached_nbytes(threads: int, most: int) -> int:
     return CACHED_NBYTES if threads <= FEW_THREADS else most
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Straight:
     """Where reads in a row go."""
 
@@ -131,7 +131,7 @@ def tasks(
         first, before = last, int(reach[last - 1])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Task:
     """Reads [first, last) of a file."""
 
@@ -146,50 +146,64 @@ class Task:
     def run(self) -> None:
         straight = self.sink.straight(self.first, self.last)
         if straight is None:
-            self._hand_over(range(self.first, self.last))
+            for number in range(self.first, self.last):
+                self._hand_over(number, int(self.reads.starts[number]), int(self.reads.stops[number]))
             return
-        starts = self.reads.starts[self.first : self.last]
-        lengths = self.reads.stops[self.first : self.last] - starts
         at = 0
-        for low, high in _short_rows(starts, lengths, straight):
+        for low, high in self._short_rows(straight):
             self._one_by_one(straight, at, low)
-            done = self.store.gather(self.reads.key, starts[low:high], lengths[low:high], straight.addresses[low:high])
-            at = low + done
-        self._one_by_one(straight, at, len(starts))
+            starts, stops = self._ranges(low, high)
+            at = low + self.store.gather(self.reads.key, starts, stops - starts, straight.addresses[low:high])
+        self._one_by_one(straight, at, self.last - self.first)
 
-    def _hand_over(self, numbers: Iterable[int]) -> None:
-        """Read through scratch memory."""
-        for number in numbers:
-            if self.sink.wants(number):
-                start = int(self.reads.starts[number])
-                data = self.scratch.of(int(self.reads.stops[number]) - start)
-                if self._read(number, start, data):
-                    self.sink.take(number, data)
+    def _ranges(self, low: int, high: int) -> tuple[Ints, Ints]:
+        """Starts and stops of some reads of this task."""
+        span = slice(self.first + low, self.first + high)
+        return self.reads.starts[span], self.reads.stops[span]
+
+    def _short_rows(self, straight: Straight) -> Iterator[tuple[int, int]]:
+        """Where many can be asked for at once: short ones, near each other, since what lies between them is mapped with them."""
+        count = self.last - self.first
+        if count < GATHER_READS:
+            return
+        starts, stops = self._ranges(0, count)
+        short = (straight.addresses != 0) & ~straight.seen & (stops - starts <= GATHER_NBYTES)
+        edges = np.flatnonzero(short[1:] != short[:-1]) + 1
+        for low, high in pairwise([0, *edges.tolist(), count]):
+            if short[low] and high - low >= GATHER_READS:
+                wanted = int((stops - starts)[low:high].sum())
+                if wanted * GATHER_SPREAD >= int(starts[high - 1]) - int(starts[low]):
+                    yield low, high
 
     def _one_by_one(self, straight: Straight, low: int, high: int) -> None:
-        addresses, ahead = straight.addresses[low:high], self.first + low
-        there = np.flatnonzero(addresses)
-        if not len(there):
-            self._hand_over(range(ahead, self.first + high))
+        if low == high:
             return
-        starts, stops = self.reads.starts[ahead : self.first + high], self.reads.stops[ahead : self.first + high]
-        # One view of all places, and of what is between them, which nobody touches: a view a read would cost as much as the read.
-        origin = int(addresses[there].min())
-        memory = memory_at(origin, int((addresses + stops - starts)[there].max()) - origin)
-        rows = zip(addresses.tolist(), starts.tolist(), stops.tolist(), straight.seen[low:high].tolist(), strict=True)
-        for number, (address, start, stop, seen) in enumerate(rows, ahead):
-            if not address:
-                self._hand_over((number,))
-                continue
-            out = memory[address - origin : address - origin + stop - start]
-            if not seen:
-                self._read(number, start, out)
-                continue
-            for at in range(0, stop - start, self.step):
-                piece = out[at : at + self.step]
-                if not self._read(number, start + at, piece):
-                    break
-                self.sink.passed(number, start + at, piece)
+        starts, stops = self._ranges(low, high)
+        addresses, seen = straight.addresses[low:high].tolist(), straight.seen[low:high].tolist()
+        rows = zip(addresses, starts.tolist(), stops.tolist(), seen, strict=True)
+        read, key = self.store.read, self.reads.key
+        for number, (address, start, stop, look) in enumerate(rows, self.first + low):
+            if address and not look:
+                # Not by a call: a column that cannot be gathered is a million of these.
+                try:
+                    read(key, start, memory_at(address, stop - start))
+                except HoldfastError as error:
+                    self.sink.failed(number, error)
+            elif not address:
+                self._hand_over(number, start, stop)
+            else:
+                for at in range(start, stop, self.step):
+                    piece = memory_at(address + at - start, min(self.step, stop - at))
+                    if not self._read(number, at, piece):
+                        break
+                    self.sink.passed(number, at, piece)
+
+    def _hand_over(self, number: int, start: int, stop: int) -> None:
+        """Read through scratch memory."""
+        if self.sink.wants(number):
+            data = self.scratch.of(stop - start)
+            if self._read(number, start, data):
+                self.sink.take(number, data)
 
     def _read(self, number: int, start: int, out: memoryview) -> bool:
         try:
@@ -198,15 +212,3 @@ class Task:
             self.sink.failed(number, error)
             return False
         return True
-
-
-def _short_rows(starts: Ints, lengths: Ints, straight: Straight) -> Iterator[tuple[int, int]]:
-    """Where many reads can be asked for at once: short ones, near each other, since what lies between them is mapped with them."""
-    if len(starts) < GATHER_READS:
-        return
-    short = (straight.addresses != 0) & ~straight.seen & (lengths <= GATHER_NBYTES)
-    edges = np.flatnonzero(short[1:] != short[:-1]) + 1
-    for low, high in pairwise([0, *edges.tolist(), len(short)]):
-        wanted = int(lengths[low:high].sum()) * GATHER_SPREAD
-        if short[low] and high - low >= GATHER_READS and wanted >= int(starts[high - 1]) - int(starts[low]):
-            yield low, high
