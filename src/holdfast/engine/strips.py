@@ -6,6 +6,7 @@ else is copied out of scratch memory, with its strides, its byte order and its p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -45,7 +46,8 @@ class Strips(Sink):
     def straight(self, first: int, last: int) -> Straight:
         count, heads = last - first, self._file.heads[first : last + 1]
         addresses, seen = np.zeros(count, np.int64), np.zeros(count, np.bool_)
-        owners, edges = self._file.owners[heads[:-1]], range(1, count)
+        owners = self._file.owners[heads[:-1]]
+        edges: Sequence[int] = range(1, count)
         if count > FEW_READS:
             single = np.diff(heads) == 1
             edges = (np.flatnonzero((owners[1:] != owners[:-1]) | (single[1:] != single[:-1])) + 1).tolist()
