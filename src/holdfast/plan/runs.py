@@ -1,14 +1,13 @@
-"""Which bytes of a storage does a chunk touch?
+"""Which bytes of a storage does a chunk touch? A comb: for every point of some dimensions, one dense stretch.
 
-`byte_runs` answers exactly: sorted, disjoint, maximal half-open ranges. The idea, on dimensions sorted by |stride|:
+On dimensions sorted by |stride|:
 
 1. A reversed dimension (negative stride) touches the same bytes as its mirror image, so signs are folded into the offset.
 2. Growing outwards from one element, a dimension whose stride is at most the extent so far leaves no gap: it only makes the
-   extent longer. These dimensions collapse to one run without being enumerated.
-3. The remaining dimensions are enumerated (one start a combination), sorted, and ranges that touch are merged. The merge is
-   needed: strides 2 and 3 over single bytes touch 0, 2, 3, 5, and 2 and 3 are one run.
-
-`comb` stops after step 2 with a tolerance, for planning reads: gaps that are cheaper to read than to skip collapse as well.
+   extent longer. These dimensions collapse to one tooth without being enumerated. With a tolerance, gaps that are cheaper to read
+   than to skip collapse as well.
+3. The remaining dimensions are enumerated, one start a combination. Teeth may still touch, and whoever joins them finds out
+   (plan/coalesce.py): strides 2 and 3 over single bytes touch 0, 2, 3, 5, and 2 and 3 are one run.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 
-__all__ = ["Comb", "byte_runs", "comb", "merge_touching"]
+__all__ = ["Comb", "comb"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,22 +67,3 @@ def comb(chunk: Chunk, dtype: DType, tolerance: int = 0) -> Comb:
         else:
             outer.append(d)
     return Comb(base, extent, tuple(reversed(outer)))
-
-
-def byte_runs(chunk: Chunk, dtype: DType) -> tuple[Ints, Ints]:
-    """Starts and stops, relative to the storage, of the maximal byte ranges that hold this chunk's elements."""
-    if chunk.box.count == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    teeth = comb(chunk, dtype)
-    starts = np.sort(teeth.starts(chunk))
-    return merge_touching(starts // 8, (starts + teeth.extent + 7) // 8)
-
-
-def merge_touching(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
-    """Join ranges, sorted by start, that overlap or touch."""
-    if len(starts) < 2:
-        return starts, stops
-    reach = np.maximum.accumulate(stops)
-    first = np.concatenate(([True], starts[1:] > reach[:-1]))
-    last = np.concatenate((first[1:], [True]))
-    return starts[first], reach[last]
