@@ -44,7 +44,7 @@ class RecordRead:
 def read_records(store: Store, key: str, records: Sequence[RecordRead], *, threads: int, verify: bool = True) -> None:
     """Read every record to its place. Raises `Corrupted` for one whose checksum does not match."""
     sink = Records(key, records, verify=verify)
-    transfer([(store, sink.parts, sink)], threads, nbytes=RECORDS.block)
+    transfer([(store, sink.parts, sink)], threads, nbytes=RECORDS.block, step=RECORDS.block)
     sink.finish()
 
 

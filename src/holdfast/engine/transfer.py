@@ -16,6 +16,7 @@ two sides).
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -110,11 +111,13 @@ class Scratch(threading.local):
         return self._memory[:nbytes]
 
 
-def transfer(work: Iterable[tuple[Store, Reads, Sink]], threads: int, *, nbytes: int = TASK_NBYTES) -> None:
+def transfer(
+    work: Iterable[tuple[Store, Reads, Sink]], threads: int, *, nbytes: int = TASK_NBYTES, step: int | None = None
+) -> None:
     """Do all reads, in tasks of about so many bytes. Raises the first error after all threads have stopped."""
     jobs = list(work)
     threads = threads if sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
-    scratch, step = Scratch(), cached_nbytes(threads, TASK_NBYTES)
+    scratch, step = Scratch(), step or cached_nbytes(threads, TASK_NBYTES)
     run_all((task for job in jobs for task in tasks(*job, scratch=scratch, nbytes=nbytes, step=step)), threads)
 
 
@@ -179,21 +182,22 @@ class Task:
         if low == high:
             return
         starts, stops = self._ranges(low, high)
-        addresses, seen = straight.addresses[low:high].tolist(), straight.seen[low:high].tolist()
-        rows = zip(addresses, starts.tolist(), stops.tolist(), seen, strict=True)
-        read, key = self.store.read, self.reads.key
-        for number, (address, start, stop, look) in enumerate(rows, self.first + low):
+        addresses, seen = straight.addresses[low:high], straight.seen[low:high].tolist()
+        ends = (addresses + stops - starts).tolist()
+        rows = zip(addresses.tolist(), ends, starts.tolist(), seen, strict=True)
+        # No call and no sum that can be done before: a column that cannot be gathered is a million of these.
+        memory, read, key = memory_at(0, sys.maxsize), self.store.read, self.reads.key
+        for number, (address, end, start, look) in enumerate(rows, self.first + low):
             if address and not look:
-                # Not by a call: a column that cannot be gathered is a million of these.
                 try:
-                    read(key, start, memory_at(address, stop - start))
+                    read(key, start, memory[address:end])
                 except HoldfastError as error:
                     self.sink.failed(number, error)
             elif not address:
-                self._hand_over(number, start, stop)
+                self._hand_over(number, start, start + end)
             else:
-                for at in range(start, stop, self.step):
-                    piece = memory_at(address + at - start, min(self.step, stop - at))
+                for at in range(start, start + end - address, self.step):
+                    piece = memory[address + at - start : min(address + at - start + self.step, end)]
                     if not self._read(number, at, piece):
                         break
                     self.sink.passed(number, at, piece)
