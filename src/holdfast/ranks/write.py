@@ -25,10 +25,10 @@ from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, NewFile
-from holdfast.engine.threads import run_all
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import write_stream
+from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import NotCommitted
 from holdfast.formats.native.write import BoxToWrite
