@@ -11,7 +11,7 @@ import numpy as np
 
 from holdfast.core.protocols import BaseStore
 from holdfast.core.runtime import renewed
-from holdfast.errors import Closed, StoreError, Truncated, Unsupported
+from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
 __all__ = ["FileObjectStore", "MemoryStore"]
 
@@ -80,7 +80,12 @@ class MemoryStore(BaseStore):
 
 
 class FileObjectStore(BaseStore):
-    """One seekable binary file object under one key. Its position is put back after every read."""
+    """One seekable binary file object under one key. Its position is put back after every read.
+
+    Asked of the object: `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. Positions are those that
+    `tell` gives. What `seek` gives back is not looked at: a window into another file may say where that one stands, and
+    `mmap.mmap` says nothing before Python 3.13. A read may give less than it was asked for; nothing at all is the end.
+    """
 
     KEY = "file"
 
@@ -91,10 +96,14 @@ class FileObjectStore(BaseStore):
         self._closed = False
         try:
             position = file.tell()
-            self._size = file.seek(0, io.SEEK_END)
+            file.seek(0, io.SEEK_END)
+            self._size = file.tell()
             file.seek(position)
+            text = isinstance(file.read(0), str)
         except (OSError, AttributeError, ValueError, TypeError) as error:
             raise StoreError(f"a file object must be open, binary and seekable: {error}") from None
+        if text:
+            raise StoreError(f"this {type(file).__name__} gives text; open the file in binary mode: open(path, 'rb')")
 
     def list(self) -> Sequence[str]:
         return [self.KEY]
@@ -123,7 +132,7 @@ class FileObjectStore(BaseStore):
                 finally:
                     self._file.seek(position)
             except (OSError, ValueError) as error:
-                if isinstance(error, Truncated):
+                if isinstance(error, HoldfastError):
                     raise
                 raise StoreError(f"reading from {self.name} failed: {error}") from error
 
@@ -137,10 +146,13 @@ class FileObjectStore(BaseStore):
             except NotImplementedError:
                 pass  # `io.RawIOBase` has the method for those who write it
         part = self._file.read(out.nbytes)
-        if not isinstance(part, bytes):
-            return 0
-        out[: len(part)] = part
-        return len(part)
+        if not part:
+            return 0  # also None, which a file says that does not wait
+        content = memoryview(part).cast("B")
+        if content.nbytes > out.nbytes:
+            raise StoreError(f"the file object was asked for {out.nbytes} bytes and gave {content.nbytes}")
+        out[: content.nbytes] = content
+        return content.nbytes
 
     def __reduce__(self) -> tuple[object, ...]:
         raise Unsupported("what is read from a file object cannot be sent to another process; open it there by its path")

@@ -18,13 +18,16 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
+import fsspec
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.checkpoint.utils import _ReaderView
 from torch.serialization import LoadEndianness, SourceChangeWarning, set_default_mmap_options, skip_data
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.serialization import config
@@ -494,6 +497,13 @@ class Stingy(WithLines):
         return self._file.readinto(memoryview(out)[:11])
 
 
+class Bytearrays(Minimal):
+    """Gives its bytes in another type; torch ends the process on them."""
+
+    def read(self, count: int = -1) -> bytearray:
+        return bytearray(self._file.read(count))
+
+
 class Hidden(WithLines):
     """Reads something else than the file that it wraps."""
 
@@ -501,6 +511,50 @@ class Hidden(WithLines):
         (folder / "hidden").write_bytes(bytes(255 - b for b in raw))
         self.file = open(folder / "hidden", "rb")  # noqa: SIM115 (closed with the test's folder)
         super().__init__(raw)
+
+
+class Astray(WithLines):
+    """A window into a larger file, whose `seek` says where the larger one stands."""
+
+    def __init__(self, raw: bytes) -> None:
+        super().__init__(b"?" * 100 + raw)
+        self._file.seek(100)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        return self._file.seek(offset + 100 if whence == 0 else offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell() - 100
+
+
+def member(raw: bytes, folder: Path) -> IO[bytes]:
+    with zipfile.ZipFile(folder / "outer.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("before", b"?" * 50)
+        archive.writestr("inner.pt", raw)
+    return zipfile.ZipFile(folder / "outer.zip").open("inner.pt")
+
+
+def dcp_view(raw: bytes, folder: Path) -> object:
+    """The window that torch's own distributed checkpoints are read through."""
+    return _ReaderView(opened(b"?" * 33 + raw + b"?" * 5, folder), 33, len(raw))
+
+
+def in_memory_filesystem(raw: bytes, folder: Path) -> object:
+    files = fsspec.filesystem("memory")
+    name = f"/{folder.name}/file"
+    files.pipe_file(name, raw)
+    return files.open(name)
+
+
+class Blocks(fsspec.spec.AbstractBufferedFile):
+    """A file of a bucket, as fsspec reads one: by ranges, with a cache of blocks."""
+
+    def __init__(self, raw: bytes) -> None:
+        self._content = raw
+        super().__init__(fsspec.filesystem("memory"), "/a/file", "rb", block_size=512, size=len(raw))
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self._content[start:end]
 
 
 def rewound(file: io.BufferedIOBase, raw: bytes) -> io.BufferedIOBase:
@@ -536,10 +590,17 @@ FILES: dict[str, Callable[[bytes, Path], object]] = {
     "TemporaryFile": lambda raw, _: rewound(tempfile.TemporaryFile(), raw),  # noqa: SIM115
     "NamedTemporaryFile": lambda raw, _: rewound(tempfile.NamedTemporaryFile(), raw),  # noqa: SIM115
     "SpooledTemporaryFile": lambda raw, _: rewound(tempfile.SpooledTemporaryFile(), raw),  # noqa: SIM115
+    "SpooledTemporaryFile on disk": lambda raw, _: rewound(tempfile.SpooledTemporaryFile(max_size=1), raw),  # noqa: SIM115
+    "member of a zip": member,
+    "window of torch's distributed checkpoints": dcp_view,
+    "fsspec, local": lambda raw, folder: fsspec.filesystem("file").open(opened(raw, folder).name),
+    "fsspec, in memory": in_memory_filesystem,
+    "fsspec, buffered": lambda raw, folder: Blocks(raw),
     "mmap": mapped,
     "object": lambda raw, _: WithLines(raw),
     "object whose seek is silent": lambda raw, _: Silent(raw),
     "object with a file": Hidden,
+    "window whose seek leads astray": lambda raw, _: Astray(raw),
 }
 
 
@@ -559,6 +620,10 @@ def test_read_seek_and_tell_are_enough(weights_only: bool):
 
 def test_a_file_that_gives_less_than_it_is_asked_for(raw: bytes):
     assert_same(load(Stingy(raw)), reference(raw))  # torch takes that for the end of the file
+
+
+def test_a_file_that_gives_bytearrays(raw: bytes):
+    assert_same(load(Bytearrays(raw)), reference(raw))
 
 
 @WEIGHTS_ONLY

@@ -110,19 +110,7 @@ def _store(file: BinaryIO) -> Store:
                 return DescriptorStore(descriptor, name=str(getattr(raw, "name", "<open file>")))
         except (OSError, ValueError):
             pass
-    return FileObjectStore(file if isinstance(file.seek(file.tell()), int) else cast(BinaryIO, Answering(file)))
-
-
-class Answering:
-    """A file object whose `seek` says where it stands. That of `mmap.mmap` says nothing before Python 3.13."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.read, self.tell = file.read, file.tell
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._file.seek(offset, whence)
-        return self._file.tell()
+    return FileObjectStore(file)
 
 
 def _dirty(file: io.BufferedRandom) -> bool:
