@@ -275,7 +275,7 @@ def _run(state: State) -> object:
                     state.pos, state.count, state.stack = pos, count, stack
                     rare = rares.get(op)
                     if rare is None:
-                        raise state.fail(f"opcode 0x{op:02x} is {REFUSED.get(op, 'not one of pickle')}")
+                        raise state.fail(f"Unsupported operand {op}: opcode 0x{op:02x} is {REFUSED.get(op, 'not one of pickle')}")
                     rare(state)
                     pos, stack = state.pos, state.stack
             state.at = limit

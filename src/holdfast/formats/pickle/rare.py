@@ -189,7 +189,7 @@ def setitem(s: State) -> None:
     if type(target) is dict:
         s.table.spending.fill(target, [key, value])
     else:
-        s.table.set_items(target, [key, value])
+        s.table.set_item(target, key, value)
 
 
 def get(s: State) -> None:

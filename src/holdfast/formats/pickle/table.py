@@ -234,8 +234,12 @@ class Table:
             raise PickleError(f"an APPEND to a {type(obj).__name__}", found=type(obj).__name__)
         obj.items.extend(values)
 
+    def set_item(self, obj: object, key: object, value: object) -> None:
+        """SETITEM on what is no plain dict."""
+        self.set_items(obj, [key, value])
+
     def set_items(self, obj: object, flat: list[object]) -> None:
-        """SETITEM and SETITEMS on what is no plain dict; keys and values stand in turn in `flat`."""
+        """SETITEMS on what is no plain dict; keys and values stand in turn in `flat`."""
         if isinstance(obj, Opaque):
             # Kept as pairs: the keys are not hashed.
             obj.entries.extend(zip(flat[::2], flat[1::2], strict=True))

@@ -149,7 +149,11 @@ def locate_storages(
     for name in listed:
         asked = ids[name]
         if start + 8 + asked.nbytes > size:
-            raise Truncated(f"the file ends inside storage {name!r}", offset=size)
+            missing = start + 8 + asked.nbytes - size
+            raise Truncated(
+                f"unexpected EOF, expected {missing} more bytes of storage {name!r}. The file might be corrupted",
+                offset=size,
+            )
         count = int.from_bytes(source.bytes(key, start, start + 8), "little")
         if count != asked.count:
             raise MetadataError(

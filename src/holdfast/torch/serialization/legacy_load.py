@@ -164,7 +164,12 @@ class LegacyStorages:
         for each in keys:
             name = self._names[each]
             if at + COUNT.size + name.nbytes > size:
-                raise CutShort(f"the file ends inside storage {each}", file=self._file.path, offset=size)
+                missing = at + COUNT.size + name.nbytes - size
+                raise CutShort(
+                    f"unexpected EOF, expected {missing} more bytes of storage {each!r}. The file might be corrupted",
+                    file=self._file.path,
+                    offset=size,
+                )
             (count,) = COUNT.unpack(source.bytes(key, at, at + COUNT.size))
             if count != name.count:
                 raise MetadataError(

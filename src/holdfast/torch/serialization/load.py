@@ -38,11 +38,13 @@ from holdfast.torch.serialization.locations import cuda_device, restorer, stays_
 from holdfast.torch.serialization.opening import Opened, opened
 from holdfast.torch.serialization.pickling import check_pickle_module, unpickler
 from holdfast.torch.serialization.rebuild import located_by_caller
+from holdfast.torch.serialization.refusals import printable
 from holdfast.torch.serialization.storages import (
     BrokenArchive,
     FileStorages,
     Placement,
     archive_storages,
+    broken_archive,
     check_stored,
     untyped_dtypes,
 )
@@ -64,6 +66,8 @@ MMAP_ZIP = (
     "save the checkpoint again in order to use mmap."
 )
 LIMITS = Limits()
+MAX_VERSION = 10
+"""Of the archives that torch up to 2.15 writes and reads."""
 
 
 def load(
@@ -206,6 +210,7 @@ def _load_zip(
             raise Refused(SCRIPT)
         file.file.seek(file.start)
         return torch.jit.load(file.file, map_location=map_location)
+    _check_version(file, archive)
     content = _record(file, archive, "data.pkl", most=LIMITS.pickle_nbytes if weights_only else None)
     find, everything = archive_storages(archive)
     swap = _swapped(file, archive)
@@ -244,7 +249,9 @@ def _archive(file: Opened) -> Archive:
     try:
         return read_archive(file.source, file.key, start=file.start)
     except (ZipError, Truncated) as error:
-        raise BrokenArchive(f"failed reading zip archive: {error.message}", file=file.path, offset=error.offset) from error
+        reason = error.message.removeprefix("zip archive: ")
+        cut = "failed finding central directory: " if isinstance(error, Truncated) else ""
+        raise broken_archive(f"failed reading zip archive: {cut}{reason}", file=file.path, offset=error.offset) from error
 
 
 def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> bytes:
@@ -252,9 +259,26 @@ def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> b
 
     record = archive.get(name)
     if record is None:
-        raise BrokenArchive(f"the archive has no {name}: it was not written by torch.save", file=file.path)
+        raise broken_archive(f"failed locating file {name}: file not found; torch.save did not write this archive", file=file.path)
     check_stored(record)
     return record_bytes(file.source, file.key, record if file.verify else replace(record, crc32=None), most)
+
+
+def _check_version(file: Opened, archive: Archive) -> None:
+    """A later torch may mean something else by what we would read."""
+    if archive.get("version") is None:
+        return
+    text = _record(file, archive, "version", most=64).strip()
+    if not text.isdigit():
+        raise Refused(
+            f"Couldn't parse the version {printable(text.decode('latin-1'))[:16]}: the archive is damaged", file=file.path
+        )
+    if int(text) > MAX_VERSION:
+        raise Refused(
+            f"Attempted to read a PyTorch file with version {int(text)}, but the maximum supported version for reading is "
+            f"{MAX_VERSION}: a later torch wrote it",
+            file=file.path,
+        )
 
 
 def _swapped(file: Opened, archive: Archive) -> bool:
@@ -263,7 +287,7 @@ def _swapped(file: Opened, archive: Archive) -> bool:
     if archive.get("byteorder") is not None:
         order = _record(file, archive, "byteorder", most=16).decode("ascii", "replace")
         if order not in ("little", "big"):
-            raise MetadataError(f"Unknown endianness type: {order[:16]!r} in the byteorder record", found=order[:16])
+            raise MetadataError(f"Unknown endianness type: {printable(order[:16])}, in the byteorder record", found=order[:16])
         return order != native
     match config.load.endianness:
         case None | LoadEndianness.LITTLE:

@@ -78,6 +78,20 @@ class Forbidden(PickleError):
         self.remedy = remedy
 
 
+class Refusal(PickleError):
+    """A pickle that a load refuses. It prints as the class that torch raises, whose name programs look for in what others print."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _refused, (self.message,), vars(self)  # by its name, pickle would find the other class
+
+
+def _refused(message: str) -> Refusal:
+    return Refusal(message)
+
+
+Refusal.__module__, Refusal.__name__, Refusal.__qualname__ = "_pickle", "UnpicklingError", "UnpicklingError"
+
+
 class BadWeights(MetadataError, PickleError, RuntimeError):
     """Metadata that cannot be true. A RuntimeError as well, which torch raises where a tensor does not fit its storage."""
 
@@ -151,7 +165,7 @@ def refusal(error: Exception, *, protocol: int) -> Exception:
         case Truncated():
             made = WeightsEnd(said)
         case _:
-            made = PickleError(said)
+            made = Refusal(said)
     if isinstance(error, HoldfastError):
         made.file, made.tensor, made.offset = error.file, error.tensor, error.offset
         made.expected, made.found = error.expected, error.found

@@ -41,7 +41,9 @@ __all__ = [
     "StorageName",
     "Storages",
     "archive_storages",
+    "broken_archive",
     "check_stored",
+    "not_a_storage",
     "parse_name",
     "pretended",
     "swap_bytes",
@@ -101,12 +103,23 @@ class StorageName:
         return self.count * self.dtype.itemsize
 
 
+def not_a_storage(pid: object) -> str:
+    """What to say of a persistent id that names no storage."""
+    if not isinstance(pid, tuple):
+        return f"persistent_load id must be tuple (saved_id must be a tuple), but got {type(pid)}"
+    if not pid or type(pid[0]) is not str:
+        return f"Only persistent_load of storage is allowed, but got {type(pid[0]) if pid else 'an empty tuple'}"
+    if pid[0] != "storage":
+        return f"Unknown typename for persistent_load, expected 'storage' but got {pid[0][:64]!r}"
+    return "Only persistent_load of storage is allowed: its class, key, location and count of elements"
+
+
 def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
     """('storage', class, key, location, count[, view])"""
     if isinstance(pid, tuple):
         pid = tuple(_text(part) for part in pid)
     if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
-        raise PickleError(f"Only persistent_load of storage is allowed, and the file asks for a {type(pid).__name__}")
+        raise PickleError(not_a_storage(pid), found=type(pid).__name__)
     kind, key, location, count = pid[1:5]
     dtype = torch.uint8 if kind is torch.UntypedStorage else getattr(kind, "_dtype", None) or getattr(kind, "dtype", None)
     if not isinstance(dtype, torch.dtype):
@@ -282,7 +295,8 @@ class FileStorages:
         place = self._place
         if found.nbytes != name.nbytes:
             raise MetadataError(
-                f"{found.label} has {found.nbytes:,} bytes, and the pickle says {name.count:,} elements of {name.dtype}",
+                f"{found.label}: record size ({found.nbytes} bytes) does not match expected size ({name.nbytes} bytes: "
+                f"the pickle says {name.count:,} elements of {name.dtype})",
                 offset=found.start,
                 expected=name.nbytes,
                 found=found.nbytes,
@@ -377,14 +391,22 @@ def view_of(name: StorageName, root: torch.UntypedStorage, views: dict[str, torc
     raise PickleError("a storage view must be a key, an offset and a count inside of its storage")
 
 
+LIKELY = "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
+
+
 class BrokenArchive(ZipError, Refused):
     """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
+
+
+def broken_archive(message: str, *, file: str | None = None, offset: int | None = None) -> BrokenArchive:
+    """The error for an archive, with what programs look for: whose reader failed, and that the file is likely corrupted."""
+    return BrokenArchive(f"PytorchStreamReader {message} (an internal miniz error in torch); {LIKELY}", file=file, offset=offset)
 
 
 def check_stored(record: Record) -> None:
     """Refuse a compressed record."""
     if not record.stored:
-        raise BrokenArchive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
+        raise broken_archive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
 
 
 def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], StorageBytes], Callable[[], Mapping[str, StorageBytes]]]:
@@ -397,7 +419,9 @@ def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], StorageB
     def find(name: StorageName) -> StorageBytes:
         record = archive.get(f"data/{name.key}")
         if record is None:
-            raise MetadataError(f"the pickle points at data/{name.key}, which is not in the archive")
+            raise broken_archive(
+                f"failed locating file data/{name.key}: file not found; the pickle points at it, and it is not in the archive"
+            )
         return found(record, name.key)
 
     def everything() -> dict[str, StorageBytes]:

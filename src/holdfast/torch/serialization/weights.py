@@ -33,7 +33,7 @@ from holdfast.torch.serialization.composite_tensors import LAYOUTS, CompositeTen
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.serialization.rebuild import TORCH_SAYS_NO, Args, PlainTensors, assign, no
 from holdfast.torch.serialization.refusals import DEFAULT_PROTOCOL, REGISTERED, forbidden, label, printable, refusal
-from holdfast.torch.serialization.storages import Storages
+from holdfast.torch.serialization.storages import Storages, not_a_storage
 
 __all__ = ["WeightsTable", "refusal"]
 
@@ -200,23 +200,28 @@ class WeightsTable(PlainTable):
             self._give_state(obj, state)
         else:
             raise PickleError(
-                "Can only build Tensor, Parameter, OrderedDict or types allowlisted via `add_safe_globals`, "
-                f"but got {kind.__name__}"
+                f"Can only build Tensor, Parameter, OrderedDict or types allowlisted via `add_safe_globals`, but got {kind}"
             )
         return obj
 
     def append(self, obj: object, values: list[object]) -> None:
-        raise PickleError(f"Can only append to lists, but got {type(obj).__name__}", found=type(obj).__name__)
+        verb = "append to" if len(values) == 1 else "extend"
+        raise PickleError(f"Can only {verb} lists, but got {type(obj)}", found=type(obj).__name__)
+
+    def set_item(self, obj: object, key: object, value: object) -> None:
+        self._set_items(obj, [key, value], "SETITEM")
 
     def set_items(self, obj: object, flat: list[object]) -> None:
+        self._set_items(obj, flat, "SETITEMS")
+
+    def _set_items(self, obj: object, flat: list[object], opcode: str) -> None:
         if type(obj) not in (OrderedDict, Counter) or not isinstance(obj, dict):
-            raise PickleError(
-                f"Can only SETITEM for dict, collections.OrderedDict, collections.Counter, but got {type(obj).__name__}"
-            )
+            known = "dict, collections.OrderedDict, collections.Counter"
+            raise PickleError(f"Can only {opcode} for {known}, but got {type(obj)}", found=type(obj).__name__)
         self.spending.fill(obj, flat)
 
     def add(self, obj: object, values: list[object]) -> None:
-        raise PickleError(f"Can only add to sets, but got {type(obj).__name__}", found=type(obj).__name__)
+        raise PickleError(f"Can only add to sets, but got {type(obj)}", found=type(obj).__name__)
 
     def persistent(self, pid: object) -> object:
         if self._encoding == "bytes" and isinstance(pid, tuple) and len(pid) <= 6:
@@ -225,8 +230,7 @@ class WeightsTable(PlainTable):
         match pid:
             case (str(), StorageClass() | type(), str(), str(), int(), *rest) if len(rest) < 2:
                 return self._storages.persistent(pid)
-        found = type(pid).__name__
-        raise PickleError("Only a persistent_load of a storage is allowed: its class, key, location and count", found=found)
+        raise PickleError(not_a_storage(pid), found=type(pid).__name__)
 
     def _set_entries(self, target: object, state: object) -> None:
         """What BUILD gives to an OrderedDict: attributes such as `_metadata`, none of which hides one that it has."""
