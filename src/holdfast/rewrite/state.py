@@ -15,6 +15,7 @@ they are taken wherever they stand, a state dict that holds more of them include
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -31,8 +32,9 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
 from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported
+from holdfast.stores.paths import content_and_path
 
-__all__ = ["Stateful", "describe_state", "is_stateful", "map_tensors", "state_dicts", "stateful_keys"]
+__all__ = ["Stateful", "describe_state", "is_stateful", "map_tensors", "state_and_path", "state_dicts", "stateful_keys"]
 
 MOST_VISITS = 100_000
 """Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
@@ -41,7 +43,7 @@ OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native"})
 """Formats whose metadata is text that someone put there."""
 
 Arrays = Literal["tensors", "values"]
-Leaf = Callable[[object], object]
+Leaf = Callable[[object, Path], object]
 Remarks = Callable[[object], list[str]]
 
 SHOWN = 3
@@ -77,11 +79,11 @@ def _leaf(arrays: Arrays) -> Leaf:
 
         foreign = torch_leaf(resident)
 
-    def convert(value: object) -> object:
+    def convert(value: object, path: Path) -> object:
         if isinstance(value, np.ndarray):
             return resident.array(value) if arrays == "tensors" else value
         if foreign is not None:
-            value = foreign(value)
+            value = foreign(value, path)
         if isinstance(value, LazyTensor | Composite | np.generic):
             return value
         if hasattr(value, "__array__") and not isinstance(value, type | np.ndarray):
@@ -153,7 +155,7 @@ class Walk:
             case Mapping():
                 return {k: self.convert(v, (*path, step(k)), inside) for k, v in value.items()}
         try:
-            made = self._leaf(value)
+            made = self._leaf(value, path)
             for what in self._remarks(value):
                 self._unkept.setdefault(what, []).append(dotted(path))
             return made
@@ -219,6 +221,12 @@ class Stateful(Protocol):
     def state_dict(self) -> object: ...
 
     def load_state_dict(self, state_dict: object, /) -> object: ...
+
+
+def state_and_path(state: object, path: object) -> tuple[Stateful | Mapping[str, object], str | os.PathLike[str]]:
+    """The state and the path, whichever was given first (`content_and_path`)."""
+    state, path = content_and_path(state, path)
+    return cast("Stateful | Mapping[str, object]", state), cast("str | os.PathLike[str]", path)
 
 
 def is_stateful(value: object) -> bool:

@@ -160,8 +160,8 @@ def _worth(value: object) -> bool:
     return isinstance(value, LazyTensor | Composite | Mapping) or (isinstance(value, list) and any(map(_worth, value)))
 
 
-def dcp_index(contents: Contents, receipts: Sequence[Receipt]) -> bytes:
-    """The `.metadata` of a directory with these files."""
+def dcp_index(contents: Contents, receipts: Sequence[Receipt], *, path: str) -> bytes:
+    """The `.metadata` of a directory with these files, which is saved under a path."""
     state: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
     storage: dict[m.MetadataIndex, _StorageInfo] = {}
     for receipt in receipts:
@@ -194,4 +194,4 @@ def dcp_index(contents: Contents, receipts: Sequence[Receipt]) -> bytes:
             storage[m.MetadataIndex(alias, item.offsets, number)] = storage[m.MetadataIndex(base, item.offsets, number)]
     ordered = {name: state[name] for name in contents.paths if name in state}
     planner = dict(contents.paths)
-    return pickle.dumps(m.Metadata(ordered, planner, storage, m.StorageMeta(), version="1.0.0"))
+    return pickle.dumps(m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=path), version="1.0.0"))

@@ -43,7 +43,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.rewrite.state import Stateful
+from holdfast.rewrite.state import Stateful, state_and_path
 from holdfast.stores.paths import local_path
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
@@ -122,6 +122,7 @@ def load_sharded(
 ) -> LoadedShards:
     """Fill the tensors of `state` in place from a checkpoint, on every rank of a group, whatever ranks wrote it.
 
+    `load_sharded(state, path)`, the order of `dcp.load`, is understood as well.
     `state` is a nested mapping: plain tensors get all of their elements, DTensors and their like the part that this rank has.
     Values that are no tensors are replaced by those of the checkpoint. Objects with `state_dict()` and `load_state_dict()`, in the
     state or as the state, are asked for their state dict, and handed it when it is filled. Tied tensors need one name between them.
@@ -136,6 +137,7 @@ def load_sharded(
     own collectives (`"broadcast"`); by default the latter where they are on several machines or the tensors on GPUs. Tensors on a
     GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
     """
+    state, path = state_and_path(state, path)
     where = local_path(path)
     for word, given, known in (("replicated", replicated, get_args(Replicated)), ("per_rank", per_rank, get_args(PerRank))):
         if given not in known:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from holdfast.core.tensor import LazyTensor
 from holdfast.ranks.files import FORMATS
 from holdfast.rewrite.formats import check_sparse
-from holdfast.rewrite.state import Stateful, state_dicts
+from holdfast.rewrite.state import Stateful, state_and_path, state_dicts
 from holdfast.stores.paths import local_path
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
@@ -22,8 +22,8 @@ __all__ = ["async_save_sharded", "save_sharded"]
 
 
 def save_sharded(
-    path: str | os.PathLike[str],
     state: Stateful | Mapping[str, object],
+    path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
     format: Literal["native", "dcp", "safetensors"] = "native",
@@ -41,6 +41,7 @@ def save_sharded(
 ) -> SavedShards:
     """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
 
+    The state comes first, as in `dcp.save`; `save_sharded(path, state)` is understood as well.
     Plain tensors are taken as replicated and written once, spread over the ranks by bytes; of DTensors, ShardedTensors and
     LocalShardsWrappers every rank writes what it has. Mappings of which each rank has some keys, such as pipeline stages, are put
     together; values that are no tensors must be the same on all ranks that have them (`values="first"` takes those of the first),
@@ -57,6 +58,7 @@ def save_sharded(
     `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
     """
     course = Course()
+    state, path = state_and_path(state, path)
     asked = Asked(
         path=local_path(path),
         format=format,
@@ -83,8 +85,8 @@ def save_sharded(
 
 
 def async_save_sharded(
-    path: str | os.PathLike[str],
     state: Stateful | Mapping[str, object],
+    path: str | os.PathLike[str],
     *,
     group: dist.ProcessGroup | None = None,
     format: Literal["native", "dcp", "safetensors"] = "native",
@@ -110,6 +112,7 @@ def async_save_sharded(
     the current stream is asked to do from then on comes behind them.
     """
     course = Course()
+    state, path = state_and_path(state, path)
     asked = Asked(
         path=local_path(path),
         format=format,

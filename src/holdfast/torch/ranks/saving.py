@@ -238,7 +238,7 @@ def plan(described: Described) -> Planned:
 
     def decide(messages: list[bytes]) -> list[bytes]:
         together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
-        rehearse_contents(asked.format, together.contents, asked.path, dcp_index=dcp_index)
+        rehearse_contents(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
         opened = open_folder(asked.path, asked.format, together, durable=asked.durable, overwrite=asked.overwrite)
         job.open.callback(opened.give_up)
         publishing.append(opened)
@@ -308,7 +308,7 @@ def write(planned: Planned) -> SavedShards:
     def decide(messages: list[bytes]) -> list[bytes]:
         assert planned.publishing is not None  # it is the first rank that decides
         delivered = [msgspec.msgpack.decode(told, type=list[Receipt]) for told in messages]
-        publish(planned.publishing, delivered, dcp_index=dcp_index)
+        publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
         return [b""] * len(messages)
 
     job.ranks.agree(local, decide)

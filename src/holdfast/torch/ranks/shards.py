@@ -69,14 +69,17 @@ def is_sharded(value: object) -> bool:
     return isinstance(value, _classes()) or _speaks(value)
 
 
-def shards_of(value: object) -> Shards:
-    """The parts of a sharded tensor that this rank has; none on a rank that is not in its mesh."""
+def shards_of(value: object, name: str) -> Shards:
+    """The parts of a sharded tensor that this rank has; none on a rank that is not in its mesh.
+
+    An object that speaks the protocol is asked for its shards by the name that the tensor has in the state.
+    """
     dtensor, sharded = _classes()
     if isinstance(value, dtensor):
-        return _of_dtensor(cast(torch.Tensor, value))
+        return _of_dtensor(cast(torch.Tensor, value), name)
     if isinstance(value, sharded):
         return _of_sharded_tensor(cast(torch.Tensor, value))
-    return _of_protocol(cast(Checkpointable, value), value)
+    return _of_protocol(cast(Checkpointable, value), value, name)
 
 
 def _speaks(value: object) -> bool:
@@ -84,7 +87,7 @@ def _speaks(value: object) -> bool:
     return hasattr(kind, "__create_chunk_list__") and hasattr(kind, "__get_tensor_shard__")
 
 
-def _of_dtensor(value: torch.Tensor) -> Shards:
+def _of_dtensor(value: torch.Tensor, name: str) -> Shards:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
     from torch.distributed.tensor.placement_types import Partial
 
@@ -95,7 +98,7 @@ def _of_dtensor(value: torch.Tensor) -> Shards:
     if any(isinstance(p, Partial) for p in placements):
         raise Unsupported(f"a DTensor with placements {tuple(placements)}: its sum has not been made; redistribute it first")
     if _speaks(local):
-        inner = _of_protocol(cast(Checkpointable, local), local)
+        inner = _of_protocol(cast(Checkpointable, local), local, name)
         return Shards(shape, inner.dtype, inner.parts)
     if mesh.get_coordinate() is None:
         return Shards(shape, tensor.dtype, ())
@@ -115,7 +118,7 @@ def _of_sharded_tensor(value: torch.Tensor) -> Shards:
     return Shards(tuple(whole.size), whole.tensor_properties.dtype, parts)
 
 
-def _of_protocol(value: Checkpointable, tensor: object) -> Shards:
+def _of_protocol(value: Checkpointable, tensor: object, name: str) -> Shards:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     parts = []
@@ -123,7 +126,7 @@ def _of_protocol(value: Checkpointable, tensor: object) -> Shards:
         offsets, sizes = chunk.offsets, chunk.sizes
         if 0 in sizes:
             continue
-        parts.append(_part(offsets, value.__get_tensor_shard__(MetadataIndex("", offsets, number))))
+        parts.append(_part(offsets, value.__get_tensor_shard__(MetadataIndex(name, offsets, number))))
     shape = tuple(getattr(tensor, "shape", ()))
     dtype = parts[0].tensor.dtype if parts else getattr(tensor, "dtype", torch.float32)
     return Shards(shape, dtype, tuple(parts))

@@ -19,6 +19,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tree import Path, dotted, step
 from holdfast.engine.arrays import Resident
 from holdfast.engine.source import OpenSource
 from holdfast.errors import NotCommitted
@@ -42,21 +43,21 @@ def versions(state: object) -> Versions:
     kernel for many (`foreach`, `fused`) is not counted: a thread that steps such an optimizer while another saves is not noticed.
     """
     found: Versions = []
-    for leaf in _tensors(state):
-        parts = [part.tensor for part in shards_of(leaf).parts] if is_sharded(leaf) else []
+    for leaf, path in _tensors(state, ()):
+        parts = [part.tensor for part in shards_of(leaf, dotted(path)).parts] if is_sharded(leaf) else []
         found += [(t, t._version) for t in (leaf, *parts) if isinstance(t, torch.Tensor) and not t.is_inference()]
     return found
 
 
-def _tensors(value: object) -> Iterable[object]:
+def _tensors(value: object, path: Path) -> Iterable[tuple[object, Path]]:
     if isinstance(value, torch.Tensor) or is_sharded(value):
-        yield value
+        yield value, path
     elif isinstance(value, Mapping):
-        for inner in value.values():
-            yield from _tensors(inner)
+        for key, inner in value.items():
+            yield from _tensors(inner, (*path, step(key)))
     elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _tensors(inner)
+        for number, inner in enumerate(value):
+            yield from _tensors(inner, (*path, number))
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Matching:
         for leaf in self._leaves(state):
             wanted.looked_for.append(leaf.name)
             if isinstance(leaf.value, torch.Tensor) or is_sharded(leaf.value):
-                tied.setdefault(_memory(leaf.value), []).append(leaf)
+                tied.setdefault(_memory(leaf), []).append(leaf)
             else:
                 self._value(leaf)
         for leaves in tied.values():
@@ -227,7 +227,7 @@ class Matching:
         last, offered = taken
         wanted.names += [leaf.name for leaf in leaves]
         wanted.fills += offered.fills
-        if len(offered.fills) == 1 and offered.fills[0].lazy.shape == _shape(last.value):
+        if len(offered.fills) == 1 and offered.fills[0].lazy.shape == _shape(last):
             wanted.whole[self._names.prefix + offered.name] = offered.fills[0]
 
     def _offered(self, leaf: Leaf) -> Offered | str | None:
@@ -242,7 +242,7 @@ class Matching:
             return f"the checkpoint has no tensor here, but a {type(offer).__name__}"
         if offer.dtype.packed:
             return "elements that share bytes are not loaded in place; use load_into"
-        shape, dtype, parts = _parts(leaf.value)
+        shape, dtype, parts = _parts(leaf)
         problem = plain_problem(offer, shape, lambda own: self._dtype_problem(dtype, own))
         if problem is not None:
             return problem
@@ -257,10 +257,11 @@ class Matching:
         return f"{short(here)} here, {short(own)} in the checkpoint; pass cast=True to convert"
 
 
-def _parts(value: object) -> tuple[tuple[int, ...], torch.dtype, list[tuple[Box, torch.Tensor]]]:
+def _parts(leaf: Leaf) -> tuple[tuple[int, ...], torch.dtype, list[tuple[Box, torch.Tensor]]]:
     """Shape and dtype of a tensor of the state, and what this rank has of it."""
+    value = leaf.value
     if is_sharded(value):
-        shards = shards_of(value)
+        shards = shards_of(value, leaf.name)
         return shards.shape, shards.dtype, [(part.box, part.tensor) for part in shards.parts]
     tensor = cast(torch.Tensor, value)
     shape = tuple(tensor.shape)
@@ -278,18 +279,19 @@ def _ask(value: Stateful) -> object:
     return value.state_dict(keep_vars=True) if plain else value.state_dict()  # type: ignore[call-arg]  # a module, as was asked
 
 
-def _memory(value: object) -> object:
+def _memory(leaf: Leaf) -> object:
     """What two tensors over the very same elements have in common."""
+    value = leaf.value
     if not is_sharded(value):
         return memory_of(cast(torch.Tensor, value))
-    shards = shards_of(value)
+    shards = shards_of(value, leaf.name)
     if not shards.parts:
         return id(value)
     return shards.shape, tuple((part.box, memory_of(part.tensor)) for part in shards.parts)
 
 
-def _shape(value: object) -> tuple[int, ...]:
-    return shards_of(value).shape if is_sharded(value) else tuple(cast(torch.Tensor, value).shape)
+def _shape(leaf: Leaf) -> tuple[int, ...]:
+    return shards_of(leaf.value, leaf.name).shape if is_sharded(leaf.value) else tuple(cast(torch.Tensor, leaf.value).shape)
 
 
 def _read(value: object) -> object:

@@ -17,6 +17,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Size
 from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
+from holdfast.core.tree import Path, dotted
 from holdfast.engine.arrays import Resident
 from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource
@@ -39,16 +40,16 @@ class Memories:
         return self._gpus
 
 
-def torch_leaf(resident: Resident) -> Callable[[object], object]:
+def torch_leaf(resident: Resident) -> Callable[[object, Path], object]:
     """A function that turns torch's tensors, sizes, dtypes and devices into ours, and gives everything else back."""
     memories = Memories(resident)
 
-    def convert(value: object) -> object:
+    def convert(value: object, path: Path) -> object:
         match value:
+            case _ if is_sharded(value):
+                return _sharded(cast(torch.Tensor, value), memories, name=dotted(path))
             case torch.Tensor():
                 return _tensor(value, memories)
-            case _ if is_sharded(value):
-                return _sharded(cast(torch.Tensor, value), memories)
             case torch.Size():
                 return Size(value)
             case torch.dtype():
@@ -70,8 +71,6 @@ def _dtype(dtype: torch.dtype) -> DType:
 
 
 def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
-    if is_sharded(tensor):
-        return _sharded(tensor, memories)
     resident = memories.resident
     parameter = isinstance(tensor, torch.nn.Parameter)
     # Also of a view, or of what was computed: as torch.save has it, which gives back a leaf that wants a gradient.
@@ -102,9 +101,9 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
     return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)
 
 
-def _sharded(tensor: torch.Tensor, memories: Memories) -> LazyTensor:
+def _sharded(tensor: torch.Tensor, memories: Memories, *, name: str) -> LazyTensor:
     """The whole tensor, with a chunk for each part that this rank has; it is saved where the chunks of all ranks come together."""
-    shards = shards_of(tensor)
+    shards = shards_of(tensor, name)
     grad = bool(getattr(tensor, "requires_grad", False))
     parameter = isinstance(tensor, torch.nn.Parameter)
     traits = Traits(requires_grad=grad, parameter=parameter) if grad or parameter else PLAIN
