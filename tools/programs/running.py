@@ -98,7 +98,7 @@ def run_example(example: Example, way: Way) -> Outcome:
     work.mkdir()
     sources = HERE if example.origin == "here" else way.place.unpacked(example.package, example.version)
     script = sources / example.script
-    environment = way.environment(HERE / "standins", seed="1")
+    environment = way.environment(HERE / "standins", seed="1") | dict(example.environment)
     words = {}
     for number, arguments in enumerate(example.runs, 1):
         with (way.folder / f"log{number}").open("w") as file:
