@@ -3,6 +3,7 @@
     python tools/programs                    all of them
     python tools/programs skorch poutyne     these packages; `torch` stands for the scripts that use torch alone
     python tools/programs --cache FOLDER     where the environment and the sdists lie (.cache/programs)
+    python tools/programs --holdfast FOLDER  the Holdfast that is put in place (src)
 
 Each program runs twice, in an environment of its own. A test that ends differently is run again, alone, both ways; if it differs
 again, it is listed with the reason that `catalogue.py` has for it. The exit status is 1 if one has none.
@@ -93,8 +94,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="programs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "programs")
+    parser.add_argument("--holdfast", type=Path, default=ROOT / "src")
     asked = parser.parse_args()
-    place = Place(asked.cache.resolve())
+    place = Place(asked.cache.resolve(), asked.holdfast.resolve())
     place.folder.mkdir(parents=True, exist_ok=True)
     place.make()
     rows = []

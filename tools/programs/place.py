@@ -21,6 +21,8 @@ class Place:
     """Where everything lies that is not ours."""
 
     folder: Path
+    holdfast: Path = ROOT / "src"
+    """The Holdfast that is put in place."""
 
     @property
     def python(self) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from catalogue import Example, Suite
-from place import HERE, ROOT, Place
+from place import HERE, Place
 
 PASSED = "passed"
 
@@ -49,7 +49,7 @@ class Way:
     def environment(self, *paths: Path, seed: str = "") -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "PYTHON", "PROGRAMS"))}
         kept |= {
-            "PYTHONPATH": os.pathsep.join(map(str, (HERE / "inside", ROOT / "src", *paths))),
+            "PYTHONPATH": os.pathsep.join(map(str, (HERE / "inside", self.place.holdfast, *paths))),
             "CUDA_VISIBLE_DEVICES": "",
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -68,6 +68,18 @@ def rank(index: int, port: str) -> None:
     # A rank's own DTensor through a file.
     torch.save(x, f"dtensor{index}.pt")
     same(torch.load(f"dtensor{index}.pt", weights_only=False).full_tensor(), data)
+
+    # FSDP1: shards in a checkpoint, and each rank's own shards in a file of its own.
+    model, _ = trained()
+    old = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+    with FullyShardedDataParallel.state_dict_type(old, StateDictType.SHARDED_STATE_DICT):
+        shards = old.state_dict()
+        dcp.save({"model": shards}, checkpoint_id="fsdp1")
+        torch.save(shards, f"fsdp1-{index}.pt")
+        into = {"model": old.state_dict()}
+        dcp.load(into, checkpoint_id="fsdp1")
+        old.load_state_dict(into["model"])
+        old.load_state_dict(torch.load(f"fsdp1-{index}.pt", weights_only=False))
 
     # DDP: one rank saves, all load.
     model, optimizer = trained()
