@@ -51,6 +51,7 @@ class Way:
         kept |= {
             "PYTHONPATH": os.pathsep.join(map(str, (HERE / "inside", self.place.holdfast, *paths))),
             "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",  # sums of floats depend on it
             "HF_HUB_OFFLINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
             "TMPDIR": str(self.folder / "tmp"),
