@@ -5,6 +5,7 @@
 #   make test-all every case of the tests that `make test` samples: a thousand attacks, each in three ways
 #   make check    lint, types and architecture only
 #   make bench    the benchmarks, as ratios against torch and safetensors
+#   make programs other people's tests and examples, with torch and with Holdfast in its place (an hour; the package registry)
 #   make golden   write the golden files again, with torch and safetensors
 #   make clean    remove .venv and everything that was built
 
@@ -20,7 +21,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint types architecture bench golden clean
+.PHONY: help demo test test-all check lint types architecture bench programs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -53,6 +54,10 @@ architecture: $(FULL)
 
 bench: $(FULL)
 	@$(BIN)/python -m benchmarks $(ARGS)
+
+# A virtual environment of its own, and everything that is not ours, under .cache/programs.
+programs: $(MADE)
+	@$(BIN)/python tools/programs $(ARGS)
 
 golden: $(FULL)
 	@$(BIN)/python tests/golden/make.py

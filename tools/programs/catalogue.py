@@ -65,8 +65,6 @@ SUITES = (
         (
             "tests/ignite/handlers/test_checkpoint.py",
             "tests/ignite/handlers/test_ema_handler.py",
-            "tests/ignite/handlers/test_lr_finder.py",
-            "tests/ignite/handlers/test_param_scheduler.py",
             "tests/ignite/engine/test_engine_state_dict.py",
             "tests/ignite/engine/test_deterministic.py",
         ),
@@ -79,7 +77,12 @@ SUITES = (
     ),
     Suite("stable-baselines3", "2.9.2", ("tests/test_save_load.py", "tests/test_callbacks.py", "tests/test_vec_normalize.py")),
     Suite("sb3-contrib", "2.9.2", ("tests/test_save_load.py",)),
-    Suite("poutyne", "1.19.0", ("tests/framework/experiment", "tests/framework/callbacks", "tests/framework/model")),
+    Suite(
+        "poutyne",
+        "1.19.0",
+        ("tests/framework/experiment", "tests/framework/callbacks", "tests/framework/model"),
+        needs=("pandas",),
+    ),
     Suite("ema-pytorch", "0.8.3", ("tests",)),
     Suite("peft", "0.21.2", ("tests/test_custom_models.py",), needs=("transformers",)),
 )
@@ -106,8 +109,9 @@ EXAMPLES = (
         (("--device=cpu", "--epochs=1", "--save-model"), ("--device=cpu", "--epochs=1", "--disable-dp", "--save-model")),
         needs=("tqdm",),
     ),
-    Example("poutyne", "1.19.0", "examples/basic_random_classification_with_model_bundle.py", ((), ())),
-    Example("poutyne", "1.19.0", "examples/basic_random_regression_with_model_bundle.py", ((), ())),
+    # The second run goes on where the first one ended.
+    Example("poutyne", "1.19.0", "examples/basic_random_classification_with_model_bundle.py", ((), ()), needs=("pandas",)),
+    Example("poutyne", "1.19.0", "examples/basic_random_regression_with_model_bundle.py", ((), ()), needs=("pandas",)),
 )
 
 OURS = tuple(

@@ -74,7 +74,14 @@ def run_suite(suite: Suite, way: Way, *, only: tuple[str, ...] = ()) -> Outcome:
     sources = way.place.unpacked(suite.package, suite.version)
     report, log = way.folder / "report", way.folder / "log"
     command = [str(way.place.python), "-m", "pytest", "-q", "-p", "programs_report", "-p", "no:cacheprovider", "--timeout=300"]
-    command += ["-o", "addopts=", f"--basetemp={way.folder / 'base'}", "-k", suite.without and f"not ({suite.without})"]
+    command += [
+        "--continue-on-collection-errors",
+        "-o",
+        "addopts=",
+        f"--basetemp={way.folder / 'base'}",
+        "-k",
+        suite.without and f"not ({suite.without})",
+    ]
     with log.open("w") as file:
         subprocess.run(
             [*command, *(only or suite.tests)],
