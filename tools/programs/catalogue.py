@@ -73,7 +73,7 @@ SUITES = (
         "skorch",
         "1.4.0",
         ("skorch/tests/test_net.py", "skorch/tests/callbacks/test_training.py", "skorch/tests/test_utils.py"),
-        needs=("pandas",),
+        needs=("flaky", "pandas"),
     ),
     Suite("stable-baselines3", "2.9.2", ("tests/test_save_load.py", "tests/test_callbacks.py", "tests/test_vec_normalize.py")),
     Suite("sb3-contrib", "2.9.2", ("tests/test_save_load.py",)),
