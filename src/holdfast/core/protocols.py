@@ -7,7 +7,7 @@ moves its bytes. A `Format` turns a source into a `Description`, reading headers
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -63,6 +63,10 @@ class Store(Protocol):
         """Bytes that it would rather be asked for at a time, where that is not up to whoever reads: a GPU, a network."""
 
     @property
+    def in_order(self) -> bool:
+        """Whether it wants to be read by one thread, from front to back: going back may mean to begin again at the start."""
+
+    @property
     def gone(self) -> bool:
         """Whether something was missing that had been there: what was found here is not to be relied on."""
 
@@ -74,6 +78,9 @@ class Store(Protocol):
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on. Raises `Truncated` where they end too early."""
+
+    def reading(self) -> AbstractContextManager[None]:
+        """A block of many reads. What has to be done after a read may wait for the last one."""
 
     def map(self, key: str) -> memoryview | None:
         """The bytes under a key as memory that needs no reading, or None where this store cannot do that."""
@@ -251,8 +258,15 @@ class BaseStore:
         return None
 
     @property
+    def in_order(self) -> bool:
+        return False
+
+    @property
     def gone(self) -> bool:
         return False
+
+    def reading(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def map(self, key: str) -> memoryview | None:
         return None

@@ -19,7 +19,8 @@ from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, read_slab, slabs
 from holdfast.engine.checksums import Progress, Span, Sweep
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 
 __all__ = ["recorded_crc", "tensor_crcs"]
@@ -118,7 +119,7 @@ def tensor_crcs(
     for _, sweep in sweeps:
         work += sweep.tasks(progress)
     if work:
-        run_all(work, threads or default_threads())
+        run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors])
     for numbers, sweep in sweeps:
         for position, i in enumerate(numbers):
             known[i] = sweep.crc32(position, name=tensors[i].name)

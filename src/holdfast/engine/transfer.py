@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -31,7 +32,7 @@ from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, located
 from holdfast.plan.coalesce import Reads
 
-__all__ = ["TASK_NBYTES", "Scratch", "Sink", "Straight", "cached_nbytes", "tasks", "transfer"]
+__all__ = ["TASK_NBYTES", "Scratch", "Sink", "Straight", "cached_nbytes", "run_reads", "tasks", "transfer"]
 
 TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor."""
@@ -118,7 +119,17 @@ def transfer(
     jobs = list(work)
     threads = threads if sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
     scratch, step = Scratch(), step or cached_nbytes(threads, TASK_NBYTES)
-    run_all((task for job in jobs for task in tasks(*job, scratch=scratch, nbytes=nbytes, step=step)), threads)
+    todo = (task for job in jobs for task in tasks(*job, scratch=scratch, nbytes=nbytes, step=step))
+    run_reads(todo, threads, stores=[store for store, _, _ in jobs])
+
+
+def run_reads(work: Iterable[Callable[[], None]], threads: int, *, stores: Iterable[Store]) -> None:
+    """Run tasks that read from these stores: by one thread, in their order, where one of them wants to be read so."""
+    with ExitStack() as blocks:
+        for store in dict.fromkeys(stores):
+            blocks.enter_context(store.reading())
+            threads = 1 if store.in_order else threads
+        run_all(work, threads)
 
 
 def tasks(

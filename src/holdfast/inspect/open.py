@@ -77,7 +77,7 @@ def opened(
 
 def _described(source: Source) -> Checkpoint:
     """A checkpoint out of its source; also of one that came from another process."""
-    with located(file=source.store.name), resting_collector():
+    with located(file=source.store.name), resting_collector(), source.store.reading():
         return Checkpoint(source, detect(source).describe(source), again=_described)
 
 

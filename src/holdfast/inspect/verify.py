@@ -26,7 +26,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Span, Sweep
 from holdfast.engine.source import OpenSource
-from holdfast.engine.threads import run_all
+from holdfast.engine.transfer import run_reads
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.read import check_files
@@ -196,7 +196,7 @@ class Verification:
             store = store_of(path, self._limits)
             keys = store.list()
             try:
-                done = self._checkpoint(OpenSource(store, limits=self._limits, threads=self._threads), path)
+                done = self._checkpoint(store, path)
             except HoldfastError as error:
                 failed = error
         except HoldfastError as error:
@@ -228,7 +228,7 @@ class Verification:
         try:
             store = store_of(path, self._limits)
             try:
-                self._checkpoint(OpenSource(store, limits=self._limits, threads=self._threads), label)
+                self._checkpoint(store, label)
             finally:
                 self.replaced |= store.gone
                 store.close()
@@ -243,7 +243,7 @@ class Verification:
     def opened(self, checkpoint: Checkpoint) -> None:
         """The files of a checkpoint that is open."""
         try:
-            self._checkpoint(OpenSource(checkpoint.source.store, limits=self._limits, threads=self._threads), checkpoint.path)
+            self._checkpoint(checkpoint.source.store, checkpoint.path)
         except HoldfastError as error:
             self.refuse(checkpoint.path, error)
 
@@ -256,8 +256,12 @@ class Verification:
             damaged = isinstance(error, Corrupted) or (ours and isinstance(error, FormatError))
             self._problems.append(Problem(place, error.message, type(error).__name__, damaged=damaged))
 
-    def _checkpoint(self, source: OpenSource, path: str) -> set[str]:
-        """Verify what one source holds; gives the keys of its files back. Raises where it does not open."""
+    def _checkpoint(self, store: Store, path: str) -> set[str]:
+        """Verify what one store holds; gives the keys of its files back. Raises where it does not open."""
+        with store.reading():
+            return self._content(OpenSource(store, limits=self._limits, threads=self._threads), path)
+
+    def _content(self, source: OpenSource, path: str) -> set[str]:
         zipped = begins_like_zip(source)
         tensors: Mapping[str, LazyTensor] = {}
         with located(file=path), resting_collector():
@@ -331,7 +335,7 @@ class Verification:
         inflated = Sweep(others[0].store, [at.span for at in others]) if others else None
         work += inflated.tasks(self._progress) if inflated is not None else []
         if work:
-            run_all(work, self._threads)
+            run_reads(work, self._threads, stores=[source.store, *(at.store for at in others)])
         for number, at in enumerate(known):
             self._settle(at, sweep.outcome(number), path)
         damaged = {name for damage in self._damaged for name in damage.tensors}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import BinaryIO
 
 import numpy as np
@@ -80,11 +81,12 @@ class MemoryStore(BaseStore):
 
 
 class FileObjectStore(BaseStore):
-    """One seekable binary file object under one key. Its position is put back after every read.
+    """One seekable binary file object under one key. Its position is put back after every read, or block of reads.
 
     Asked of the object: `tell`, `seek(offset)` and `seek(0, SEEK_END)`, and `read(n)` or `readinto`. Positions are those that
     `tell` gives. What `seek` gives back is not looked at: a window into another file may say where that one stands, and
     `mmap.mmap` says nothing before Python 3.13. A read may give less than it was asked for; nothing at all is the end.
+    It is read in order, in one go: a member of a zip and a decompressor go back by beginning again at the start.
     """
 
     KEY = "file"
@@ -94,6 +96,9 @@ class FileObjectStore(BaseStore):
         self._file = file
         self._lock = renewed(threading.Lock())
         self._closed = False
+        self._readers = 0
+        self._position = 0
+        """Where the caller's object stood when the first of the readers came."""
         try:
             position = file.tell()
             file.seek(0, io.SEEK_END)
@@ -104,6 +109,10 @@ class FileObjectStore(BaseStore):
             raise StoreError(f"a file object must be open, binary and seekable: {error}") from None
         if text:
             raise StoreError(f"this {type(file).__name__} gives text; open the file in binary mode: open(path, 'rb')")
+
+    @property
+    def in_order(self) -> bool:
+        return True
 
     def list(self) -> Sequence[str]:
         return [self.KEY]
@@ -119,18 +128,34 @@ class FileObjectStore(BaseStore):
         if start < 0 or start + out.nbytes > self.size(key):
             raise Truncated(f"wanted bytes {start} to {start + out.nbytes} of {self._size}", offset=self._size)
         done = 0
+        with self.reading(), self._asked():
+            self._file.seek(start)
+            while done < out.nbytes:
+                got = self._some(out[done:])
+                if not got:
+                    raise Truncated(f"the file object ended {out.nbytes - done} bytes early", offset=start + done)
+                done += got
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        with self._asked():
+            if not self._readers:
+                self._position = self._file.tell()
+            self._readers += 1
+        try:
+            yield
+        finally:
+            with self._asked():
+                self._readers -= 1
+                if not self._readers:
+                    self._file.seek(self._position)
+
+    @contextmanager
+    def _asked(self) -> Iterator[None]:
+        """The file object is this thread's. Its errors are a store's."""
         with self._lock:
             try:
-                position = self._file.tell()
-                try:
-                    self._file.seek(start)
-                    while done < out.nbytes:
-                        got = self._some(out[done:])
-                        if not got:
-                            raise Truncated(f"the file object ended {out.nbytes - done} bytes early", offset=start + done)
-                        done += got
-                finally:
-                    self._file.seek(position)
+                yield
             except (OSError, ValueError) as error:
                 if isinstance(error, HoldfastError):
                     raise

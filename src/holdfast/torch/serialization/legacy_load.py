@@ -64,7 +64,8 @@ def load_legacy(
     if not file.nbytes:
         raise Truncated("Ran out of input: there is nothing to load here (was the buffer rewound?)", file=file.path)
     if weights_only:
-        result, end = _interpret(file, place, str(arguments["encoding"]))
+        with file.source.store.reading():
+            result, end = _interpret(file, place, str(arguments["encoding"]))
     else:
         result, end = _unpickle(file, place, pickle_module=pickle_module, arguments=arguments)
     if file.path is None:
@@ -121,7 +122,8 @@ def _unpickle(file: Opened, place: Placement, *, pickle_module: ModuleType, argu
     pickle_module.load(stream, **arguments)
     result = unpickler(pickle_module, stream, storages.persistent, arguments=arguments).load()
     keys = pickle_module.load(stream, **arguments)
-    end = storages.fill_from(keys, stream.tell())
+    with file.source.store.reading():
+        end = storages.fill_from(keys, stream.tell())
     torch._utils._validate_loaded_sparse_tensors()
     return result, end
 

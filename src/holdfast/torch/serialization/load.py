@@ -101,17 +101,18 @@ def load(
         if file.head(4) == b"PK\x03\x04":
             if mmap and file.path is None:
                 raise ValueError("f must be a file path in order to use the mmap argument")
-            return _load_zip(
-                file,
-                place,
-                pickle_module=pickle_module,
-                arguments=arguments,
-                weights_only=weights_only,
-                mmap=mmap,
-                map_location=map_location,
-                verify=verify,
-                max_host_memory=max_host_memory,
-            )
+            with file.source.store.reading():
+                return _load_zip(
+                    file,
+                    place,
+                    pickle_module=pickle_module,
+                    arguments=arguments,
+                    weights_only=weights_only,
+                    mmap=mmap,
+                    map_location=map_location,
+                    verify=verify,
+                    max_host_memory=max_host_memory,
+                )
         if file.path is not None and file.path.endswith(".safetensors"):
             return _load_safetensors(file.path, map_location, mmap=mmap, verify=verify, max_host_memory=max_host_memory)
         if mmap:
