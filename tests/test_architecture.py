@@ -39,6 +39,7 @@ BELOW = {
     "ranks": {*BYTES, "inspect", "rewrite"},
     "": {*VERBS},
     "cli": {*VERBS, ""},
+    "__main__": {"cli"},
     "torch": {*VERBS, "ranks", ""},
 }
 """Layer to the layers that it may import besides itself; "" is `holdfast/__init__.py`."""

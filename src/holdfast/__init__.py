@@ -1,6 +1,7 @@
 """Holdfast: the checkpoint engine for model weights. Opens anything, executes nothing.
 
-Names are imported when they are first used, so that a program that only opens files does not pay for writing them.
+Names are imported when they are first used, so that a program that only opens files does not pay for writing them. The adapter is
+one of them: `holdfast.torch` imports torch when it is first asked for, and never before.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast import errors, metadata
+    from holdfast import torch as torch
     from holdfast.core.box import Box
     from holdfast.core.checkpoint import Alias, Checkpoint
     from holdfast.core.chunk import Chunk, Storage
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
     from holdfast.rewrite.share import Compacted, Tied, compact, tie
 
 __version__ = "0.1.0"
+
+_MODULES = ("errors", "metadata", "torch")
+"""Public modules. `torch` is not in `__all__`, so that a star import needs no torch."""
 
 _WHERE = {
     "DTYPES": "core.dtype",
@@ -136,8 +141,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("errors", "metadata"):
-        return import_module(f"holdfast.{name}")
+    if name in _MODULES:
+        try:
+            return import_module(f"holdfast.{name}")
+        except ModuleNotFoundError as missing:
+            # An AttributeError, so that `hasattr` and whatever lists the names of a module work without torch as well.
+            raise AttributeError(str(missing)) from missing
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     value = getattr(import_module(f"holdfast.{_WHERE[name]}"), name)
@@ -149,4 +158,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *_MODULES})

@@ -286,3 +286,7 @@ def located(*, file: str | None = None, tensor: str | None = None) -> Iterator[N
         if error.tensor is None:
             error.tensor = tensor
         raise
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -353,3 +353,7 @@ def find_chunk(tensor: TensorStorageMetadata, index: MetadataIndex) -> ChunkStor
         wanted = "no offset" if index.offset is None else f"offset {tuple(index.offset)}"
         raise ValueError(f"{index.fqn!r} has {len(tensor.chunks):,} chunks, and none is at {wanted}")
     return tensor.chunks[position]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

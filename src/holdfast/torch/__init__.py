@@ -15,6 +15,13 @@ This package, and nothing else in Holdfast, imports torch. What needs `torch.dis
 from __future__ import annotations
 
 import importlib
+import importlib.util
+
+if importlib.util.find_spec("torch") is None:
+    raise ModuleNotFoundError(
+        "holdfast.torch needs torch, which is not installed here: pip install torch. The rest of holdfast works without it.",
+        name="torch",
+    )
 
 from holdfast.torch.cuda.stage import free_host_memory
 from holdfast.torch.modules.load_into import Loaded, load_into
@@ -65,28 +72,36 @@ __all__ = [
     "STORAGE_KEY_SEPARATOR",
     "LoadEndianness",
     "Loaded",
+    "LoadedShards",
     "LocalShardsWrapper",
     "SaveHandle",
+    "SavedShards",
     "SourceChangeWarning",
     "StorageType",
+    "TensorProperties",
     "TorchCheckpoint",
+    "Weights",
     "add_safe_globals",
     "async_save_sharded",
     "check_module_version_greater_or_equal",
     "clear_safe_globals",
     "default_restore_location",
     "free_host_memory",
+    "get_complete",
     "get_crc32_options",
     "get_default_load_endianness",
     "get_default_mmap_options",
     "get_safe_globals",
     "get_unsafe_globals_in_checkpoint",
+    "group_weights",
     "install",
     "load",
     "load_full",
     "load_into",
     "load_sharded",
     "location_tag",
+    "metadata_from_torch",
+    "metadata_to_torch",
     "mkdtemp",
     "normalize_storage_type",
     "open",
@@ -99,6 +114,7 @@ __all__ = [
     "set_default_load_endianness",
     "set_default_mmap_options",
     "skip_data",
+    "sparsity",
     "storage_to_tensor_type",
     "tensor_from_composite",
     "tensor_from_lazy",
@@ -109,11 +125,19 @@ __all__ = [
 ]
 
 _WHERE = {
+    "LoadedShards": "ranks.load_sharded",
     "LocalShardsWrapper": "ranks.local_shards",
     "SaveHandle": "ranks.background",
+    "SavedShards": "ranks.saving",
+    "TensorProperties": "export.shared_weights",
+    "Weights": "export.shared_weights",
     "async_save_sharded": "ranks.save_sharded",
+    "get_complete": "export.shared_weights",
+    "group_weights": "export.shared_weights",
     "load_full": "ranks.load_sharded",
     "load_sharded": "ranks.load_sharded",
+    "metadata_from_torch": "ranks.sharding_metadata",
+    "metadata_to_torch": "ranks.sharding_metadata",
     "package_program": "export.packaging",
     "save_sharded": "ranks.save_sharded",
 }
@@ -125,6 +149,10 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("holdfast.torch.sparsity")
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(f"holdfast.torch.{_WHERE[name]}"), name)
+    found: object = getattr(importlib.import_module(f"holdfast.torch.{_WHERE[name]}"), name.removeprefix("metadata_"))
     globals()[name] = found
     return found
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

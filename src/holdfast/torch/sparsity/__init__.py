@@ -76,3 +76,7 @@ __all__ = [
     "to_semi_structured",
     "unpack_mask",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,119 @@
+"""What a new user sees: the names that are there, where they are found, and `python -m holdfast`."""
+
+from __future__ import annotations
+
+import builtins
+import subprocess
+import sys
+
+import pytest
+
+import holdfast
+
+SERIALIZATION = """
+    save load add_safe_globals safe_globals get_safe_globals clear_safe_globals get_unsafe_globals_in_checkpoint skip_data
+    register_package location_tag default_restore_location validate_cuda_device validate_hpu_device
+    normalize_storage_type storage_to_tensor_type StorageType check_module_version_greater_or_equal
+    LoadEndianness get_default_load_endianness set_default_load_endianness get_crc32_options set_crc32_options
+    get_default_mmap_options set_default_mmap_options
+    SourceChangeWarning mkdtemp DEFAULT_PROTOCOL MAGIC_NUMBER PROTOCOL_VERSION STORAGE_KEY_SEPARATOR
+"""
+SHARED = "LocalShardsWrapper TensorProperties Weights group_weights get_complete metadata_from_torch metadata_to_torch"
+OURS = """
+    Loaded LoadedShards SaveHandle SavedShards TorchCheckpoint async_save_sharded free_host_memory install load_full load_into
+    load_sharded open package_program save_sharded sparsity tensor_from_composite tensor_from_lazy torch_dtype uninstall
+"""
+METADATA = """
+    ChunkStorageMetadata TensorProperties TensorStorageMetadata BytesStorageMetadata StorageMeta Metadata MetadataIndex
+"""
+SPARSITY = """
+    module_to_fqn fqn_to_module get_arg_info_from_tensor_fqn module_contains_param swap_module FakeSparsity
+    BaseSparsifier WeightNormSparsifier NearlyDiagonalSparsifier BaseScheduler LambdaSL CubicSL BaseStructuredSparsifier
+    to_semi_structured
+"""
+VERBS = """
+    alias_graph compact convert diff edit open package prune read replace_weights reshard save scan sparsity stats tie verify
+    errors metadata
+"""
+
+
+def fresh(code: str) -> str:
+    """What code prints in a new interpreter."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def starred(module: str) -> set[str]:
+    """What a star import of a module brings."""
+    names: dict[str, object] = {}
+    exec(f"from {module} import *", names)
+    return set(names) - {"__builtins__"}
+
+
+def test_the_names_of_holdfast():
+    assert set(dir(holdfast)) == {*holdfast.__all__, "torch"}
+    assert set(VERBS.split()) <= set(holdfast.__all__)
+    assert {name for name in holdfast.__all__ if name[0].islower()} == set(VERBS.split())
+    assert starred("holdfast") == set(holdfast.__all__)
+    assert set(METADATA.split()) <= set(holdfast.metadata.__all__)
+    for module in (holdfast.errors, holdfast.metadata):
+        assert dir(module) == sorted(module.__all__)
+
+
+def test_the_names_of_the_adapter():
+    pytest.importorskip("torch")
+    assert dir(holdfast.torch) == sorted(holdfast.torch.__all__)
+    assert set(holdfast.torch.__all__) == set(f"{SERIALIZATION} {SHARED} {OURS}".split())
+    assert starred("holdfast.torch") == set(holdfast.torch.__all__)
+    assert dir(holdfast.torch.sparsity) == sorted(holdfast.torch.sparsity.__all__)
+    assert set(SPARSITY.split()) <= set(dir(holdfast.torch.sparsity))
+
+
+def test_every_name_of_torch_serialization_is_there():
+    torch = pytest.importorskip("torch")
+    assert [name for name in torch.serialization.__all__ if not hasattr(holdfast.torch, name)] == []
+
+
+def test_the_adapter_is_found_as_an_attribute():
+    pytest.importorskip("torch")
+    loaded = (
+        "import sys, holdfast; dir(holdfast); print('torch' in sys.modules); holdfast.torch.load; print('torch' in sys.modules)"
+    )
+    assert fresh(loaded).split() == ["False", "True"]
+
+
+HIDDEN = "import sys; sys.modules['torch'] = None\n"
+"""As if torch were not installed."""
+
+
+@pytest.mark.parametrize("asked", ["import holdfast.torch", "from holdfast import torch", "from holdfast.torch import load"])
+def test_without_torch_an_import_says_so(asked: str):
+    said = fresh(f"{HIDDEN}try:\n    {asked}\nexcept ModuleNotFoundError as error:\n    print(error.name, error)")
+    assert said.startswith("torch holdfast.torch needs torch, which is not installed here: pip install torch.")
+
+
+def test_without_torch_the_attribute_says_so():
+    asked = "try:\n    holdfast.torch\nexcept AttributeError as error:\n    print(error)"
+    said = fresh(f"{HIDDEN}import holdfast\nprint(hasattr(holdfast, 'torch'))\n{asked}")
+    assert said.startswith("False\nholdfast.torch needs torch, which is not installed here")
+    fresh(f"{HIDDEN}import inspect, holdfast\nassert 'torch' not in dict(inspect.getmembers(holdfast))\nfrom holdfast import *")
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        holdfast.nothing  # noqa: B018
+
+
+def test_builtins_stay():
+    """A star import takes `open` on purpose, and no other builtin."""
+    assert {name for name in holdfast.__all__ if hasattr(builtins, name)} == {"open"}
+
+
+def test_the_package_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "holdfast", "--version"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split()[:2] == ["holdfast", holdfast.__version__]
+    wrong = subprocess.run([sys.executable, "-m", "holdfast", "show", "nowhere.pt"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("holdfast: ")
