@@ -1,0 +1,90 @@
+"""The files that pages say they have: small ones, made by what stands in their names."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+import holdfast
+import holdfast.torch
+from tests.pages import ROOT
+
+
+def make(name: str) -> None:
+    """Put the file of this name into the current folder. A path of the repository is linked, at the same path."""
+    if (ROOT / name).exists():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        os.symlink(ROOT / name, name)
+    elif name in MAKERS:
+        MAKERS[name](name)
+    else:
+        holdfast.save(weights(len(name)), name)
+
+
+def weights(seed: int) -> dict[str, np.ndarray]:
+    """A model of two layers."""
+    numbers = np.random.default_rng(seed)
+    names = ["embed.weight", "layers.0.mlp.up.weight", "layers.1.mlp.up.weight", "lm_head.weight"]
+    return {name: numbers.standard_normal((64, 32)).astype(np.float32) for name in names}
+
+
+def trainer(path: str) -> None:
+    """What a training saves: the model below a name of its own, and what is no tensor."""
+    model = nn.ModuleDict({"embed": nn.Embedding(8, 4), "head": nn.Linear(4, 8)})
+    model["head"].weight = model["embed"].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model["head"](model["embed"](torch.arange(3))).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
+
+
+def rows(path: str) -> None:
+    """Ten rows of a large tensor, with which torch saves all of it."""
+    torch.save({"rows": torch.zeros(10_000, 8)[:10]}, path)
+
+
+def tuned(path: str) -> None:
+    """Other weights for the program of a linear layer."""
+    holdfast.save(nn.Linear(4, 4).state_dict(), path)
+
+
+def broken(path: str) -> None:
+    """One byte of a tensor is another one."""
+    content = bytearray((ROOT / "tests/golden/files/plain.pt").read_bytes())
+    content[1540] = 0xFF
+    Path(path).write_bytes(content)
+
+
+def old(path: str) -> None:
+    """The first of two that differ in every way."""
+    w = np.array([[1, 2, 3], [4, 5, 7]], np.float32)
+    holdfast.save({"gone": np.ones(2), "old": {"bias": np.arange(4.0)}, "w": w, "half": w, "lr": 0.1}, path)
+
+
+def new(path: str) -> None:
+    """The second of them."""
+    w = np.array([[1, 2, 3], [4, 5, 7]], np.float32)
+    changed = w - np.array([[0, 0, 0], [0, 0, 2]], np.float32)
+    state = {"came": np.ones(3), "new": {"bias": np.arange(4.0)}, "w": changed, "half": w.astype(np.float16), "lr": 0.25}
+    holdfast.save(state, path, keep_tree=True)
+
+
+def copies(path: str) -> None:
+    """Two tensors that hold the same."""
+    holdfast.save({"x": np.arange(1000.0), "y": np.arange(1000.0)}, path)
+
+
+MAKERS: dict[str, Callable[[str], None]] = {
+    "broken.pt": broken,
+    "copies.safetensors": copies,
+    "new.safetensors": new,
+    "old.pt": old,
+    "rows.pt": rows,
+    "trainer.pt": trainer,
+    "tuned.safetensors": tuned,
+}
