@@ -214,7 +214,9 @@ def test_what_is_not_run_is_listed():
 def test_code_is_in_fences(page: Path):
     for line, text in indented(content_of(page)):
         assert not is_python(text), f"{name_of(page)}:{line}: Python outside of a fence"
-        assert not re.search(r"^(\$|pip|make|python|torchrun) ", text, re.MULTILINE), f"{name_of(page)}:{line}: a command outside of a fence"
+        assert not re.search(r"^(\$|pip|make|python|torchrun) ", text, re.MULTILINE), (
+            f"{name_of(page)}:{line}: a command outside of a fence"
+        )
         if text.startswith("holdfast "):
             check_synopsis(text)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from pathlib import Path
 
+import ml_dtypes
 import msgspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -50,6 +53,74 @@ def test_values_come_back_as_torch_knows_them(tmp_path: Path, format: str):
     whole = load_full(tmp_path / "step")
     del whole["w"]
     assert whole == VALUES
+
+
+def rng_state(seed: int) -> dict[str, object]:
+    """What programs keep of their generators."""
+    numbers = np.random.RandomState(seed)
+    numbers.rand(seed)
+    return {
+        "torch": torch.Generator().manual_seed(seed).get_state(),
+        "python": random.Random(seed).getstate(),
+        "numpy": numbers.get_state(),
+        "generator": np.random.default_rng(seed).bit_generator.state,
+        "twister": np.random.Generator(np.random.MT19937(seed)).bit_generator.state,
+    }
+
+
+def same(one: object, other: object) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple):
+        return type(other) is tuple and len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray | torch.Tensor):
+        return type(one) is type(other) and one.dtype == other.dtype and bool((one == other).all())
+    return one == other
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_the_state_of_random_generators(tmp_path: Path, format: str):
+    save_sharded(tmp_path / "step", {"rng": rng_state(1)}, format=format)
+    state = {"rng": rng_state(2)}
+    load_sharded(tmp_path / "step", state)
+    assert same(state["rng"], rng_state(1))
+    np.random.RandomState().set_state(state["rng"]["numpy"])
+    np.random.RandomState().set_state(load_full(tmp_path / "step")["rng"]["numpy"])
+
+
+def test_torch_and_holdfast_exchange_the_state_of_random_generators(tmp_path: Path):
+    save_sharded(tmp_path / "ours", {"rng": {"numpy": rng_state(1)["numpy"]}}, format="dcp")
+    state = {"rng": {"numpy": rng_state(2)["numpy"]}}
+    dcp.load(state, checkpoint_id=tmp_path / "ours")
+    assert same(state["rng"]["numpy"], rng_state(1)["numpy"])
+    dcp.save({"rng": rng_state(3)}, checkpoint_id=tmp_path / "torch's")
+    state = {"rng": rng_state(2)}
+    load_sharded(tmp_path / "torch's", state)
+    assert same(state["rng"], rng_state(3))
+
+
+def test_arrays_are_filled_in_place(tmp_path: Path):
+    brain = np.arange(4).astype(ml_dtypes.bfloat16)
+    save_sharded(tmp_path / "step", {"table": np.arange(6.0).reshape(2, 3), "brain": brain, "none": np.zeros((0, 2))})
+    table = np.zeros((2, 3), order="F")
+    state = {"table": table, "brain": np.zeros_like(brain), "none": np.ones((0, 2))}
+    load_sharded(tmp_path / "step", state)
+    assert state["table"] is table
+    assert np.array_equal(table, np.arange(6.0).reshape(2, 3))
+    assert np.array_equal(state["brain"], brain)
+    with pytest.raises(RanksFailed, match=r"'table'.* float32 here, float64 in the checkpoint"):
+        load_sharded(tmp_path / "step", {**state, "table": np.zeros((2, 3), np.float32)})
+
+
+def test_values_beside_tensors_in_a_tuple_are_loaded(tmp_path: Path):
+    save_sharded(tmp_path / "step", {"pair": (torch.ones(2), 5, [(torch.ones(1), "x")])})
+    first = torch.zeros(2)
+    state = {"pair": (first, 0, [(torch.zeros(1), "")])}
+    load_sharded(tmp_path / "step", state)
+    assert state["pair"][0] is first
+    assert first.tolist() == [1, 1]
+    assert state["pair"][1] == 5
+    assert state["pair"][2][0][1] == "x"
 
 
 def test_torch_reads_them_as_well(tmp_path: Path):

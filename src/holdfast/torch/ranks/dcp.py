@@ -27,7 +27,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path
+from holdfast.core.tree import Path, dotted, values_inside
 from holdfast.engine.stream import write_stream
 from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json import encode_tree
@@ -85,6 +85,8 @@ class FlatState:
     values: dict[str, Value] = field(default_factory=dict)
     paths: dict[str, Path] = field(default_factory=dict)
     """The path of every leaf, tensors as well."""
+    pickled: set[str] = field(default_factory=set)
+    """Arrays in tuples: they are pickled with the tuple, as torch does it, and are no tensors there."""
     problems: list[str] = field(default_factory=list)
     """What has no form there."""
 
@@ -103,8 +105,14 @@ def flatten(state: State, raw: object) -> FlatState:
     """Flatten a described state. `raw` is what it describes."""
     flat = FlatState()
     _walk(state.tree, raw, path=(), flat=flat)
-    for name in state.tensors:
-        if name not in flat.paths:
+    for name, path in state.paths.items():
+        if name in flat.paths:
+            continue
+        above = (flat.values.get(dotted(path[:i])) for i in range(len(path)))
+        holder = next(filter(None, above), None)
+        if holder is not None and not any(isinstance(inner, torch.Tensor | LazyTensor) for inner in values_inside(holder.raw)):
+            flat.pickled.add(name)
+        else:
             flat.problems.append(f"{name}: a tensor inside of a tuple; make it a list")
     return flat
 

@@ -171,6 +171,7 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
         raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
         described = describe_state(raw, metadata=job.asked.metadata)
         flat = flatten(described, raw) if job.asked.format != "native" else FlatState()
+        described = replace(described, tensors={name: lazy for name, lazy in described.tensors.items() if name not in flat.pickled})
         told = _message(described, flat, matched, format=job.asked.format)
         return Described(job, told, described, flat, unkept_notes(described, job.asked.format))
     except Exception as error:

@@ -17,21 +17,24 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted
+from holdfast.core.tree import Path, dotted, rebuilt
+from holdfast.engine.arrays import Resident
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.fill import Fill
-from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree
 
@@ -66,6 +69,8 @@ class Wanted(Outcome):
     values: dict[str, object] = field(default_factory=dict)
     put: list[tuple[Put, object]] = field(default_factory=list)
     """Where values of the state are replaced."""
+    tuples: list[tuple[Put, tuple[object, ...], list[object]]] = field(default_factory=list)
+    """Tuples that are made again where something in them was replaced, the innermost first: what they were, what is in them now."""
     stateful: list[tuple[Path, Stateful, object]] = field(default_factory=list)
     """Objects that are handed their state dict, when it is filled."""
     looked_for: list[str] = field(default_factory=list)
@@ -75,6 +80,8 @@ class Wanted(Outcome):
         """Put values in their places and hand state dicts over, the innermost first and then in an order that all ranks share."""
         for put, value in self.put:
             put(value)
+        for put, old, items in self.tuples:
+            put(rebuilt(old, items))
         for _, target, state in sorted(self.stateful, key=lambda found: (-len(found[0]), dotted(found[0]))):
             target.load_state_dict(state)
 
@@ -123,7 +130,7 @@ class Matching:
     # The state.
 
     def _leaves(self, state: object) -> list[Leaf]:
-        """Every leaf of a nested state. Lists and tuples without tensors are leaves."""
+        """Every leaf of a nested state. Lists and tuples without tensors are leaves; an array is a tensor over its memory."""
         found: list[Leaf] = []
 
         def enter(value: Stateful, at: Path, above: frozenset[int]) -> None:
@@ -145,8 +152,13 @@ class Matching:
                     if key not in asked:
                         walk(item, (*at, _step(key)), inside, put=_setter(inner, key) if hasattr(inner, "__setitem__") else None)
             elif isinstance(inner, list | tuple) and _entered(inner):
+                items = inner if isinstance(inner, list) else list(inner)
                 for i, item in enumerate(inner):
-                    walk(item, (*at, i), inside, put=_setter(inner, i) if isinstance(inner, list) else None)
+                    walk(item, (*at, i), inside, put=_setter(items, i))
+                if type(inner) is tuple and put is not None:
+                    self._wanted.tuples.append((put, inner, items))
+            elif isinstance(inner, np.ndarray) and (tensor := _over(inner)) is not None:
+                found.append(Leaf(at, tensor, put))
             else:
                 found.append(Leaf(at, inner, put))
 
@@ -236,6 +248,8 @@ class Matching:
         if offer is ABSENT:
             return None
         self._names.take(name, offer)
+        if isinstance(offer, np.ndarray) and DTYPES.numpy(offer.dtype) is not None:
+            offer = Resident().array(offer)  # pickled as a value, as DCP does with it
         if isinstance(offer, Composite):
             return "sparse and quantised tensors are not loaded in place; use load_into"
         if not isinstance(offer, LazyTensor):
@@ -290,6 +304,14 @@ def _memory(leaf: Leaf) -> object:
     return shards.shape, tuple((part.box, memory_of(part.tensor)) for part in shards.parts)
 
 
+def _over(array: np.ndarray) -> torch.Tensor | None:
+    """A tensor over the memory of an array; None where it cannot be filled so."""
+    dtype = DTYPES.numpy(array.dtype)
+    if dtype is None or dtype.packed or not array.flags.writeable or any(step < 0 for step in array.strides):
+        return None
+    return tensor_from_array(array, torch_dtype(dtype))
+
+
 def _shape(leaf: Leaf) -> tuple[int, ...]:
     return shards_of(leaf.value, leaf.name).shape if is_sharded(leaf.value) else tuple(cast(torch.Tensor, leaf.value).shape)
 
@@ -338,8 +360,8 @@ def _inside(value: object) -> Iterator[object]:
 
 
 def _entered(value: object) -> bool:
-    """Whether a list or tuple is looked into: there is a tensor in it, or an object with a state."""
-    return is_stateful(value) or _has_tensors(value) or any(map(_entered, _inside(value)))
+    """Whether a list or tuple is looked into: there is a tensor or an array in it, or an object with a state."""
+    return isinstance(value, np.ndarray) or is_stateful(value) or _has_tensors(value) or any(map(_entered, _inside(value)))
 
 
 def _has_tensors(value: object) -> bool:
