@@ -43,6 +43,27 @@ def trainer(path: str) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
 
 
+def lightning(path: str) -> None:
+    """What Lightning's Trainer saves of a module that has its network as `model`."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    state = {
+        "epoch": 3,
+        "global_step": 120,
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
+        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4, "completed": 3}}}},
+        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "epoch=3.ckpt", "best_k_models": {}}},
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [],
+        "hparams_name": "kwargs",
+        "hyper_parameters": {"lr": 0.001},
+    }
+    torch.save(state, path)
+
+
 def rows(path: str) -> None:
     """Ten rows of a large tensor, with which torch saves all of it."""
     torch.save({"rows": torch.zeros(10_000, 8)[:10]}, path)
@@ -82,6 +103,7 @@ def copies(path: str) -> None:
 MAKERS: dict[str, Callable[[str], None]] = {
     "broken.pt": broken,
     "copies.safetensors": copies,
+    "last.ckpt": lightning,
     "new.safetensors": new,
     "old.pt": old,
     "rows.pt": rows,

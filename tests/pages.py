@@ -5,6 +5,7 @@
     ```console                     `$ command`, and below it what it prints, if anything is shown; … stands for any text
     ```bash                        commands, a line each
     ```json                        is parsed
+    | you write | you write now |  a table with this head: a cell that is nothing but `code` is run like a snippet
 
 Comments that a reader of the page does not see say the rest, each on a line of its own:
 
@@ -29,6 +30,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 LANGUAGES = {"python", "console", "bash", "text", "json"}
 MARKS = {"files", "file", "not run"}
+SWITCH = ["| you write", "you write now |"]
+"""The head of a table whose cells are run."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,9 @@ def blocks(content: str) -> list[Block]:
     found: list[Block] = []
     marks: dict[str, str] = {}
     inside: list[str] | None = None
-    language, line = "", 0
+    language, line, table = "", 0, False
     for number, text in enumerate(content.splitlines(), 1):
+        table = table and text.startswith("|")
         if inside is not None:
             if text.strip() == "```":
                 found.append(Block(line, language, "".join(inside), marks))
@@ -76,6 +80,10 @@ def blocks(content: str) -> list[Block]:
             if comment[1] not in MARKS:
                 raise ValueError(f"line {number}: nobody understands {text}; known are {sorted(MARKS)}")
             marks[comment[1]] = comment[2]
+        elif text.startswith("|"):
+            table = table or text.split(" | ")[:2] == SWITCH
+            cells = re.findall(r"(?<=\| )`([^`]+)`(?= \|)", text.replace(" | ", " | | ")) if table else []
+            found += [Block(number, "python", f"{cell}\n") for cell in cells]
         elif "<!--" in text:
             raise ValueError(f"line {number}: nobody understands {text}")
         elif text.strip() and marks:

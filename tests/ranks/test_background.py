@@ -17,9 +17,11 @@ import torch
 from torch.distributed.tensor import Shard
 
 import holdfast
+from holdfast.ranks import together
 from holdfast.ranks import write as rank_write
 from holdfast.stores.files import OsFiles
 from holdfast.torch.cuda.stage import ROOM, Room
+from holdfast.torch.ranks import saving
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
 from tests.ranks.endings import CONTENT
 from tests.ranks.pool import Pool, World, failures, good
@@ -304,6 +306,26 @@ def test_a_value_that_cannot_be_pickled_is_said_at_once(tmp_path: Path):
         async_save_sharded(tmp_path / "step", {"w": torch.ones(3), "f": lambda: 0}, format="dcp")
     assert list(tmp_path.iterdir()) == []
     async_save_sharded(tmp_path / "step", {"w": torch.ones(3)}, format="dcp", when_busy="refuse").wait(30)
+
+
+def test_the_program_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A path is that of the moment of the call."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    gate = threading.Event()
+    planned = together.put_together
+
+    def late(*arguments: object, **words: object) -> object:
+        gate.wait(60)
+        return planned(*arguments, **words)
+
+    monkeypatch.setattr(saving, "put_together", late)
+    handle = async_save_sharded("step", {"w": torch.ones(2)})
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    gate.set()
+    assert handle.wait().path == "step"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step"]
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_saves_now_and_later_are_asked_for_alike():

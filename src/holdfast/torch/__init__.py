@@ -149,7 +149,7 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("holdfast.torch.sparsity")
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast.torch' has no attribute {name!r}")
-    found: object = getattr(importlib.import_module(f"holdfast.torch.{_WHERE[name]}"), name.removeprefix("metadata_"))
+    found: object = getattr(importlib.import_module(f"holdfast.torch.{_WHERE[name]}"), name)
     globals()[name] = found
     return found
 

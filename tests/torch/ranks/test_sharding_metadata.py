@@ -17,7 +17,7 @@ from holdfast import metadata as ours
 from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global
 from holdfast.errors import Unsupported
-from holdfast.torch.ranks.sharding_metadata import from_torch, to_torch
+from holdfast.torch.ranks.sharding_metadata import metadata_from_torch, metadata_to_torch
 
 CLASSES = theirs.__all__
 
@@ -36,7 +36,7 @@ def test_fields_and_defaults_are_torchs(name):
     assert [p.kind for p in here.parameters.values()] == [p.kind for p in there.parameters.values()]
     for parameter in set(here.parameters) - {"dtype"}:
         mine, other = here.parameters[parameter].default, there.parameters[parameter].default
-        assert repr(mine) == repr(other) or to_torch(mine) == other
+        assert repr(mine) == repr(other) or metadata_to_torch(mine) == other
     compared = [(f.name, f.compare) for f in dataclasses.fields(getattr(ours, name))]
     assert compared == [(f.name, f.compare) for f in dataclasses.fields(getattr(theirs, name))]
     hashable = getattr(theirs, name).__hash__ is not None
@@ -90,7 +90,7 @@ def test_sizes_equal_torchs_in_both_directions():
     ids=str,
 )
 def test_properties_of_a_tensor_are_those_that_torch_finds(tensor):
-    assert to_torch(ours.TensorProperties.create_from_tensor(tensor)) == theirs.TensorProperties.create_from_tensor(tensor)
+    assert metadata_to_torch(ours.TensorProperties.create_from_tensor(tensor)) == theirs.TensorProperties.create_from_tensor(tensor)
 
 
 # Conversion.
@@ -98,19 +98,19 @@ def test_properties_of_a_tensor_are_those_that_torch_finds(tensor):
 
 @pytest.mark.parametrize("dtype", TORCH_DTYPES, ids=str)
 def test_every_dtype_goes_and_comes_back(dtype):
-    assert to_torch(from_torch(dtype)) is dtype
+    assert metadata_to_torch(metadata_from_torch(dtype)) is dtype
 
 
 @pytest.mark.parametrize("layout", TORCH_LAYOUTS, ids=str)
 def test_every_layout_goes_and_comes_back(layout):
-    assert to_torch(from_torch(layout)) is layout
-    assert from_torch(layout) in ours.Layout
+    assert metadata_to_torch(metadata_from_torch(layout)) is layout
+    assert metadata_from_torch(layout) in ours.Layout
 
 
 @pytest.mark.parametrize("memory_format", TORCH_FORMATS, ids=str)
 def test_every_memory_format_goes_and_comes_back(memory_format):
-    here = from_torch(memory_format)
-    assert to_torch(here) is memory_format
+    here = metadata_from_torch(memory_format)
+    assert metadata_to_torch(here) is memory_format
     assert str(memory_format) == f"torch.{here}"
     assert ours.MemoryFormat.named(str(here)) is here
 
@@ -119,40 +119,40 @@ def test_memory_formats_have_torchs_numbers():
     for encoding in theirs._MEM_FORMAT_ENCODING:
         properties = theirs.TensorProperties()
         properties.__setstate__((torch.float32, torch.strided, False, encoding, False))
-        assert from_torch(properties).memory_format.value == encoding.value
+        assert metadata_from_torch(properties).memory_format.value == encoding.value
 
 
 def test_torchs_pickled_state_sets_ours_and_back():
     there = theirs.TensorProperties(torch.int64, torch.strided, True, torch.channels_last, True)
     here = ours.TensorProperties()
     dtype, layout, *rest = there.__getstate__()
-    here.__setstate__((from_torch(dtype), from_torch(layout), *rest))
-    assert here == from_torch(there)
+    here.__setstate__((metadata_from_torch(dtype), metadata_from_torch(layout), *rest))
+    assert here == metadata_from_torch(there)
 
 
 def test_a_dtype_without_a_row_is_kept_by_its_name(monkeypatch):
     # torch 2.13 has none; the next may. A row is taken away to stand for it.
     monkeypatch.delitem(DTYPES._torch, "bfloat16")
-    here = from_torch(torch.bfloat16)
+    here = metadata_from_torch(torch.bfloat16)
     assert here == Global("torch", "bfloat16")
-    assert to_torch(here) is torch.bfloat16
+    assert metadata_to_torch(here) is torch.bfloat16
     properties = ours.TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.bfloat16))
-    assert to_torch(properties) == theirs.TensorProperties(torch.bfloat16)
+    assert metadata_to_torch(properties) == theirs.TensorProperties(torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"])
 def test_a_dtype_that_torch_lacks_is_refused(name):
     with pytest.raises(Unsupported, match=name):
-        to_torch(ours.TensorProperties(DTYPES.name(name)))
+        metadata_to_torch(ours.TensorProperties(DTYPES.name(name)))
 
 
 @pytest.mark.parametrize("dtype", [Global("os", "system"), Global("torch", "save"), Global("torch", "nothing")])
 def test_a_name_that_is_no_dtype_is_refused(dtype):
     with pytest.raises(Unsupported):
-        to_torch(dtype)
+        metadata_to_torch(dtype)
 
 
-@pytest.mark.parametrize("convert", [to_torch, from_torch])
+@pytest.mark.parametrize("convert", [metadata_to_torch, metadata_from_torch])
 @pytest.mark.parametrize("value", [3, "text", None, object()], ids=lambda value: type(value).__name__)
 def test_what_is_neither_is_a_type_error(convert, value):
     with pytest.raises(TypeError):
@@ -188,10 +188,10 @@ WHOLE = theirs.Metadata(
 
 
 def test_everything_goes_and_comes_back():
-    here = from_torch(WHOLE)
-    assert to_torch(here) == WHOLE
-    assert from_torch(to_torch(here)) == here
-    assert [index.index for index in to_torch(here).storage_data] == [0, 1, None, None]
+    here = metadata_from_torch(WHOLE)
+    assert metadata_to_torch(here) == WHOLE
+    assert metadata_from_torch(metadata_to_torch(here)) == here
+    assert [index.index for index in metadata_to_torch(here).storage_data] == [0, 1, None, None]
     assert {type(value) for value in here.state_dict_metadata.values()} == {ours.TensorStorageMetadata, ours.BytesStorageMetadata}
     assert here.storage_data[ours.MetadataIndex("w", (1, 0))] == ours.StorageInfo("__1_0.distcp", 3, 4)
 
@@ -199,23 +199,23 @@ def test_everything_goes_and_comes_back():
 @pytest.mark.parametrize(("planner_data", "storage_data"), [(None, None), ("what it likes", ("a", "b")), ([1, 2], [3])])
 def test_what_others_keep_there_is_handed_over(planner_data, storage_data):
     there = theirs.Metadata({}, planner_data, storage_data)
-    here = from_torch(there)
+    here = metadata_from_torch(there)
     assert (here.planner_data, here.storage_data) == (planner_data, storage_data)
-    assert to_torch(here) == there
+    assert metadata_to_torch(here) == there
 
 
 def test_metadata_of_an_old_file_has_no_storage_meta():
     there = theirs.Metadata({})
     del there.__dict__["storage_meta"], there.__dict__["version"]
-    assert from_torch(there).storage_meta is None
+    assert metadata_from_torch(there).storage_meta is None
 
 
 def test_a_directory_that_torch_wrote(tmp_path):
     state = {"w": torch.arange(6.0).view(2, 3), "step": 3, "nested": {"list": [torch.zeros(2, dtype=torch.int8), "text"]}}
     dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
     there = dcp.FileSystemReader(tmp_path).read_metadata()
-    here = from_torch(there)
-    assert to_torch(here) == there
+    here = metadata_from_torch(there)
+    assert metadata_to_torch(here) == there
     index = ours.MetadataIndex("w", (0, 0))
     assert ours.find_chunk(here.state_dict_metadata["w"], index).sizes == (2, 3)
     assert here.storage_data[index].relative_path == "__0_0.distcp"
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_another_format_is_described_to_torch(tmp_path):
     state = {"w": torch.arange(6.0).view(2, 3), "p": torch.nn.Parameter(torch.zeros(2)), "step": 3}
     torch.save(state, tmp_path / "a.pt")
     with holdfast.open(tmp_path / "a.pt") as ckpt:
-        there = to_torch(ckpt.describe())
+        there = metadata_to_torch(ckpt.describe())
     assert there.state_dict_metadata["w"].size == torch.Size([2, 3])
     assert there.state_dict_metadata["w"].properties == theirs.TensorProperties.create_from_tensor(state["w"])
     assert there.state_dict_metadata["p"].properties == theirs.TensorProperties.create_from_tensor(state["p"])
@@ -238,5 +238,5 @@ def test_a_directory_that_torch_wrote_is_described_alike(tmp_path):
     there = dcp.FileSystemReader(tmp_path).read_metadata()
     with holdfast.open(tmp_path) as ckpt:
         here = ckpt.describe()
-    assert to_torch(here).state_dict_metadata == there.state_dict_metadata
+    assert metadata_to_torch(here).state_dict_metadata == there.state_dict_metadata
     assert here.planner_data == there.planner_data

@@ -165,4 +165,4 @@ def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadl
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    return Job(asked, ranks, course.open)
+    return Job(asked, ranks, os.path.abspath(asked.path), course.open)

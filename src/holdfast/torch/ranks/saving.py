@@ -94,6 +94,8 @@ class Job:
 
     asked: Asked
     ranks: Ranks
+    place: str
+    """The path from the root on: while it is written, the program may go to another folder."""
     open: ExitStack
     """What is closed when the save is over, however it ends: the ranks, a folder that was not published."""
 
@@ -240,7 +242,7 @@ def plan(described: Described) -> Planned:
     def decide(messages: list[bytes]) -> list[bytes]:
         together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
         rehearse_contents(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
-        opened = open_folder(asked.path, asked.format, together, durable=asked.durable, overwrite=asked.overwrite)
+        opened = open_folder(job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite)
         job.open.callback(opened.give_up)
         publishing.append(opened)
         folder, notes = opened.transaction.folder, list(together.notes)

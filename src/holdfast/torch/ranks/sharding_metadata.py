@@ -1,9 +1,9 @@
 """The description of a sharded checkpoint, to and from torch's own classes.
 
-`to_torch` takes any value of `holdfast.metadata` and gives the value of `torch.distributed.checkpoint.metadata` that it stands for;
-`from_torch` goes back. Both go through everything inside. Nothing is lost:
+`metadata_to_torch` takes any value of `holdfast.metadata` and gives the value of `torch.distributed.checkpoint.metadata` that it
+stands for; `metadata_from_torch` goes back. Both go through everything inside. Nothing is lost:
 
-    from_torch(to_torch(x)) == x    and    to_torch(from_torch(y)) == y
+    metadata_from_torch(metadata_to_torch(x)) == x    and    metadata_to_torch(metadata_from_torch(y)) == y
 
 The hint of an index is kept, though it takes no part in equality. What a planner or a writer of another kind keeps in
 `planner_data` and `storage_data` is handed over as it is, but for the indexes and places in it that are known. The one
@@ -25,7 +25,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.runtime import resting_collector
 from holdfast.errors import Unsupported
 
-__all__ = ["from_torch", "to_torch"]
+__all__ = ["metadata_from_torch", "metadata_to_torch"]
 
 _MEMORY_FORMATS = {each: cast(torch.memory_format, getattr(torch, str(each))) for each in ours.MemoryFormat}
 _LAYOUTS = {each: cast(torch.layout, getattr(torch, each.value)) for each in ours.Layout}
@@ -37,30 +37,30 @@ _OUR_LAYOUTS = {there: here for here, there in _LAYOUTS.items()}
 
 
 @overload
-def to_torch(value: ours.Metadata) -> torchs.Metadata: ...
+def metadata_to_torch(value: ours.Metadata) -> torchs.Metadata: ...
 @overload
-def to_torch(value: ours.TensorStorageMetadata) -> torchs.TensorStorageMetadata: ...
+def metadata_to_torch(value: ours.TensorStorageMetadata) -> torchs.TensorStorageMetadata: ...
 @overload
-def to_torch(value: ours.BytesStorageMetadata) -> torchs.BytesStorageMetadata: ...
+def metadata_to_torch(value: ours.BytesStorageMetadata) -> torchs.BytesStorageMetadata: ...
 @overload
-def to_torch(value: ours.ChunkStorageMetadata) -> torchs.ChunkStorageMetadata: ...
+def metadata_to_torch(value: ours.ChunkStorageMetadata) -> torchs.ChunkStorageMetadata: ...
 @overload
-def to_torch(value: ours.TensorProperties) -> torchs.TensorProperties: ...
+def metadata_to_torch(value: ours.TensorProperties) -> torchs.TensorProperties: ...
 @overload
-def to_torch(value: ours.MetadataIndex) -> torchs.MetadataIndex: ...
+def metadata_to_torch(value: ours.MetadataIndex) -> torchs.MetadataIndex: ...
 @overload
-def to_torch(value: ours.StorageMeta) -> torchs.StorageMeta: ...
+def metadata_to_torch(value: ours.StorageMeta) -> torchs.StorageMeta: ...
 @overload
-def to_torch(value: ours.StorageInfo) -> _StorageInfo: ...
+def metadata_to_torch(value: ours.StorageInfo) -> _StorageInfo: ...
 @overload
-def to_torch(value: ours.Layout) -> torch.layout: ...
+def metadata_to_torch(value: ours.Layout) -> torch.layout: ...
 @overload
-def to_torch(value: ours.MemoryFormat) -> torch.memory_format: ...
+def metadata_to_torch(value: ours.MemoryFormat) -> torch.memory_format: ...
 @overload
-def to_torch(value: DType | Global) -> torch.dtype: ...
+def metadata_to_torch(value: DType | Global) -> torch.dtype: ...
 
 
-def to_torch(value: object) -> object:
+def metadata_to_torch(value: object) -> object:
     """torch's value for one of ours; TypeError for anything else, `Unsupported` for an element type that torch lacks."""
     made = _to_torch(value)
     if made is value:
@@ -73,23 +73,23 @@ def _to_torch(value: object) -> object:
         case ours.Metadata():
             with resting_collector():
                 return torchs.Metadata(
-                    {name: to_torch(each) for name, each in value.state_dict_metadata.items()},
+                    {name: metadata_to_torch(each) for name, each in value.state_dict_metadata.items()},
                     value.planner_data,
                     _records(value.storage_data, _to_torch),
-                    None if value.storage_meta is None else to_torch(value.storage_meta),
+                    None if value.storage_meta is None else metadata_to_torch(value.storage_meta),
                     value.version,
                 )
         case ours.TensorStorageMetadata():
-            chunks = [to_torch(chunk) for chunk in value.chunks]
-            return torchs.TensorStorageMetadata(to_torch(value.properties), torch.Size(value.size), chunks)
+            chunks = [metadata_to_torch(chunk) for chunk in value.chunks]
+            return torchs.TensorStorageMetadata(metadata_to_torch(value.properties), torch.Size(value.size), chunks)
         case ours.ChunkStorageMetadata():
             return torchs.ChunkStorageMetadata(torch.Size(value.offsets), torch.Size(value.sizes))
         case ours.TensorProperties():
             return torchs.TensorProperties(
-                to_torch(value.dtype),
-                to_torch(value.layout),
+                metadata_to_torch(value.dtype),
+                metadata_to_torch(value.layout),
                 value.requires_grad,
-                to_torch(value.memory_format),
+                metadata_to_torch(value.memory_format),
                 value.pin_memory,
             )
         case ours.MetadataIndex():
@@ -123,30 +123,30 @@ def _torch_dtype(dtype: DType | Global) -> torch.dtype:
 
 
 @overload
-def from_torch(value: torchs.Metadata) -> ours.Metadata: ...
+def metadata_from_torch(value: torchs.Metadata) -> ours.Metadata: ...
 @overload
-def from_torch(value: torchs.TensorStorageMetadata) -> ours.TensorStorageMetadata: ...
+def metadata_from_torch(value: torchs.TensorStorageMetadata) -> ours.TensorStorageMetadata: ...
 @overload
-def from_torch(value: torchs.BytesStorageMetadata) -> ours.BytesStorageMetadata: ...
+def metadata_from_torch(value: torchs.BytesStorageMetadata) -> ours.BytesStorageMetadata: ...
 @overload
-def from_torch(value: torchs.ChunkStorageMetadata) -> ours.ChunkStorageMetadata: ...
+def metadata_from_torch(value: torchs.ChunkStorageMetadata) -> ours.ChunkStorageMetadata: ...
 @overload
-def from_torch(value: torchs.TensorProperties) -> ours.TensorProperties: ...
+def metadata_from_torch(value: torchs.TensorProperties) -> ours.TensorProperties: ...
 @overload
-def from_torch(value: torchs.MetadataIndex) -> ours.MetadataIndex: ...
+def metadata_from_torch(value: torchs.MetadataIndex) -> ours.MetadataIndex: ...
 @overload
-def from_torch(value: torchs.StorageMeta) -> ours.StorageMeta: ...
+def metadata_from_torch(value: torchs.StorageMeta) -> ours.StorageMeta: ...
 @overload
-def from_torch(value: _StorageInfo) -> ours.StorageInfo: ...
+def metadata_from_torch(value: _StorageInfo) -> ours.StorageInfo: ...
 @overload
-def from_torch(value: torch.layout) -> ours.Layout: ...
+def metadata_from_torch(value: torch.layout) -> ours.Layout: ...
 @overload
-def from_torch(value: torch.memory_format) -> ours.MemoryFormat: ...
+def metadata_from_torch(value: torch.memory_format) -> ours.MemoryFormat: ...
 @overload
-def from_torch(value: torch.dtype) -> DType | Global: ...
+def metadata_from_torch(value: torch.dtype) -> DType | Global: ...
 
 
-def from_torch(value: object) -> object:
+def metadata_from_torch(value: object) -> object:
     """Our value for one of torch's; TypeError for anything else."""
     made = _from_torch(value)
     if made is value:
@@ -159,23 +159,23 @@ def _from_torch(value: object) -> object:
         case torchs.Metadata():
             with resting_collector():
                 return ours.Metadata(
-                    {name: from_torch(each) for name, each in value.state_dict_metadata.items()},
+                    {name: metadata_from_torch(each) for name, each in value.state_dict_metadata.items()},
                     value.planner_data,
                     cast(dict[ours.MetadataIndex, ours.StorageInfo] | None, _records(value.storage_data, _from_torch)),
-                    None if value.storage_meta is None else from_torch(value.storage_meta),
+                    None if value.storage_meta is None else metadata_from_torch(value.storage_meta),
                     value.version,
                 )
         case torchs.TensorStorageMetadata():
-            chunks = [from_torch(chunk) for chunk in value.chunks]
-            return ours.TensorStorageMetadata(from_torch(value.properties), value.size, chunks)
+            chunks = [metadata_from_torch(chunk) for chunk in value.chunks]
+            return ours.TensorStorageMetadata(metadata_from_torch(value.properties), value.size, chunks)
         case torchs.ChunkStorageMetadata():
             return ours.ChunkStorageMetadata(value.offsets, value.sizes)
         case torchs.TensorProperties():
             return ours.TensorProperties(
-                from_torch(value.dtype),
-                from_torch(value.layout),
+                metadata_from_torch(value.dtype),
+                metadata_from_torch(value.layout),
                 value.requires_grad,
-                from_torch(value.memory_format),
+                metadata_from_torch(value.memory_format),
                 value.pin_memory,
             )
         case torchs.MetadataIndex():
