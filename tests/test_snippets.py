@@ -311,6 +311,11 @@ def test_a_script_that_fails_on_one_rank_is_found(typed: None):
     assert ranks(2, ["fails.py"]) == (3, "0\n1\n")
 
 
+def test_a_table_of_what_to_write_is_code():
+    table = "| you write | you write now |\n| --- | --- |\n| `a()` | `b()` |\n| `c` in prose | `d()` |\n\n| `e()` | `f()` |\n"
+    assert [block.text for block in blocks(table)] == ["a()\n", "b()\n", "d()\n"]
+
+
 def test_python_is_told_from_prose():
     assert is_python("holdfast.save(state, path)")
     assert not is_python("holdfast show PATH [--all]")
