@@ -141,8 +141,10 @@ class Reader:
 
 
 def started(arguments: list[str]) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, timeout=200)
-    return done.returncode, done.stdout + done.stderr
+    """Run Python in a process of its own."""
+    run = [sys.executable, *arguments]
+    done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=200, env=os.environ | ENVIRONMENT)
+    return done.returncode, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
 
 def ranks(size: int, arguments: list[str]) -> tuple[int, str]:

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -16,6 +17,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import Corrupted, DoesNotFit, HoldfastError
+from holdfast.torch import LocalShardsWrapper, load_sharded
 from holdfast.torch.modules.load_into import Loaded, load_into
 from holdfast.torch.tensors import fill as fill_module
 from holdfast.torch.tensors.open import open as torch_open
@@ -829,3 +831,12 @@ def test_no_second_copy(name, tmp_path):
     assert measure(path, "meta-cast") < 128 + 64 + engine
     if name == "zip.pt":
         assert measure(path, "torch") > 200, "the measure sees a second copy"
+
+
+def test_a_sharded_target_is_told_who_fills_it(tmp_path: Path):
+    holdfast.save({"w": torch.ones(2, 2)}, tmp_path / "w.safetensors")
+    sharded = LocalShardsWrapper([torch.zeros(2, 2)], [(0, 0)])
+    with pytest.raises(DoesNotFit, match=r"'w': it is a LocalShardsWrapper, of which each rank has a part: load_sharded\("):
+        load_into({"w": sharded}, tmp_path / "w.safetensors")
+    load_sharded(tmp_path / "w.safetensors", {"w": sharded})
+    assert sharded.local_shards()[0].tolist() == [[1, 1], [1, 1]]

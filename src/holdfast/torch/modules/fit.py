@@ -22,13 +22,14 @@ from torch import nn
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed, tied_note
+from holdfast.torch.ranks.shards import is_sharded
 from holdfast.torch.tensors.allocate import CPU
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import repeats
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, opaque_inside
 
-__all__ = ["EXTRA", "Choice", "Fit", "Match", "Slot", "all_slots", "find_targets", "fit", "module_slots"]
+__all__ = ["EXTRA", "Choice", "Fit", "Match", "Slot", "all_slots", "find_targets", "fit", "module_slots", "wrapped_problem"]
 
 EXTRA = "_extra_state"
 """What `state_dict()` calls the value of `get_extra_state()`."""
@@ -274,11 +275,21 @@ def _match(slots: list[Slot], names: Names, choice: Choice, *, found: Fit, stric
     found.matches.append(Match(tuple(slots), offer))
 
 
+def wrapped_problem(tensor: torch.Tensor) -> str | None:
+    """Why a tensor that is none of torch's plain ones is not filled."""
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        return None
+    if is_sharded(tensor):
+        return f"it is a {kind.__name__}, of which each rank has a part: load_sharded(path, model) fills it, from any format"
+    return f"it is a {kind.__name__}, which holds its elements in a way of its own; fill the tensors inside of it"
+
+
 def _problem(slot: Slot, offer: LazyTensor | Composite, choice: Choice) -> str | None:
     """Why the slot cannot have what is offered."""
     target = slot.tensor
-    if type(target).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        return f"it is a {type(target).__name__}, which holds its elements in a way of its own; fill the tensors inside of it"
+    if (wrapped := wrapped_problem(target)) is not None:
+        return wrapped
     if nn.parameter.is_lazy(target):
         return "it has no shape yet; run the module once, or load through its own load_state_dict"
     if choice.fresh(target):

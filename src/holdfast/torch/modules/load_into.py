@@ -30,7 +30,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slots, find_targets, fit, module_slots
+from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slots, find_targets, fit, module_slots, wrapped_problem
 from holdfast.torch.modules.match import Names
 from holdfast.torch.tensors.allocate import Want, check_dtype, make_fresh, read_tensors
 from holdfast.torch.tensors.fill import Fill, Progress, fill
@@ -410,13 +410,10 @@ def _state(checkpoint: Checkpoint, prefix: str, *, own: Own, choice: Choice, pro
 
 
 def _refuse_wrapped(slots: list[Slot], prefix: str, checkpoint: Checkpoint) -> None:
-    wrapped = {
-        prefix + slot.name: f"it is a {type(slot.tensor).__name__}, which holds its elements in a way of its own"
-        for slot in slots
-        if type(slot.tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    }
+    wrapped = {prefix + slot.name: problem for slot in slots if (problem := wrapped_problem(slot.tensor)) is not None}
     if wrapped:
-        message = f"sharded and wrapped tensors are not filled here: {', '.join(map(repr, wrapped))}"
+        names = ", ".join(map(repr, wrapped))
+        message = f"sharded and wrapped tensors are not filled here (sharded ones by load_sharded): {names}"
         raise DoesNotFit(message, mismatched=wrapped, file=checkpoint.path)
 
 
