@@ -127,12 +127,12 @@ def two_saves(world: World, path: str, when_busy: str, busy_rank: int) -> str:
     gate = Gate()
     state = {f"w{i}": torch.ones(20) for i in range(3)}
     with instead(rank_write, "write_file", gate if world.rank == busy_rank else rank_write.write_file):
-        first = async_save_sharded(f"{path}1", state, group=world.group, durable=False)
+        first = async_save_sharded(state, f"{path}1", group=world.group, durable=False)
         if when_busy == "wait":
             threading.Timer(1.4, gate.opened.set).start()
         try:
             started = time.monotonic()
-            second = async_save_sharded(f"{path}2", state, group=world.group, durable=False, when_busy=when_busy, deadline=0.7)
+            second = async_save_sharded(state, f"{path}2", group=world.group, durable=False, when_busy=when_busy, deadline=0.7)
             said = f"second after {'a while' if time.monotonic() - started > 1.0 else 'no time'}"
             second.wait(30)
         except holdfast.errors.RanksFailed as error:
@@ -140,7 +140,7 @@ def two_saves(world: World, path: str, when_busy: str, busy_rank: int) -> str:
         gate.opened.set()
         first.wait(30)
         # Nothing stands in the way of the next, as soon as `wait` has returned.
-        save_sharded(f"{path}3", state, group=world.group, durable=False, when_busy="refuse")
+        save_sharded(state, f"{path}3", group=world.group, durable=False, when_busy="refuse")
     return said
 
 
@@ -181,7 +181,7 @@ def reuse(world: World, path: str) -> list[int]:
     addresses = []
     for i in range(3):
         state = {"w": torch.full((1000,), float(i)), "v": torch.full((10,), float(i))}
-        handle = async_save_sharded(f"{path}{i}", state, group=world.group, durable=False)
+        handle = async_save_sharded(state, f"{path}{i}", group=world.group, durable=False)
         assert handle.staged_nbytes >= 0
         handle.wait(30)
         addresses.append(ROOM.take(0, gpu=False).address)
@@ -320,7 +320,7 @@ def test_the_program_may_go_to_another_folder(tmp_path: Path, monkeypatch: pytes
         return planned(*arguments, **words)
 
     monkeypatch.setattr(saving, "put_together", late)
-    handle = async_save_sharded("step", {"w": torch.ones(2)})
+    handle = async_save_sharded({"w": torch.ones(2)}, "step")
     monkeypatch.chdir(tmp_path / "elsewhere")
     gate.set()
     assert handle.wait().path == "step"
