@@ -3,6 +3,8 @@
 #   make demo     install the light package (no torch) and watch it work          under a minute
 #   make test     lint, types, architecture and all tests, beside torch           under ten minutes
 #   make test-all every case of the tests that `make test` samples: a thousand attacks, each in three ways
+#   make test TORCH=2.15.0 [NUMPY=1.26.4]   all tests with another torch, in a .venv of its own
+#   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand
 #   make check    lint, types and architecture only
 #   make bench    the benchmarks, as ratios against torch and safetensors
 #   make programs other people's tests and examples, with torch and with Holdfast in its place (an hour; the package registry)
@@ -10,7 +12,11 @@
 #   make clean    remove .venv and everything that was built
 
 PYTHON ?= python3
-VENV   := .venv
+# The pinned torch is the default, and CI's. Any other has a folder of its own, and so has another numpy than pip would choose.
+PINNED := $(shell sed -n 's/^torch==//p' requirements/torch.txt)
+TORCH  ?= $(PINNED)
+NUMPY  ?=
+VENV   := .venv$(if $(filter-out $(PINNED),$(TORCH)),-$(TORCH))$(if $(NUMPY),-numpy-$(NUMPY))
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install -qq --disable-pip-version-check
 # How many test processes; one a core at most.
@@ -21,7 +27,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check lint types architecture bench programs golden clean
+.PHONY: help demo test test-all matrix check lint types architecture bench programs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -29,13 +35,17 @@ help:
 demo: $(LIGHT)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh
 
-test: check
+# mypy and ruff are asked about the pinned torch only: the types of others differ, and the code is the same.
+test: $(if $(filter-out $(PINNED),$(TORCH)),architecture,check)
 	@echo "== tests"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --ignore tests/test_architecture.py $(ARGS)
 
 test-all: check
 	@echo "== tests, every case"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --exhaustive $(ARGS)
+
+matrix:
+	@$(PYTHON) tools/matrix.py $(ARGS)
 
 check: lint types architecture
 
@@ -63,7 +73,7 @@ golden: $(FULL)
 	@$(BIN)/python tests/golden/make.py
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache src/*.egg-info
+	rm -rf .venv .venv-* build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(MADE):
@@ -73,12 +83,12 @@ $(MADE):
 
 $(LIGHT): pyproject.toml | $(MADE)
 	@echo "== installing holdfast (no torch)"
-	@$(PIP) --editable .
+	@$(PIP) --editable . $(if $(NUMPY),numpy==$(NUMPY))
 	@touch $@
 
 # torch first and alone, so that nothing else can choose another version.
 $(FULL): $(LIGHT) requirements/torch.txt requirements/test.txt requirements/lint.txt
-	@echo "== installing torch 2.13.0 and the test tools (once)"
-	@$(PIP) --requirement requirements/torch.txt
+	@echo "== installing torch $(TORCH) and the test tools (once)"
+	@$(PIP) $(if $(filter $(PINNED),$(TORCH)),--requirement requirements/torch.txt,torch==$(TORCH)) $(if $(NUMPY),numpy==$(NUMPY))
 	@$(PIP) --requirement requirements/test.txt --requirement requirements/lint.txt
 	@touch $@

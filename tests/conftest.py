@@ -9,10 +9,13 @@ from __future__ import annotations
 import json
 import signal
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from holdfast.torch import versions
 
 # A shell that starts a command in the background has it ignore Ctrl-C, and every process below inherits that. Tests send the signal
 # to their children and look what these do about it: here it is what it is in the foreground.
@@ -24,6 +27,34 @@ GOLDEN = Path(__file__).resolve().parent / "golden"
 # No deadline: how long a test takes depends on what else the machine does; pytest-timeout limits each test.
 settings.register_profile("holdfast", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("holdfast")
+
+
+FILES = {
+    "tests/parity/test_pt2_archives.py": versions.PT2_ARCHIVE,
+    "tests/torch/export/test_packaging.py": versions.PT2_ARCHIVE,
+    "tests/torch/export/test_shared_weights.py": versions.SHARED_WEIGHTS,
+    "tests/torch/serialization/test_members.py": versions.PT2_ARCHIVE,
+    "tests/torch/ranks/test_local_shards.py": versions.DTENSOR,
+    "tests/torch/serialization/test_allowed.py": versions.UNSAFE_GLOBALS,
+    "tests/torch/serialization/test_load.py": versions.WEIGHTS_ONLY,
+    "tests/torch/serialization/test_weights.py": versions.WEIGHTS_ONLY,
+    "tests/torch/serialization/test_weights_allowed.py": versions.WEIGHTS_ONLY,
+    "tests/torch/serialization/test_weights_refusals.py": versions.WEIGHTS_ONLY,
+}
+"""Files of tests that cannot even be imported without something that torch has since a version."""
+
+
+class Unasked(pytest.Module):
+    """A file that is skipped as a whole."""
+
+    def collect(self) -> Iterable[pytest.Item]:
+        raise pytest.skip.Exception(FILES[self.path.relative_to(self.config.rootpath).as_posix()].reason, allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    rootpath = parent.config.rootpath
+    change = FILES.get(module_path.relative_to(rootpath).as_posix()) if module_path.is_relative_to(rootpath) else None
+    return None if change is None or change else Unasked.from_parent(parent, path=module_path)
 
 
 REPEATED = {

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import itertools
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 
 import holdfast
@@ -13,8 +16,50 @@ from holdfast.core.box import Box
 from holdfast.core.limits import Limits
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.pickle.plain import PlainTable
+from holdfast.torch import versions
 
-__all__ = ["element_bytes", "nbytes_on_disk", "points", "save_as", "torch_bytes", "unpickled"]
+__all__ = [
+    "ALONE",
+    "dtypes",
+    "element_bytes",
+    "nbytes_on_disk",
+    "needs",
+    "nested_allowed",
+    "points",
+    "save_as",
+    "torch_bytes",
+    "unpickled",
+    "until",
+]
+
+
+def needs(change: versions.Change) -> pytest.MarkDecorator:
+    """For tests of what torch does from a version on."""
+    return pytest.mark.skipif(not change, reason=change.reason)
+
+
+def until(change: versions.Change) -> pytest.MarkDecorator:
+    """For tests of what torch did before a version."""
+    return pytest.mark.skipif(bool(change), reason=change.reason)
+
+
+def dtypes(*names: str, but: Collection[str] = ()) -> list[torch.dtype]:
+    """Those of the element types that this torch has."""
+    return [found for name in names if name not in but and (found := versions.dtype(name)) is not None]
+
+
+ALONE = {"no_dist": True} if versions.NO_DIST else {}
+"""What torch's distributed checkpoint is told in a process by itself. Before it could be told, it found out and warned."""
+
+
+def nested_allowed() -> AbstractContextManager[object]:
+    """Within it, `weights_only=True` loads nested tensors of both kinds, with every torch."""
+    if not versions.NESTED_ASKED_FOR:
+        return nullcontext()
+    from torch._dynamo.decorators import _DimRange
+    from torch.nested._internal.nested_tensor import NestedTensor, _rebuild_njt
+
+    return torch.serialization.safe_globals([torch._utils._rebuild_nested_tensor, NestedTensor, _rebuild_njt, _DimRange])
 
 
 def torch_bytes(value: object, zipped: bool = True, **options: object) -> bytes:

@@ -245,6 +245,29 @@ def test_a_store_says_what_it_is():
     assert wrong == []
 
 
+def test_one_module_knows_what_differs_between_torches():
+    """Whoever looks at torch's version, or whether torch has a name, is told of every new torch by `versions` alone."""
+    # A backend of a device may be registered at run time, whatever the version.
+    others = [path for path in MODULES if dotted(path) not in ("holdfast.torch.versions", "holdfast.torch.serialization.locations")]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in others
+        for node in run_time_nodes(ast.parse(path.read_text("utf-8"), str(path)))
+        if asks_torch_what_it_has(node)
+    ]
+    assert wrong == []
+
+
+def asks_torch_what_it_has(node: ast.AST) -> bool:
+    """Whether a node reads torch's version, or asks a module of torch for a name that it may not have."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == "__version__" and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+        return False
+    asks = node.func.id == "hasattr" or (node.func.id == "getattr" and len(node.args) == 3)
+    return asks and ast.unparse(node.args[0]).split(".")[0] == "torch"
+
+
 def store_classes(trees: Iterable[ast.AST]) -> set[str]:
     """The names of all classes of stores: the protocol, the base, and whatever is derived from it."""
     bases = {
@@ -303,6 +326,21 @@ def starts_threads(node: ast.AST) -> bool:
 )
 def test_threads_are_seen(source: str, wrong: bool):
     assert any(starts_threads(node) for node in ast.walk(ast.parse(source))) is wrong
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ("torch.__version__", True),
+        ("hasattr(torch, name)", True),
+        ("getattr(torch.serialization, 'x', None)", True),
+        ("getattr(torch, name)", False),
+        ("module.__version__", False),
+        ("hasattr(value, '__dict__')", False),
+    ],
+)
+def test_questions_to_torch_are_seen(source: str, wrong: bool):
+    assert any(asks_torch_what_it_has(node) for node in ast.walk(ast.parse(source))) is wrong
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@
     │   │   └── RanksRefused (CannotHold)   what the ranks were to save cannot be held; `problems` lists all of it
     │   └── RankLost                        a rank gave no sign of life: it was killed, or its machine is gone
     ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
-    ├── BadPlacement (ValueError)           a mesh or a rule of `reshard` that does not fit the checkpoint
+    ├── BadPlacement (ValueError)           a mesh, a rule of `reshard` or a shard that does not fit the checkpoint
     ├── BadTarget (ValueError)              `out=` has another shape, dtype or layout than the tensor
     ├── DoesNotFit (RuntimeError)           names, shapes or dtypes of a module and a checkpoint differ; all are listed
     ├── Refused (RuntimeError)              `holdfast.torch` says no where torch says it with a RuntimeError

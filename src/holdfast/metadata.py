@@ -7,7 +7,7 @@
       storage_meta          StorageMeta: who saved it, under which name
       version
 
-The classes have the names, fields, argument order and defaults of torch 2.13 (`torch.distributed.checkpoint.metadata`), so that
+The classes have the names, fields, argument order and defaults of torch 2.15 (`torch.distributed.checkpoint.metadata`), so that
 code and people who know those know these; `holdfast.torch` converts both ways without loss. Nothing here needs torch:
 
 - An element type is a row of `DTYPES`, or a `Global` that names a dtype of torch which has no row.
@@ -136,13 +136,13 @@ _MEMORY_FORMATS = {
 
 _FLOAT32 = next(row for row in DTYPES.rows if row.name == "float32")
 
-State = tuple[DType | Global, Layout, bool, MemoryFormat, bool]
+State = tuple[DType | Global, Layout, bool, MemoryFormat, bool, tuple[int, ...] | None]
 """What `TensorProperties` is pickled as."""
 
 
 @dataclass
 class TensorProperties:
-    """What a tensor is, beyond its size. Pickled as a tuple of the five fields, the memory format as an enum, as in torch."""
+    """What a tensor is, beyond its size. Pickled as a tuple of its fields, the memory format as an enum, as in torch."""
 
     dtype: DType | Global = _FLOAT32
     """A row of the table, or the name of a dtype of torch that has none. torch's default is its default dtype at that moment."""
@@ -150,17 +150,20 @@ class TensorProperties:
     requires_grad: bool = False
     memory_format: MemoryFormat = MemoryFormat.CONTIGUOUS
     pin_memory: bool = False
+    strides: tuple[int, ...] | None = None
+    """How the tensor lay in memory when it was saved, in elements, where that was noted: since torch 2.15, and used by nobody."""
 
     def __getstate__(self) -> State:
         if not isinstance(self.memory_format, MemoryFormat):
             raise RuntimeError(f"Invalid memory format: {self.memory_format}")
-        return (self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory)
+        return (self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory, self.strides)
 
     def __setstate__(self, state: tuple[object, ...]) -> None:
-        # torch had a sixth field, strides, from 2026-08-06 to 2026-08-08; it is not part of the description.
+        # Before torch 2.15 there were no strides.
         if not isinstance(state, tuple) or len(state) not in (5, 6):
-            raise ValueError("the state of TensorProperties is a tuple of 5 values")
+            raise ValueError("the state of TensorProperties is a tuple of 5 values, or of 6 with strides")
         dtype, layout, requires_grad, encoding, pin_memory = state[:5]
+        strides = state[5] if len(state) == 6 else None
         # Another enum of the same numbers is torch's own.
         known = isinstance(encoding, Enum) and encoding.value in [each.value for each in MemoryFormat]
         if not isinstance(encoding, Enum) or not known:
@@ -168,7 +171,12 @@ class TensorProperties:
         # As torch does, whatever the tuple holds is taken: it was made by `__getstate__`.
         memory_format = MemoryFormat(encoding.value)
         self.__dict__.update(
-            dtype=dtype, layout=layout, requires_grad=requires_grad, memory_format=memory_format, pin_memory=pin_memory
+            dtype=dtype,
+            layout=layout,
+            requires_grad=requires_grad,
+            memory_format=memory_format,
+            pin_memory=pin_memory,
+            strides=strides,
         )
 
     @staticmethod
@@ -178,17 +186,20 @@ class TensorProperties:
         The memory format is contiguous whatever the strides are: a chunk is written in C order, and torch says the same.
         """
         if isinstance(tensor, LazyTensor):
-            return TensorProperties(tensor.dtype, requires_grad=tensor.traits.requires_grad)
+            return TensorProperties(tensor.dtype, requires_grad=tensor.traits.requires_grad, strides=tensor.traits.strides)
         dtype = _dtype(tensor.dtype)
         layout = str(getattr(tensor, "layout", Layout.STRIDED)).removeprefix("torch.")
         if layout not in [each.value for each in Layout]:
             raise Unsupported(f"there is no layout called {layout!r}", found=layout)
-        pinned = getattr(tensor, "is_pinned", None)
+        pinned, stride = getattr(tensor, "is_pinned", None), getattr(tensor, "stride", None)
+        # Compressed layouts have none, and raise.
+        strided = Layout(layout) in (Layout.STRIDED, Layout.SPARSE_COO)
         return TensorProperties(
             dtype,
             Layout(layout),
             bool(getattr(tensor, "requires_grad", False)),
             pin_memory=bool(pinned()) if callable(pinned) else False,
+            strides=tuple(stride()) if strided and callable(stride) else None,
         )
 
 

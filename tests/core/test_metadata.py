@@ -126,18 +126,18 @@ def test_everything_pickles(protocol):
 # Properties.
 
 
-def test_properties_are_pickled_as_five_values_with_an_enum():
-    properties = TensorProperties(I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True)
+def test_properties_are_pickled_as_six_values_with_an_enum():
+    properties = TensorProperties(I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True, (3, 1))
     state = properties.__getstate__()
-    assert state == (I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True)
+    assert state == (I64, Layout.SPARSE_COO, True, MemoryFormat.CHANNELS_LAST, True, (3, 1))
     again = TensorProperties()
     again.__setstate__(state)
     assert again == properties
 
 
-def test_a_sixth_value_is_taken_and_left():
-    properties = TensorProperties()
-    properties.__setstate__((I64, Layout.STRIDED, True, MemoryFormat.PRESERVE, False, (3, 1)))
+def test_properties_of_before_torch_2_15_have_no_strides():
+    properties = TensorProperties(strides=(1,))
+    properties.__setstate__((I64, Layout.STRIDED, True, MemoryFormat.PRESERVE, False))
     assert properties == TensorProperties(I64, Layout.STRIDED, True, MemoryFormat.PRESERVE, False)
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from holdfast.torch import versions
+
 __all__ = ["elements", "expectation", "short"]
 
 
@@ -134,7 +136,7 @@ def expectation(tree: object, form: str) -> dict[str, object]:
                 composites[name] = {"kind": kind, "shape": shape, **attributes, "parts": found_parts}
                 continue
             tensors[name] = facts(leaf)
-            if leaf.dtype == torch.float4_e2m1fn_x2 and form.startswith("safetensors"):
+            if leaf.dtype == versions.dtype("float4_e2m1fn_x2") and form.startswith("safetensors"):
                 # The file says F4 and counts single elements; only torch counts them in pairs.
                 shape = [*leaf.shape[:-1], leaf.shape[-1] * 2]
                 tensors[name] |= {"dtype": "float4_e2m1fn", "shape": shape, "packed": True}

@@ -102,7 +102,9 @@ def export(folder: Path) -> None:
     import torch
     import torch.distributed.checkpoint as checkpoint
 
-    checkpoint.save({"w": torch.zeros(2, 2), "step": 3}, checkpoint_id=folder / "dcp", no_dist=True)
+    from tests.support import ALONE
+
+    checkpoint.save({"w": torch.zeros(2, 2), "step": 3}, checkpoint_id=folder / "dcp", **ALONE)
     size = torch.export.Dim("batch", min=1, max=8)
     program = torch.export.export(torch.nn.Linear(2, 2), (torch.zeros(2, 2),), dynamic_shapes=({0: size},))
     torch.export.save(program, folder / "program.pt2")

@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from holdfast.torch import versions
+from tests.dtensor import DTensor, Replicate, Shard, distribute_tensor
 
 __all__ = ["WHOLE", "save_all"]
 
@@ -38,8 +40,14 @@ def save_all(rank: int, ranks: int, folder: str) -> None:
     dcp.save(state, checkpoint_id=place / "usual")
     dcp.save(state, storage_writer=FileSystemWriter(place / "threads", thread_count=2))
     dcp.save(state, storage_writer=FileSystemWriter(place / "items", single_file_per_rank=False))
-    dcp.save(state, storage_writer=FileSystemWriter(place / "alone"), use_collectives=False)
+    if versions.HUGGING_FACE:
+        dcp.save(state, storage_writer=FileSystemWriter(place / "alone"), use_collectives=False)
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if not versions.HUGGING_FACE:
+        dist.destroy_process_group()
+        return
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
     dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(path=str(place / "hf"), save_distributed=True))
     narrow = _narrow(rank, mesh)
     dcp.save(narrow, storage_writer=HuggingFaceStorageWriter(path=str(place / "hf_narrow"), save_distributed=True))

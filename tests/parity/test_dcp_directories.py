@@ -13,12 +13,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemWriter, HuggingFaceStorageWriter
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.multiprocessing import start_processes
 
 import holdfast
 from holdfast.core.tensor import Composite
+from holdfast.torch import versions
+from tests.support import dtypes, needs
 
 from .dcp_ranks import WHOLE, save_all
 
@@ -45,10 +47,13 @@ def state() -> dict[str, object]:
         "nested": {"list": [torch.ones(2), 5, {"a": torch.zeros(1)}], "tuple": (torch.arange(3), "x"), "empty": []},
         "dtypes": {
             str(dtype).removeprefix("torch."): (torch.arange(16, dtype=torch.uint8) * 11).view(dtype)
-            for dtype in (
-                torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,
-                torch.float4_e2m1fn_x2, torch.int8, torch.int16, torch.int64, torch.uint16, torch.uint32, torch.uint64,
-                torch.complex64, torch.complex128,
+            for dtype in dtypes(
+                "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "float4_e2m1fn_x2", "int8",
+                "int16", "int64", "uint16", "uint32", "uint64", "complex64", "complex128",
+                but=[
+                    *(() if versions.FLOAT4_COPIED else ("float4_e2m1fn_x2",)),
+                    *(() if versions.UINT16 else ("uint16", "uint32", "uint64")),
+                ],
             )
         },
         "bool": torch.tensor([True, False]),
@@ -176,7 +181,8 @@ def test_the_vocabulary_is_torchs_own(written):
     with holdfast.open(folder / "usual") as ckpt:
         ours = to_metadata(read_metadata(ckpt["scalar"].source)[0])
     assert ours.planner_data == theirs.planner_data
-    assert (ours.version, ours.storage_meta.save_id) == (theirs.version, theirs.storage_meta.save_id)
+    assert ours.version == (theirs.version if versions.VERSIONED else None)
+    assert ours.storage_meta.save_id == theirs.storage_meta.save_id
     assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
     for name, stored in theirs.state_dict_metadata.items():
         mine = ours.state_dict_metadata[name]
@@ -228,7 +234,9 @@ def ranks(request, tmp_path_factory) -> Path:
     """What so many ranks saved together."""
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     # torch is imported once, by the server that the processes are forked from, and not by each of them.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch.distributed.checkpoint", "torch.distributed.tensor"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(
+        ["torch.distributed.checkpoint", versions.dtensor_module().__name__]
+    )
     start_processes(save_all, (request.param, str(folder)), nprocs=request.param, start_method="forkserver")
     return folder
 
@@ -253,7 +261,7 @@ def _saved(value: object) -> bytes:
     return buffer.getvalue()
 
 
-@pytest.mark.parametrize("way", ["usual", "threads", "items", "alone"])
+@pytest.mark.parametrize("way", ["usual", "threads", "items", pytest.param("alone", marks=needs(versions.HUGGING_FACE))])
 def test_several_ranks(ranks, way):
     count = int(ranks.name.removeprefix("ranks")[0])
     with holdfast.open(ranks / way) as ckpt:
@@ -278,12 +286,14 @@ def test_several_ranks_converted(ranks, tmp_path):
         assert torch.equal(loaded[name], whole)
 
 
+@needs(versions.HUGGING_FACE)
 @pytest.mark.parametrize("way", ["hf", "hf_whole"])
 def test_several_ranks_as_safetensors(ranks, way):
     with holdfast.open(ranks / way) as ckpt:
         check_whole(ckpt, [name for name in WHOLE if way == "hf" or name != "plain"])
 
 
+@needs(versions.HUGGING_FACE)
 def test_pieces_that_wait_to_be_consolidated(ranks, tmp_path):
     (tmp_path / "sharded").symlink_to(ranks / "hf", target_is_directory=True)
     with pytest.raises(holdfast.errors.HoldfastError):
@@ -295,6 +305,7 @@ def test_pieces_that_wait_to_be_consolidated(ranks, tmp_path):
         check_whole(ckpt, list(WHOLE))
 
 
+@needs(versions.HUGGING_FACE)
 @pytest.mark.parametrize("way", ["narrow", "hf_narrow"])
 def test_narrow_types_in_pieces(ranks, way):
     count = int(ranks.name.removeprefix("ranks")[0])
@@ -310,6 +321,7 @@ def test_narrow_types_in_pieces(ranks, way):
             assert array.view(np.uint8).tolist() == whole.tolist(), name
 
 
+@needs(versions.HUGGING_FACE)
 @pytest.mark.parametrize("way", ["whole", "distributed", "indexed", "consolidated"])
 def test_one_rank_as_safetensors(tmp_path, way):
     saved = {name: whole for name, whole in WHOLE.items() if way != "consolidated" or name != "plain"}
@@ -319,7 +331,7 @@ def test_one_rank_as_safetensors(tmp_path, way):
         "indexed": {"fqn_to_index_mapping": {name: 1 + i % 2 for i, name in enumerate(saved)}},
         "consolidated": {"save_distributed": True, "enable_consolidation": True},
     }[way]
-    dcp.save(saved, storage_writer=HuggingFaceStorageWriter(path=str(tmp_path / way), **more))
+    dcp.save(saved, storage_writer=dcp.HuggingFaceStorageWriter(path=str(tmp_path / way), **more))
     with holdfast.open(tmp_path / way) as ckpt:
         assert sorted(ckpt) == sorted(saved)
         check_whole(ckpt, list(saved))

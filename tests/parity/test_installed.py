@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
 from holdfast.torch import install, uninstall
+from tests.support import ALONE
 from tests.torch.serialization.test_weights import assert_same
 
 
@@ -61,7 +62,7 @@ def zeroed(value: object) -> object:
 
 
 def saved(folder: Path) -> None:
-    dcp.save(state(), checkpoint_id=folder, no_dist=True)
+    dcp.save(state(), checkpoint_id=folder, **ALONE)
 
 
 def saved_in_the_background(folder: Path) -> None:
@@ -76,7 +77,7 @@ def saved_in_the_background(folder: Path) -> None:
 def test_a_distributed_checkpoint_goes_round(save: Callable[[Path], None], tmp_path: Path):
     save(tmp_path / "step")
     target = zeroed(state())
-    dcp.load(target, checkpoint_id=tmp_path / "step", no_dist=True)
+    dcp.load(target, checkpoint_id=tmp_path / "step", **ALONE)
     assert_same(target, state())
 
 
@@ -86,5 +87,5 @@ def test_a_distributed_checkpoint_becomes_one_file_and_comes_back(tmp_path: Path
     assert_same(torch.load(tmp_path / "one.pt", weights_only=False), state())
     torch_save_to_dcp(tmp_path / "one.pt", tmp_path / "again")
     target = zeroed(state())
-    dcp.load(target, checkpoint_id=tmp_path / "again", no_dist=True)
+    dcp.load(target, checkpoint_id=tmp_path / "again", **ALONE)
     assert_same(target, state())

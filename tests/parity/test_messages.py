@@ -12,7 +12,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from holdfast.torch import load
+from holdfast.torch import load, versions
+from tests.support import needs
 
 
 def saved(value: object, *, zipped: bool = True) -> bytes:
@@ -109,7 +110,7 @@ def said(function: Callable[..., object], raw: bytes, *, weights_only: bool) -> 
 
 
 @pytest.mark.parametrize("weights_only", [True, False], ids=["weights", "anything"])
-@pytest.mark.parametrize("function", [torch.load, load], ids=["torch", "ours"])
+@pytest.mark.parametrize("function", [pytest.param(torch.load, marks=needs(versions.WORDS)), load], ids=["torch", "ours"])
 @pytest.mark.parametrize("name", ANY_MODE)
 def test_files_that_are_broken(name: str, function: Callable[..., object], weights_only: bool):
     raw, kind, phrases = ANY_MODE[name]
@@ -121,7 +122,7 @@ def test_files_that_are_broken(name: str, function: Callable[..., object], weigh
         assert phrase in str(error)
 
 
-@pytest.mark.parametrize("function", [torch.load, load], ids=["torch", "ours"])
+@pytest.mark.parametrize("function", [pytest.param(torch.load, marks=needs(versions.WORDS)), load], ids=["torch", "ours"])
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_pickles_that_are_refused(name: str, function: Callable[..., object]):
     content, phrase = WEIGHTS[name]

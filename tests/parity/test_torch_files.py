@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.serialization import config
 
 import holdfast
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import Composite
+from holdfast.torch import versions
+from holdfast.torch.versions import config
 from tests.golden.expect import short
 from tests.parity.compare import (
     assert_composite,
@@ -32,14 +33,13 @@ from tests.parity.compare import (
     elements,
     named_tensors,
 )
-from tests.support import torch_bytes
+from tests.support import dtypes, needs, torch_bytes
 
-PLAIN = [getattr(torch, row.torch) for row in DTYPES.rows if row.storage and row.kind != "quantized"]
-UNTYPED = [
-    getattr(torch, row.torch)
-    for row in DTYPES.rows
-    if row.torch and not row.storage and row.name not in {f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)}
-]
+PLAIN = dtypes(*(row.torch for row in DTYPES.rows if row.storage and row.kind != "quantized"))
+UNTYPED = dtypes(
+    *(row.torch for row in DTYPES.rows if row.torch and not row.storage),
+    but={f"{sign}int{n}" for sign in ("", "u") for n in range(1, 8)} | (set() if versions.FLOAT4_COPIED else {"float4_e2m1fn_x2"}),
+)
 
 CONTAINERS = {
     "zip": {},
@@ -75,7 +75,7 @@ def test_the_lists_above_are_all_that_torch_can_save():
     """A dtype that torch learns to save must appear here."""
     every = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
     quantized = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-    for dtype in every - {*PLAIN, *UNTYPED} - quantized:
+    for dtype in every - {*PLAIN, *UNTYPED} - quantized - {versions.dtype("float4_e2m1fn_x2")}:
         with pytest.raises(KeyError):
             torch_bytes(torch.empty(2, dtype=dtype))
 
@@ -178,6 +178,7 @@ class Tagged(torch.Tensor):
     """A subclass without anything of its own."""
 
 
+@needs(versions.BUFFER)
 def test_traits():
     plain = torch.randn(3)
     plain.note, plain.mask = "kept", torch.tensor([True, False])
@@ -478,6 +479,7 @@ def test_containers(name):
         assert ckpt.format == ("torch-legacy" if "legacy" in name else "torch-zip")
 
 
+@needs(versions.CONFIG)
 @pytest.mark.parametrize("alignment", [1, 8, 512, 4096])
 def test_alignments(alignment):
     with config.patch({"save.storage_alignment": alignment}):

@@ -6,7 +6,6 @@ import warnings
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
@@ -44,7 +43,7 @@ def save_stock(world: World, path: str, format: str) -> None:
         else:
             state = state_of(world, nested=False)
             state["turned"] = state["turned"].contiguous()  # the safetensors library takes nothing else
-            writer = HuggingFaceStorageWriter(path=path, save_distributed=True)
+            writer = dcp.HuggingFaceStorageWriter(path=path, save_distributed=True)
             dcp.save(state, storage_writer=writer, process_group=world.group)
 
 
@@ -57,6 +56,6 @@ def load_stock(world: World, path: str, format: str) -> None:
             if format == "dcp":
                 dcp.load(state, checkpoint_id=path, process_group=world.group)
             else:
-                dcp.load(state, storage_reader=HuggingFaceStorageReader(path=path), process_group=world.group)
+                dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(path=path), process_group=world.group)
             check(world, state, nested=format == "dcp", other=other)
     torch.distributed.barrier(world.group)

@@ -20,15 +20,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.local_shards import LocalShardsWrapper
 from holdfast.torch.ranks.save_sharded import save_sharded
+from tests.dtensor import DTensor, Shard, distribute_tensor, fully_shard, placement_types
 from tests.ranks.jobs import load, load_stock
 from tests.ranks.pool import WORLDS, Pool, World, good
 from tests.ranks.states import sharded
@@ -208,7 +206,7 @@ def _tensor_parallel(world: World, seed: int) -> nn.Module:
         mesh = world.mesh(2, 2, names=("dp", "tp")) if world.size == 4 else world.mesh(2, 2, 2, names=("copies", "dp", "tp"))
         parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(model, mesh=mesh["dp"] if world.size == 4 else mesh["copies", "dp"])
-        assert any(isinstance(p, _StridedShard) for p in model.up.weight.placements)
+        assert any(isinstance(p, placement_types._StridedShard) for p in model.up.weight.placements)
     elif world.size > 1:
         fully_shard(model, mesh=world.mesh())
     return model

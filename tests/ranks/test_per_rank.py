@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import holdfast
 from holdfast.ranks.merge import differing
@@ -17,6 +16,7 @@ from holdfast.torch.ranks import saving as sharded_save
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.replica_sums import octet_sums, replica_sums
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
+from tests.dtensor import Replicate, Shard, distribute_tensor
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

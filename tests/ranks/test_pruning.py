@@ -12,12 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.sparsity import BaseSparsifier, CubicSL, MagnitudeSparsifier, WeightNormSparsifier
+from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Failure, Pool, World, good
 
 pytestmark = pytest.mark.timeout(120)

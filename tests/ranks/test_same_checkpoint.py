@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.tensor import Shard
 
 import holdfast
 from holdfast.errors import Replaced
 from holdfast.torch.ranks.load_sharded import load_sharded, marked, unmarked
 from holdfast.torch.ranks.save_sharded import save_sharded
+from tests.dtensor import Shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 

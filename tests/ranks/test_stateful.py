@@ -12,12 +12,12 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import CannotHold, RanksFailed
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
+from tests.dtensor import fully_shard
 from tests.ranks.pool import Pool, World, good
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

@@ -19,11 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
+from tests.dtensor import DTensor, fully_shard
 from tests.ranks.pool import Pool, World, good
 from tests.support import element_bytes
 

@@ -53,6 +53,11 @@ class DType:
         return self.bits // 16 if self.kind == "complex" else max(self.bits // 8, 1)
 
     @property
+    def paired(self) -> bool:
+        """Whether numpy has an element as a record of a real and an imaginary part, and so computes with neither."""
+        return self.numpy.names is not None
+
+    @property
     def packed(self) -> bool:
         """Whether several elements share one byte on disk."""
         return self.bits < 8
@@ -109,9 +114,9 @@ def _rows() -> list[DType]:
     for name, scalar, code, storage, kind in plain:
         array_dtype = np.dtype(scalar)
         rows.append(DType(name, array_dtype.itemsize * 8, array_dtype, code, name, storage, kind))
-    # A pair of halves: older numpy and ml_dtypes have no scalar for it, so it is a record with two named fields.
-    half_pair = np.dtype([("real", np.float16), ("imag", np.float16)])
-    rows.append(DType("complex32", 32, half_pair, None, "complex32", None, "complex"))
+    # Pairs of halves: older numpy and ml_dtypes have no scalar for them, so each is a record with two named fields.
+    for name, half in (("complex32", np.float16), ("bcomplex32", ml_dtypes.bfloat16)):
+        rows.append(DType(name, 32, np.dtype([("real", half), ("imag", half)]), None, name, None, "complex"))
     rows.append(DType("quint4x2", 4, np.dtype(np.uint8), None, "quint4x2", "QUInt4x2Storage", "quantized"))
     rows.append(DType("quint2x4", 2, np.dtype(np.uint8), None, "quint2x4", "QUInt2x4Storage", "quantized"))
     # torch's shell types for narrow integers take a whole byte each (torch.uint4.itemsize == 1).

@@ -236,6 +236,8 @@ class Traits:
     """Attributes that were saved with it."""
     alias: AliasView | None = None
     """Where it lay when it shared its storage, in a file whose format stores every tensor by itself."""
+    strides: tuple[int, ...] | None = None
+    """How it lay in memory when it was saved, in elements, where a file notes that apart: DCP since torch 2.15."""
 
 
 PLAIN = Traits()

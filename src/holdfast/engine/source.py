@@ -103,12 +103,12 @@ def _resolve(request: Request) -> None:
     """torch stores a lazily conjugated or negated tensor unresolved; give the elements that it stands for."""
     traits, out = request.tensor.traits, request.out
     if traits.conj:
-        if request.tensor.dtype.name == "complex32":
+        if request.tensor.dtype.paired:
             out["imag"] = -out["imag"]
         else:
             np.conjugate(out, out=out)
     if traits.neg:
-        if request.tensor.dtype.name == "complex32":
+        if request.tensor.dtype.paired:
             for part in ("real", "imag"):
                 out[part] = -out[part]
         elif request.tensor.dtype.kind in ("float", "complex", "int", "uint"):

@@ -111,7 +111,7 @@ def find_zeros(
     tensors: Iterable[LazyTensor], *, threads: int | None = None, progress: Progress | None = None
 ) -> tuple[TensorSparsity, ...]:
     """Look at every tensor whose elements are numbers."""
-    wanted = [tensor for tensor in tensors if countable(tensor) and tensor.dtype.name != "complex32"]
+    wanted = [tensor for tensor in tensors if countable(tensor) and not tensor.dtype.paired]
     found = []
     work: list[Callable[[], None]] = []
     lock = threading.Lock()

@@ -9,7 +9,8 @@
                                                    while training goes on: async_save_sharded
     holdfast.torch.sparsity                        masks on models: a drop-in for torch.ao.pruning
 
-This package, and nothing else in Holdfast, imports torch. What needs `torch.distributed` is imported when it is first asked for.
+This package, and nothing else in Holdfast, imports torch: 2.4 to 2.15, whose differences `versions` knows. What needs
+`torch.distributed` is imported when it is first asked for.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if importlib.util.find_spec("torch") is None:
         name="torch",
     )
 
+from holdfast.torch import versions as versions  # first: it refuses a torch that is too old
 from holdfast.torch.cuda.stage import free_host_memory
 from holdfast.torch.modules.load_into import Loaded, load_into
 from holdfast.torch.serialization.allowed import (

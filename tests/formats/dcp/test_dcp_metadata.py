@@ -88,10 +88,17 @@ def test_properties_of_every_time(module, encoding):
         assert ckpt["w"].traits.requires_grad
 
 
-def test_properties_with_strides_as_in_august_2026():
-    props = properties(more=tuple_of(integer(2), integer(1)))
-    with opened(folder({"w": tensor([2, 2], [chunk([0, 0], [2, 2])], props)}, ITEM)) as ckpt:
+@pytest.mark.parametrize(("more", "strides"), [(tuple_of(integer(2), integer(1)), (2, 1)), (NONE, None), (b"", None)])
+def test_properties_with_strides_as_torch_2_15_writes_them(more, strides):
+    with opened(folder({"w": tensor([2, 2], [chunk([0, 0], [2, 2])], properties(more=more))}, ITEM)) as ckpt:
         assert values(ckpt) == [1, 2, 3, 4]
+        assert ckpt.describe().state_dict_metadata["w"].properties.strides == strides
+
+
+@pytest.mark.parametrize("more", [text("rows"), integer(2), tuple_of(integer(2), text("one")), tuple_of(*[integer(1)] * 65)])
+def test_strides_that_are_none(more):
+    with pytest.raises(errors.FormatError):
+        opened(folder({"w": tensor([2, 2], [chunk([0, 0], [2, 2])], properties(more=more))}, ITEM))
 
 
 def test_the_package_before_november_2022():

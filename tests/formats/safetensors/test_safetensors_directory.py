@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from craft_safetensors import MemorySource, craft, entry, frame, index, shards
+from tests.support import needs
 
 from holdfast.core.limits import Limits
 from holdfast.errors import (
@@ -22,6 +23,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.safetensors.directory import SafetensorsDirectory
 from holdfast.formats.safetensors.read import SafetensorsFile
+from holdfast.torch import versions
 
 INDEX = "model.safetensors.index.json"
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
@@ -294,6 +296,7 @@ def load_folder(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@needs(versions.HUGGING_FACE)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("form", ["plain", "two files", "distributed", "consolidated"])
 def test_what_torch_writes_for_hugging_face(tmp_path, form):

@@ -22,13 +22,14 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItemType
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper as Theirs
 
 import holdfast.torch
 from holdfast import metadata as ours
 from holdfast.errors import PickleError, Unsupported
 from holdfast.torch.ranks.local_shards import LocalShardsWrapper, viewed_offsets
+from tests.dtensor import DTensor, Replicate, Shard, init_device_mesh
+from tests.support import ALONE
 
 WHOLE = torch.arange(24.0).view(4, 6)
 
@@ -452,9 +453,9 @@ def test_quirk_13_one_name_is_to_be_allowed(save, load, allowed):
 @pytest.mark.xfail(strict=True, reason="torch's Hugging Face writer keeps one item a name; nothing in a wrapper can change that")
 def test_quirk_14_torchs_hugging_face_writer_keeps_every_shard(tmp_path):
     # torch: only the last shard is in the file. Holdfast's own saver has no such limit.
-    dcp.save({"w": columns()}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), no_dist=True)
+    dcp.save({"w": columns()}, storage_writer=dcp.HuggingFaceStorageWriter(str(tmp_path), save_distributed=True), **ALONE)
     plain = torch.zeros(4, 6)
-    dcp.load({"w": plain}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    dcp.load({"w": plain}, storage_reader=dcp.HuggingFaceStorageReader(str(tmp_path)), **ALONE)
     assert torch.equal(plain, WHOLE)
 
 
@@ -479,20 +480,20 @@ def quiet():
 @pytest.mark.parametrize("source", [columns, row_pair], ids=["columns", "rows"])
 @pytest.mark.parametrize("target", [columns, row_pair], ids=["columns", "rows"])
 def test_torchs_checkpoint_saves_and_loads_it(tmp_path, source, target):
-    dcp.save({"w": source()}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": source()}, checkpoint_id=tmp_path, **ALONE)
     into = target()
     for shard in into.local_shards():
         shard.zero_()
-    dcp.load({"w": into}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"w": into}, checkpoint_id=tmp_path, **ALONE)
     assert torch.equal(into, target())
     plain = torch.zeros(4, 6)
-    dcp.load({"w": plain}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"w": plain}, checkpoint_id=tmp_path, **ALONE)
     assert torch.equal(plain, WHOLE)
 
 
 def test_torchs_checkpoint_is_the_same_as_of_torchs_class(tmp_path):
     for name, make in (("ours", LocalShardsWrapper), ("theirs", Theirs)):
-        dcp.save({"w": columns(make)}, checkpoint_id=tmp_path / name, no_dist=True)
+        dcp.save({"w": columns(make)}, checkpoint_id=tmp_path / name, **ALONE)
     mine, other = (dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs"))
     assert mine.state_dict_metadata == other.state_dict_metadata
     assert mine.storage_data == other.storage_data
@@ -500,7 +501,7 @@ def test_torchs_checkpoint_is_the_same_as_of_torchs_class(tmp_path):
 
 
 def test_a_checkpoint_records_the_true_dtype(tmp_path):
-    dcp.save({"w": columns().to(torch.bfloat16)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": columns().to(torch.bfloat16)}, checkpoint_id=tmp_path, **ALONE)
     stored = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"]
     assert stored == TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size([4, 6]), columns().local_chunks)
 
@@ -509,14 +510,14 @@ def test_a_checkpoint_records_the_true_dtype(tmp_path):
 def test_a_shard_without_elements_replaces_no_other(tmp_path, order):
     # torch: both are written under one index, and the later one stays; where that is the empty one, the data is lost.
     w = LocalShardsWrapper([torch.zeros(4, 0), WHOLE.clone()][::order], [(0, 0), (0, 0)])
-    dcp.save({"w": w}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": w}, checkpoint_id=tmp_path, **ALONE)
     plain = torch.zeros(4, 6)
-    dcp.load({"w": plain}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load({"w": plain}, checkpoint_id=tmp_path, **ALONE)
     assert torch.equal(plain, WHOLE)
 
 
 def test_a_tensor_without_elements_is_in_the_checkpoint(tmp_path):
-    dcp.save({"w": LocalShardsWrapper([torch.zeros(0, 4)], [(0, 0)])}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": LocalShardsWrapper([torch.zeros(0, 4)], [(0, 0)])}, checkpoint_id=tmp_path, **ALONE)
     assert dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata["w"].size == (0, 4)
 
 
@@ -614,7 +615,7 @@ def test_two_ranks_gather_save_and_load_it(tmp_path: Path):
     # One process without any sharding reads what two wrote.
     plain = {name: torch.zeros(4, 6) for name in scattered(0)}
     plain |= {f"on one rank, {len(shape)}": torch.zeros(shape) for shape in [(24,), (4, 6), (2, 3, 4)]}
-    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
+    dcp.load(plain, checkpoint_id=tmp_path, **ALONE)
     assert all(torch.equal(value.flatten(), WHOLE.flatten()) for value in plain.values())
     stored = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     assert len(stored["grid"].chunks) == 8

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from holdfast.torch import load_sharded, save_sharded
+from tests.support import ALONE
 
 
 class Halves(torch.Tensor):
@@ -71,7 +72,7 @@ def test_shards_are_asked_for_by_the_name_of_their_tensor(format: str, tmp_path:
 def test_a_dcp_directory_says_where_it_was_saved(tmp_path: Path):
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     save_sharded({"w": torch.ones(2)}, ours, format="dcp")
-    dcp.save({"w": torch.ones(2)}, checkpoint_id=theirs, no_dist=True)
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=theirs, **ALONE)
     for folder in (ours, theirs):
         found = dcp.FileSystemReader(folder).read_metadata().storage_meta
         assert str(found.checkpoint_id) == str(folder)

@@ -12,7 +12,9 @@ import torch
 import torch.serialization as theirs
 
 from holdfast.errors import Refused
+from holdfast.torch import versions
 from holdfast.torch.serialization import locations as ours
+from tests.support import needs
 
 
 @pytest.fixture
@@ -68,7 +70,7 @@ def hpu(monkeypatch):
         ("privateuseone", 0),
         ("hpu", None),
         ("xpu", 2),
-        ("mtia", 0),
+        pytest.param("mtia", 0, marks=needs(versions.WHOLE_TAGS)),
     ],
 )
 def test_tags_are_torchs(kind, index):
@@ -115,7 +117,7 @@ def test_meta_has_the_size_and_no_memory(storage):
         "cuda:0",
         "cuda:7",
         "cuda0",
-        "cudax",
+        pytest.param("cudax", marks=needs(versions.WHOLE_TAGS)),
         "cuda:x",
         "cuda:-1",
         "meta:0",
@@ -127,8 +129,8 @@ def test_meta_has_the_size_and_no_memory(storage):
         "hpu0",
         "xpu",
         "xpu:0",
-        "xpuu",
-        "mtia:3",
+        pytest.param("xpuu", marks=needs(versions.WHOLE_TAGS)),
+        pytest.param("mtia:3", marks=needs(versions.WHOLE_TAGS)),
         "foo",
         "",
     ],
@@ -145,13 +147,14 @@ def test_what_cannot_be_restored_is_told_as_in_torch(storage, tag):
 
 
 @pytest.mark.skipif(torch.backends.mps.is_available(), reason="tells what a machine without it says")
-@pytest.mark.parametrize("tag", ["mps", "mps:0", "mtia"])
+@pytest.mark.parametrize("tag", [*(pytest.param(each, marks=needs(versions.MPS)) for each in ("mps", "mps:0")), "mtia"])
 def test_a_missing_device_is_told_clearly_where_torch_is_not_clear(storage, tag):
     assert kind_of_error(theirs.default_restore_location, storage, tag)[0] is RuntimeError
     with pytest.raises(Refused, match=rf"torch.{tag[:3]}\w*.is_available\(\) is False.*map_location=torch.device\('cpu'\)"):
         ours.default_restore_location(storage, tag)
 
 
+@needs(versions.WHOLE_TAGS)
 @pytest.mark.parametrize("tag", [None, b"cpu", 3])
 def test_a_tag_is_text(storage, tag):
     assert kind_of_error(ours.default_restore_location, storage, tag)[0] is TypeError
@@ -269,6 +272,7 @@ def test_a_package_from_before_our_import_counts():
     assert done.stdout == "early bird 9\n"
 
 
+@needs(versions.WHOLE_TAGS)
 def test_the_built_in_packages_are_torchs():
     assert [package.priority for package in ours.PACKAGES.ordered()] == [entry[0] for entry in theirs._package_registry]
 
@@ -326,7 +330,13 @@ def test_map_location_to_nowhere(storage, map_location):
     assert str(caught.value) == str(torchs.value)
 
 
-@pytest.mark.parametrize("map_location", [5, {"cpu": None}, {"cpu": torch.device("cpu")}, lambda s, tag: 3])
+@pytest.mark.parametrize(
+    "map_location",
+    [
+        *(5, lambda s, tag: 3),
+        *(pytest.param(each, marks=needs(versions.WHOLE_TAGS)) for each in ({"cpu": None}, {"cpu": torch.device("cpu")})),
+    ],
+)
 def test_what_is_no_map_location(storage, map_location):
     with pytest.raises(TypeError):
         ours.restorer(map_location)(storage, "cpu")

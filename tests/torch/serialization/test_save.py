@@ -23,7 +23,8 @@ from torch import nn
 
 import holdfast.torch
 from holdfast.errors import NotCommitted, NotSaved, Refused
-from holdfast.torch import load, save
+from holdfast.torch import load, save, versions
+from tests.support import needs
 
 
 def state() -> dict[str, object]:
@@ -306,6 +307,7 @@ def test_one_storage_under_two_dtypes(zipped: bool):
         assert "Cannot save multiple tensors or storages that view the same data as different types" in str(error)
 
 
+@needs(versions.THREAD_LOCAL)
 def test_arguments(tmp_path: Path):
     assert isinstance(both(io.BytesIO, pickle_protocol=6), ValueError)
     assert isinstance(both(io.BytesIO, pickle_protocol="2"), TypeError)

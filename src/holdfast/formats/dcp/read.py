@@ -275,7 +275,7 @@ def _values(index: Index) -> dict[str, Item]:
 def _tensor(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
     """A tensor over items that are asked when it is read."""
     chunks = tuple([chunk_of(piece, name, saved.dtype, items=items) for piece in saved.pieces])
-    traits = Traits(requires_grad=saved.properties.requires_grad)
+    traits = Traits(requires_grad=saved.properties.requires_grad, strides=saved.properties.strides)
     if saved.dtype.kind == "complex":
         # torch saves a lazily conjugated tensor as it lies, and says so only in the item.
         found = {items.find(chunk.storage).conj for chunk in chunks if isinstance(chunk.storage, ItemStorage)}

@@ -92,9 +92,9 @@ class StoredBox(Record):
 
 
 class Properties(Record):
-    """`TensorProperties`: (dtype, layout, requires_grad, memory format, pin_memory), and strides in some files of August 2026."""
+    """`TensorProperties`: (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15 the strides or None."""
 
-    __slots__ = ("dtype", "layout", "memory_format", "pin_memory", "requires_grad")
+    __slots__ = ("dtype", "layout", "memory_format", "pin_memory", "requires_grad", "strides")
     title = "TensorProperties"
 
     def __init__(self) -> None:
@@ -104,6 +104,7 @@ class Properties(Record):
         self.requires_grad = False
         self.memory_format = MEMORY_FORMATS[0]
         self.pin_memory = False
+        self.strides: tuple[int, ...] | None = None
 
     def fill(self, state: object) -> None:
         if type(state) is not tuple or not 5 <= len(state) <= 6:
@@ -119,6 +120,8 @@ class Properties(Record):
             raise self.wrong("memory_format", memory)
         self.dtype, self.layout, self.requires_grad, self.pin_memory = dtype, layout.name, grad, pinned
         self.memory_format = str(memory)
+        if len(state) == 6 and state[5] is not None:
+            self.strides = _ints(state[5], "strides")
 
 
 class StoredTensor(Record):

@@ -10,7 +10,7 @@ One process (`lay_out_native`) and a mesh (`lay_out_split`) lay out all of it at
 The data files are ordinary safetensors. A dtype that the format lacks is carried by one that has the same bytes, and the manifest
 has the true one:
 
-    complex128, complex32         F64, F16    with a last dimension of 2
+    complex128, complex32         F64, F16    with a last dimension of 2; bcomplex32 as BF16
     float4_e2m1fn_x2              F4          with the last dimension doubled
     quantised, bits, narrow ints  U8, I8, U16, I32      whatever numpy has for them
     packed, not in whole bytes    U8          the bytes, flat
@@ -79,6 +79,9 @@ SHARD_NBYTES = 5 << 30
 
 INDEX = "model.safetensors.index.json"
 """What `transformers` looks for."""
+
+HALVES = {"complex128": "F64", "complex32": "F16", "bcomplex32": "BF16"}
+"""What carries the two parts of a complex number."""
 
 CANNOT = "a native checkpoint cannot hold this state"
 
@@ -330,7 +333,7 @@ def carried(name: str, tensor: LazyTensor) -> HeaderTensor:
     if dtype.packed:
         return HeaderTensor.of(tensor, name, "U8", (tensor.nbytes,))
     if dtype.kind == "complex":
-        return HeaderTensor.of(tensor, name, "F64" if dtype.bits == 128 else "F16", (*shape, 2))
+        return HeaderTensor.of(tensor, name, HALVES[dtype.name], (*shape, 2))
     plain = DTYPES.numpy(dtype.numpy)
     if plain is None or plain.safetensors is None:
         return HeaderTensor.of(tensor, name, "U8", (tensor.nbytes,))

@@ -90,6 +90,7 @@ def interpret(
     try:
         with resting_collector():
             value = _run(state)
+            table.end()
     except HoldfastError as error:
         if error.offset is None:
             error.offset = state.at

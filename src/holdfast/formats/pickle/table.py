@@ -147,6 +147,9 @@ class Table:
         self.spending = Spending(limits, nbytes)
         self._mentions: dict[Name, Mention] = {}
 
+    def end(self) -> None:
+        """Look at what the stream has left undone, when it has ended."""
+
     def foreign(self, stream: str) -> tuple[Foreign, ...]:
         """The globals of this stream that were not built, in the order of their first mention."""
         return tuple(

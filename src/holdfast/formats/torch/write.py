@@ -231,15 +231,17 @@ def lay_out_container(
     alignment: int = ALIGNMENT,
     crc: bool = True,
     order_first: bool = True,
+    numbered: bool = True,
 ) -> tuple[Segment, ...]:
     """The archive around a pickle and its storages, which are named `data/N`. With `order_first=False` the byte order is said late,
-    where torch's `_disable_byteorder_record` puts it.
+    where torch's `_disable_byteorder_record` puts it. With `numbered=False` the format and the alignment are not said, as before
+    torch 2.7.
     """
     order: list[tuple[str, Payload]] = [("byteorder", sys.byteorder.encode())]
+    numbers: list[tuple[str, Payload]] = [(".format_version", b"1"), (".storage_alignment", b"%d" % alignment)]
     records: list[tuple[str, Payload]] = [
         ("data.pkl", content),
-        (".format_version", b"1"),
-        (".storage_alignment", b"%d" % alignment),
+        *(numbers if numbered else ()),
         *(order if order_first else ()),
         *storages,
         ("version", b"3\n"),

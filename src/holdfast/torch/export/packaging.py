@@ -20,9 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch._export.serde.serialize import _dataclass_to_dict, serialize, serialize_tensor_meta
-from torch._library.opaque_object import is_opaque_value
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._export.serde.serialize import _dataclass_to_dict, serialize_tensor_meta
 from torch.export import ExportedProgram
 
 from holdfast.core.runtime import resting_collector
@@ -36,6 +34,7 @@ from holdfast.formats.torch.write import archive_name
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import local_path
+from holdfast.torch import versions
 
 __all__ = ["package_program"]
 
@@ -68,6 +67,7 @@ def package_program(
     a program was exported with stay out of the file. Raises `CannotHold` with every weight that cannot be written or that a program
     lacks, by model and name; nothing is written then.
     """
+    versions.PT2_ARCHIVE.require("package_program")
     target = local_path(dst)
     programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
     wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
@@ -119,14 +119,14 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
     tree = describe_state({model: {"weights": weights[model].raw, "constants": constants[model].raw} for model in programs}).tree
     parts: dict[str, Part] = {}
     for model, program in programs.items():
-        artifact = serialize(program, opset, PROTOCOL, serialize_state_dict=False, serialize_constants=False)
+        serialized, inputs = versions.serialize_program(program, opset, PROTOCOL)
         inner = tree[model] if isinstance(tree, dict) else {}
         part = Part(
             weights[model].merged(inner["weights"]),
             constants[model].merged(inner["constants"]),
-            artifact.exported_program,
+            serialized,
             # What torch writes for a program that has none.
-            artifact.example_inputs if sample_inputs else b"",
+            inputs if sample_inputs else b"",
         )
         problems += _unmet(model, part)
         parts[model] = part
@@ -140,7 +140,7 @@ def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: 
     found = _Values()
     last: list[str] = []
     for name, value in values.items():
-        if isinstance(value, FakeTensor):
+        if versions.is_fake(value):
             problems.append(f"{model}.{name}: a fake tensor has no data, and torch would load zeros")
         elif isinstance(value, torch.Tensor) and type(value.data) is torch.Tensor:
             found.raw[name] = value
@@ -154,7 +154,7 @@ def _sorted(model: str, values: Mapping[str, object], *, prefix: str, problems: 
         elif prefix == TENSOR and isinstance(value, torch._C.ScriptObject):
             found.pickled[name] = Pickled(torch._C._pickle_save(value), OBJECT)
             last.append(name)
-        elif prefix == TENSOR and is_opaque_value(value):
+        elif prefix == TENSOR and versions.is_custom_object(value):
             found.pickled[name] = Pickled(pickle.dumps(value, protocol=PROTOCOL), OPAQUE)
             last.append(name)
         else:

@@ -18,12 +18,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
-from torch._subclasses import FakeTensor
-from torch.utils._ordered_set import OrderedSet
 
 from holdfast.errors import Refused
+from holdfast.torch import versions
+
+if TYPE_CHECKING:
+    from torch.utils._ordered_set import OrderedSet
+else:
+    OrderedSet = versions.ordered_set()
 
 __all__ = ["Group", "TensorProperties", "Weights", "get_complete", "get_complete_tensor", "group_weights"]
 
@@ -43,7 +48,7 @@ class TensorProperties:
     """Where a tensor lies in memory. A tensor without storage (sparse, mkldnn) raises what torch raises for it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.is_fake = isinstance(tensor, FakeTensor)
+        self.is_fake = versions.is_fake(tensor)
         self.is_contiguous: bool = tensor.is_contiguous()
         self.storage_ptr: int | None = None
         """Address of the storage; None for a fake tensor."""

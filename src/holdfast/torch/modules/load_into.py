@@ -30,6 +30,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.torch import versions
 from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slots, find_targets, fit, module_slots, wrapped_problem
 from holdfast.torch.modules.match import Names
 from holdfast.torch.tensors.allocate import Want, check_dtype, make_fresh, read_tensors
@@ -225,7 +226,7 @@ class Load:
         choice, target = self._choice, match.target
         if not choice.fresh(target):
             with torch.no_grad():
-                if value.dtype is torch.float4_e2m1fn_x2:
+                if value.dtype is versions.dtype("float4_e2m1fn_x2"):
                     target.view(torch.uint8).copy_(value.view(torch.uint8))
                 else:
                     target.copy_(value)

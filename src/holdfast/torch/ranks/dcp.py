@@ -17,6 +17,7 @@ import io
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -33,6 +34,7 @@ from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.ranks.files import Contents, Receipt
+from holdfast.torch import versions
 from holdfast.torch.serialization.pickling import StorageIds, pickle_object
 from holdfast.torch.serialization.save import plan_object
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -202,4 +204,19 @@ def dcp_index(contents: Contents, receipts: Sequence[Receipt], *, path: str) -> 
             storage[m.MetadataIndex(alias, item.offsets, number)] = storage[m.MetadataIndex(base, item.offsets, number)]
     ordered = {name: state[name] for name in contents.paths if name in state}
     planner = dict(contents.paths)
-    return pickle.dumps(m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=path), version="1.0.0"))
+    metadata = m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=path))
+    if versions.VERSIONED:
+        metadata.version = "1.0.0"
+    out = io.BytesIO()
+    _Pickler(out).dump(metadata)
+    return out.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves out the strides that torch 2.15 adds to what it says of a tensor: versions before it refuse them, none needs them."""
+
+    def reducer_override(self, obj: object) -> Any:  # noqa: ANN401 (the pickler's own)
+        if not versions.STRIDES or type(obj) is not m.TensorProperties:
+            return NotImplemented
+        made, args, state, *_ = cast(tuple[Any, ...], obj.__reduce_ex__(pickle.DEFAULT_PROTOCOL))
+        return made, args, state[:5]

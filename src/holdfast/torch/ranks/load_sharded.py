@@ -45,6 +45,7 @@ from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import Stateful, state_and_path
 from holdfast.stores.paths import local_path
+from holdfast.torch import versions
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match
@@ -320,8 +321,8 @@ def hand_on(shares: Mapping[str, int], whole: Mapping[str, Fill], group: dist.Pr
     """Broadcast every tensor from the rank that has read it. Every rank calls it, when all have read."""
     for name, owner in shares.items():
         target = whole[name].target
-        dist.broadcast(_octets(target), group=group, group_src=owner)
-        torch.autograd.graph.increment_version(target)
+        dist.broadcast(_octets(target), owner if group is None else dist.get_global_rank(group, owner), group)
+        versions.mark_changed([target])
 
 
 def _octets(tensor: torch.Tensor) -> torch.Tensor:

@@ -47,6 +47,7 @@ from holdfast.core.box import Box
 from holdfast.core.tiling import common_axis, first_overlap, joined_shape, surrounding, tiles
 from holdfast.errors import Refused, Unsupported
 from holdfast.metadata import Places, Sought
+from holdfast.torch import versions
 
 __all__ = ["LocalShardsWrapper", "viewed_offsets"]
 
@@ -99,7 +100,14 @@ class LocalShardsWrapper(torch.Tensor):
         made._places = Places()
         layout = shards[0].layout if shards else like.layout
         made._storage_meta = TensorStorageMetadata(
-            TensorProperties(like.dtype, layout, grad, torch.contiguous_format, made.is_pinned()),
+            TensorProperties(
+                like.dtype,
+                layout,
+                grad,
+                torch.contiguous_format,
+                made.is_pinned(),
+                **({"strides": tuple(shards[0].stride())} if shards and versions.STRIDES else {}),
+            ),
             torch.Size(shape),
             [ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)) for box in boxes],
         )

@@ -24,6 +24,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Global
 from holdfast.core.runtime import resting_collector
 from holdfast.errors import Unsupported
+from holdfast.torch import versions
 
 __all__ = ["metadata_from_torch", "metadata_to_torch"]
 
@@ -72,13 +73,15 @@ def _to_torch(value: object) -> object:
     match value:
         case ours.Metadata():
             with resting_collector():
-                return torchs.Metadata(
+                made = torchs.Metadata(
                     {name: metadata_to_torch(each) for name, each in value.state_dict_metadata.items()},
                     value.planner_data,
                     _records(value.storage_data, _to_torch),
                     None if value.storage_meta is None else metadata_to_torch(value.storage_meta),
-                    value.version,
                 )
+            if versions.VERSIONED:
+                made.version = value.version
+            return made
         case ours.TensorStorageMetadata():
             chunks = [metadata_to_torch(chunk) for chunk in value.chunks]
             return torchs.TensorStorageMetadata(metadata_to_torch(value.properties), torch.Size(value.size), chunks)
@@ -91,13 +94,19 @@ def _to_torch(value: object) -> object:
                 value.requires_grad,
                 metadata_to_torch(value.memory_format),
                 value.pin_memory,
+                **({"strides": value.strides} if versions.STRIDES else {}),
             )
         case ours.MetadataIndex():
             return torchs.MetadataIndex(value.fqn, value.offset, value.index)
         case ours.StorageInfo():
-            return _StorageInfo(value.relative_path, value.offset, value.length, value.transform_descriptors)
+            if versions.TRANSFORMS:
+                return _StorageInfo(value.relative_path, value.offset, value.length, value.transform_descriptors)
+            if value.transform_descriptors:
+                versions.TRANSFORMS.require(f"an item that was transformed ({', '.join(value.transform_descriptors)})")
+            return _StorageInfo(value.relative_path, value.offset, value.length)
         case ours.StorageMeta():
-            return torchs.StorageMeta(value.checkpoint_id, value.save_id, value.load_id, list(value.modules))
+            more = (list(value.modules),) if versions.TRANSFORMS else ()
+            return torchs.StorageMeta(value.checkpoint_id, value.save_id, value.load_id, *more)
         case ours.BytesStorageMetadata():
             return torchs.BytesStorageMetadata()
         case ours.MemoryFormat():
@@ -113,8 +122,8 @@ def _to_torch(value: object) -> object:
 def _torch_dtype(dtype: DType | Global) -> torch.dtype:
     # Not `torch_dtype`, which answers a 4-bit float with torch's pair of them: that would need another size as well.
     name = dtype.torch if isinstance(dtype, DType) else dtype.name if dtype.module == "torch" else None
-    found = getattr(torch, name, None) if name else None
-    if not isinstance(found, torch.dtype):
+    found = versions.dtype(name) if name else None
+    if found is None:
         raise Unsupported(f"torch has no dtype for {dtype}", found=str(dtype))
     return found
 
@@ -163,7 +172,7 @@ def _from_torch(value: object) -> object:
                     value.planner_data,
                     cast(dict[ours.MetadataIndex, ours.StorageInfo] | None, _records(value.storage_data, _from_torch)),
                     None if value.storage_meta is None else metadata_from_torch(value.storage_meta),
-                    value.version,
+                    value.version if versions.VERSIONED else None,
                 )
         case torchs.TensorStorageMetadata():
             chunks = [metadata_from_torch(chunk) for chunk in value.chunks]
@@ -177,6 +186,7 @@ def _from_torch(value: object) -> object:
                 value.requires_grad,
                 metadata_from_torch(value.memory_format),
                 value.pin_memory,
+                versions.strides_of(value),
             )
         case torchs.MetadataIndex():
             return ours.MetadataIndex(value.fqn, value.offset, value.index)
@@ -185,7 +195,8 @@ def _from_torch(value: object) -> object:
             transforms = getattr(value, "transform_descriptors", None)
             return ours.StorageInfo(value.relative_path, value.offset, value.length, transforms)
         case torchs.StorageMeta():
-            return ours.StorageMeta(value.checkpoint_id, value.save_id, value.load_id, list(value.modules))
+            modules = list(value.modules) if versions.TRANSFORMS else []
+            return ours.StorageMeta(value.checkpoint_id, value.save_id, value.load_id, modules)
         case torchs.BytesStorageMetadata():
             return ours.BytesStorageMetadata()
         case torch.memory_format():

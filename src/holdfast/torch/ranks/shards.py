@@ -5,6 +5,8 @@ A plain tensor is whole on every rank. Anything else is a global shape and some 
     DTensor            its placements on its mesh: Shard, Replicate, uneven, strided (FSDP over tensor parallel), any mesh
     ShardedTensor      what its own metadata says
     checkpointable     anything with `__create_chunk_list__` and `__get_tensor_shard__`, also as the local part of a DTensor
+    marked             a plain tensor with `global_shape`, `global_offsets`, `local_offsets` and `local_sizes`: for each box of it
+                       a box of the whole (`CheckpointableTensor`, which torch knows since 2.14)
 
 A Partial placement is a sum that has not been made: nobody has the tensor, and it is refused.
 """
@@ -19,7 +21,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from holdfast.core.box import Box
-from holdfast.errors import Unsupported
+from holdfast.errors import BadPlacement, Unsupported
+from holdfast.torch.versions import dtensor_module
 
 __all__ = ["LocalPart", "Shards", "is_sharded", "shards_of"]
 
@@ -49,6 +52,17 @@ class Checkpointable(Protocol):
     def __get_tensor_shard__(self, index: object) -> torch.Tensor: ...
 
 
+class Marked(Protocol):
+    """A tensor that says what it is a part of. Sequences of the same length: one entry for each part that it holds."""
+
+    global_shape: Sequence[int]
+    global_offsets: Sequence[Sequence[int]]
+    """Where in the whole a part begins."""
+    local_offsets: Sequence[Sequence[int]]
+    """Where in this tensor it begins."""
+    local_sizes: Sequence[Sequence[int]]
+
+
 @cache
 def _classes() -> tuple[type, type]:
     """DTensor and ShardedTensor, which are there where torch has `distributed`."""
@@ -59,14 +73,13 @@ def _classes() -> tuple[type, type]:
     if not torch.distributed.is_available():
         return Never, Never
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-    from torch.distributed.tensor import DTensor
 
-    return DTensor, ShardedTensor
+    return dtensor_module().DTensor, ShardedTensor
 
 
 def is_sharded(value: object) -> bool:
     """Whether this is a tensor of which a rank has parts."""
-    return isinstance(value, _classes()) or _speaks(value)
+    return isinstance(value, _classes()) or _speaks(value) or _is_marked(value)
 
 
 def shards_of(value: object, name: str) -> Shards:
@@ -79,7 +92,13 @@ def shards_of(value: object, name: str) -> Shards:
         return _of_dtensor(cast(torch.Tensor, value), name)
     if isinstance(value, sharded):
         return _of_sharded_tensor(cast(torch.Tensor, value))
-    return _of_protocol(cast(Checkpointable, value), value, name)
+    if _speaks(value):
+        return _of_protocol(cast(Checkpointable, value), value, name)
+    return _of_marked(cast(Marked, value), cast(torch.Tensor, value))
+
+
+def _is_marked(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and all(hasattr(value, name) for name in Marked.__annotations__)
 
 
 def _speaks(value: object) -> bool:
@@ -88,21 +107,18 @@ def _speaks(value: object) -> bool:
 
 
 def _of_dtensor(value: torch.Tensor, name: str) -> Shards:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    from torch.distributed.tensor.placement_types import Partial
-
     tensor: Any = value  # a DTensor, whose class cannot be named where torch has no `distributed`
     local: torch.Tensor = tensor._local_tensor
     placements, mesh = tensor.placements, tensor.device_mesh
     shape = tuple(tensor.shape)
-    if any(isinstance(p, Partial) for p in placements):
+    if any(isinstance(p, dtensor_module().Partial) for p in placements):
         raise Unsupported(f"a DTensor with placements {tuple(placements)}: its sum has not been made; redistribute it first")
     if _speaks(local):
         inner = _of_protocol(cast(Checkpointable, local), local, name)
         return Shards(shape, inner.dtype, inner.parts)
     if mesh.get_coordinate() is None:
         return Shards(shape, tensor.dtype, ())
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    sizes, offsets = dtensor_module()._utils.compute_local_shape_and_global_offset(shape, mesh, placements)
     if tuple(sizes) != tuple(local.shape):
         raise Unsupported(
             f"a DTensor of {list(shape)} with placements {tuple(placements)} has a local part of {list(local.shape)} where "
@@ -130,6 +146,25 @@ def _of_protocol(value: Checkpointable, tensor: object, name: str) -> Shards:
     shape = tuple(getattr(tensor, "shape", ()))
     dtype = parts[0].tensor.dtype if parts else getattr(tensor, "dtype", torch.float32)
     return Shards(shape, dtype, tuple(parts))
+
+
+def _of_marked(marked: Marked, tensor: torch.Tensor) -> Shards:
+    shape, counts = tuple(marked.global_shape), [len(marked.global_offsets), len(marked.local_offsets), len(marked.local_sizes)]
+    if len(set(counts)) > 1:
+        raise BadPlacement(
+            "global_offsets, local_offsets and local_sizes of a tensor have one entry for each part, and so the same length",
+            found=counts,
+        )
+    parts, local = [], tensor.detach()
+    for start, own, sizes in zip(marked.global_offsets, marked.local_offsets, marked.local_sizes, strict=True):
+        for what, offsets, whole in (("global", start, shape), ("local", own, tuple(tensor.shape))):
+            ranks = {len(offsets), len(sizes), len(whole)}
+            if len(ranks) > 1 or any(a < 0 or n < 0 or a + n > m for a, n, m in zip(offsets, sizes, whole, strict=True)):
+                found = f"{what}_offsets {list(offsets)} and local_sizes {list(sizes)}"
+                raise BadPlacement(f"a part of a tensor with {found} does not lie in {list(whole)}", found=(*offsets, *sizes))
+        if 0 not in sizes:
+            parts.append(_part(start, local[tuple(slice(a, a + n) for a, n in zip(own, sizes, strict=True))]))
+    return Shards(shape, tensor.dtype, tuple(parts))
 
 
 def _part(offsets: Sequence[int], local: torch.Tensor) -> LocalPart:

@@ -40,6 +40,7 @@ from holdfast.formats.pickle.table import Name
 from holdfast.formats.torch.table import TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.zip.reader import read_archive
+from holdfast.torch import versions
 from holdfast.torch.serialization.opening import Opened, opened
 from holdfast.torch.serialization.pickling import StorageClass
 
@@ -50,6 +51,7 @@ __all__ = [
     "get_safe_globals",
     "get_unsafe_globals_in_checkpoint",
     "is_blocked",
+    "known_globals",
     "python3_name",
     "safe_globals",
     "user_globals",
@@ -197,11 +199,8 @@ def get_unsafe_globals_in_checkpoint(f: str | os.PathLike[str] | BinaryIO) -> li
 
 
 def _always_allowed() -> set[str]:
-    """The names that need no allowing: ours, as far as torch has them too."""
-    names = set(default_globals())
-    # Looked up each time: a program, and torch's own tests, may have put another function there.
-    torchs = getattr(torch._weights_only_unpickler, "_get_allowed_globals", None)
-    return names if torchs is None else names & set(torchs())
+    """The names that need no allowing. torch is asked each time: a program, and torch's own tests, may have changed its answer."""
+    return set(versions.allowed_globals(default_globals()))
 
 
 def _pickle(file: Opened) -> bytes:
@@ -245,18 +244,29 @@ def _named(full: str) -> object:
 @cache
 def default_globals() -> Mapping[str, object]:
     """The names that a `weights_only` load knows without being told, each with what it stands for."""
+    known, withdrawn = known_globals(), versions.withdrawn_globals()
+    return MappingProxyType({name: value for name, value in known.items() if name not in withdrawn})
+
+
+@cache
+def known_globals() -> Mapping[str, object]:
+    """The names that some version of torch allows in every such load, as far as this one has them, each with what it stands for.
+
+    An older torch allows fewer of them. They were added because they do nothing but describe data, so they are allowed with it too.
+    """
     found = {name: _named(name) for name in SINGLE}
-    found |= {f"torch._utils._rebuild_{name}": getattr(torch._utils, f"_rebuild_{name}") for name in REBUILDS}
+    rebuilds = ((name, versions.rebuild(name)) for name in REBUILDS)
+    found |= {f"torch._utils._rebuild_{name}": rebuild for name, rebuild in rebuilds if rebuild is not None}
     found |= {f"torch.{name}": getattr(torch, name) for name in QSCHEMES}
     for row in DTYPES.rows:
-        if row.torch is not None:
-            found[f"torch.{row.torch}"] = getattr(torch, row.torch)
+        if (dtype := versions.dtype(row.torch)) is not None:
+            found[f"torch.{row.torch}"] = dtype
         if row.storage is not None:
             found[f"torch.{row.storage}"] = StorageClass(row.storage)
             if row.kind != "quantized":
                 found[f"torch.cuda.{row.storage}"] = StorageClass(row.storage)
     for module in (torch, torch.cuda, torch.sparse, torch.cuda.sparse):
-        found |= {f"{module.__name__}.{name}": getattr(module, name) for name in TENSOR_CLASSES if hasattr(module, name)}
+        found |= {f"{module.__name__}.{name}": getattr(module, name) for name in TENSOR_CLASSES if name in vars(module)}
     return MappingProxyType(found)
 
 

@@ -24,7 +24,6 @@ from typing import cast
 
 import torch
 from torch.serialization import LoadEndianness
-from torch.utils.serialization import config
 
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import resting_collector
@@ -49,6 +48,7 @@ from holdfast.torch.serialization.storages import (
     untyped_dtypes,
 )
 from holdfast.torch.serialization.weights import WeightsTable, refusal
+from holdfast.torch.versions import config, local
 
 __all__ = ["MapLocation", "load"]
 
@@ -152,7 +152,6 @@ def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[
 @contextmanager
 def _map_location(map_location: MapLocation) -> Iterator[None]:
     """Tell torch's wrapper subclasses, which look there, where tensors go."""
-    local = torch.serialization._serialization_tls
     before = local.map_location
     local.map_location = map_location  # type: ignore[assignment]  # torch's own annotation has another storage class
     try:
@@ -172,7 +171,7 @@ def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
         fake=torch._guards.detect_fake_mode(None) is not None,
         # torch's own functions, which run otherwise, look at `map_location` themselves.
         pretend=located_by_caller if weights_only else lambda location: location,
-        skip=torch.serialization._serialization_tls.skip_data,
+        skip=local.skip_data,
         gpu=lambda location: cuda_device(map_location, location),
         one_place=isinstance(map_location, str | bytes | torch.device),
     )

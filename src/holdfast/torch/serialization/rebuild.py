@@ -21,6 +21,7 @@ from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, 
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_ints, reach
 from holdfast.torch.serialization.storages import Storages
+from holdfast.torch.versions import local
 
 __all__ = [
     "QUANTIZED", "TORCH_SAYS_NO", "Args", "PlainTensors", "assign", "checked_dtype", "dtype_of", "flag", "located_by_caller", "no",
@@ -67,7 +68,7 @@ def located_by_caller(device: object) -> torch.device | str:
     """
     if not isinstance(device, str | torch.device):
         raise PickleError("a device was expected", found=type(device).__name__)
-    wanted: object = getattr(torch.serialization._serialization_tls, "map_location", None)
+    wanted: object = getattr(local, "map_location", None)
     if wanted is None:
         return device
     if isinstance(wanted, dict):

@@ -18,6 +18,7 @@ from enum import Enum
 from types import BuiltinMethodType, FunctionType, MethodType
 
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, MetadataError, PickleError, Truncated
+from holdfast.torch import versions
 
 __all__ = ["DEFAULT_PROTOCOL", "REGISTERED", "Forbidden", "Remedy", "forbidden", "label", "printable", "refusal"]
 
@@ -132,7 +133,7 @@ def forbidden(module: str, name: str, *, blocked: bool) -> Forbidden:
     shown = printable(full.removeprefix("builtins."))
     if blocked:
         return Forbidden(f"Trying to load unsupported GLOBAL {shown} whose module {printable(module)} is blocked.", Remedy.NOTHING)
-    if full in JAGGED:
+    if full in JAGGED and not versions.NESTED_ASKED_FOR:
         return Forbidden(
             "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)", Remedy.IMPORT
         )

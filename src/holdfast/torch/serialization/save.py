@@ -36,10 +36,12 @@ from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
 from holdfast.plan.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.stores.paths import found_path
+from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
+from holdfast.torch.versions import config, local
 
 __all__ = ["plan_object", "save"]
 
@@ -108,7 +110,7 @@ def plan_object(
     order_first: bool = True,
 ) -> SavePlan:
     """The one file of a save, laid out; nothing is written. `path` gives the archive its name; None is a buffer."""
-    skip: bool = torch.serialization._serialization_tls.skip_data
+    skip: bool = local.skip_data
     if legacy:
         if skip:
             raise Refused("Cannot use skip_data=True with _use_new_zipfile_serialization=False: that container has no room to skip")
@@ -143,8 +145,6 @@ def _is_special(path: str) -> bool:
 def _lay_out(
     obj: object, name: str, *, pickle_module: ModuleType, protocol: int, order_first: bool, skip: bool
 ) -> tuple[Segment, ...]:
-    from torch.utils.serialization import config
-
     alignment: int = config.save.storage_alignment
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
@@ -152,8 +152,18 @@ def _lay_out(
     with resting_collector():
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
     gpus = GpuSource()
-    storages = [(f"data/{key}", _payload(storage, f"data/{key}", gpus, skip=skip)) for key, storage in ids.storages.items()]
-    return lay_out_container(name, content, storages, alignment=alignment, crc=config.save.compute_crc32, order_first=order_first)
+    # A numbered container has them in the order of their numbers, older ones in that of the texts.
+    keys = ids.storages if versions.NUMBERED_CONTAINER else sorted(ids.storages, key=str)
+    storages = [(f"data/{key}", _payload(ids.storages[key], f"data/{key}", gpus, skip=skip)) for key in keys]
+    return lay_out_container(
+        name,
+        content,
+        storages,
+        alignment=alignment,
+        crc=config.save.compute_crc32,
+        order_first=order_first,
+        numbered=bool(versions.NUMBERED_CONTAINER),
+    )
 
 
 def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource, *, skip: bool) -> Payload:

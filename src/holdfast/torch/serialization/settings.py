@@ -26,10 +26,10 @@ import torch
 
 # torch's own classes, not classes like them: an `except`, a warning filter or a comparison with an enum member asks for identity.
 # The thread-local must be torch's as well, because `torch.Tensor.__reduce_ex__` looks there.
-from torch.serialization import LoadEndianness, SourceChangeWarning, StorageType, _serialization_tls
-from torch.utils.serialization import config
+from torch.serialization import LoadEndianness, SourceChangeWarning, StorageType
 
 from holdfast.errors import HoldfastWarning, Refused
+from holdfast.torch.versions import config, local
 
 __all__ = [
     "DEFAULT_PROTOCOL",
@@ -129,12 +129,12 @@ class skip_data:  # noqa: N801 (torch's name)
         """One entry for each block that is open: the same object may be entered again inside of itself."""
 
     def __enter__(self) -> None:
-        self._before.append((_serialization_tls.skip_data, _serialization_tls.materialize_fake_tensors))
-        _serialization_tls.skip_data = True
-        _serialization_tls.materialize_fake_tensors = self.materialize_fake_tensors
+        self._before.append((local.skip_data, local.materialize_fake_tensors))
+        local.skip_data = True
+        local.materialize_fake_tensors = self.materialize_fake_tensors
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        _serialization_tls.skip_data, _serialization_tls.materialize_fake_tensors = self._before.pop()
+        local.skip_data, local.materialize_fake_tensors = self._before.pop()
 
 
 @contextmanager

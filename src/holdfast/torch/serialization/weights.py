@@ -28,7 +28,7 @@ from holdfast.errors import MetadataError, PickleError
 from holdfast.formats.pickle.plain import PlainTable, complex_number
 from holdfast.formats.pickle.table import Row, Table
 from holdfast.formats.torch.tensors import arity, brief
-from holdfast.torch.serialization.allowed import default_globals, is_blocked, python3_name
+from holdfast.torch.serialization.allowed import default_globals, is_blocked, known_globals, python3_name
 from holdfast.torch.serialization.composite_tensors import LAYOUTS, CompositeTensors
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.serialization.rebuild import TORCH_SAYS_NO, Args, PlainTensors, assign, no
@@ -72,8 +72,10 @@ ROWS = {
 @cache
 def _places() -> dict[int, tuple[str, str, type | None]]:
     """`ROWS` by the identity of what is called, with the tensor classes that are called to make an empty tensor."""
-    known = default_globals()
-    places: dict[int, tuple[str, str, type | None]] = {id(known[name]): (*place, None) for name, place in ROWS.items()}
+    known = known_globals()
+    places: dict[int, tuple[str, str, type | None]] = {
+        id(known[name]): (*place, None) for name, place in ROWS.items() if name in known
+    }
     for name, kind in known.items():
         if name.endswith("Tensor") and isinstance(kind, type):
             made = ("composite", "legacy_sparse") if ".sparse." in name else ("plain", "blank")
@@ -96,6 +98,8 @@ class WeightsTable(PlainTable):
         self._user: Mapping[str, object] | None = None
         self._allowed: dict[int, object] = {}
         """What the user allowed, by identity; kept alive by `_user`."""
+        self._empty: object = None
+        """An object of a class of C++ that was made and has no state yet: its memory is not initialised."""
         self._torchs: set[int] = set()
         """What of it torch put there by itself."""
         # The rows of `PlainTable` are for inert data: its methods are wanted here, and not its table.
@@ -109,9 +113,13 @@ class WeightsTable(PlainTable):
         self.protocol = DEFAULT_PROTOCOL
         self._user = None
         self._allowed = {}
+        self._empty = None
+
+    def end(self) -> None:
+        self._refuse_beside_empty()
 
     def _row(self, what: object) -> Row | None:
-        """The row of a callable of `default_globals`; bound when it is first asked for, since most files ask for three of them."""
+        """The row of a callable of `known_globals`; bound when it is first asked for, since most files ask for three of them."""
         row = self._rows.get(id(what))
         if row is None:
             place = _places().get(id(what))
@@ -177,7 +185,10 @@ class WeightsTable(PlainTable):
                 return self.call(cls, args)
             if self._is_allowed(cls):
                 self._fill_for(args, kwargs)
-                return self._run(cls, partial(cls.__new__, cls, *args, **(kwargs or {})))
+                made = self._run(cls, partial(cls.__new__, cls, *args, **(kwargs or {})))
+                if any(base.__module__ == "pybind11_builtins" for base in type(made).__mro__):
+                    self._empty = made
+                return made
         raise PickleError(
             f"Can only create new object for nn.Parameter or classes allowlisted via `add_safe_globals` but got {label(cls)}"
         )
@@ -189,6 +200,8 @@ class WeightsTable(PlainTable):
         return self.new(cls, args, None)
 
     def build(self, obj: object, state: object) -> object:
+        if obj is self._empty:
+            self._empty = None
         kind = type(obj)
         if kind is OrderedDict:
             self._set_entries(obj, state)
@@ -270,6 +283,7 @@ class WeightsTable(PlainTable):
 
     def _run(self, what: object, ready: Callable[[], object]) -> object:
         """The result of what was allowed. Errors are the user's, but for what torch put on his list."""
+        self._refuse_beside_empty()
         try:
             value = ready()
         except Exception as error:
@@ -279,6 +293,12 @@ class WeightsTable(PlainTable):
         if isinstance(value, NestedTensor):
             self._composite.check_jagged(value)
         return value
+
+    def _refuse_beside_empty(self) -> None:
+        """An object without a state is for its own BUILD alone: no other code may meet it, and none is given back."""
+        if self._empty is not None:
+            kind = type(self._empty).__name__
+            raise PickleError(f"Object created by NEWOBJ was not initialized by BUILD: a {kind}, whose memory holds anything")
 
     def _fill_for(self, args: Args, kwargs: dict[str, object] | None) -> None:
         """Fill the storages, unless the code that is about to run cannot get at any."""

@@ -27,6 +27,7 @@ from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
 from holdfast.engine.threads import Beside
 from holdfast.errors import BadTarget
+from holdfast.torch import versions
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, Part, copy_values, parts_of
@@ -73,7 +74,7 @@ def fill(fills: Sequence[Fill], progress: Progress | None = None, *, max_host_me
         notes += losses.notes()
     if direct:
         # The memory was written behind torch's back; autograd must know that saved tensors are not what they were.
-        torch.autograd.graph.increment_version([f.target for f in direct])
+        versions.mark_changed([f.target for f in direct])
     return notes
 
 

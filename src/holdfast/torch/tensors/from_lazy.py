@@ -22,16 +22,16 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import HoldfastError, MetadataError, Unsupported
+from holdfast.torch import versions
 
 __all__ = ["array_of", "carrier_dtype", "tensor_from_array", "tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """torch's dtype for a row of the table."""
-    if dtype.name == "float4_e2m1fn":
-        return torch.float4_e2m1fn_x2
-    found = getattr(torch, dtype.torch, None) if dtype.torch else None
-    if not isinstance(found, torch.dtype):
+    name = "float4_e2m1fn_x2" if dtype.name == "float4_e2m1fn" else dtype.torch
+    found = versions.dtype(name) if name else None
+    if found is None:
         raise Unsupported(f"torch has no dtype for {dtype}", found=dtype.name)
     return found
 
@@ -134,9 +134,10 @@ def _jagged(whole: Composite) -> torch.Tensor:
     room = values.shape[known["ragged_idx"] - 1]
     if int(offsets[-1]) > room:
         raise MetadataError("a jagged tensor reaches past its values", expected=room, found=int(offsets[-1]))
-    return torch.nested.nested_tensor_from_jagged(
-        values, offsets, lengths, known["ragged_idx"], known.get("min_seqlen"), known.get("max_seqlen")
-    )
+    given = (values, offsets, lengths, known["ragged_idx"])
+    if versions.LENGTHS_KEPT:
+        return torch.nested.nested_tensor_from_jagged(*given, known.get("min_seqlen"), known.get("max_seqlen"))
+    return torch.nested.nested_tensor_from_jagged(*given)
 
 
 def _quantized(whole: Composite) -> torch.Tensor:
@@ -182,7 +183,7 @@ def _pairs(array: np.ndarray, lazy: LazyTensor) -> torch.Tensor:
         raise Unsupported("torch holds 4-bit floats in pairs; the last dimension is odd", tensor=lazy.name, found=lazy.shape)
     nibbles = array.view(np.uint8)
     packed = np.ascontiguousarray(nibbles[..., 0::2] | (nibbles[..., 1::2] << 4))
-    return torch.from_numpy(packed).view(torch.float4_e2m1fn_x2)
+    return torch.from_numpy(packed).view(torch_dtype(lazy.dtype))
 
 
 Place = tuple[str, int, int]

@@ -19,6 +19,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.engine.casting import OUTCOMES, count_losses
 from holdfast.rewrite.transform import Losses
+from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import array_of, carrier_dtype
 
 __all__ = ["CastLosses", "Fill", "Part", "boxes", "copy_values", "flat", "in_file_order", "parts_of"]
@@ -149,7 +150,7 @@ def _compared(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         now.isinf() & was.isfinite(),
         now.isnan() & ~was.isnan(),
         (now == 0) & (was != 0),
-        (was.abs() < 2.0**-127) & (now == 2.0**-127) if target.dtype is torch.float8_e8m0fnu else was.new_zeros(1),
+        (was.abs() < 2.0**-127) & (now == 2.0**-127) if target.dtype is versions.dtype("float8_e8m0fnu") else was.new_zeros(1),
         (was < 0) & (now > 0),
     )
     return torch.stack([found.sum().to(torch.int64) for found in sums])

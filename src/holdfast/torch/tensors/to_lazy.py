@@ -156,8 +156,9 @@ def _nested(tensor: torch.Tensor, lazy: Callable[[torch.Tensor], LazyTensor], tr
         return Composite("nested", (len(sizes),), parts, {}, traits)
     given = {"values": tensor._values, "offsets": tensor._offsets, "lengths": tensor._lengths}
     parts = {name: lazy(part.detach()) for name, part in given.items() if part is not None}
-    # torch keeps the shortest and the longest length as the shape of a tensor without elements.
-    lengths = {name: part.shape[0] for name, part in tensor._metadata_cache.items() if name in ("min_seqlen", "max_seqlen")}
+    # torch keeps the shortest and the longest length as the shape of a tensor without elements; 2.4 as numbers, now and then.
+    cached = {name: tensor._metadata_cache[name] for name in ("min_seqlen", "max_seqlen") if name in tensor._metadata_cache}
+    lengths: dict[str, object] = {name: part if isinstance(part, int) else part.shape[0] for name, part in cached.items()}
     return Composite("jagged", (tensor._offsets.numel() - 1,), parts, {"ragged_idx": tensor._ragged_idx, **lengths}, traits)
 
 

@@ -10,6 +10,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import module_contents, refilled, values_inside
+from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
 __all__ = ["ABSENT", "dict_under", "find_value", "lazy_tensors", "opaque_inside", "torch_tree"]
@@ -132,6 +133,6 @@ def _with_traits(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
     grad = traits.requires_grad and (tensor.is_floating_point() or tensor.is_complex())
     if traits.parameter:
         return torch.nn.Parameter(tensor, requires_grad=grad)
-    if traits.buffer:
+    if traits.buffer and versions.BUFFER:
         return torch.nn.Buffer(tensor)
     return tensor.requires_grad_() if grad else tensor

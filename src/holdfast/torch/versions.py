@@ -1,0 +1,295 @@
+"""Which torch this is, and what differs between those that Holdfast works with: 2.4 to 2.15.
+
+Nothing else in Holdfast compares versions of torch or looks whether torch has a name. A difference is a `Change`: what it is, and
+the first version that has it. It is true where this torch has it, and otherwise says why not:
+
+    if versions.STRIDES: ...
+    @pytest.mark.skipif(not versions.PT2_ARCHIVE, reason=versions.PT2_ARCHIVE.reason)
+
+What has moved between versions, or is missing in some of them, is given here under one name: `config`, `local`, `dtype` and the
+other functions. With a torch that is older than the range, `import holdfast.torch` raises `Unsupported`; with a newer one it warns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from holdfast.errors import HoldfastWarning, Unsupported
+
+__all__ = [
+    "CHANGES",
+    "HERE",
+    "NEWEST",
+    "OLDEST",
+    "Change",
+    "allowed_globals",
+    "check_version",
+    "config",
+    "dtensor_module",
+    "dtype",
+    "is_custom_object",
+    "is_fake",
+    "local",
+    "mark_changed",
+    "ordered_set",
+    "parsed",
+    "rebuild",
+    "serialize_program",
+    "strides_of",
+    "withdrawn_globals",
+]
+
+Version = tuple[int, int]
+
+OLDEST: Version = (2, 4)
+NEWEST: Version = (2, 15)
+
+
+def parsed(text: str) -> Version:
+    """The first two numbers of a version: `2.15.0+cu132` is (2, 15)."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def check_version(text: str) -> None:
+    """One sentence for a torch outside of the range: `Unsupported` for an older one, a warning for a newer one."""
+    version = parsed(text)
+    said = f"holdfast.torch works with torch {_text(OLDEST)} to {_text(NEWEST)}, and this is torch {text}"
+    if version < OLDEST:
+        raise Unsupported(f"{said}: install a newer torch, or use `holdfast` alone, which needs none", found=text)
+    if version > NEWEST:
+        warnings.warn(f"{said}: it was not tried with it, and a newer Holdfast may be there", HoldfastWarning, stacklevel=2)
+
+
+def _text(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+HERE = parsed(torch.__version__)
+"""The version of this torch."""
+
+check_version(torch.__version__)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Something that torch has, or does, from one version on, or up to another. True where this torch does."""
+
+    since: Version
+    what: str
+    """A sentence about torch, in the present tense."""
+    until: Version | None = None
+    """The first version that does not any more."""
+
+    def __bool__(self) -> bool:
+        return self.since <= HERE and (self.until is None or self.until > HERE)
+
+    @property
+    def reason(self) -> str:
+        """Why something is not to be asked of this torch: it does not have this yet or any more, or no longer does otherwise."""
+        ended = "" if self.until is None else f" and before {_text(self.until)}"
+        return f"torch {_text(HERE)}: since {_text(self.since)}{ended}, {self.what}"
+
+    def require(self, wanted: str) -> None:
+        """Raise `Unsupported` where this torch is too old for what is wanted."""
+        if not self:
+            raise Unsupported(
+                f"{wanted} needs torch {_text(self.since)} or later, and this is torch {torch.__version__}", found=torch.__version__
+            )
+
+
+# Names that torch has.
+
+DTENSOR = Change(
+    (2, 5), "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know objects that hold shards"
+)
+MANY_VERSIONS = Change((2, 5), "torch.autograd.graph.increment_version takes several tensors")
+LENGTHS_KEPT = Change((2, 5), "a jagged tensor is made with its shortest and longest length")
+MPS = Change((2, 5), "torch.mps says whether it is available")
+BUFFER = Change((2, 5), "torch.nn.Buffer exists")
+THREAD_LOCAL = Change((2, 5), "torch.serialization has skip_data, safe_globals and a thread-local")
+UNSAFE_GLOBALS = Change((2, 6), "torch.serialization has get_unsafe_globals_in_checkpoint and checksum options")
+FULLY_SHARD = Change((2, 6), "torch.distributed.fsdp has fully_shard")
+CONFIG = Change((2, 7), "torch.utils.serialization.config holds the switches of save and load")
+PT2_ARCHIVE = Change((2, 9), "torch.export writes and reads archives with one record per storage")
+SHARED_WEIGHTS = Change((2, 11), "torch.export.pt2_archive puts the weights together that cover a storage in parts")
+PROGRAM_ALONE = Change((2, 12), "torch.export serialises a program without its weights, and knows every dtype of them")
+CUSTOM_OBJECTS = Change((2, 13), "torch.export.save writes constants of registered classes")
+CUSTOM_OBJECTS_RENAMED = Change((2, 14), "what torch called opaque values are called objects of custom classes")
+FAKE_KINDS = Change((2, 14), "torch asks is_fake_tensor whether a tensor is fake, and no longer its class")
+NO_DIST = Change((2, 7), "torch.distributed.checkpoint is told by no_dist that it is alone")
+EMPTY_SHARDS = Change((2, 8), "LocalShardsWrapper may hold shards of any number of dimensions, or none")
+HUGGING_FACE = Change((2, 9), "torch.distributed.checkpoint writes folders of safetensors in pieces, and ranks may save alone")
+CHECKPOINTABLE_TENSOR = Change(
+    (2, 14), "a tensor with global_shape and three fields more is a shard to torch.distributed.checkpoint"
+)
+
+UINT16 = Change((2, 6), "torch saves uint16, uint32 and uint64, and bits of any width")
+INT1 = Change((2, 6), "torch has int1 to int7")
+FLOAT8_E8M0 = Change((2, 7), "torch has float8_e8m0fnu")
+FLOAT4 = Change((2, 8), "torch has float4_e2m1fn_x2")
+FLOAT4_COPIED = Change((2, 11), "torch copies tensors of float4_e2m1fn_x2; it was seen not to in 2.8")
+BCOMPLEX = Change((2, 14), "torch has bcomplex32")
+TRANSFORMS = Change((2, 7), "the description of a sharded checkpoint says how items were transformed, and of which modules")
+VERSIONED = Change((2, 9), "the description of a sharded checkpoint has a version")
+
+# What torch does.
+
+WEIGHTS_ONLY = Change((2, 6), "torch.load is called with weights_only=True unless told otherwise")
+NUMBERED_CONTAINER = Change((2, 7), "torch.save records the format of an archive and its alignment, and orders storages by number")
+META_SHARES = Change((2, 15), "tensors of one storage share it after a load to the meta device")
+NESTED_ASKED_FOR = Change((2, 15), "weights_only=True loads nested tensors where they were allowed by name only")
+SPARSE_UNCHECKED = Change(
+    (2, 8), "torch.load does not look at the indices of sparse tensors, which meta and fake ones do not have", until=(2, 15)
+)
+QUALIFIED_NAMES = Change((2, 7), "classes inside of others are allowed by their qualified names, and refusals give full names")
+BYTES_FOUND = Change(
+    (2, 7), "torch.load works within skip_data, pretends devices of fake tensors, and says where the bytes of such storages are"
+)
+SETITEM_REFUSED = Change((2, 10), "weights_only=True says in a sentence that an item was set in what is no dict")
+PLACEMENTS_IN_C = Change((2, 10), "placements of DTensors are objects of C++")
+WORDS = Change((2, 11), "torch.load says in the words of today what is wrong with a file")
+WHOLE_TAGS = Change((2, 11), "the tag of a device is matched as a whole, may be a device in a dict, and is known for mtia")
+NUMBERED_FAKES = Change((2, 13), "a fake tensor that is loaded to cuda is on cuda:0")
+ANY_CASE = Change((2, 13), "the variables TORCH_FORCE_… are read in small and capital letters")
+SATURATES = Change((2, 13), "a number beyond the largest of float8_e4m3fn becomes that and not NaN")
+SAFETENSORS = Change((2, 13), "torch.load reads files whose name ends in .safetensors")
+STRIDES = Change((2, 15), "the description of a sharded checkpoint has the strides of tensors")
+
+CHANGES = {name: value for name, value in globals().copy().items() if isinstance(value, Change)}
+"""All of them by name."""
+
+
+def dtype(name: str | None) -> torch.dtype | None:
+    """torch's element type of that name; None where this torch has none."""
+    found = getattr(torch, name, None) if name else None
+    return found if isinstance(found, torch.dtype) else None
+
+
+def allowed_globals(known: Iterable[str]) -> frozenset[str]:
+    """Those of the names known here that `torch.load(weights_only=True)` of this torch knows without being told."""
+    # Private to torch, and in every version of the range. A newer one without it is believed to allow what 2.15 does.
+    torchs: Callable[[], Mapping[str, object]] | None = getattr(torch._weights_only_unpickler, "_get_allowed_globals", None)
+    return frozenset(known) if torchs is None else frozenset(known) & torchs().keys()
+
+
+def withdrawn_globals() -> frozenset[str]:
+    """Names that `torch.load(weights_only=True)` knew in versions before this one, and has to be told of now."""
+    return frozenset({"torch._utils._rebuild_nested_tensor"} if NESTED_ASKED_FOR else ())
+
+
+def rebuild(name: str) -> Callable[..., object] | None:
+    """The function of torch that rebuilds a kind of tensor from a file; None where this torch has none."""
+    found: Callable[..., object] | None = getattr(torch._utils, f"_rebuild_{name}", None)
+    return found
+
+
+def serialize_program(program: object, opset_version: dict[str, int] | None, protocol: int) -> tuple[bytes, bytes]:
+    """An exported program and its example inputs, without its weights where torch can leave them out."""
+    from torch._export.serde.serialize import serialize
+
+    more = {"serialize_state_dict": False, "serialize_constants": False} if PROGRAM_ALONE else {}
+    made = serialize(program, opset_version, protocol, **more)  # type: ignore[arg-type]
+    return made.exported_program, made.example_inputs
+
+
+def is_custom_object(value: object) -> bool:
+    """Whether `torch.export` pickles a constant as an object of a kind that was registered with torch."""
+    if not CUSTOM_OBJECTS:
+        return False
+    asked = importlib.import_module("torch._library.opaque_object")
+    return bool((asked.is_custom_class_obj if CUSTOM_OBJECTS_RENAMED else asked.is_opaque_value)(value))
+
+
+def is_fake(tensor: object) -> bool:
+    """Whether this is a fake tensor, of whichever of torch's two kinds."""
+    there = importlib.import_module("torch._subclasses.fake_tensor")
+    return bool(there.is_fake_tensor(tensor)) if FAKE_KINDS else isinstance(tensor, there.FakeTensor)
+
+
+def ordered_set() -> type:
+    """The class of the sets in which `torch.export` keeps weights that share a storage."""
+    PT2_ARCHIVE.require("holdfast.torch.export.shared_weights")
+    found: type = importlib.import_module("torch.utils._ordered_set").OrderedSet
+    return found
+
+
+def strides_of(properties: object) -> tuple[int, ...] | None:
+    """What torch's description of a tensor in a sharded checkpoint says of its strides."""
+    found: tuple[int, ...] | None = getattr(properties, "strides", None)
+    return found
+
+
+def mark_changed(tensors: Sequence[torch.Tensor]) -> None:
+    """Tell autograd that the memory of tensors was written behind its back."""
+    if MANY_VERSIONS:
+        torch.autograd.graph.increment_version(tensors)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+def dtensor_module() -> ModuleType:
+    """The module of DTensor and its placements."""
+    return importlib.import_module("torch.distributed.tensor" if DTENSOR else "torch.distributed._tensor")
+
+
+class _Local(threading.local):
+    """What torch 2.4 lacks: what holds for saves and loads of one thread."""
+
+    def __init__(self) -> None:
+        self.map_location: object = None
+        self.skip_data = False
+        self.materialize_fake_tensors = False
+
+
+class _InModule:
+    """An attribute whose value is a variable of `torch.serialization`, where torch before 2.7 keeps its switches."""
+
+    def __init__(self, variable: str) -> None:
+        self._variable = variable
+
+    def __get__(self, instance: object, owner: type) -> object:
+        return getattr(torch.serialization, self._variable)
+
+    def __set__(self, instance: object, value: object) -> None:
+        setattr(torch.serialization, self._variable, value)
+
+
+class _Load:
+    endianness = _InModule("_default_load_endian")
+    mmap_flags = _InModule("_default_mmap_options")
+
+    def __init__(self) -> None:
+        self.mmap = False
+
+
+class _Save:
+    compute_crc32: Any = _InModule("_compute_crc32") if UNSAFE_GLOBALS else True
+
+    def __init__(self) -> None:
+        self.storage_alignment = 64
+
+
+class _Config:
+    """The switches as `torch.utils.serialization.config` has them; those that torch lacks hold for Holdfast alone."""
+
+    def __init__(self) -> None:
+        self.load, self.save = _Load(), _Save()
+
+
+if TYPE_CHECKING:
+    from torch.serialization import _serialization_tls as local
+    from torch.utils.serialization import config
+else:
+    config = importlib.import_module("torch.utils.serialization").config if CONFIG else _Config()
+    local = torch.serialization._serialization_tls if THREAD_LOCAL else _Local()
