@@ -840,3 +840,12 @@ def test_a_sharded_target_is_told_who_fills_it(tmp_path: Path):
         load_into({"w": sharded}, tmp_path / "w.safetensors")
     load_sharded(tmp_path / "w.safetensors", {"w": sharded})
     assert sharded.local_shards()[0].tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_path_may_come_first(tmp_path: Path):
+    holdfast.save({"weight": torch.ones(2, 2), "bias": torch.ones(2)}, tmp_path / "w.pt")
+    model = nn.Linear(2, 2)
+    assert load_into(tmp_path / "w.pt", model).names == ("weight", "bias")
+    assert model.bias.tolist() == [1, 1]
+    with pytest.raises(TypeError, match=r"expected an nn\.Module or a mapping of tensors, not PosixPath"):
+        load_into(tmp_path / "w.pt", tmp_path / "w.pt")

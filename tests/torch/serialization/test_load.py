@@ -333,7 +333,9 @@ def test_mmap_of_what_cannot_be_mapped(tmp_path: Path, weights_only: bool):
     assert isinstance(both(lambda: empty, **options), RuntimeError)
     assert "f must be a file path" in str(both(lambda: io.BytesIO(torch_bytes(1)), **options))
     assert isinstance(both(lambda: tmp_path / "absent", **options), FileNotFoundError)
-    assert isinstance(both(lambda: tmp_path, **options), IsADirectoryError)
+    folder = both(lambda: tmp_path, **options)
+    assert isinstance(folder, IsADirectoryError)
+    assert "Is a directory; holdfast.torch.load_full" in str(folder)
     with legacy.open("rb") as file:
         assert isinstance(both(lambda: file, **options), RuntimeError)
 

@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.stores.paths import content_and_path
 from holdfast.torch import versions
 from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slots, find_targets, fit, module_slots, wrapped_problem
 from holdfast.torch.modules.match import Names
@@ -105,6 +106,7 @@ def load_into(
     and it is given, else of the checkpoint's dtype with `assign=True` and of their own without. With `dtype` given, integers may
     become floating-point numbers of that dtype. `requires_grad` is kept, and tied parameters stay tied.
 
+    A path may come first, as for `load_sharded`.
     `prefix` selects the checkpoint's names that begin with it, and is taken off them. With `strict`, every name must be on both
     sides; without, the report lists those that are not. `DoesNotFit` names everything that is wrong, before anything changes. (A
     submodule that loads itself is asked when the rest is known to fit, and may then still refuse.) A damaged file is found while
@@ -117,6 +119,8 @@ def load_into(
     """
     check_dtype(dtype)
     choice = Choice(None if device is None else torch.device(device), dtype, assign)
+    into, source = content_and_path(module_or_state, path)
+    module_or_state, path = cast("nn.Module | Mapping[str, object]", into), cast("Openable | Checkpoint | TorchCheckpoint", source)
     if isinstance(path, TorchCheckpoint):
         path = path.lazy
     opened = nullcontext(path) if isinstance(path, Checkpoint) else open_checkpoint(path, verify=verify, threads=threads)

@@ -53,7 +53,7 @@ def opened(f: object, *, verify: bool = True) -> Iterator[Opened]:
     """Open a path, or look at an open file where it stands. A path is closed again; a file object keeps its position."""
     if isinstance(f, str | os.PathLike):
         path = os.fsdecode(f)
-        with open(path, "rb") as own, _called(path):
+        with _file(path) as own, _called(path):
             yield Opened(_source(DescriptorStore(own.fileno(), name=path), verify), KEY, 0, own, path, verify)
         return
     start = _position(f)
@@ -69,6 +69,14 @@ def opened(f: object, *, verify: bool = True) -> Iterator[Opened]:
         raise TypeError(f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text")
     with _called(None):
         yield Opened(_source(_store(file), verify), KEY, start, file, None, verify)
+
+
+def _file(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except IsADirectoryError as error:
+        said = f"{error.strerror}; holdfast.torch.load_full and load_sharded load checkpoints that are folders"
+        raise IsADirectoryError(error.errno, said, path) from None
 
 
 @contextmanager
