@@ -38,7 +38,7 @@ from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree
 
-__all__ = ["PerRank", "Wanted", "match"]
+__all__ = ["PerRank", "Wanted", "match", "read_value"]
 
 PerRank = Literal["own", "keep"]
 
@@ -219,7 +219,7 @@ class Matching:
             wanted.mismatched[leaf.name] = f"the checkpoint has tensors here, and the state a {type(leaf.value).__name__}"
             self._names.take(name)
             self._names.take_under(f"{name}.")
-        elif _foreign(found := _read(found)):
+        elif _foreign(found := read_value(found)):
             wanted.mismatched[leaf.name] = f"an object that Holdfast does not build ({found!r:.80}); torch's own load does"
         else:
             wanted.values[leaf.name] = torch_tree(found, _no_tensor)
@@ -316,17 +316,17 @@ def _shape(leaf: Leaf) -> tuple[int, ...]:
     return shards_of(leaf.value, leaf.name).shape if is_sharded(leaf.value) else tuple(cast(torch.Tensor, leaf.value).shape)
 
 
-def _read(value: object) -> object:
+def read_value(value: object) -> object:
     """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now."""
     match value:
         case Unread():
             return value.read()
         case dict():
             copy = value.copy()
-            copy.update({key: _read(inner) for key, inner in value.items()})
+            copy.update({key: read_value(inner) for key, inner in value.items()})
             return copy
         case list():
-            return [_read(inner) for inner in value]
+            return [read_value(inner) for inner in value]
         case _:
             return value
 

@@ -1,0 +1,4 @@
+"""Holdfast where other programs have a hook for it. Each module imports its framework when it is imported; nothing is patched.
+
+dcp    torch's distributed checkpoint: `Reader` and `Writer` for `dcp.load`, `dcp.save` and `dcp.async_save`
+"""
