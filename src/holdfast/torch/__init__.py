@@ -66,6 +66,7 @@ from holdfast.torch.serialization.settings import (
 )
 from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint, open
+from holdfast.torch.tensors.slices import Slices, slices
 
 __all__ = [
     "DEFAULT_PROTOCOL",
@@ -78,6 +79,7 @@ __all__ = [
     "LocalShardsWrapper",
     "SaveHandle",
     "SavedShards",
+    "Slices",
     "SourceChangeWarning",
     "StorageType",
     "TensorProperties",
@@ -116,6 +118,7 @@ __all__ = [
     "set_default_load_endianness",
     "set_default_mmap_options",
     "skip_data",
+    "slices",
     "sparsity",
     "storage_to_tensor_type",
     "tensor_from_composite",

@@ -6,4 +6,5 @@ allocate, fill   fresh tensors (`shared_regions`: those that share a storage), a
                  are counted that lose something
 tree             a checkpoint's tree with torch's tensors in it
 open             `holdfast.torch.open`
+slices           unread tensors for programs that load models piece by piece
 """

@@ -1,0 +1,105 @@
+"""`slices`: a checkpoint as programs want it that load models piece by piece (transformers, diffusers, vLLM, SGLang).
+
+They know the objects that `safetensors.safe_open(…).get_slice(name)` gives: a shape, a dtype, and `[…]` that reads. Here these
+come out of any format: a DCP step, a `.pt`, a native directory, a split model. Nothing is read before it is asked for, and then
+only that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from types import EllipsisType, TracebackType
+from typing import Self
+
+import torch
+
+from holdfast.core.limits import Limits
+from holdfast.core.tensor import LazyTensor
+from holdfast.inspect.open import Openable
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
+
+__all__ = ["Slice", "Slices", "slices"]
+
+Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
+
+
+class Slice:
+    """A tensor that has not been read. Indexing it reads what is asked for, and gives a torch tensor."""
+
+    __slots__ = ("lazy",)
+
+    def __init__(self, lazy: LazyTensor) -> None:
+        self.lazy = lazy
+
+    def __getitem__(self, index: Index) -> torch.Tensor:
+        return tensor_from_lazy(self.lazy[index])
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.lazy.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch_dtype(self.lazy.dtype)
+
+    @property
+    def ndim(self) -> int:
+        return self.lazy.ndim
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def numel(self) -> int:
+        return self.lazy.size
+
+    def get_shape(self) -> list[int]:
+        return list(self.lazy.shape)
+
+    def get_dtype(self) -> str:
+        """As safetensors names it: F32, BF16, …"""
+        return self.lazy.dtype.safetensors or str(self.lazy.dtype)
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __repr__(self) -> str:
+        return f"<slice of {self.lazy.name!r}: {self.dtype}, {self.get_shape()}>"
+
+
+class Slices(Mapping[str, Slice]):
+    """The tensors of a checkpoint by name, as slices. It is open until it is closed or forgotten."""
+
+    def __init__(self, path: Openable, *, prefix: str, verify: bool, limits: Limits | None) -> None:
+        self._checkpoint = open_checkpoint(path, verify=verify, limits=limits)
+        self._names = [name for name in self._checkpoint if name.startswith(prefix)]
+        self._prefix = prefix
+
+    def __getitem__(self, name: str) -> Slice:
+        return Slice(self._checkpoint[self._prefix + name])
+
+    def __iter__(self) -> Iterator[str]:
+        return (name[len(self._prefix) :] for name in self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the checkpoint; slices of it cannot be read any more."""
+        self._checkpoint.close()
+
+
+def slices(path: Openable | os.PathLike[str], *, prefix: str = "", verify: bool = True, limits: Limits | None = None) -> Slices:
+    """A checkpoint of any format as a mapping of unread tensors, for programs that load a model piece by piece.
+
+    `LlamaForCausalLM.from_pretrained(None, config=config, state_dict=slices("step-1000", prefix="model."))` makes a model of a
+    training step as it lies. `prefix` selects the names that begin with it, and is taken off them.
+    """
+    return Slices(path, prefix=prefix, verify=verify, limits=limits)

@@ -1,0 +1,45 @@
+"""`slices`: unread tensors of any format, with what loaders of models ask of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+from holdfast.torch import save_sharded, slices
+
+STATE = {"model": {"w": torch.arange(12.0).reshape(3, 4), "b": torch.ones(3, dtype=torch.bfloat16)}, "step": 3}
+FORMATS: dict[str, Callable[[Path], object]] = {
+    "torch": lambda path: torch.save(STATE, path),
+    "native": lambda path: holdfast.save(STATE, path, format="native"),
+    "dcp": lambda path: dcp.save(STATE, checkpoint_id=path, no_dist=True),
+    "sharded": lambda path: save_sharded(STATE, path),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("format", FORMATS)
+def test_any_format(format: str, tmp_path: Path):
+    FORMATS[format](tmp_path / "step")
+    with slices(tmp_path / "step", prefix="model.") as found:
+        assert sorted(found) == ["b", "w"]
+        weight = found["w"]
+        assert (weight.get_shape(), weight.shape, weight.ndim, weight.numel()) == ([3, 4], torch.Size([3, 4]), 2, 12)
+        assert (weight.get_dtype(), weight.dtype, weight.is_floating_point()) == ("F32", torch.float32, True)
+        assert found["b"].get_dtype() == "BF16"
+        assert torch.equal(weight[...], STATE["model"]["w"])
+        assert torch.equal(weight[1:, :2], STATE["model"]["w"][1:, :2])
+        with pytest.raises(KeyError):
+            found["nothing"]
+
+
+def test_only_what_is_asked_for_is_read(tmp_path: Path):
+    holdfast.save({"w": torch.zeros(1000, 1000)}, tmp_path / "m.safetensors")
+    found = slices(tmp_path / "m.safetensors")
+    before = found._checkpoint.source.read_nbytes
+    assert found["w"][10:12].shape == (2, 1000)
+    assert found._checkpoint.source.read_nbytes - before <= 1.1 * 8000
