@@ -7,6 +7,7 @@
 #   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand
 #   make check    lint, types and architecture only
 #   make bench    the benchmarks, as ratios against torch and safetensors
+#   make test-integrations   the adapters, each with its framework, in a .venv of their own
 #   make programs other people's tests and examples, with torch and with Holdfast in its place (an hour; the package registry)
 #   make golden   write the golden files again, with torch and safetensors
 #   make clean    remove .venv and everything that was built
@@ -27,7 +28,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all matrix check lint types architecture bench programs golden clean
+.PHONY: help demo test test-all test-integrations matrix check lint types architecture bench programs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,6 +44,12 @@ test: $(if $(filter-out $(PINNED),$(TORCH)),architecture,check)
 test-all: check
 	@echo "== tests, every case"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --exhaustive $(ARGS)
+
+# torch first and alone, as below; the frameworks take the one that is there.
+test-integrations:
+	@$(MAKE) --no-print-directory VENV=.venv-integrations .venv-integrations/.full
+	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check --requirement requirements/integrations.txt
+	@.venv-integrations/bin/python -m pytest --timeout 300 tests/integrations tests/ranks/test_dcp_storage.py $(ARGS)
 
 matrix:
 	@$(PYTHON) tools/matrix.py $(ARGS)

@@ -41,6 +41,7 @@ NOT_RUN = Counter(
         ("docs/benchmarks.md", "takes minutes"): 1,
         ("docs/coming-from.md", "needs Lightning"): 1,
         ("docs/integrations.md", "needs Lightning"): 1,
+        ("docs/integrations.md", "needs transformers"): 1,
     }
 )
 """Every block that is not run, by its page and the reason that stands there."""
