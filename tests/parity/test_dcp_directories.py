@@ -237,7 +237,9 @@ def ranks(request, tmp_path_factory) -> Path:
     multiprocessing.get_context("forkserver").set_forkserver_preload(
         ["torch.distributed.checkpoint", versions.dtensor_module().__name__]
     )
-    start_processes(save_all, (request.param, str(folder)), nprocs=request.param, start_method="forkserver")
+    start_processes(
+        save_all, (request.param, str(folder)), nprocs=request.param, start_method="forkserver" if versions.FORKS else "spawn"
+    )
     return folder
 
 

@@ -127,6 +127,7 @@ CUSTOM_OBJECTS = Change((2, 13), "torch.export.save writes constants of register
 CUSTOM_OBJECTS_RENAMED = Change((2, 14), "what torch called opaque values are called objects of custom classes")
 FAKE_KINDS = Change((2, 14), "torch asks is_fake_tensor whether a tensor is fake, and no longer its class")
 NO_DIST = Change((2, 7), "torch.distributed.checkpoint is told by no_dist that it is alone")
+FORKS = Change((2, 8), "a process that has imported torch.distributed can be forked into ranks; it was seen not to in 2.6")
 EMPTY_SHARDS = Change((2, 8), "LocalShardsWrapper may hold shards of any number of dimensions, or none")
 HUGGING_FACE = Change((2, 9), "torch.distributed.checkpoint writes folders of safetensors in pieces, and ranks may save alone")
 CHECKPOINTABLE_TENSOR = Change(
