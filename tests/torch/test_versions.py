@@ -12,6 +12,7 @@ import torch
 from holdfast.errors import HoldfastWarning, Unsupported
 from holdfast.torch import versions
 from holdfast.torch.versions import CHANGES, HERE, NEWEST, OLDEST, Change, check_version, parsed
+from tests.support import needs
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,11 @@ def test_nothing_is_said_of_those_between(text):
 
 
 @pytest.mark.parametrize(
-    ("version", "ended"), [("2.3.0", "Unsupported: holdfast.torch works with torch 2.4 to 2.15"), ("2.16.0", "HoldfastWarning: ")]
+    ("version", "ended"),
+    [
+        ("2.3.0", "Unsupported: holdfast.torch works with torch 2.4 to 2.15"),
+        pytest.param("2.16.0", "HoldfastWarning: ", marks=needs(versions.SAFETENSORS)),
+    ],
 )
 def test_it_is_said_when_it_is_imported(version, ended):
     code = f"import torch; torch.__version__ = {version!r}; import holdfast.torch; print('imported')"

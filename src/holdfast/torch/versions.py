@@ -113,7 +113,7 @@ DTENSOR = Change(
     (2, 5), "torch.distributed.tensor is public, has LocalShardsWrapper, and checkpoints know objects that hold shards"
 )
 MANY_VERSIONS = Change((2, 5), "torch.autograd.graph.increment_version takes several tensors")
-LENGTHS_KEPT = Change((2, 5), "a jagged tensor is made with its shortest and longest length")
+LENGTHS_KEPT = Change((2, 5), "jagged tensors are made with their shortest and longest length, and pickled as such")
 MPS = Change((2, 5), "torch.mps says whether it is available")
 BUFFER = Change((2, 5), "torch.nn.Buffer exists")
 THREAD_LOCAL = Change((2, 5), "torch.serialization has skip_data, safe_globals and a thread-local")
@@ -218,9 +218,8 @@ def is_fake(tensor: object) -> bool:
 
 
 def ordered_set() -> type:
-    """The class of the sets in which `torch.export` keeps weights that share a storage."""
-    PT2_ARCHIVE.require("holdfast.torch.export.shared_weights")
-    found: type = importlib.import_module("torch.utils._ordered_set").OrderedSet
+    """The class of the sets in which `torch.export` keeps weights that share a storage; where it keeps none, any class of sets."""
+    found: type = importlib.import_module("torch.utils._ordered_set").OrderedSet if PT2_ARCHIVE else set
     return found
 
 

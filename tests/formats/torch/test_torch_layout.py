@@ -208,6 +208,7 @@ def test_every_dtype(name: str, tmp_path: Path):
     assert bytes(found["x"].untyped_storage()) == bytes(raw.untyped_storage())
 
 
+@needs(versions.INT1)
 @pytest.mark.parametrize(
     "name", [f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8) if versions.dtype(f"{sign}int{width}")]
 )
@@ -431,6 +432,7 @@ def test_a_subclass_is_kept_and_noted():
         load(carry_out(plan))
 
 
+@needs(versions.LENGTHS_KEPT)
 def test_a_jagged_tensor_comes_back(tmp_path: Path):
     jagged = torch.nested.nested_tensor([torch.zeros(2, 3), torch.ones(3, 3)], layout=torch.jagged)
     saved(jagged, tmp_path / "j.pt")

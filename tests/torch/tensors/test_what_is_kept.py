@@ -40,7 +40,9 @@ NESTED = {
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("kind", NESTED)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs(versions.LENGTHS_KEPT) if "jagged" in kind else ()) for kind in NESTED]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_nested_tensors_are_kept(tmp_path, kind, format):
     tensor = NESTED[kind]()

@@ -101,6 +101,7 @@ def group_weights(all_weights: Mapping[str, Weights]) -> list[Group]:
 
     Fake tensors have no storage to tell them apart: those of one dtype are one group.
     """
+    versions.PT2_ARCHIVE.require("group_weights")
     groups: dict[tuple[int | None, torch.dtype], Group] = {}
     for model, weights in all_weights.items():
         for name, (tensor, properties) in weights.items():
