@@ -6,7 +6,7 @@
     python tools/programs --holdfast FOLDER  the Holdfast that is put in place (src)
 
 Each program runs twice, in an environment of its own. A test that ends differently is run again, alone, both ways; if it differs
-again, it is listed with the reason that `catalogue.py` has for it. The exit status is 1 if one has none.
+again in the same way, it is listed with the reason that `catalogue.py` has for it. The exit status is 1 if one has none.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _suite(suite: Suite, place: Place) -> Row:
     if again:
         ways = [Way(place, way.ours, way.folder.with_name(way.folder.name + "-again")) for way in ways]
         twice = _differences(*(run_suite(suite, way, only=again) for way in ways))
-        differences = {name: pair for name, pair in differences.items() if name not in again or name in twice}
+        differences = {name: pair for name, pair in differences.items() if name not in again or twice.get(name) == pair}
     return Row(f"{suite.package} {suite.version}", f"its tests: {_short(suite.tests)}", stock, ours, differences)
 
 

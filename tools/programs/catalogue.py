@@ -129,4 +129,4 @@ OURS = tuple(
     )
 )
 
-REASONS: tuple[Reason, ...] = ()
+REASONS = (Reason("test_disk_saver_atomic", "a save that fails leaves no half of a file, with `atomic=False` either"),)

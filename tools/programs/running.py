@@ -86,7 +86,7 @@ def run_suite(suite: Suite, way: Way, *, only: tuple[str, ...] = ()) -> Outcome:
         subprocess.run(
             [*command, *(only or suite.tests)],
             cwd=sources,
-            env=way.environment() | {"PROGRAMS_REPORT": str(report)},
+            env=way.environment(seed="1") | {"PROGRAMS_REPORT": str(report)},
             stdout=file,
             stderr=subprocess.STDOUT,
         )
