@@ -79,8 +79,6 @@ def run_suite(suite: Suite, way: Way, *, only: tuple[str, ...] = ()) -> Outcome:
         "-o",
         "addopts=",
         f"--basetemp={way.folder / 'base'}",
-        "-k",
-        suite.without and f"not ({suite.without})",
     ]
     with log.open("w") as file:
         subprocess.run(
@@ -102,11 +100,13 @@ def run_suite(suite: Suite, way: Way, *, only: tuple[str, ...] = ()) -> Outcome:
 def run_example(example: Example, way: Way) -> Outcome:
     """The calls of a script, one after the other in an empty folder, and the sum of each file that they leave."""
     way.clear()
-    work = way.folder / "work"
+    # The same place both ways: programs write down where they are. What is left is kept beside the logs.
+    work, kept = way.folder.parent / "work", way.folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     sources = HERE if example.origin == "here" else way.place.unpacked(example.package, example.version)
     script = sources / example.script
-    environment = way.environment(HERE / "standins", seed="1") | dict(example.environment)
+    environment = way.environment(*[HERE / "standins"][: example.standins], seed="1") | dict(example.environment)
     words = {}
     for number, arguments in enumerate(example.runs, 1):
         with (way.folder / f"log{number}").open("w") as file:
@@ -119,8 +119,9 @@ def run_example(example: Example, way: Way) -> Outcome:
                 timeout=900,
             )
         words[f"run {number}"] = PASSED if not done.returncode else f"exit {done.returncode}"
-    for path in sorted(work.rglob("*")):
-        name = path.relative_to(work).as_posix()
+    work.rename(kept)
+    for path in sorted(kept.rglob("*")):
+        name = path.relative_to(kept).as_posix()
         if path.is_file() and not any(fnmatch.fnmatch(name, pattern) for pattern in example.ignore):
             words[name] = hashlib.sha256(path.read_bytes()).hexdigest()
     return way.counted(words)
