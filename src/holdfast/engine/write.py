@@ -19,8 +19,8 @@ import numpy as np
 
 from holdfast.core.crc import Sums
 from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
-from holdfast.engine.threads import default_threads, run_all
-from holdfast.engine.transfer import cached_nbytes
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import cached_nbytes, run_reads
 from holdfast.errors import located
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
 
@@ -81,7 +81,8 @@ def write_file(
     written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
     sink.allocate(plan.nbytes)
     threads = threads or default_threads()
-    run_all(_tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK_NBYTES)), threads)
+    work = _tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK_NBYTES))
+    run_reads(work, threads, stores=[s.tensor.source.store for s in plan.segments if isinstance(s, Data)])
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:

@@ -30,7 +30,8 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import Content, Tally, blocks, compare_block
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import same_bytes
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
@@ -371,7 +372,7 @@ def compare_tensors(pairs: list[Pair], progress: Progress | None, *, threads: in
                 tensor.check_expansion()
         work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
     if work:
-        run_all(work, threads or default_threads())
+        run_reads(work, threads or default_threads(), stores=[tensor.source.store for pair in pairs for tensor in pair])
     return [tally.content() for tally in tallies]
 
 

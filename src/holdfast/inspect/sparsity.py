@@ -25,7 +25,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import read_flat
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.stats import TensorRows, countable
@@ -123,7 +124,7 @@ def find_zeros(
         found.append(about)
         work += [_task(tensor, about, tile, lock=lock, progress=progress) for tile in _tiles(tensor)]
     if work:
-        run_all(work, threads or default_threads())
+        run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in wanted])
     return tuple(_row(tensor, about) for tensor, about in zip(wanted, found, strict=True))
 
 

@@ -23,7 +23,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks, elements
-from holdfast.engine.threads import default_threads, run_all
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
 
@@ -244,7 +245,7 @@ def _each(
 
     work = [task(number, start, stop) for number, tensor in enumerate(tensors) for start, stop in blocks(tensor.size)]
     if work:
-        run_all(work, threads or default_threads())
+        run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors])
     return [[parts[start] for start in sorted(parts)] for parts in found]
 
 
