@@ -28,17 +28,27 @@ def test_in_place(name, tmp_path):
 
 def test_shards_in_place(tmp_path):
     made(tmp_path / "a", format="safetensors", max_shard_size=16)
+    assert len(os.listdir(tmp_path / "a")) == 3
     holdfast.edit(tmp_path / "a", in_place=True, drop=["m.b"])
+    assert os.listdir(tmp_path / "a") == ["model.safetensors"]
     with holdfast.open(tmp_path / "a") as ckpt:
-        assert (ckpt.format, list(ckpt)) == ("safetensors-dir", ["m.w"])
+        assert list(ckpt) == ["m.w"]
 
 
-def test_a_folder_with_other_files_is_not_replaced(tmp_path):
+def test_other_files_of_a_folder_stay(tmp_path):
     made(tmp_path / "a")
     (tmp_path / "a" / "notes.txt").write_text("mine")
-    with pytest.raises(NotCommitted, match=r"notes\.txt"):
-        holdfast.edit(tmp_path / "a", in_place=True, drop=["m.b"])
+    holdfast.edit(tmp_path / "a", in_place=True, drop=["m.b"])
     assert (tmp_path / "a" / "notes.txt").read_text() == "mine"
+    with holdfast.open(tmp_path / "a") as ckpt:
+        assert len(ckpt) == 1
+
+
+def test_a_folder_with_folders_is_not_replaced(tmp_path):
+    made(tmp_path / "a")
+    (tmp_path / "a" / "runs").mkdir()
+    with pytest.raises(NotCommitted, match="'runs'"):
+        holdfast.edit(tmp_path / "a", in_place=True, drop=["m.b"])
     with holdfast.open(tmp_path / "a") as ckpt:
         assert len(ckpt) == 2
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import Composite
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.rewrite.state import describe_state
-from holdfast.rewrite.transform import Edits, dtype_named, transform
+from holdfast.rewrite.transform import Edits, casts_of, dtype_named, transform
 
 
 def changed(tree: object, **edits: object) -> object:
@@ -100,7 +99,7 @@ def test_tensors_only_is_flat():
 def test_a_cast_leaves_integers_and_keeps_ties_and_views():
     base = torch.randn(4, 6)
     state = describe_state({"base": base, "tied": base, "row": base[1:3], "turned": base.T, "i": torch.arange(3)})
-    made = transform(state, Edits(dtype=DTYPES.name("bfloat16"))).tensors
+    made = transform(state, Edits(casts=casts_of("bfloat16"))).tensors
     assert {t.dtype.name for n, t in made.items() if n != "i"} == {"bfloat16"}
     assert made["i"].dtype.name == "int64"
     assert len({t.chunks[0].storage for n, t in made.items() if n != "i"}) == 1
@@ -112,7 +111,7 @@ def test_a_cast_leaves_integers_and_keeps_ties_and_views():
 def test_a_cast_of_views_of_several_dtypes_casts_each_by_itself():
     raw = np.arange(16, dtype=np.uint8)
     state = describe_state({"f4": raw.view(np.float32), "f2": raw.view(np.float16), "u1": raw})
-    made = transform(state, Edits(dtype=DTYPES.name("float64"))).tensors
+    made = transform(state, Edits(casts=casts_of("float64"))).tensors
     assert made["f4"].numpy().tolist() == raw.view(np.float32).astype(np.float64).tolist()
     assert made["f2"].numpy().tobytes() == raw.view(np.float16).astype(np.float64).tobytes()
     assert made["u1"].numpy().tolist() == raw.tolist()
@@ -122,7 +121,7 @@ def test_a_cast_tells_a_view_from_its_negative():
     """Both are the same elements of one storage, which has complex numbers as well."""
     pairs = torch.complex(torch.arange(4.0), torch.arange(1.0, 5.0))
     state = describe_state({"pairs": pairs, "one": pairs.imag, "other": pairs.conj().imag})
-    made = transform(state, Edits(dtype=DTYPES.name("float64"))).tensors
+    made = transform(state, Edits(casts=casts_of("float64"))).tensors
     assert made["one"].numpy().tolist() == [1, 2, 3, 4]
     assert made["other"].numpy().tolist() == [-1, -2, -3, -4]
 
@@ -143,14 +142,14 @@ def test_a_cast_keeps_what_a_file_remembers_of_views(tmp_path):
 def test_a_cast_of_composites():
     sparse = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.5, 2.5], (2, 2))
     quantized = torch.quantize_per_tensor(torch.randn(4), 0.1, 0, torch.qint8)
-    made = changed({"s": sparse, "q": quantized}, dtype=DTYPES.name("float16"))
+    made = changed({"s": sparse, "q": quantized}, casts=casts_of("float16"))
     assert isinstance(made["s"], Composite)
     assert {n: p.dtype.name for n, p in made["s"].parts.items()} == {"indices": "int64", "values": "float16"}
     assert made["q"].parts["int_repr"].dtype.name == "qint8"
 
 
 def test_a_cast_overflows_as_numpy_does():
-    made = changed({"w": np.array([1e9, -1e9, np.nan], np.float32)}, dtype=DTYPES.name("float16"))
+    made = changed({"w": np.array([1e9, -1e9, np.nan], np.float32)}, casts=casts_of("float16"))
     assert [str(v) for v in made["w"].numpy()] == ["inf", "-inf", "nan"]
 
 

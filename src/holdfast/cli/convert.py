@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.planned import FORMATS, add_sparse, add_writing, carry_out, writing
-from holdfast.cli.values import pair, size
+from holdfast.cli.planned import FORMATS, add_folder, add_sparse, add_writing, carry_out, copy_config, writing
+from holdfast.cli.values import pair
 
 if TYPE_CHECKING:
     from holdfast.rewrite.convert import Conversion
@@ -26,6 +27,8 @@ examples:
   holdfast convert model.pt model.safetensors
   holdfast convert model.pt model/ --format safetensors --max-shard-size 5GB
   holdfast convert pytorch_model.bin model.safetensors --dtype bf16 --rename 'model.*=*'
+  holdfast convert llama/ small/ --format safetensors --dtype bf16 --dtype '*norm*=f32'    config and tokenizer come along
+  holdfast convert actor/ hf/ --format safetensors --dtype bf16 --copy-config base/
   holdfast convert trainer.ckpt weights.safetensors --keep 'state_dict.*' --tensors-only
   holdfast convert model.pt model.safetensors --dry-run
   holdfast convert heads.pt2 classify.safetensors --model classify               its state dict, without the program
@@ -49,20 +52,40 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def add_edits(verb: argparse.ArgumentParser) -> None:
     """What `convert` and `edit` have in common."""
     verb.add_argument("--format", choices=FORMATS, help="the format, whatever the suffix")
-    verb.add_argument("--dtype", metavar="DTYPE", help="cast floating-point tensors: bf16, f16, f32, float8_e4m3fn, …")
+    cast = "cast floating-point tensors: bf16, f16, f32, …; or those of a name: '*norm*=f32' ('=keep': not at all)"
+    verb.add_argument("--dtype", metavar="[GLOB=]DTYPE", action="append", default=[], help=cast)
     verb.add_argument("--keep", metavar="GLOB", action="append", default=[], help="only names that match")
     verb.add_argument("--drop", metavar="GLOB", action="append", default=[], help="all but names that match")
     verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=pair, help="'model.*=*'")
     verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
-    verb.add_argument("--max-shard-size", metavar="SIZE", type=size, help="split into files of at most 5GB, 500MiB, …")
+    add_folder(verb)
 
 
 def edits_of(options: argparse.Namespace) -> Edits:
     """Those options, for the library."""
-    from holdfast.rewrite.transform import Edits, dtype_named
+    from holdfast.rewrite.transform import Edits, casts_of
 
-    dtype = dtype_named(options.dtype) if options.dtype else None
-    return Edits(tuple(options.keep), tuple(options.drop), tuple(options.rename), dtype, options.tensors_only)
+    casts = casts_of(_dtypes(options.dtype))
+    return Edits(tuple(options.keep), tuple(options.drop), tuple(options.rename), casts, options.tensors_only)
+
+
+def _dtypes(words: Sequence[str]) -> dict[str, str]:
+    """Each `GLOB=DTYPE` in its order, and last of all the dtype without a pattern, wherever that stands."""
+    from holdfast.errors import Unsupported
+
+    dtypes: dict[str, str] = {}
+    rest: list[str] = []
+    for word in words:
+        pattern, equals, dtype = word.rpartition("=")
+        if not equals:
+            rest.append(dtype)
+        elif not pattern or pattern in dtypes:
+            raise Unsupported(f"--dtype {word}: write GLOB=DTYPE, each GLOB once", found=word)
+        else:
+            dtypes[pattern] = dtype
+    if len(rest) > 1 or (rest and "*" in dtypes):
+        raise Unsupported("--dtype is given twice for all tensors; write GLOB=DTYPE for some of them", found=tuple(words))
+    return dtypes | dict.fromkeys(("*",) * len(rest), *rest)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -75,7 +98,7 @@ def run(options: argparse.Namespace) -> int:
         options.src, options.dst, format=options.format, edits=edits_of(options),
         selection=Selection(options.model, options.constants, options.sample_inputs),
         options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse),
-        writing=writing(options, resume=options.resume),
+        copy_config=copy_config(options), writing=writing(options, resume=options.resume),
     )  # fmt: skip
     return carry_out(planned, "Converting", options, fields=conversion_fields, more=rate)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from holdfast.cli.convert import add_edits, conversion_fields, edits_of, rate
-from holdfast.cli.planned import add_place, add_writing, carry_out, writing
+from holdfast.cli.planned import add_place, add_writing, carry_out, copy_config, writing
 from holdfast.cli.values import pair
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
@@ -22,6 +22,7 @@ patterns:
 examples:
   holdfast edit model.pt renamed.pt --rename 'model.*=*'
   holdfast edit model.pt --in-place --drop 'optimizer.*'
+  holdfast edit llama/ --in-place --dtype bf16                       config, tokenizer and all else stay in the folder
   holdfast edit model.safetensors small.safetensors --dtype bf16 --set licence=apache-2.0 --unset author
 """
 
@@ -43,6 +44,6 @@ def run(options: argparse.Namespace) -> int:
     planned = plan_edit(
         options.src, options.dst, in_place=options.in_place, format=options.format, edits=edits_of(options),
         metadata=metadata_changes(dict(options.set), options.unset), max_shard_size=options.max_shard_size,
-        writing=writing(options),
+        copy_config=copy_config(options), writing=writing(options),
     )  # fmt: skip
     return carry_out(planned, "Editing", options, fields=conversion_fields, more=rate)

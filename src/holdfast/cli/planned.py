@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import values
@@ -20,7 +21,18 @@ if TYPE_CHECKING:
 
     R = TypeVar("R", bound=Saved)
 
-__all__ = ["SCHEMA", "add_place", "add_sparse", "add_writing", "carry_out", "say", "writing"]
+__all__ = [
+    "FORMATS",
+    "SCHEMA",
+    "add_folder",
+    "add_place",
+    "add_sparse",
+    "add_writing",
+    "carry_out",
+    "copy_config",
+    "say",
+    "writing",
+]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
@@ -52,6 +64,20 @@ def add_writing(verb: argparse.ArgumentParser, *, rewrites: bool = True) -> None
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/cli.md)")
     verb.set_defaults(rewrites=rewrites)
+
+
+def add_folder(verb: argparse.ArgumentParser) -> None:
+    """What is in a directory that is written: how many files, and which beside the weights."""
+    verb.add_argument("--max-shard-size", metavar="SIZE", type=size, help="split into files of at most 5GB, 500MiB, …")
+    beside = verb.add_mutually_exclusive_group()
+    told = "to a directory: take config and tokenizer from DIR, not from SRC"
+    beside.add_argument("--copy-config", metavar="DIR", type=values.path, help=told)
+    beside.add_argument("--no-copy-config", action="store_true", help="leave those of SRC behind")
+
+
+def copy_config(options: argparse.Namespace) -> bool | Path:
+    """Those options, for the library."""
+    return options.copy_config or not options.no_copy_config
 
 
 def add_sparse(verb: argparse.ArgumentParser) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.planned import FORMATS, add_sparse, add_writing, carry_out, writing, written_lines
+from holdfast.cli.planned import FORMATS, add_folder, add_sparse, add_writing, carry_out, copy_config, writing, written_lines
 
 if TYPE_CHECKING:
     from holdfast.cli.text import Line
@@ -52,6 +52,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     masks = "write the masks too, into the directory DST; or only them, to DST"
     verb.add_argument("--masks", choices=("beside", "only"), help=masks)
     verb.add_argument("-a", "--all", action="store_true", help="every tensor")
+    add_folder(verb)
     add_sparse(verb)
     add_writing(verb)
     verb.set_defaults(run=run)
@@ -61,13 +62,15 @@ def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
     from holdfast.pruning.prune import plan_prune
+    from holdfast.rewrite.formats import Options
 
     lines = options.rules.read_text("utf-8").splitlines() if options.rules else []
     rules = [*options.rule, *(line for line in (text.partition("#")[0].strip() for text in lines) if line)]
     begin = time.perf_counter()
     with bar("Measuring", quiet=options.quiet or options.json) as progress:
         planned = plan_prune(
-            options.src, options.dst, rules, format=options.format, masks=options.masks, sparse=options.sparse,
+            options.src, options.dst, rules, format=options.format, masks=options.masks, copy_config=copy_config(options),
+            options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse),
             writing=writing(options), progress=progress,
         )  # fmt: skip
     most = None if options.all else ROWS

@@ -26,6 +26,7 @@ from holdfast.core.protocols import State
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
+from holdfast.engine.budget import byte_count
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
@@ -35,6 +36,7 @@ from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, commo
 from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
 from holdfast.pruning.rules import Block, Global, Groups, Job, Magnitude, Random, Rule, assign, conflicts, parse_rule, tensor_seed
 from holdfast.pruning.select import GroupMask, Mask, block_mask, threshold_masks
+from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state, map_tensors
@@ -48,6 +50,8 @@ MASKS_FILE = "masks.safetensors"
 """Where they are in a directory of pruned weights."""
 
 MOST_VISITS = 100_000
+
+OPTIONS = Options(keep_tree=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,9 @@ def prune(
     rules: Sequence[str | Rule],
     *,
     masks: str | None = None,
+    max_shard_size: int | str | None = None,
     sparse: str = "never",
+    copy_config: CopyConfig = True,
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
@@ -124,13 +130,15 @@ def prune(
     """Write a checkpoint with weights set to zero by rules (`pruning/rules.py`), the first that matches a name deciding.
 
     `masks="beside"` writes the masks too: `masks.safetensors` in the directory that `dst` then has to be, `NAME.mask` a tensor, of
-    packed bits, published with the weights by one rename. `masks="only"` writes that file to `dst` and no weights. A native
+    packed bits, published with the weights by one rename. `masks="only"` writes that file to `dst` and no weights.
+    `max_shard_size` and `copy_config` are as for `convert`. A native
     directory may hold the zeros packed (`sparse`, as for `save`). With `dry_run` everything is found out and nothing is written.
 
     Raises `CannotHold` with every problem where the rules do not fit the checkpoint, before anything is read or written.
     """
     planned = plan_prune(
-        src, dst, rules, format=format, masks=masks, sparse=sparse, limits=limits, progress=progress,
+        src, dst, rules, format=format, masks=masks, limits=limits, progress=progress, copy_config=copy_config,
+        options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree=True, sparse=sparse),
         writing=Writing(
             overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
         ),
@@ -145,7 +153,8 @@ def plan_prune(
     *,
     format: str | None = None,
     masks: str | None = None,
-    sparse: str = "never",
+    options: Options = OPTIONS,
+    copy_config: CopyConfig = True,
     writing: Writing,
     limits: Limits | None = None,
     progress: Progress | None = None,
@@ -156,15 +165,15 @@ def plan_prune(
         target = where.path
         state = describe_state(source, limits=limits)
         jobs = _jobs(source, state, rules, masks=masks)
-        chosen = "safetensors" if masks == "only" else format_for(target, format, Options(keep_tree=True))
+        chosen = "safetensors" if masks == "only" else format_for(target, where.format, options)
         if masks != "only":
             # The format is asked now: a target that cannot hold the state is refused before anything is read.
-            check_sparse(target, chosen, sparse)
-            directory = plan_save(target, state, chosen, options=Options(keep_tree=True)).directory
+            check_sparse(target, chosen, options.sparse)
+            directory = plan_save(target, state, chosen, options=replace(options, sparse="never")).directory
             if masks == "beside" and not directory:
                 problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
                 raise CannotHold("the masks have no place", [f"{problem}, or write them by themselves (masks='only')"], file=target)
-        pruning = Pruning(state, jobs, masks, sparse=sparse)
+        pruning = Pruning(state, jobs, masks, options=options)
         pruning.measure(writing.reading_threads, progress)
         plan = pruning.plan(target, chosen)
         beside = os.path.join(target, MASKS_FILE) if masks == "beside" else target if masks == "only" else None
@@ -176,7 +185,10 @@ def plan_prune(
         return Planned(plan, report, where.writing, reads=stores_of(state), finish=finish)
 
     directory = False if masks == "only" else None
-    return rewritten(src, dst, lay_out, beside=True, format=format, directory=directory, writing=writing, limits=limits)
+    return rewritten(
+        src, dst, lay_out, beside=True, format=format, directory=directory, options=options,
+        copy_config=copy_config, writing=writing, limits=limits,
+    )  # fmt: skip
 
 
 def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], *, masks: str | None) -> list[Job]:
@@ -202,8 +214,8 @@ def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], *, mask
 class Pruning:
     """What is pruned: `measure` finds the masks, `plan` lays out what they leave, `report` says what they do."""
 
-    def __init__(self, state: State, jobs: list[Job], masks: str | None, *, sparse: str) -> None:
-        self._state, self._jobs, self._masks, self._sparse = state, jobs, masks, sparse
+    def __init__(self, state: State, jobs: list[Job], masks: str | None, *, options: Options) -> None:
+        self._state, self._jobs, self._masks, self._options = state, jobs, masks, options
 
     def measure(self, workers: int, progress: Progress | None) -> None:
         """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
@@ -251,7 +263,7 @@ class Pruning:
         masked = Masked()
         if self._masks == "only":
             return plan_save(target, self._bits(masked), format, options=Options())
-        plan = plan_save(target, self._pruned(masked), format, options=Options(keep_tree=True, sparse=self._sparse))
+        plan = plan_save(target, self._pruned(masked), format, options=replace(self._options, index=self._masks is not None))
         if self._masks is None:
             return plan
         (bits,) = plan_save(target, self._bits(masked), "safetensors", options=Options()).files
@@ -262,7 +274,7 @@ class Pruning:
         made: dict[object, LazyTensor] = {}
         for job in self._jobs:
             # What is packed is read several times, and told to nobody: it is weighed by itself.
-            told = job.told if self._sparse == "never" else None
+            told = job.told if self._options.sparse == "never" else None
             made[identity(job.tensor, noted=True)] = masked.tensor(job.tensor, _mask(job), told)
         same: dict[int, LazyTensor] = {}
 

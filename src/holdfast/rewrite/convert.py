@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.tensor import LazyTensor
@@ -30,11 +31,12 @@ from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.open import Openable
 from holdfast.plan.reads import plan_reads
 from holdfast.plan.saves import SavePlan
+from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import Selection, select
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state
-from holdfast.rewrite.transform import Edits, Losses, dtype_named, transform
+from holdfast.rewrite.transform import Edits, Losses, casts_of, transform
 
 __all__ = ["Conversion", "convert", "edit", "lay_out_conversion", "metadata_changes", "plan_conversion", "plan_edit"]
 
@@ -63,7 +65,7 @@ def convert(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
     *,
-    dtype: str | None = None,
+    dtype: str | Mapping[str, str] | None = None,
     keep: Sequence[str] = (),
     drop: Sequence[str] = (),
     rename: Sequence[tuple[str, str]] = (),
@@ -74,6 +76,7 @@ def convert(
     tensors_only: bool = False,
     keep_tree: bool = True,
     sparse: str = "never",
+    copy_config: CopyConfig = True,
     resume: bool = False,
     format: str | None = None,
     overwrite: bool = False,
@@ -87,18 +90,22 @@ def convert(
 ) -> Conversion:
     """Convert a checkpoint of any format that opens to any format that can be written.
 
-    `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors. `tensors_only` leaves out what
-    is no tensor; without it, what the target cannot hold is an error that lists all of it, and nothing is written. safetensors
-    keeps the rest in its header where Holdfast finds it (`keep_tree`). `sparse` is as for `save`; zeros are counted first, so it
-    reads the source when the conversion is planned. With `dry_run=True` nothing is written, and the result says
-    what would be. `resume` takes up an interrupted conversion to a directory: its finished files are checked and kept.
+    `keep`, `drop` and `rename` take globs on dotted names; `dtype` casts floating-point tensors: all, or by globs on the names that
+    they have in the source, the first that matches deciding (`{"*norm*": "f32", "*": "bf16"}`, "keep" for as it is).
+    `tensors_only` leaves out what is no tensor; without it, what the target cannot hold is an error that lists all of it, and
+    nothing is written. safetensors keeps the rest in its header where Holdfast finds it (`keep_tree`). `sparse` is as for `save`;
+    zeros are counted first, so it reads the source when the conversion is planned. With `dry_run=True` nothing is written, and the
+    result says what would be. `resume` takes up an interrupted conversion to a directory: its finished files are checked and kept.
+
+    From a Hugging Face folder to a directory, config, tokenizer and generation files come along, and the config's dtype is set
+    where the weights are cast. `copy_config=False` leaves them, `copy_config="base/"` takes them from another folder.
 
     Of a `.pt2`, the state dict is converted: parameters and buffers, of `model` where it holds several; `constants` and
     `sample_inputs` come along when asked for, and a note says what stays behind. `model` chooses from any package.
     """
     planned = plan_conversion(
-        src, dst, format=format, selection=Selection(model, constants, sample_inputs),
-        edits=Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only),
+        src, dst, format=format, selection=Selection(model, constants, sample_inputs), copy_config=copy_config,
+        edits=Edits(tuple(keep), tuple(drop), tuple(rename), casts_of(dtype), tensors_only),
         options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse),
         writing=Writing(
             overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run,
@@ -116,6 +123,7 @@ def plan_conversion(
     selection: Selection,
     edits: Edits,
     options: Options,
+    copy_config: CopyConfig = True,
     writing: Writing,
     limits: Limits | None = None,
 ) -> Planned[Conversion]:
@@ -124,7 +132,10 @@ def plan_conversion(
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Conversion]:
         return lay_out_conversion(source, where, selection=selection, edits=edits, options=options, limits=limits)
 
-    return rewritten(src, dst, lay_out, format=format, max_shard_size=options.max_shard_size, writing=writing, limits=limits)
+    return rewritten(
+        src, dst, lay_out, format=format, options=options, copy_config=copy_config, writing=writing,
+        limits=limits,
+    )  # fmt: skip
 
 
 def lay_out_conversion(
@@ -141,7 +152,8 @@ def lay_out_conversion(
     target, within = where.path, where.writing.budget
     described = describe_state(source, limits=limits)
     chosen, left = select(source, described, selection or Selection())
-    losses = Losses()
+    losses: dict[DType, Losses] = {}
+    options = replace(options, index=options.index or where.index)
     state = transform(chosen, edits, limits, losses=losses)
     found = format_for(target, where.format, options)
     if metadata:
@@ -156,7 +168,7 @@ def lay_out_conversion(
     )  # fmt: skip
 
     def finish(report: Conversion, progress: Progress | None) -> Conversion:
-        lost = losses.notes(edits.dtype) if edits.dtype is not None and report.done else ()
+        lost = (note for dtype, lost in losses.items() for note in lost.notes(dtype)) if report.done else ()
         return replace(report, notes=(*report.notes, *lost))
 
     return Planned(plan, report, where.writing, reads=stores_of(described), finish=finish)
@@ -205,11 +217,12 @@ def edit(
     keep: Sequence[str] = (),
     drop: Sequence[str] = (),
     rename: Sequence[tuple[str, str]] = (),
-    dtype: str | None = None,
+    dtype: str | Mapping[str, str] | None = None,
     set_metadata: Mapping[str, str] | None = None,
     unset_metadata: Sequence[str] = (),
     tensors_only: bool = False,
     max_shard_size: int | str | None = None,
+    copy_config: CopyConfig = True,
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
@@ -222,15 +235,15 @@ def edit(
 ) -> Conversion:
     """Change a checkpoint: as a new one at `dst`, whose suffix may ask for another format, or in its place (`in_place=True`).
 
-    Patterns and `dtype` are as in `convert`. `set_metadata` and `unset_metadata` change the text that safetensors and native
-    directories carry about themselves. `overwrite` is about `dst`; in place, the source is replaced, atomically. With
-    `dry_run=True` nothing is written.
+    Patterns, `dtype` and `copy_config` are as in `convert`; in place, the other files of a folder stay. `set_metadata` and
+    `unset_metadata` change the text that safetensors and native directories carry about themselves. `overwrite` is about `dst`; in
+    place, the source is replaced, atomically. With `dry_run=True` nothing is written.
 
     Raises `CannotHold` with every problem where the edits do not fit, `NotCommitted` where nothing changed.
     """
     planned = plan_edit(
-        src, dst, in_place=in_place, format=format,
-        edits=Edits(tuple(keep), tuple(drop), tuple(rename), dtype_named(dtype) if dtype else None, tensors_only),
+        src, dst, in_place=in_place, format=format, copy_config=copy_config,
+        edits=Edits(tuple(keep), tuple(drop), tuple(rename), casts_of(dtype), tensors_only),
         metadata=metadata_changes(set_metadata or {}, unset_metadata),
         max_shard_size=None if max_shard_size is None else byte_count(max_shard_size),
         writing=Writing(
@@ -258,6 +271,7 @@ def plan_edit(
     metadata: Mapping[str, str | None],
     format: str | None = None,
     max_shard_size: int | None = None,
+    copy_config: CopyConfig = True,
     writing: Writing,
     limits: Limits | None = None,
 ) -> Planned[Conversion]:
@@ -270,5 +284,6 @@ def plan_edit(
         return lay_out_conversion(source, where, edits=edits, metadata=metadata, options=options, limits=limits)
 
     return rewritten(
-        src, dst, lay_out, in_place=in_place, format=format, max_shard_size=max_shard_size, writing=writing, limits=limits
-    )
+        src, dst, lay_out, in_place=in_place, format=format, options=options, copy_config=copy_config,
+        writing=writing, limits=limits,
+    )  # fmt: skip

@@ -46,6 +46,7 @@ __all__ = [
     "is_replaceable",
     "plan_save",
     "rehearse",
+    "suffix_of",
 ]
 
 NAMES = {
@@ -74,14 +75,25 @@ class Options:
     """safetensors: record what is no tensor in the header, where Holdfast finds it again."""
     sparse: str = "never"
     """native: which tensors are stored packed (`engine.sparse_choice`)."""
+    index: bool = False
+    """safetensors: an index even of one file, because other safetensors files will lie beside it."""
+
+
+def suffix_of(path: str) -> str:
+    """What a path says of its format: in small letters; empty for the name of a directory.
+
+    >>> suffix_of("model.PT"), suffix_of("step-1000.5"), suffix_of("model.v2/")
+    ('.pt', '', '')
+    """
+    suffix = "" if path.endswith("/") else os.path.splitext(path)[1].lower()
+    # A step number is no suffix: step-1000.5 is a directory's name like any other.
+    return "" if suffix[1:].isdigit() else suffix
 
 
 def format_for(path: str, format: str | None, options: Options) -> str:
     """The format to save in: what was asked for, or what the suffix says."""
     if format is None:
-        suffix = os.path.splitext(path.rstrip("/"))[1].lower() if not path.endswith("/") else ""
-        # A step number is no suffix: step-1000.5 is a directory's name like any other.
-        suffix = "" if suffix[1:].isdigit() else suffix
+        suffix = suffix_of(path)
         if suffix not in SUFFIXES:
             known = ", ".join(s for s in SUFFIXES if s)
             hint = f"use one of {known}, none for a native directory, or say format="
@@ -119,7 +131,8 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
         case "safetensors":
             return lay_out_safetensors(state, keep_tree=options.keep_tree)
         case "safetensors-dir":
-            return lay_out_safetensors(state, keep_tree=options.keep_tree, max_shard_size=options.max_shard_size or 5_000_000_000)
+            most = options.max_shard_size or 5_000_000_000
+            return lay_out_safetensors(state, keep_tree=options.keep_tree, max_shard_size=most, index=options.index)
         case "native":
             wanted = parse_wanted(options.sparse)
             pack = None if wanted is None else partial(choose, wanted=wanted)
@@ -146,7 +159,10 @@ def rehearse(plan: SavePlan, path: str) -> SavePlan:
     if plan.opens:
         return plan
     with resting_collector():
-        found = described(PlannedStore((*plan.files, *plan.index), name=path), (plan.format,))
+        files = (*plan.files, *plan.index)
+        # A folder of one file is opened as that file.
+        alone = ("safetensors",) if plan.format == "safetensors-dir" and len(files) == 1 else ()
+        found = described(PlannedStore(files, name=path), (plan.format, *alone))
         if plan.holds is not None:
             lost = [str(one.what) for one in found.foreign if one.uses != ("mention",)]
             if lost:

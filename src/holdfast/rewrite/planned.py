@@ -34,7 +34,8 @@ from holdfast.engine.write import Progress, write_file
 from holdfast.errors import CannotHold, NotCommitted, StoreError, Unsupported
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import FilePlan, SavePlan
-from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse
+from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
+from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
 from holdfast.stores.files import Files, OsFiles
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.paths import local_path
@@ -212,6 +213,9 @@ class Planned(Generic[R]):
         self.sources.close()
 
 
+OPTIONS = Options()
+
+
 @dataclass(frozen=True, slots=True)
 class Destination:
     """Where a verb writes that makes a checkpoint of a checkpoint."""
@@ -220,6 +224,8 @@ class Destination:
     format: str | None
     """What was asked for, or what the source has that is replaced; None for what the suffix says."""
     writing: Writing
+    index: bool = False
+    """Whether other safetensors files stay there, so that an index has to say which ones count."""
 
 
 def rewritten(
@@ -231,12 +237,16 @@ def rewritten(
     beside: bool = False,
     format: str | None = None,
     directory: bool | None = None,
-    max_shard_size: int | None = None,
+    options: Options = OPTIONS,
+    copy_config: CopyConfig = True,
     writable: Collection[str] = (),
     writing: Writing,
     limits: Limits | None = None,
 ) -> Planned[R]:
     """What a verb makes of a checkpoint: `lay_out` is given the source, open, and where to write. The plan closes the source.
+
+    Beside what was laid out, a directory has the files that lie beside the weights of the source (`rewrite/companions.py`); where
+    nothing says its format, a Hugging Face folder becomes one again.
 
     `in_place` is None for a verb that has no such thing, and `beside` says that the target may not be the source. `directory` says
     whether a directory is written, where the format of the path does not; `writable` are formats beside those of `save`. Raises
@@ -253,16 +263,37 @@ def rewritten(
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
-            archive = where.format in writable or (where.format is None and _suffix(where.path) in writable)
-            directory = not archive and format_for(where.path, where.format, Options(max_shard_size)) in DIRECTORIES
+            archive = where.format in writable or (where.format is None and suffix_of(where.path)[1:] in writable)
+            if not archive and _becomes_model(source, where, options, copy_config):
+                where = replace(where, format="safetensors-dir")
+            directory = not archive and format_for(where.path, where.format, options) in DIRECTORIES
         check_target(where.path, directory=directory, writing=where.writing)
-        planned = lay_out(source, where)
+        beside_it = find_companions(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
+        planned = lay_out(source, replace(where, index=beside_it.weights))
         stack.callback(planned.close)
-        return replace(planned, sources=stack.pop_all())
+        return replace(_accompanied(planned, beside_it, source), sources=stack.pop_all())
 
 
-def _suffix(path: str) -> str:
-    return os.path.splitext(path)[1].lower().removeprefix(".")
+def _accompanied(planned: Planned[R], companions: Companions, source: Checkpoint) -> Planned[R]:
+    """The same with other files in the directory, published with it."""
+    plan, added = companions.beside(planned.plan, source)
+    if plan is planned.plan:
+        return planned
+    plan, report = rehearse(plan, planned.report.path), planned.report
+    files = (*report.files, *((file.key, file.nbytes) for file in added))
+    notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
+    report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
+    reads = dict.fromkeys((*planned.reads, *(origin.store for origin in companions.files.values())))
+    return replace(planned, plan=plan, report=report, reads=tuple(reads))
+
+
+def _becomes_model(source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig) -> bool:
+    """Whether a target whose name says nothing is to be a Hugging Face folder: what transformers opened it opens again."""
+    if suffix_of(where.path) or not is_model(source, copy_config):
+        return False
+    # A native directory with a config beside it stays one, unless it is told otherwise.
+    other = source.format == "native" and isinstance(copy_config, bool)
+    return where.format == "safetensors" or (where.format is None and options.sparse == "never" and not other)
 
 
 def check_target(path: str, *, directory: bool, writing: Writing) -> None:
@@ -331,6 +362,12 @@ def unchanged(stores: Iterable[Store], target: str) -> None:
             )
 
 
+def _replaceable(plan: SavePlan) -> Callable[[str], bool]:
+    """Which files of an old directory may go: those of a checkpoint, and those that come again."""
+    written = {file.key for file in (*plan.files, *plan.index)}
+    return lambda name: name in written or is_replaceable(name)
+
+
 FILES_REPLACED = Writing(overwrite=None)
 
 
@@ -372,7 +409,7 @@ def write_plan(
                 for file in plan.files:
                     crcs.update(staging.put(file, write))
             with DirectoryTransaction(
-                path, durable=writing.durable, overwrite=bool(writing.overwrite), replaceable=is_replaceable, files=files
+                path, durable=writing.durable, overwrite=bool(writing.overwrite), replaceable=_replaceable(plan), files=files
             ) as folder:
                 for file in plan.files:
                     if staging is not None:

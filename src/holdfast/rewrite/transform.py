@@ -6,7 +6,11 @@ that `keep=["model.*"]` leaves the model and nothing of the optimizer. A rename 
 
 What shares a storage still does after a cast. Where all tensors over one storage are of one dtype, the storage is cast as a row of
 elements, and each tensor becomes the same view of the new one: tied weights stay tied, slices stay slices. The same holds for
-views that a file only remembers (`Traits.alias`). Where a storage has several dtypes, each tensor is cast by itself.
+views that a file only remembers (`Traits.alias`). Where a storage has several dtypes, or is to have them, each tensor is cast by
+itself.
+
+Several dtypes go by patterns, too (`norm*` → float32, all else → bfloat16): the first that matches the name which a tensor had in
+the source decides. Names of one and the same tensor must agree.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from holdfast.engine.computed import Computed, Observe
 from holdfast.errors import CannotHold, LimitExceeded, Unsupported
 from holdfast.rewrite.state import MOST_VISITS, map_tensors
 
-__all__ = ["Cast", "Edits", "Losses", "dtype_named", "transform"]
+__all__ = ["Cast", "Casts", "Edits", "Losses", "casts_of", "dtype_named", "transform"]
 
 SHOWN = 3
 """Tensors that a note names."""
@@ -80,19 +84,26 @@ class Losses:
         return f"cast to {dtype}: {total:,} of {self.elements:,} values {said}: {names}{more}"
 
 
-class Cast:
-    """Call it with a tensor to have it cast; integers, booleans and quantised ones come back as they are. Nothing is read."""
+Casts = tuple[tuple[str, DType | None], ...]
+"""Patterns of names and the dtype that floating-point tensors of these names are cast to, None to leave them; the first decides."""
 
-    def __init__(self, dtype: DType, tensors: Iterable[LazyTensor], *, losses: Losses | None = None) -> None:
+Kinds = dict[Storage, set[tuple[DType, DType | None]]]
+"""What the tensors over each storage are, and what they shall be."""
+
+
+class Cast:
+    """Call it with a tensor to have it cast; integers, booleans and quantised ones come back as they are. Nothing is read.
+
+    `kinds` is about all tensors of the state. A storage of one kind is cast as a whole, so that its views stay views.
+    """
+
+    def __init__(self, dtype: DType, kinds: Kinds, *, losses: Losses) -> None:
         self._dtype = dtype
-        self._losses = losses or Losses()
-        self._kinds: dict[Storage, set[DType]] = {}
+        self._losses = losses
+        self._kinds = kinds
         self._computed: dict[Source, Computed] = {}
         self._storages: dict[Storage | View, LazyTensor] = {}
         self._made: dict[int, tuple[LazyTensor, LazyTensor]] = {}
-        for tensor in tensors:
-            for storage in (*tensor.storages, *tensor.shared_storages):
-                self._kinds.setdefault(storage, set()).add(tensor.dtype)
 
     def __call__(self, tensor: LazyTensor) -> LazyTensor:
         if tensor.dtype.kind != "float" or tensor.dtype is self._dtype:
@@ -168,13 +179,13 @@ class Edits:
     keep: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     rename: tuple[tuple[str, str], ...] = ()
-    dtype: DType | None = None
-    """Floating-point tensors are cast to this; integers, booleans and quantised ones stay as they are."""
+    casts: Casts = ()
+    """What floating-point tensors are cast to; integers, booleans and quantised ones stay as they are."""
     tensors_only: bool = False
     """Keep the tensors under their dotted names in a flat mapping and leave everything else out."""
 
     def __bool__(self) -> bool:
-        return bool(self.keep or self.drop or self.rename or self.dtype or self.tensors_only)
+        return bool(self.keep or self.drop or self.rename or self.casts or self.tensors_only)
 
 
 def dtype_named(name: str) -> DType:
@@ -188,10 +199,29 @@ def dtype_named(name: str) -> DType:
     return found
 
 
-def transform(state: State, edits: Edits, limits: Limits | None = None, *, losses: Losses | None = None) -> State:
+KEEP = "keep"
+"""In the place of a dtype: that of the source."""
+
+ALL = "*"
+"""The pattern of a dtype that is given without one."""
+
+
+def casts_of(dtype: str | Mapping[str, str] | None) -> Casts:
+    """What a caller wants cast: all, by one dtype, or by patterns; "keep" leaves what it has.
+
+    >>> [(pattern, str(to)) for pattern, to in casts_of({"norm*": "f32", "*": "bf16"})]
+    [('norm*', 'float32'), ('*', 'bfloat16')]
+    """
+    if not dtype:
+        return ()
+    wanted = dtype if isinstance(dtype, Mapping) else {ALL: dtype}
+    return tuple((pattern, None if name == KEEP else dtype_named(name)) for pattern, name in wanted.items())
+
+
+def transform(state: State, edits: Edits, limits: Limits | None = None, *, losses: dict[DType, Losses] | None = None) -> State:
     """The state with the edits applied. Raises `CannotHold` with every problem when they do not fit it.
 
-    What a cast loses is added to `losses` while the tensors are read.
+    What casts lose is added to `losses`, by dtype, while the tensors are read.
     """
     if not edits:
         return state
@@ -199,10 +229,12 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
     tree: object = dict(state.tensors) if edits.tensors_only else state.tree
     if edits.keep or edits.drop or edits.rename:
         tree = _reshape(tree, edits, problems)
+    cast = _casting(state, edits.casts, problems, {} if losses is None else losses) if edits.casts else None
     if problems:
         raise CannotHold("these edits do not fit the checkpoint", problems)
-    if edits.dtype is not None:
-        tree = _cast(tree, Cast(edits.dtype, state.tensors.values(), losses=losses))
+    if cast is not None:
+        # Quantised tensors stay as they are: their parts mean nothing in another dtype.
+        tree = map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")
     named = name_tensors(tree, limits or Limits(), MOST_VISITS)
     return State(tree, named.tensors, named.paths, state.metadata)
 
@@ -360,6 +392,53 @@ def _leaf_paths(tree: object) -> Iterator[Path]:
             yield path
 
 
-def _cast(tree: object, cast: Cast) -> object:
-    """Quantised tensors stay as they are: their parts mean nothing in another dtype."""
-    return map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")
+def _casting(state: State, casts: Casts, problems: list[str], losses: dict[DType, Losses]) -> Callable[[LazyTensor], LazyTensor]:
+    """What casts each tensor as the first pattern that matches one of its names says."""
+    patterns = [(_regex(pattern), dtype) for pattern, dtype in casts]
+
+    def first(name: str) -> int | None:
+        return next((i for i, (regex, _) in enumerate(patterns) if regex.fullmatch(name)), None)
+
+    floats = {name: tensor for name, tensor in state.tensors.items() if tensor.dtype.kind == "float"}
+    chosen = dict.fromkeys(floats, 0) if casts[0][0] == ALL else {name: first(name) for name in floats}
+    _check_casts(casts, list(floats), set(chosen.values()), problems)
+    wanted: dict[View, tuple[str, DType | None]] = {}
+    kinds: Kinds = {}
+    for name, tensor in state.tensors.items():
+        number = chosen.get(name)
+        dtype = None if number is None else casts[number][1]
+        for storage in (*tensor.storages, *tensor.shared_storages):
+            kinds.setdefault(storage, set()).add((tensor.dtype, dtype))
+        if number is None and name not in floats:
+            continue
+        other, before = wanted.setdefault(identity(tensor), (name, dtype))
+        if before is not dtype and tensor.chunks:
+            wants = ", the other ".join("is to stay as it is" if one is None else f"is to be {one}" for one in (before, dtype))
+            problems.append(f"{other} and {name} are one tensor, and under one name it {wants}")
+    made: dict[DType, Cast] = {}
+
+    def cast(tensor: LazyTensor) -> LazyTensor:
+        number = first(tensor.name) if not tensor.chunks else None
+        known = wanted.get(identity(tensor))
+        dtype = casts[number][1] if number is not None else known[1] if known is not None else None
+        if dtype is None:
+            return tensor
+        if dtype not in made:
+            made[dtype] = Cast(dtype, kinds, losses=losses.setdefault(dtype, Losses()))
+        return made[dtype](tensor)
+
+    return cast
+
+
+def _check_casts(casts: Casts, names: Sequence[str], deciding: set[int | None], problems: list[str]) -> None:
+    """A pattern that casts nothing is a mistake; that there is nothing to cast at all is none."""
+    for number, (pattern, _) in enumerate(casts):
+        if pattern == ALL and number == len(casts) - 1:
+            continue
+        regex = _regex(pattern)
+        if not any(map(regex.fullmatch, names)):
+            near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
+            hint = f"; near: {', '.join(near)}" if near else ""
+            problems.append(f"the dtype of {pattern!r}: it matches no floating-point tensor{hint}")
+        elif number not in deciding:
+            problems.append(f"the dtype of {pattern!r} decides nothing: patterns before it match all of its names")

@@ -388,7 +388,7 @@ def test_a_folder_of_files_that_were_saved_one_by_one():
 
 def test_an_index_whose_record_is_broken_or_old():
     memory = Memory()
-    files = save({"n": {"v": memory.array(np.ones(3))}}, max_shard_size=100)
+    files = save({"n": {"v": memory.array(np.ones(3))}}, max_shard_size=100, index=True)
     index = json.loads(files["model.safetensors.index.json"])
     for record, error in ((5, HeaderError), ("{}", HeaderError)):
         index["metadata"]["holdfast"] = record

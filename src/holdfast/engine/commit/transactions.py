@@ -368,11 +368,14 @@ class DirectoryTransaction(_Transaction):
 
     def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
         names = plain_names(files, descriptor)
-        foreign = [name for name in names or () if not self._replaceable(name)]
+        foreign = [repr(name) for name in names or () if not self._replaceable(name)]
+        if names is None:
+            found = ((name, files.stat(name, at=descriptor)) for name in files.list(descriptor))
+            foreign = [f"the {entry.kind} {name!r}" for name, entry in found if entry is not None and entry.kind != "file"]
         if names is None or foreign:
-            what = ", ".join(repr(name) for name in foreign[:5]) or "links or folders"
-            message = f"the folder to be replaced holds what is no part of a checkpoint ({what}); move it away or save elsewhere"
-            raise refusal(message, self.path, errno.ENOTEMPTY)
+            what = ", ".join(foreign[:5])
+            message = f"the folder to be replaced holds what is no part of a checkpoint and would be lost ({what})"
+            raise refusal(f"{message}; move it away or save elsewhere", self.path, errno.ENOTEMPTY)
         return names
 
     def _publish(self, target: Target, temporary: Kept) -> None:

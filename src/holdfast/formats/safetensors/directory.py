@@ -205,7 +205,8 @@ class SafetensorsDirectory:
             record = Record()
             if listed is not None:
                 record = read_record(listed.record, About(listed.weight_map, listed.texts), source.limits)
-            recorded = _together(headers.values(), record, stored, notes=notes)
+            alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
+            recorded = _together(headers.values(), record, stored, alone=alone, notes=notes)
             tensors, tree = restore(stored, recorded, source)
         changed = _changes(headers.values(), record, index, notes=notes)
         return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
@@ -228,11 +229,19 @@ def _changes(headers: Iterable[Header], record: Record, index: str | None, *, no
     return tuple(found)
 
 
-def _together(headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], *, notes: list[str]) -> Recorded:
-    """What was noted about the whole: in the index or, in a folder of files that were saved one by one, in each of them."""
+def _together(
+    headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], *, alone: Header | None, notes: list[str]
+) -> Recorded:
+    """What was noted about the whole: in the index or, in a folder of files that were saved one by one, in each of them.
+
+    `alone` is the one file of a folder that has no index: what it says of itself is said of the whole.
+    """
     notes += index.notes
     if index.recorded:
         return index.recorded
+    if alone is not None:
+        notes += alone.record.notes
+        return alone.record.recorded
     aliases: dict[str, str] = {}
     pairs: set[str] = set()
     trees = []

@@ -1,5 +1,8 @@
 """Lay out a state as safetensors: one file, or a directory of them with a Hugging Face index.
 
+A directory is what `save_pretrained` of transformers makes: `model.safetensors` alone where all fits into one file, and otherwise
+`model-00001-of-0000N.safetensors` and so on, with an index.
+
 The format is a flat mapping of text to tensors. What a state has beyond that is recorded where Holdfast finds it again, in
 `__metadata__` of the file or `metadata` of the index:
 
@@ -49,6 +52,9 @@ __all__ = [
 
 
 METADATA = "__metadata__"
+
+ONLY = "model.safetensors"
+"""The one file of a directory that needs no index."""
 
 DATA_ALIGNMENT = 64
 """Where the data begins: a multiple of a cache line, and of every element size. The library pads to 8; more spaces are allowed."""
@@ -184,8 +190,12 @@ def size_problem(tensor: LazyTensor) -> str | None:
 HINT = "safetensors holds tensors only (keep_tree=True records it in __metadata__)"
 
 
-def lay_out_safetensors(state: State, *, keep_tree: bool = False, max_shard_size: int | None = None) -> SavePlan:
+def lay_out_safetensors(
+    state: State, *, keep_tree: bool = False, max_shard_size: int | None = None, index: bool = False
+) -> SavePlan:
     """The plan of a single file or, with `max_shard_size` (bytes of tensors in a file), of a directory.
+
+    `index` asks for an index even where there is one file: other safetensors files in the directory are then no part of it.
 
     Raises `CannotHold` with every problem.
     """
@@ -212,20 +222,28 @@ def lay_out_safetensors(state: State, *, keep_tree: bool = False, max_shard_size
             notes += encoded.notes
             fields["tree"] = encoded.value
     if not problems:
+        shards = [pieces] if max_shard_size is None else fill_shards(pieces, max_shard_size)
         if max_shard_size is None:
             plan = _plan_one(state, pieces, fields, notes=notes)
+        elif len(shards) == 1 and not index:
+            plan = _plan_one(state, pieces, fields, notes=notes, key=ONLY)
         else:
-            plan = _plan_directory(state, fill_shards(pieces, max_shard_size), fields, notes=notes)
+            plan = _plan_directory(state, shards, fields, notes=notes)
         if plan is not None:
             return plan
         problems.append(f"the header would be longer than {Limits().header_nbytes:,} bytes, the most that the format allows")
     raise CannotHold("safetensors cannot hold this state", list(dict.fromkeys(problems)))
 
 
-def _plan_one(state: State, pieces: list[HeaderTensor], fields: Mapping[str, object], *, notes: list[str]) -> SavePlan | None:
-    laid = plan_file("", pieces, state.metadata, fields=fields)
+def _plan_one(
+    state: State, pieces: list[HeaderTensor], fields: Mapping[str, object], *, notes: list[str], key: str = ""
+) -> SavePlan | None:
+    """One file that says all of itself; with a key, in a directory."""
+    laid = plan_file(key, pieces, state.metadata, fields=fields)
+    if laid.header_nbytes > Limits().header_nbytes:
+        return None
     notes = [*notes, *_order_notes(state, [laid], fields)]
-    return SavePlan("safetensors", (laid.plan,), tuple(notes)) if laid.header_nbytes <= Limits().header_nbytes else None
+    return SavePlan("safetensors-dir" if key else "safetensors", (laid.plan,), tuple(notes), directory=bool(key))
 
 
 def _plan_directory(
