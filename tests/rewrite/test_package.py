@@ -292,3 +292,20 @@ def test_what_cannot_be_written_is_not_replaced(tmp_path):
         holdfast.compact(tmp_path / "old.pt", in_place=True)
     holdfast.compact(tmp_path / "old.pt", tmp_path / "new.pt")
     assert torch.equal(torch.load(tmp_path / "new.pt")["a"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["p.safetensors", "p.PT", "p.bin", "p.onnx"])
+def test_a_name_that_says_another_format(tmp_path, name):
+    models = {"a": {"w": np.ones(3, np.float32)}}
+    with pytest.raises(errors.Unsupported, match=r"\.pt2"):
+        holdfast.package(models, tmp_path / name)
+    assert os.listdir(tmp_path) == []
+    assert holdfast.package(models, tmp_path / name, format="pt2").format == "pt2"
+    assert holdfast.package(models, tmp_path / "step-1000.5").format == "native"
+
+
+def test_weights_are_not_replaced_under_a_name_of_another_format(tmp_path):
+    holdfast.package({"a": {"w": np.ones(3, np.float32)}}, tmp_path / "p.pt2")
+    with pytest.raises(errors.Unsupported, match=r"call it q\.pt2"):
+        holdfast.replace_weights(tmp_path / "p.pt2", tmp_path / "q.safetensors", weights={"w": np.zeros(3, np.float32)})
+    assert os.listdir(tmp_path) == ["p.pt2"]

@@ -39,6 +39,7 @@ __all__ = [
     "NAMES",
     "Options",
     "Outline",
+    "check_archive_name",
     "check_holds",
     "check_sparse",
     "described",
@@ -106,6 +107,14 @@ def format_for(path: str, format: str | None, options: Options) -> str:
     if found == "safetensors" and (options.max_shard_size is not None or path.endswith("/") or os.path.isdir(path)):
         return "safetensors-dir"
     return found
+
+
+def check_archive_name(path: str) -> None:
+    """Raise `Unsupported` where an archive of programs (`.pt2`) is to be written under a name that says another format."""
+    suffix = suffix_of(path)
+    if suffix and suffix in SUFFIXES:
+        message = f"a .pt2 archive is written here, and the suffix {suffix!r} says {SUFFIXES[suffix]}"
+        raise Unsupported(f"{message}; call it {os.path.splitext(os.path.basename(path))[0]}.pt2", file=path, found=suffix)
 
 
 def check_sparse(path: str, format: str, sparse: str) -> None:

@@ -42,6 +42,7 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
+from holdfast.rewrite.formats import check_archive_name, suffix_of
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
 from holdfast.rewrite.planned import (
     MAX_MEMORY,
@@ -85,8 +86,8 @@ def package(
 
     A model is a state (nested dicts of arrays, tensors, lazy tensors), a module, an open checkpoint, or what `open` takes.
     Parameters are known by their type (`nn.Parameter`), or by what their file says. The format is `format` (`pt2`, `native`), or
-    native for a name without suffix and `pt2` for any other. With `deduplicate="content"`, equal tensors are found
-    wherever they lie, compared byte by byte, and stored once.
+    what the suffix says: `.pt2`, or none for a native directory. With `deduplicate="content"`, equal tensors are found wherever
+    they lie, compared byte by byte, and stored once.
 
     Raises `CannotHold` with every problem, by model and weight; nothing is written then.
     """
@@ -112,7 +113,12 @@ def plan_package(
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
     target = local_path(dst)
     if format is None:
-        format = "pt2" if os.path.splitext(target)[1] else "native"
+        check_archive_name(target)
+        suffix = suffix_of(target)
+        if suffix not in ("", ".pt2"):
+            message = f"a package is a .pt2 archive, or a directory without a suffix; {suffix!r} says neither"
+            raise Unsupported(f"{message}: choose another name, or say format=", file=target, found=suffix)
+        format = "pt2" if suffix else "native"
     if format not in ("pt2", "native"):
         raise Unsupported(f"a package is 'pt2' or 'native', not {format!r}", found=format)
     if deduplicate not in ("storage", "content"):
@@ -356,6 +362,8 @@ def plan_replacement(
     limits: Limits | None = None,
 ) -> Planned[Saved]:
     """Lay out the archive with other weights."""
+    if dst is not None and not in_place:
+        check_archive_name(local_path(dst))
 
     def lay_out(archive: Checkpoint, where: Destination) -> Planned[Saved]:
         source = archive.source

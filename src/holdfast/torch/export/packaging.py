@@ -31,6 +31,7 @@ from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.write import Part, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
+from holdfast.rewrite.formats import check_archive_name
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import local_path
@@ -69,6 +70,7 @@ def package_program(
     """
     versions.PT2_ARCHIVE.require("package_program")
     target = local_path(dst)
+    check_archive_name(target)
     programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
     wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
     if wrong or not programs:
