@@ -64,7 +64,7 @@ def test_problems_are_lines(run, source, tmp_path):
     code, out, err = run("prune", source, tmp_path / "b.pt", "--rule", "lm_hed.weight: 0.5", "--rule", "norm: 1:2")
     assert (code, out) == (2, "")
     assert "  - rule 'lm_hed.weight' matches no tensor; near: lm_head.weight" in err
-    assert "  - norm: 1:2 needs a last axis of a multiple of 2 elements; [3] has 3" in err
+    assert "  - norm: 1:2 needs a last axis of a multiple of 2 elements, and [3] has 3" in err
     assert not (tmp_path / "b.pt").exists()
 
 

@@ -298,7 +298,7 @@ def test_every_problem_is_listed_and_nothing_is_written(tmp_path):
     problems = "\n".join(caught.value.problems)
     for words in [
         "rule 'wx' matches no tensor; near: w",
-        "w: 2:4 needs a last axis of a multiple of 4 elements; [4, 6] has 6",
+        "w: 2:4 needs a last axis of a multiple of 4 elements, and [4, 6] has 6",
         "i: int64 is not one of",
         "f8: float8_e4m3fn is not one of",
         "s: a single number",
@@ -394,3 +394,64 @@ def test_zeros_are_packed_at_once(tmp_path):
     with pytest.raises(holdfast.errors.Unsupported, match="only a native directory"):
         holdfast.prune(tmp_path / "a.safetensors", tmp_path / "b.safetensors", ["w: 2:4"], sparse="auto")
     assert not (tmp_path / "b.safetensors").exists()
+
+
+MODEL = {
+    "model.embed_tokens.weight": np.ones((8, 4), np.float32),
+    "model.layers.0.mlp.up.weight": np.arange(32, dtype=np.float32).reshape(8, 4),
+    "model.layers.0.mlp.up.bias": np.ones(8, np.float32),
+    "model.norm.weight": np.ones(4, np.float32),
+    "model.position_ids": np.ones((1, 8), np.int64),
+    "lm_head.weight": np.arange(32, dtype=np.float32).reshape(8, 4),
+}
+
+
+def pruned_names(tmp_path, state, *rules, suffix=".pt"):
+    holdfast.save(state, tmp_path / f"a{suffix}")
+    done = holdfast.prune(tmp_path / f"a{suffix}", tmp_path / f"b{suffix}", rules, overwrite=True)
+    return {name for row in done.tensors for name in (row.name, *row.also)}, done
+
+
+def test_groups_of_a_whole_model_are_those_of_its_matrices(tmp_path):
+    names, done = pruned_names(tmp_path, MODEL, "*: 2:4")
+    assert names == {"model.layers.0.mlp.up.weight", "lm_head.weight"}
+    assert done.kept == 4
+    (note,) = [note for note in done.notes if "is for matrices" in note]
+    assert "2 of one dimension or none ('model.layers.0.mlp.up.bias', 'model.norm.weight')" in note
+    assert "1 embeddings ('model.embed_tokens.weight')" in note
+    assert "1 of integers or flags ('model.position_ids')" in note
+    found = load(tmp_path / "b.pt")
+    assert all((found[name] == MODEL[name]).all() for name in MODEL if name not in names)
+
+
+def test_what_is_named_is_meant(tmp_path):
+    names, done = pruned_names(tmp_path, MODEL, "*embed*: 2:4", "model.norm.weight: 2:4")
+    assert names == {"model.embed_tokens.weight", "model.norm.weight"}
+    assert not done.notes
+    with pytest.raises(CannotHold, match=r"'\*\.bias: 2:4' finds no matrix"):
+        pruned_names(tmp_path, MODEL, "*.bias: 2:4")
+    # Other methods are for whatever they match.
+    assert "model.norm.weight" in pruned_names(tmp_path, MODEL, "*_ids: keep", "*: 0.5")[0]
+    state = {"transformer.wte.weight": MODEL["lm_head.weight"], "h.0.shared.up.weight": MODEL["lm_head.weight"]}
+    assert pruned_names(tmp_path, state | {"experts.weight": np.ones((2, 3, 4), np.float32)}, "*.weight: 2:4")[0] == {
+        "experts.weight"
+    }
+
+
+def test_a_head_that_is_tied_to_the_embedding_is_left_with_it(tmp_path):
+    torch = pytest.importorskip("torch")
+    state = {name: torch.from_numpy(array) for name, array in MODEL.items()}
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    names, done = pruned_names(tmp_path, state, "*: 2:4")
+    assert names == {"model.layers.0.mlp.up.weight"}
+    assert any("lm_head.weight" in note for note in done.notes)
+    with pytest.raises(CannotHold, match="are one tensor"):
+        pruned_names(tmp_path, state, "lm_head.weight: 2:4", "*: 2:4")
+
+
+def test_shards_of_pruned_weights(tmp_path):
+    holdfast.save(MODEL, tmp_path / "a.pt")
+    done = holdfast.prune(tmp_path / "a.pt", tmp_path / "b", ["*: 2:4"], format="safetensors", max_shard_size=200)
+    assert done.format == "safetensors-dir"
+    assert sum(name.startswith("model-") for name, _ in done.files) == 3
+    assert set(load(tmp_path / "b")) == set(MODEL)

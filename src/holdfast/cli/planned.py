@@ -167,5 +167,12 @@ def written_lines(done: Saved, more: str) -> Iterable[Line]:
         (f"  {nbytes(done.nbytes)}", "size"),
         (f" in {plural(len(done.files), 'file')}  {more}", "dim"),
     ]
+    yield from note_lines(done)
+
+
+def note_lines(done: Saved) -> Iterable[Line]:
+    """What a person should know."""
+    from holdfast.cli.text import clip, escape
+
     for note in done.notes:
         yield [("  note  ", "note"), (escape(clip(note, 600)), "")]

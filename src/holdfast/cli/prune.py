@@ -9,7 +9,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.planned import FORMATS, add_folder, add_sparse, add_writing, carry_out, copy_config, writing, written_lines
+from holdfast.cli.planned import (
+    FORMATS,
+    add_folder,
+    add_sparse,
+    add_writing,
+    carry_out,
+    copy_config,
+    note_lines,
+    writing,
+    written_lines,
+)
 
 if TYPE_CHECKING:
     from holdfast.cli.text import Line
@@ -23,7 +33,8 @@ rule matches stays as it is. All that is wrong with the rules is said before any
 
 EXAMPLES = """\
 rules:
-  PATTERN: 2:4                 the two largest of every four along the last axis stay
+  PATTERN: 2:4                 the two largest of every four along the last axis stay; '*: 2:4' means matrices,
+                               and leaves norms, biases and embeddings alone
   PATTERN: 0.5                 the half of the smallest magnitudes of each tensor goes
   PATTERN: block 4x4 0.9       blocks, by their mean square
   PATTERN: random 0.3 seed=1   whatever the values
@@ -111,6 +122,7 @@ def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Lin
     if not done.done:
         size = f"  {done.format}  {nbytes(done.nbytes)}"
         yield [("would write ", "dim"), (escape(clip(done.path, 400)), "title"), (size, "dim")]
+        yield from note_lines(done)
     else:
         yield from written_lines(done, f"{seconds:.1f} s")
         if done.masks is not None and done.masks != done.path:

@@ -164,7 +164,8 @@ def plan_prune(
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Pruned]:
         target = where.path
         state = describe_state(source, limits=limits)
-        jobs = _jobs(source, state, rules, masks=masks)
+        notes: list[str] = []
+        jobs = _jobs(source, state, rules, masks=masks, notes=notes)
         chosen = "safetensors" if masks == "only" else format_for(target, where.format, options)
         if masks != "only":
             # The format is asked now: a target that cannot hold the state is refused before anything is read.
@@ -176,6 +177,7 @@ def plan_prune(
         pruning = Pruning(state, jobs, masks, options=options)
         pruning.measure(writing.reading_threads, progress)
         plan = pruning.plan(target, chosen)
+        plan = replace(plan, notes=(*notes, *plan.notes))
         beside = os.path.join(target, MASKS_FILE) if masks == "beside" else target if masks == "only" else None
         report = Pruned(**planned_fields(plan, target), source=source.path, masks=beside)
 
@@ -191,8 +193,8 @@ def plan_prune(
     )  # fmt: skip
 
 
-def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], *, masks: str | None) -> list[Job]:
-    """What is to be done to which tensor. Raises `CannotHold` with all that does not fit."""
+def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], *, masks: str | None, notes: list[str]) -> list[Job]:
+    """What is to be done to which tensor; notes say what a rule leaves alone. Raises `CannotHold` with all that does not fit."""
     problems: list[str] = []
     parsed: list[Rule] = []
     for rule in rules:
@@ -205,7 +207,7 @@ def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], *, mask
     if masks not in (None, "beside", "only"):
         problems.append(f"masks are written 'beside' or 'only' they are; found {masks!r}")
     problems += conflicts(parsed)
-    jobs = assign(state, parsed, problems)
+    jobs = assign(state, parsed, problems, notes)
     if problems:
         raise CannotHold("these rules do not fit the checkpoint", problems, file=source.path)
     return jobs

@@ -9,6 +9,10 @@
 
 The pattern is a glob on dotted names. The first rule that matches a name decides.
 
+N:M is for matrices that are multiplied with. So a pattern with a wildcard means those where its method is N:M: norms, biases and
+embeddings that it matches are left alone, and a note says which. A name in full means what it says, and so does a pattern that
+speaks of embeddings.
+
 Which rule applies to which tensor (`assign`), and what of that cannot be, is a list of jobs. Everything is found from names,
 dtypes and shapes: nothing is read. Names of one and the same tensor are one job. Problems are collected, so that all of them are
 told at once.
@@ -218,13 +222,37 @@ def conflicts(rules: Sequence[Rule]) -> list[str]:
     return problems
 
 
-def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job]:
-    """The tensors that rules apply to, in the order of names."""
+NO_MATRIX, NO_FLOAT, LOOKED_UP = "of one dimension or none", "of integers or flags", "embeddings"
+"""Why N:M leaves a tensor alone."""
+
+TABLES = ("wte", "wpe", "shared")
+"""Modules that are tables to look up, beside those with "embed" in their names: of GPT-2 and of T5."""
+
+SHOWN = 3
+"""Tensors that a note names."""
+
+
+def _left_alone(name: str, tensor: LazyTensor, rule: Rule) -> str:
+    """Why a rule does not mean a tensor that it matches; empty where it does."""
+    if not isinstance(rule.method, Groups) or not any(mark in rule.pattern for mark in "*?["):
+        return ""
+    if tensor.dtype.kind != "float":
+        return NO_FLOAT
+    if tensor.ndim < 2:
+        return NO_MATRIX
+    modules = name.lower().split(".")[:-1]
+    words = [word for module in modules for word in ("embed", *TABLES) if module == word or (word == "embed" and word in module)]
+    return LOOKED_UP if words and not any(word in rule.pattern.lower() for word in words) else ""
+
+
+def assign(state: State, rules: Sequence[Rule], problems: list[str], notes: list[str]) -> list[Job]:
+    """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
     whole = _parts(state.tree)
     matched = [0] * len(rules)
     decided = [0] * len(rules)
     jobs: dict[View, Job] = {}
     left: dict[View, str] = {}
+    aside: dict[View, list[tuple[str, Rule, str]]] = {}
     for name in sorted(state.tensors):
         tensor = state.tensors[name]
         numbers = [i for i, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern)]
@@ -237,6 +265,10 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job
         if rule is None or isinstance(rule.method, Keep):
             left.setdefault(own, name)
             continue
+        alone = _left_alone(name, tensor, rule)
+        if alone:
+            aside.setdefault(own, []).append((name, rule, alone))
+            continue
         problem = _unfit(tensor, rule, whole.get(own))
         if problem:
             problems.append(f"{name}: {problem} (rule '{rule.pattern}: {rule.text}')")
@@ -245,6 +277,14 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job
         if job.rule.method != rule.method:
             problems.append(f"{job.names[0]} and {name} are one tensor, and rules {job.rule.text!r} and {rule.text!r} apply to it")
         job.names.append(name)
+    for own, held in aside.items():
+        # A head that is tied to the embedding is left with it, unless it was named in full.
+        tied = jobs.get(own)
+        if tied is not None and _left_alone(held[0][0], tied.tensor, tied.rule):
+            held += [(name, tied.rule, held[0][2]) for name in jobs.pop(own).names]
+        elif tied is not None:
+            left.setdefault(own, held[0][0])
+    notes += _asides([one for held in aside.values() for one in held])
     problems += [
         f"{job.names[0]} and {left[own]} are one tensor, and nothing prunes it under the second name; prune both or keep both"
         for own, job in jobs.items()
@@ -254,10 +294,35 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str]) -> list[Job
         if not matched[i]:
             near = difflib.get_close_matches(rule.pattern, list(state.tensors)[:10_000], n=2, cutoff=0.4)
             problems.append(f"rule {rule.pattern!r} matches no tensor" + (f"; near: {', '.join(near)}" if near else ""))
+        elif decided[i] and not any(job.rule is rule for job in jobs.values()) and _only_aside(rule, aside.values()):
+            problems.append(
+                f"rule '{rule.pattern}: {rule.text}' finds no matrix: N:M is for weights of two dimensions or more that are no "
+                "embeddings; name a tensor in full to prune it all the same"
+            )
         elif not decided[i] and not isinstance(rule.method, Keep) and [r.pattern for r in rules].count(rule.pattern) < 2:
             problems.append(f"rule {rule.pattern!r} decides nothing: rules before it match all of its names")
     problems += _overlaps(state, jobs)
     return list(jobs.values())
+
+
+def _only_aside(rule: Rule, aside: Iterable[Sequence[tuple[str, Rule, str]]]) -> bool:
+    return any(one is rule for held in aside for _, one, _ in held)
+
+
+def _asides(alone: Sequence[tuple[str, Rule, str]]) -> list[str]:
+    """A sentence for each rule that left something alone."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, rule, why in alone:
+        found.setdefault(f"{rule.pattern}: {rule.text}", {}).setdefault(why, []).append(name)
+    notes = []
+    for rule_text, reasons in found.items():
+        parts = []
+        for why, names in reasons.items():
+            more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+            shown = ", ".join(map(repr, names[:SHOWN]))
+            parts.append(f"{len(names):,} {why} ({shown}{more})")
+        notes.append(f"'{rule_text}' is for matrices and leaves other tensors alone: {'; '.join(parts)}")
+    return notes
 
 
 def _parts(tree: object) -> dict[View, str]:
@@ -280,7 +345,9 @@ def _unfit(tensor: LazyTensor, rule: Rule, part_of: str | None) -> str:
         return "a single number, with no dimension; put a rule that keeps it first"
     if isinstance(rule.method, Groups) and shape[-1] % rule.method.m:
         n, m = rule.method.n, rule.method.m
-        return f"{n}:{m} needs a last axis of a multiple of {m} elements; {shape} has {shape[-1]}"
+        return (
+            f"{n}:{m} needs a last axis of a multiple of {m} elements, and {shape} has {shape[-1]}; put a rule that keeps it first"
+        )
     try:
         tensor.check_expansion()
     except HoldfastError as error:
