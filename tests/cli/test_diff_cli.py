@@ -65,3 +65,19 @@ def test_hostile_text_is_escaped_and_long_lists_are_cut(made):
     assert any("10 more" in line for line in lines)
     assert len(list(diff_lines(found, sides, sides, everything=True))) == len(lines) + 9
     assert json.loads(dumps(diff_document(found)))["changed"][0]["content"]["max_abs"] == "inf"
+
+
+def test_a_part_under_other_names(run, tmp_path):
+    a, b = tmp_path / "a.pt", tmp_path / "b.safetensors"
+    w = np.arange(6, dtype=np.float32)
+    save({"model": {"w": w, "b": w}, "step": 3}, a, durable=False)
+    save({"w": w, "b": w + 1}, b, durable=False)
+    words = ["--rename", "model.*=*", "--tensors-only"]
+    code, out, _ = run("diff", a, b, *words)
+    assert (code, [line.split()[:2] for line in out.splitlines()[2:3]]) == (1, [["~", "b"]])
+    assert run("diff", a, b, *words, "--filter", "w")[:2] == (0, "1 tensor the same (1 by checksum)\n")
+    code, out, _ = run("diff", a, b, "--rename", "model.w=w", "--filter", "*.b", "--json")
+    assert json.loads(out)["removed"] == ["model.b"]
+    code, out, err = run("diff", a, b, "--filter", "x")
+    assert (code, out) == (2, "")
+    assert "nothing in either checkpoint" in err

@@ -88,3 +88,46 @@ def test_the_target_may_come_last(run, source, tmp_path):
     code, _, err = run("edit", source, "--keep", "model.w")
     assert code == 2
     assert "say where to write" in err
+
+
+@pytest.mark.parametrize("words", [["--dtype", "*.b=f16", "--dtype", "bf16"], ["--dtype", "bf16", "--dtype", "*.b=f16"]])
+def test_dtypes_by_patterns(run, source, words):
+    assert run("edit", source, "--in-place", *words)[0] == 0
+    with holdfast.open(source) as ckpt:
+        assert {n: t.dtype.name for n, t in ckpt.items()} == {"model.w": "bfloat16", "model.b": "float16"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["f16", "bf16"], "given twice for all"),
+        (["=f16"], "GLOB=DTYPE"),
+        (["a=f16", "a=bf16"], "each GLOB once"),
+        (["x=f16"], "matches no floating-point tensor"),
+    ],
+)
+def test_dtypes_that_make_no_sense(run, source, words, told):
+    code, out, err = run("edit", source, "--in-place", *(f"--dtype={word}" for word in words))
+    assert (code, out) == (2, "")
+    assert told in err
+
+
+def test_a_folder_of_a_model(run, source, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    source.rename(folder / "model.safetensors")
+    (folder / "config.json").write_text('{"torch_dtype": "float32"}')
+    assert run("edit", folder, "--in-place", "--dtype", "bf16")[0] == 0
+    assert json.loads((folder / "config.json").read_text()) == {"torch_dtype": "bfloat16"}
+    code, out, _ = run("edit", folder, f"{tmp_path}/other/", "--drop", "*.b", "--format", "native", "--json")
+    assert (code, json.loads(out)["format"]) == (0, "native")
+    assert (tmp_path / "other" / "config.json").exists()
+    code, out, _ = run("convert", folder, f"{tmp_path}/bare/", "--no-copy-config")
+    assert os.listdir(tmp_path / "bare") == ["model.safetensors"]
+    code, out, _ = run("convert", tmp_path / "bare", f"{tmp_path}/hf", "--dtype", "f32", "--copy-config", folder)
+    assert sorted(os.listdir(tmp_path / "hf")) == ["config.json", "model.safetensors"]
+    assert "note  config.json says what the weights are now: torch_dtype bfloat16 → float32" in out
+    code, out, _ = run("prune", folder, f"{tmp_path}/pruned", "--rule", "*.w: 1:2", "--max-shard-size", "4")
+    assert len(list((tmp_path / "pruned").glob("model-*-of-00002.safetensors"))) == 2
+    assert (tmp_path / "pruned" / "config.json").exists()
+    assert run("diff", folder, tmp_path / "pruned", "--filter", "*.b")[0] == 0

@@ -9,9 +9,20 @@ import pytest
 from holdfast.stores.files import Files, write_all
 from tests.crash.model import ROOT, Directory, File, Model, arrangements
 from tests.crash.proof import TARGET, Report, examine, examine_after_death
-from tests.crash.writers import PACKED, WRITERS, Writer, read_toy, read_toy_directory, save_toy, save_toy_directory, toy, toy_files
+from tests.crash.writers import (
+    FOLDER,
+    PACKED,
+    WRITERS,
+    Writer,
+    read_toy,
+    read_toy_directory,
+    save_toy,
+    save_toy_directory,
+    toy,
+    toy_files,
+)
 
-each_writer = pytest.mark.parametrize("writer", [*WRITERS, PACKED], ids=str)
+each_writer = pytest.mark.parametrize("writer", [*WRITERS, FOLDER, PACKED], ids=str)
 DIRECTORIES = pytest.mark.parametrize("writer", [w for w in WRITERS if w.directory], ids=str)
 FILES = pytest.mark.parametrize("writer", [w for w in WRITERS if not w.directory], ids=str)
 

@@ -19,12 +19,15 @@ import torch
 
 import holdfast
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.plan.saves import SavePlan
+from holdfast.rewrite.companions import Companions
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.files import Files
+from holdfast.stores.memory import MemoryStore
 from holdfast.torch.serialization.save import plan_object
 from tests.crash.model import ROOT, Model, Tree
 
@@ -140,6 +143,11 @@ def plan_of(path: str, version: int, format: str, split: int | None, sparse: str
         return lay_out_pt2(models_of(describe_state({"model": {key: np.asarray(value) for key, value in state(version).items()}})))
     options = Options(split, sparse=sparse)
     described = describe_state({key: np.asarray(value) for key, value in state(version, zeros=sparse != "never").items()})
+    if format == "model":
+        # The config is edited, because the weights it was about had another dtype; the tokenizer is copied.
+        files = {"config.json": b'{"dtype": "float64"}' + b" " * version, "tokenizer.json": payload(version, 9_000)}
+        beside = Companions(dict.fromkeys(files, OpenSource(MemoryStore(files))), elsewhere=True)
+        return beside.beside(plan_save(path, described, "safetensors-dir", options=options), {})[0]
     return plan_save(path, described, format_for(path, format, options), options=options)
 
 
@@ -190,6 +198,9 @@ LIBRARY = [
 ]
 
 WRITERS = [*TOYS, *LIBRARY]
+
+FOLDER = writer_of("model-folder", "model", directory=True)
+"""What lies beside the weights of a Hugging Face folder is published with them; looked at as `PACKED` is."""
 
 PACKED = writer_of("native-sparse", "native", directory=True, sparse="auto")
 """Written by the same calls as `native`: what a crash leaves is looked at, and the rest would show nothing new."""

@@ -22,9 +22,10 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description
 from holdfast.engine import compare
 from holdfast.engine.compare import Tally, blocks, tally
-from holdfast.errors import LimitExceeded
+from holdfast.errors import CannotHold, LimitExceeded, NoSuchTensor, Unsupported
 from holdfast.inspect.compare_values import Kind, ValueChange, compare_values
 from holdfast.inspect.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
+from holdfast.inspect.side import Side
 from holdfast.rewrite.save import save
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.local import LocalStore
@@ -95,8 +96,8 @@ def test_nothing_is_read_where_both_record_it(tmp_path, monkeypatch):
     save(state, tmp_path / "x.pt", durable=False)
     save(state, tmp_path / "y", format="native", durable=False)
     with holdfast.open(tmp_path / "x.pt") as a, holdfast.open(tmp_path / "y") as b:
-        assert Comparison(a, b).nbytes == 0
-        assert Comparison(a, b, exact=True).nbytes == 2 * (8000 + 4000)
+        assert Comparison(Side.of(a), Side.of(b)).nbytes == 0
+        assert Comparison(Side.of(a), Side.of(b), exact=True).nbytes == 2 * (8000 + 4000)
         monkeypatch.setattr(LocalStore, "read", lambda *rest: pytest.fail("tensor bytes were read"))
         assert diff(a, b).same_by_checksum == 2
 
@@ -142,7 +143,7 @@ def test_renames(tmp_path):
         found = diff(tmp_path / "a.pt", tmp_path / "b.safetensors", exact=exact)
         assert set(found.renamed) == {Rename(f"model.{n}", n) for n in ("0.w", "1.w", "0.b", "1.b")}
         assert (found.added, found.removed) == (("y",), ("x",))
-    plain = diff(tmp_path / "a.pt", tmp_path / "b.safetensors", rename=False)
+    plain = diff(tmp_path / "a.pt", tmp_path / "b.safetensors", find_renamed=False)
     assert (len(plain.added), len(plain.removed), plain.renamed) == (5, 5, ())
 
 
@@ -348,3 +349,56 @@ def test_a_tied_tensor_is_compared_once_for_each_of_its_names(tmp_path):
     holdfast.convert(tmp_path / "a.pt", tmp_path / "b.safetensors", dtype="bf16")
     found = holdfast.diff(tmp_path / "a.pt", tmp_path / "b.safetensors")
     assert [change.name for change in found.changed] == ["embed", "head"]
+
+
+@pytest.fixture
+def wrapped(tmp_path):
+    """A trainer's file, and the model that came out of it with one weight changed."""
+    w, b = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones(2, np.float32)
+    holdfast.save({"model": {"up.weight": w, "up.bias": b}, "optimizer": {"m": w + 1}, "step": 7}, tmp_path / "a.pt")
+    holdfast.save({"up.weight": w, "up.bias": b + 1}, tmp_path / "b.safetensors", metadata={"licence": "mit"})
+    return tmp_path / "a.pt", tmp_path / "b.safetensors"
+
+
+def test_names_of_one_side_are_changed(wrapped):
+    found = holdfast.diff(*wrapped, rename=[("model.*", "*")])
+    assert [change.name for change in found.changed] == ["up.bias"]
+    assert (found.same, found.removed, found.added, found.renamed) == (1, ("optimizer.m",), (), ())
+    assert [change.path for change in found.values] == [("step",)]
+    assert holdfast.diff(*wrapped, rename={"model.*": "*"}) == found
+    back = holdfast.diff(*reversed(wrapped), rename=[("*", "model.*")], tensors_only=True)
+    assert [change.name for change in back.changed] == ["model.up.bias"]
+    assert not back.values
+
+
+def test_a_part_is_compared(wrapped):
+    found = holdfast.diff(*wrapped, rename=[("model.*", "*")], filter="*.weight")
+    assert found.equal
+    assert found.same == 1
+    found = holdfast.diff(*wrapped, filter="optimizer")
+    assert (found.removed, found.values) == (("optimizer.m",), ())
+    assert [change.path for change in holdfast.diff(*wrapped, filter="step").values] == [("step",)]
+    assert not holdfast.diff(*wrapped, tensors_only=True).values
+
+
+def test_what_cannot_be_compared_so(wrapped):
+    with pytest.raises(CannotHold, match="'modle\\.\\*' matches nothing"):
+        holdfast.diff(*wrapped, rename=[("modle.*", "*")])
+    with pytest.raises(CannotHold, match="as many"):
+        holdfast.diff(*wrapped, rename=[("model.*", "x")])
+    with pytest.raises(CannotHold, match="two tensors would be called"):
+        holdfast.diff(*wrapped, rename=[("model.up.bias", "model.up.weight")])
+    with pytest.raises(NoSuchTensor, match=r"is called 'up\.wieght'; near: up\.weight"):
+        holdfast.diff(*wrapped, filter="up.wieght")
+    with pytest.raises(Unsupported, match="find_renamed"):
+        holdfast.diff(*wrapped, rename=False)
+
+
+def test_what_is_nested_is_compared_by_its_names(tmp_path):
+    torch = pytest.importorskip("torch")
+    sparse = torch.eye(3).to_sparse()
+    torch.save({"m": {"s": sparse, "l": [1, {"x": 2}], "e": {}}}, tmp_path / "a.pt")
+    torch.save({"s": sparse, "l": [1, {"x": 3}], "e": {}}, tmp_path / "b.pt")
+    found = holdfast.diff(tmp_path / "a.pt", tmp_path / "b.pt", rename=[("m.*", "*")])
+    assert [(change.path, change.a, change.b) for change in found.values] == [(("l.1.x",), 2, 3)]
+    assert (found.removed, found.added, found.changed) == ((), (), ())

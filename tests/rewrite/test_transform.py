@@ -161,3 +161,65 @@ def test_dtype_names():
     for name in ("int8", "float4_e2m1fn", "", "none at all"):
         with pytest.raises(Unsupported):
             dtype_named(name)
+
+
+def dtypes(state, casts):
+    return {name: tensor.dtype.name for name, tensor in transform(state, Edits(casts=casts_of(casts))).tensors.items()}
+
+
+def test_dtypes_by_patterns():
+    names = ("a.norm.weight", "a.up.weight", "router.weight")
+    state = describe_state({name: np.ones((2, 4), np.float32) for name in names} | {"ids": np.ones(2, np.int64)})
+    wanted = {"*norm*": "f64", "router.*": "keep", "*": "bf16"}
+    assert dtypes(state, wanted) == {
+        "a.norm.weight": "float64", "a.up.weight": "bfloat16", "router.weight": "float32", "ids": "int64",
+    }  # fmt: skip
+    assert dtypes(state, {"*.up.*": "f16"})["router.weight"] == "float32"
+    # The names are those of the source, whatever becomes of them.
+    edits = Edits(casts=casts_of({"a.*": "f16"}), rename=(("a.*", "b.*"),))
+    assert transform(state, edits).tensors["b.norm.weight"].dtype.name == "float16"
+
+
+def test_patterns_that_cast_nothing():
+    state = describe_state({"norm": np.ones(3, np.float32), "ids": np.ones(2, np.int64)})
+    for casts, words in (
+        ({"nrom": "f16"}, "'nrom': it matches no floating-point tensor; near: norm"),
+        ({"ids": "f16", "*": "bf16"}, "'ids': it matches no floating-point"),
+        ({"*": "f16", "norm": "bf16"}, "'norm' decides nothing"),
+        ({"n*": "f16", "norm": "bf16"}, "'norm' decides nothing"),
+    ):
+        with pytest.raises(CannotHold) as caught:
+            transform(state, Edits(casts=casts_of(casts)))
+        assert any(words in problem for problem in caught.value.problems), caught.value.problems
+    assert dtypes(state, {"norm": "f16", "*": "bf16"})["norm"] == "float16"
+    assert dtypes(describe_state({"ids": np.ones(2, np.int64)}), "bf16") == {"ids": "int64"}
+    with pytest.raises(Unsupported, match="cannot cast to 'f17'"):
+        casts_of({"*": "f17"})
+
+
+def test_names_of_one_tensor_agree_in_their_dtype():
+    w = torch.arange(8.0)
+    with pytest.raises(CannotHold, match="a and b are one tensor"):
+        dtypes(describe_state({"a": w, "b": w}), {"a": "f16", "*": "bf16"})
+    with pytest.raises(CannotHold, match="is to stay as it is"):
+        dtypes(describe_state({"a": w, "b": w}), {"a": "f16"})
+    # Other views of one storage come apart, each with its own values; those that agree stay together.
+    state = describe_state({"whole": w, "half": w[:4], "tail": w[4:], "also": w[4:]})
+    made = transform(state, Edits(casts=casts_of({"whole": "f64", "half": "f16", "*": "bf16"}))).tensors
+    assert [made[name].dtype.name for name in made] == ["float64", "float16", "bfloat16", "bfloat16"]
+    assert [made[name].numpy().astype(np.float64).tolist() for name in made] == [
+        [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7],
+    ]  # fmt: skip
+    assert made["tail"].storages == made["also"].storages
+    # Tensors without data have no storage that could tell them apart.
+    metas = describe_state({"a": torch.empty(3, device="meta"), "b": torch.empty(3, device="meta")})
+    assert dtypes(metas, {"a": "f16", "*": "f64"}) == {"a": "float16", "b": "float64"}
+
+
+def test_losses_are_told_by_dtype(tmp_path):
+    import holdfast
+
+    holdfast.save({"a": np.array([1e6, 1], np.float32), "b": np.array([1e-30, 1], np.float32)}, tmp_path / "a.pt")
+    done = holdfast.convert(tmp_path / "a.pt", tmp_path / "b.pt", dtype={"a": "f16", "*": "float8_e5m2"})
+    assert any("cast to float16: 1 of 2 values" in note and "'a'" in note for note in done.notes)
+    assert any("cast to float8_e5m2: 1 of 2 values" in note and "'b'" in note for note in done.notes)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 
 from holdfast.cli.progress import bar
 from holdfast.cli.text import Line, clip, count, escape, plural, print_lines, width
@@ -12,6 +12,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.inspect.brief import brief
 from holdfast.inspect.diff import Absent, Comparison, Content, Diff, TensorChange, ValueChange
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.side import chosen_sides
 
 __all__ = ["diff_document", "diff_lines", "run"]
 
@@ -27,18 +28,19 @@ NAME_WIDTH = 60
 Tensors = Mapping[str, LazyTensor]
 
 
-def run(a: Path, b: Path, *, exact: bool, everything: bool, quiet: bool, as_json: bool) -> int:
+def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code, which is that of diff(1): 0 the same, 1 different (2, trouble, is an exception)."""
-    with open_checkpoint(a) as first, open_checkpoint(b) as second:
-        comparison = Comparison(first, second, exact=exact)
-        with bar("Comparing", comparison.nbytes, quiet=quiet or as_json) as progress:
+    with open_checkpoint(options.a) as first, open_checkpoint(options.b) as second:
+        a, b = chosen_sides(first, second, rename=options.rename, filter=options.filter, tensors_only=options.tensors_only)
+        comparison = Comparison(a, b, exact=options.exact)
+        with bar("Comparing", comparison.nbytes, quiet=options.quiet or options.json) as progress:
             found = comparison.run(progress)
-        if as_json:
+        if options.json:
             from holdfast.cli.document import print_json
 
             print_json(diff_document(found))
         else:
-            print_lines(diff_lines(found, first, second, everything=everything))
+            print_lines(diff_lines(found, a.tensors, b.tensors, everything=options.all))
     return 0 if found.equal else 1
 
 

@@ -177,6 +177,7 @@ exit codes, as those of diff(1):
 examples:
   holdfast diff old.pt new.pt
   holdfast diff model.pt model.safetensors --exact
+  holdfast diff trainer.ckpt model.safetensors --rename 'state_dict.*=*' --filter '*.weight' --tensors-only
   holdfast diff old.pt new.pt --json | jq '.changed[].name'
 """
 
@@ -340,6 +341,9 @@ def _add_verify(verb: argparse.ArgumentParser) -> None:
 def _add_diff(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("a", metavar="A", type=values.path, help=PATH_HELP)
     verb.add_argument("b", metavar="B", type=values.path, help="another one")
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match, on both sides")
+    verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=values.pair, help="names of A: 'model.*=*'")
+    verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
     verb.add_argument("-a", "--all", action="store_true", help="every difference")
     verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
@@ -385,4 +389,4 @@ def _run_verify(options: argparse.Namespace) -> int:
 def _run_diff(options: argparse.Namespace) -> int:
     from holdfast.cli.diff import run
 
-    return run(options.a, options.b, exact=options.exact, everything=options.all, quiet=options.quiet, as_json=options.json)
+    return run(options)

@@ -11,10 +11,8 @@ does not fit at any depth is cut, and the last line says how much is missing and
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from holdfast.cli.text import Line, clip, count, escape, guides, nbytes, percent
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
+from holdfast.core.patterns import matcher
 from holdfast.core.sparse.storage import packing_of
 from holdfast.inspect.open import open as open_checkpoint
 
@@ -67,14 +66,6 @@ def run(path: Path, *, pattern: str | None, depth: int | None, everything: bool,
 def short_dtype(dtype: DType) -> str:
     """The short name of a dtype: safetensors' code where it has one."""
     return dtype.safetensors.lower() if dtype.safetensors else dtype.name
-
-
-def matcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a name matches a glob. A pattern without wildcards also matches everything below that name."""
-    if not any(c in pattern for c in "*?["):
-        return lambda name: name == pattern or name.startswith(f"{pattern}.")
-    match = re.compile(fnmatch.translate(pattern)).match
-    return lambda name: match(name) is not None
 
 
 def show_tree(

@@ -6,6 +6,7 @@ sharing                which tensors share memory: groups, twins, islands, overl
 tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other
 dtype, crc, digest     element types; checksums, and what a tensor holds in a few bytes
 tree, opaque           nested states, and what stands in them for values that are not built: globals, objects, sizes, devices
+patterns               globs on dotted names: which are meant, what they become
 checkpoint             what `open` returns
 protocols, limits      the seams between layers: store, source, format; what a file may cost
 sparse                 how tensors with many zeros are packed

@@ -20,7 +20,7 @@ A pickled `nn.Module` is walked as its `state_dict()` would be: parameters, then
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -36,6 +36,7 @@ __all__ = [
     "Path",
     "contents",
     "dotted",
+    "leaf_paths",
     "module_contents",
     "name_tensors",
     "rebuilt",
@@ -58,6 +59,9 @@ FREE_CHARACTERS = 4 << 20
 
 KEY_CHARACTERS = 64
 """Of a key that is neither text nor an integer, where it stands in a path."""
+
+MOST_LEAVES = 4_000_000
+"""Places in a tree that are looked at one by one; containers that stand in several places count several times."""
 
 LONE_TENSOR_NAME = "tensor"
 """The name of a tensor that was saved by itself, with nothing around it."""
@@ -239,6 +243,24 @@ def values_inside(tree: object) -> Iterator[object]:
             # Backwards onto the stack: the first child comes off first.
             waiting += reversed(value.values() if isinstance(value, dict) else value)
         yield value
+
+
+def leaf_paths(tree: object) -> Iterator[tuple[Path, object]]:
+    """Everything in a tree that is no container with something in it, with its path. Containers are entered wherever they stand."""
+    left = MOST_LEAVES
+    waiting: list[tuple[Path, object]] = [((), tree)]
+    while waiting:
+        path, value = waiting.pop()
+        left -= 1
+        if left < 0:
+            message = "this state refers to the same containers too often to be gone through leaf by leaf"
+            raise LimitExceeded(message, expected=MOST_LEAVES)
+        if isinstance(value, dict) and value and not isinstance(value, Counter):
+            waiting += [((*path, step(key)), inner) for key, inner in reversed(value.items())]
+        elif type(value) in (list, tuple) and isinstance(value, list | tuple) and value:
+            waiting += [((*path, i), inner) for i, inner in reversed(list(enumerate(value)))]
+        else:
+            yield path, value
 
 
 def rebuilt(

@@ -3,6 +3,7 @@
 open             from a path to a `Checkpoint`, from lazy tensors to arrays
 verify           is every byte the one that was written?
 diff             what differs: tensors by digest, then by bytes; values by structure (`compare_values`, `structure`)
+side             what of two checkpoints is compared, and under which names
 scan             what would the files have done? `scanning/` finds every stream and shows it, `severity` judges
 stats, sparsity  what the numbers look like, and where the zeros are
 describe         any checkpoint in the vocabulary of a sharded one (`holdfast.metadata`)

@@ -10,6 +10,8 @@
 Names are for people, and two places may have one name (`None` and "None" as keys, `a.b` and `b` in `a`). So tensors that stand at
 one place in both trees are compared whatever they are called, and a tensor that both name alike at two places is a difference: but
 not for a file that knows names and nothing else, which a nested state is often compared with.
+
+A part of both may be compared, and `a` under other names (`inspect/side.py`): `filter`, `tensors_only`, `rename`.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from dataclasses import dataclass
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
+from holdfast.core.patterns import Renames
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
@@ -35,6 +38,7 @@ from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
+from holdfast.inspect.side import Side, chosen_sides
 
 __all__ = [
     "ABSENT",
@@ -170,7 +174,10 @@ def diff(
     a: Openable | Checkpoint,
     b: Openable | Checkpoint,
     *,
-    rename: bool = True,
+    rename: Renames | Mapping[str, str] = (),
+    filter: str | None = None,
+    tensors_only: bool = False,
+    find_renamed: bool = True,
     exact: bool = False,
     max_memory: int | str | None = None,
     limits: Limits | None = None,
@@ -179,24 +186,25 @@ def diff(
 ) -> Diff:
     """Compare two checkpoints: paths (or anything else that `open` takes), or open ones, which stay open.
 
-    With `rename=False` a tensor that moved to another name counts as removed and added. With `exact=True` no checksum is taken at
-    its word. `progress` is called with the number of bytes that were read since its last call, from any thread.
+    `rename` changes names of `a` before they are compared, by pairs of globs as in `convert` (`[("model.*", "*")]`). `filter` is a
+    glob, or a name that stands for all below it: only what is called so then, on both sides, is compared. `tensors_only` leaves out
+    everything that is no tensor. With `find_renamed=False` a tensor that moved to another name counts as removed and added. With
+    `exact=True` no checksum is taken at its word. `progress` is called with the number of bytes that were read since its last call,
+    from any thread.
     """
     with ExitStack() as stack:
-        sides = [stack.enter_context(opened(src, limits=limits)) for src in (a, b)]
-        return Comparison(sides[0], sides[1], rename=rename, exact=exact, threads=reading_threads(max_memory, threads)).run(
-            progress
-        )
+        first, second = (stack.enter_context(opened(src, limits=limits)) for src in (a, b))
+        sides = chosen_sides(first, second, rename=rename, filter=filter, tensors_only=tensors_only)
+        threads = reading_threads(max_memory, threads)
+        return Comparison(*sides, find_renamed=find_renamed, exact=exact, threads=threads).run(progress)
 
 
 class Comparison:
     """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
 
-    def __init__(
-        self, a: Checkpoint, b: Checkpoint, *, rename: bool = True, exact: bool = False, threads: int | None = None
-    ) -> None:
+    def __init__(self, a: Side, b: Side, *, find_renamed: bool = True, exact: bool = False, threads: int | None = None) -> None:
         self._a, self._b, self._exact, self._threads = a, b, exact, threads
-        left, right = dict(a), dict(b)
+        left, right = dict(a.tensors), dict(b.tensors)
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
         self._same = self._by_checksum = 0
@@ -207,7 +215,7 @@ class Comparison:
         self._plan_places(left, right)
         self._removed = {name: t for name, t in left.items() if name not in right}
         self._added = {name: t for name, t in right.items() if name not in left}
-        self._candidates = _candidates(self._removed.values(), self._added.values()) if rename else ([], [])
+        self._candidates = _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
         self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(t.nbytes for t in lone)
 
@@ -218,21 +226,26 @@ class Comparison:
         for (name, pair), content in zip(self._pairs.items(), found, strict=True):
             if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
                 changes[name] = _change(name, pair, content)
-            elif name in self._a:
+            elif name in self._a.tensors:
                 same += 1
         renamed = self._renames(progress)
         gone, come = {r.a for r in renamed}, {r.b for r in renamed}
         moved, notes = self._moved()
         values = (*self._trees.changes, *moved)
-        if self._a.format.startswith("safetensors") and self._b.format.startswith("safetensors"):
-            values += compare_metadata(self._a.metadata, self._b.metadata)
+        texts = self._a.metadata, self._b.metadata
+        both = self._a.format.startswith("safetensors") and self._b.format.startswith("safetensors")
+        if both and texts[0] is not None and texts[1] is not None:
+            values += compare_metadata(texts[0], texts[1])
         return Diff(
             self._a.path,
             self._b.path,
             tuple(name for name in self._added if name not in come),
             tuple(name for name in self._removed if name not in gone),
             renamed,
-            (*(changes[name] for name in self._a if name in changes), *(c for name, c in changes.items() if name not in self._a)),
+            (
+                *(changes[name] for name in self._a.tensors if name in changes),
+                *(c for name, c in changes.items() if name not in self._a.tensors),
+            ),
             values,
             same,
             self._by_checksum,
@@ -255,14 +268,14 @@ class Comparison:
         """A name for a place that no tensor of `a` has."""
         path = found.place.path()
         name = f"{found.place.name()} at {path!r}"
-        while name in self._a or name in self._pairs or name in self._changes:
+        while name in self._a.tensors or name in self._pairs or name in self._changes:
             name += "'"
         return name
 
     def _moved(self) -> tuple[list[ValueChange], list[str]]:
         """Tensors that both have under one name, at two places: as differences, or as a note where one has names only."""
         names = [{found.place.name() for found in side} for side in self._trees.alone]
-        both = {name for name in names[0] & names[1] if name in self._a and name in self._b}
+        both = {name for name in names[0] & names[1] if name in self._a.tensors and name in self._b.tensors}
         if both and (_names_only(self._a) or _names_only(self._b)):
             return [], [f"{len(both):,} tensors are nested on one side and have dotted names on the other"]
         sides = [[found for found in side if found.place.name() in both] for side in self._trees.alone]
@@ -303,11 +316,11 @@ class Comparison:
         return tuple(sorted(renames, key=lambda r: order[r.a]))
 
 
-def _names_only(checkpoint: Checkpoint) -> bool:
+def _names_only(side: Side) -> bool:
     """Whether this is a file of tensors and names, without a state around them."""
-    tree = checkpoint.tree
+    tree = side.tree
     flat = isinstance(tree, dict) and all(type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items())
-    return flat and checkpoint.format.startswith(("safetensors", "dcp"))
+    return flat and side.format.startswith(("safetensors", "dcp"))
 
 
 def _is(one: LazyTensor | None, other: LazyTensor) -> bool:

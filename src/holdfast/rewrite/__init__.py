@@ -4,6 +4,7 @@ state            what a caller hands over, as a `State`
 transform        changes of a state: keep, drop, rename, other dtypes
 rejoin           tensors that shared a storage before a format copied them share it again
 formats          the format of a path, and the plan of a state in it, opened by the reader before it is written
+companions       config and tokenizer files of a Hugging Face folder, which go where its weights go
 planned          what a verb is going to do: `Planned`, `Writing`, the result `Saved`; writes a plan and publishes it
 save             a state
 convert          a checkpoint in another format (`convert`), or with changes (`edit`)

@@ -16,10 +16,8 @@ the source decides. Names of one and the same tensor must agree.
 from __future__ import annotations
 
 import difflib
-import re
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -28,13 +26,14 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
+from holdfast.core.patterns import glob, rename_problems, renamer, unmatched
 from holdfast.core.protocols import Source, State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import AliasView, LazyTensor
-from holdfast.core.tree import Path, dotted, name_tensors, refilled, step
+from holdfast.core.tree import Path, dotted, leaf_paths, name_tensors, refilled, step
 from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
 from holdfast.engine.computed import Computed, Observe
-from holdfast.errors import CannotHold, LimitExceeded, Unsupported
+from holdfast.errors import CannotHold, Unsupported
 from holdfast.rewrite.state import MOST_VISITS, map_tensors
 
 __all__ = ["Cast", "Casts", "Edits", "Losses", "casts_of", "dtype_named", "transform"]
@@ -168,10 +167,6 @@ SHORT = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat
 """How people abbreviate the dtypes that they cast to."""
 
 
-MOST_LEAVES = 4_000_000
-"""Places in a tree that are looked at one by one; containers that stand in several places count several times."""
-
-
 @dataclass(frozen=True, slots=True)
 class Edits:
     """What to change."""
@@ -240,22 +235,16 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    compiled = [_regex(p) for p in patterns]
+    compiled = [glob(p) for p in patterns]
     return lambda name: any(r.fullmatch(name) for r in compiled)
-
-
-def _regex(pattern: str) -> re.Pattern[str]:
-    return re.compile("(.*)".join(re.escape(part) for part in pattern.split("*")), re.DOTALL)
 
 
 def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
     """Drop and rename leaves. Containers that end up empty because of it go as well; those without a change stay themselves."""
-    for old, new in edits.rename:
-        if old.count("*") != new.count("*"):
-            problems.append(f"the rename {old!r} → {new!r} needs as many * on both sides")
+    problems += rename_problems(edits.rename)
     if problems:
         return tree
-    leaves = [(path, dotted(path)) for path in _leaf_paths(tree)]
+    leaves = [(path, dotted(path)) for path, _ in leaf_paths(tree)]
     _check_patterns(edits, [name for _, name in leaves], problems)
     moves = _moves(leaves, edits)
     _check_names(leaves, moves, problems)
@@ -276,29 +265,23 @@ def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
 
 def _check_patterns(edits: Edits, names: Sequence[str], problems: list[str]) -> None:
     """A pattern that matches nothing is a mistake."""
-    for pattern in (*edits.keep, *edits.drop, *(old for old, _ in edits.rename)):
-        regex = _regex(pattern)
-        if not any(regex.fullmatch(name) for name in names):
-            near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
-            problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
+    for pattern in unmatched((*edits.keep, *edits.drop, *(old for old, _ in edits.rename)), names):
+        near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
+        problems.append(f"{pattern!r} matches nothing" + (f"; near: {', '.join(near)}" if near else ""))
 
 
 def _moves(leaves: Iterable[tuple[Path, str]], edits: Edits) -> dict[Path, str | None]:
     """The leaves that change: their new names, or None where they go."""
     kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
-    rename = [(_regex(old), new.split("*")) for old, new in edits.rename]
+    rename = renamer(edits.rename)
     moves: dict[Path, str | None] = {}
     for path, name in leaves:
         if (edits.keep and not kept(name)) or dropped(name):
             moves[path] = None
             continue
-        for regex, pieces in rename:
-            found = regex.fullmatch(name)
-            if found:
-                new = pieces[0] + "".join(g + p for g, p in zip(found.groups(), pieces[1:], strict=True))
-                if new != name:
-                    moves[path] = new
-                break
+        new = rename(name)
+        if new != name:
+            moves[path] = new
     return moves
 
 
@@ -374,27 +357,9 @@ class Rebuilding:
         return inside if isinstance(value, list) else tuple(inside)
 
 
-def _leaf_paths(tree: object) -> Iterator[Path]:
-    """The paths of everything that is no container with something in it."""
-    left = MOST_LEAVES
-    waiting: list[tuple[Path, object]] = [((), tree)]
-    while waiting:
-        path, value = waiting.pop()
-        left -= 1
-        if left < 0:
-            message = "this state refers to the same containers too often to be edited leaf by leaf"
-            raise LimitExceeded(message, expected=MOST_LEAVES)
-        if isinstance(value, dict) and value and not isinstance(value, Counter):
-            waiting += [((*path, step(key)), inner) for key, inner in reversed(value.items())]
-        elif type(value) in (list, tuple) and isinstance(value, list | tuple) and value:
-            waiting += [((*path, i), inner) for i, inner in reversed(list(enumerate(value)))]
-        else:
-            yield path
-
-
 def _casting(state: State, casts: Casts, problems: list[str], losses: dict[DType, Losses]) -> Callable[[LazyTensor], LazyTensor]:
     """What casts each tensor as the first pattern that matches one of its names says."""
-    patterns = [(_regex(pattern), dtype) for pattern, dtype in casts]
+    patterns = [(glob(pattern), dtype) for pattern, dtype in casts]
 
     def first(name: str) -> int | None:
         return next((i for i, (regex, _) in enumerate(patterns) if regex.fullmatch(name)), None)
@@ -435,8 +400,7 @@ def _check_casts(casts: Casts, names: Sequence[str], deciding: set[int | None], 
     for number, (pattern, _) in enumerate(casts):
         if pattern == ALL and number == len(casts) - 1:
             continue
-        regex = _regex(pattern)
-        if not any(map(regex.fullmatch, names)):
+        if unmatched([pattern], names):
             near = difflib.get_close_matches(pattern, names[:10_000], n=2, cutoff=0.5)
             hint = f"; near: {', '.join(near)}" if near else ""
             problems.append(f"the dtype of {pattern!r}: it matches no floating-point tensor{hint}")
