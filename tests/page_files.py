@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -95,6 +96,17 @@ def new(path: str) -> None:
     holdfast.save(state, path, keep_tree=True)
 
 
+def hugging_face(path: str) -> None:
+    """A model as `save_pretrained` of transformers writes it."""
+    model = {f"model.{name}": array for name, array in weights(1).items() if name != "lm_head.weight"}
+    model |= {"model.norm.weight": np.ones(32, np.float32), "lm_head.weight": weights(1)["lm_head.weight"]}
+    holdfast.save(model, f"{path}/", format="safetensors")
+    beside = {"generation_config.json": {}, "tokenizer.json": {"version": "1.0"}, "tokenizer_config.json": {}}
+    for name, content in {"config.json": {"model_type": "llama", "torch_dtype": "float32"}, **beside}.items():
+        (Path(path) / name).write_text(json.dumps(content, indent=2) + "\n")
+    (Path(path) / "README.md").write_text("# A model\n")
+
+
 def copies(path: str) -> None:
     """Two tensors that hold the same."""
     holdfast.save({"x": np.arange(1000.0), "y": np.arange(1000.0)}, path)
@@ -104,6 +116,7 @@ MAKERS: dict[str, Callable[[str], None]] = {
     "broken.pt": broken,
     "copies.safetensors": copies,
     "last.ckpt": lightning,
+    "llama": hugging_face,
     "new.safetensors": new,
     "old.pt": old,
     "rows.pt": rows,
