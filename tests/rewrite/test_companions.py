@@ -320,3 +320,20 @@ def test_formats_of_a_folder(tmp_path):
     assert holdfast.convert(a, tmp_path / "e", sparse="auto").format == "native"
     assert holdfast.edit(a, in_place=True, drop=["lm_head.*"], format="native").format == "native"
     assert beside(a).keys() == {*BESIDE, "holdfast.json"}
+
+
+@pytest.mark.parametrize("stem", ["adapter_model", "diffusion_pytorch_model"])
+def test_weights_keep_their_name(tmp_path, stem):
+    a = folder(tmp_path / "a")
+    (a / "model.safetensors").rename(a / f"{stem}.safetensors")
+    holdfast.edit(a, in_place=True, dtype="bf16")
+    assert {name for name in os.listdir(a) if ".safetensors" in name} == {f"{stem}.safetensors"}
+    holdfast.convert(a, tmp_path / "b", max_shard_size=150)
+    found = sorted(name for name in os.listdir(tmp_path / "b") if ".safetensors" in name)
+    assert found == [*(f"{stem}-0000{i}-of-00003.safetensors" for i in (1, 2, 3)), f"{stem}.safetensors.index.json"]
+    assert holdfast.diff(a, tmp_path / "b").equal
+    holdfast.prune(tmp_path / "b", tmp_path / "c", ["*: 2:4"])
+    assert f"{stem}.safetensors" in os.listdir(tmp_path / "c")
+    holdfast.save(WEIGHTS, tmp_path / "d.pt")
+    holdfast.convert(tmp_path / "d.pt", tmp_path / "e", copy_config=tmp_path / "b")
+    assert f"{stem}.safetensors" in os.listdir(tmp_path / "e")

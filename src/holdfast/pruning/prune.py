@@ -174,7 +174,7 @@ def plan_prune(
             if masks == "beside" and not directory:
                 problem = f"{target!r} is one file, and two files cannot be published in one step: give a directory"
                 raise CannotHold("the masks have no place", [f"{problem}, or write them by themselves (masks='only')"], file=target)
-        pruning = Pruning(state, jobs, masks, options=options)
+        pruning = Pruning(state, jobs, masks, options=where.options(options))
         pruning.measure(writing.reading_threads, progress)
         plan = pruning.plan(target, chosen)
         plan = replace(plan, notes=(*notes, *plan.notes))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -30,7 +31,8 @@ from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, StoreError, Unsupported
-from holdfast.formats.safetensors.directory import choose_index
+from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX, choose_index
+from holdfast.formats.safetensors.write import STEM
 from holdfast.formats.strict_json import parse
 from holdfast.plan.saves import Data, FilePlan, Literal, SavePlan
 from holdfast.rewrite.formats import DIRECTORIES, is_replaceable
@@ -43,6 +45,9 @@ CopyConfig = bool | str | os.PathLike[str]
 """Whether the files beside the weights come along; or the folder that they are taken from instead."""
 
 CONFIG = "config.json"
+
+NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
+"""How the name of a shard ends."""
 
 SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".py", ".tiktoken", ".vocab", ".bpe", ".spm", ".yaml", ".yml")
 """What config, tokenizer, template, code and text files end with. `.model` is a SentencePiece tokenizer."""
@@ -101,11 +106,13 @@ class Companions:
     strangers: bool = False
     """Whether files are among them that are no companions by their names: the reader has to pass over them."""
     notes: tuple[str, ...] = ()
+    stem: str = STEM
+    """What the weights in that folder are called."""
 
     @property
     def weights(self) -> bool:
         """Whether there are safetensors files among them, which only an index tells from those that are written."""
-        return any(name.endswith(".safetensors") for name in self.files)
+        return any(name.endswith(SUFFIX) for name in self.files)
 
     def beside(self, plan: SavePlan, source: Mapping[str, LazyTensor]) -> tuple[SavePlan, tuple[FilePlan, ...]]:
         """The plan with these files in it, and their own plans. `source` are the tensors that the weights are made of."""
@@ -178,16 +185,18 @@ def find_companions(
     if not isinstance(copy_config, bool):
         taken = dict.fromkeys(*_from_folder(copy_config, stack, limits, notes))
         strangers = any(not is_companion(name) for name in kept)
-        return Companions(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes))
+        stem = _stem(next(iter(taken.values())).store.list())
+        return Companions(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem)
+    stem = _stem(own) if folder else STEM
     if kept:
-        return Companions(kept, strangers=any(not is_companion(name) for name in kept))
+        return Companions(kept, strangers=any(not is_companion(name) for name in kept), stem=stem)
     if not copy_config or not folder or not any(map(_tells, own)):
-        return Companions({})
+        return Companions({}, stem=stem)
     taken = dict.fromkeys(_chosen(source.source, own, notes), source.source)
     left = sorted({name.partition("/")[0] for name in own if not _is_weights(name) and name not in taken and name[0] != "."})
     if left:
         notes.append(f"left behind, since they are no config, tokenizer or text: {_some(left)}")
-    return Companions(taken, notes=tuple(notes))
+    return Companions(taken, notes=tuple(notes), stem=stem)
 
 
 def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig) -> Companions:
@@ -207,6 +216,14 @@ def _others(source: Checkpoint, own: Sequence[str]) -> Iterable[str]:
         return [name for name in own if name not in used]
     # Of other formats it is not known; what may be replaced is, and of the rest the commit says that it would be lost.
     return [name for name in own if not is_replaceable(name)] if source.format in DIRECTORIES else []
+
+
+def _stem(names: Sequence[str]) -> str:
+    """What the weights of a folder are called: by the index, or by the one file that they are."""
+    top = [name for name in names if "/" not in name and not name.startswith(".")]
+    found = [name.removesuffix(INDEX_SUFFIX) for name in top if name.endswith(INDEX_SUFFIX)]
+    found = found or [NUMBERED.sub("", name.removesuffix(SUFFIX)) for name in top if name.endswith(SUFFIX)]
+    return found[0] if len(found) == 1 and found[0] else STEM
 
 
 def _from_folder(

@@ -153,7 +153,7 @@ def lay_out_conversion(
     described = describe_state(source, limits=limits)
     chosen, left = select(source, described, selection or Selection())
     losses: dict[DType, Losses] = {}
-    options = replace(options, index=options.index or where.index)
+    options = where.options(options)
     state = transform(chosen, edits, limits, losses=losses)
     found = format_for(target, where.format, options)
     if metadata:

@@ -78,6 +78,8 @@ class Options:
     """native: which tensors are stored packed (`engine.sparse_choice`)."""
     index: bool = False
     """safetensors: an index even of one file, because other safetensors files will lie beside it."""
+    stem: str = "model"
+    """safetensors: what the names of the files in a directory begin with."""
 
 
 def suffix_of(path: str) -> str:
@@ -141,7 +143,9 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
             return lay_out_safetensors(state, keep_tree=options.keep_tree)
         case "safetensors-dir":
             most = options.max_shard_size or 5_000_000_000
-            return lay_out_safetensors(state, keep_tree=options.keep_tree, max_shard_size=most, index=options.index)
+            return lay_out_safetensors(
+                state, keep_tree=options.keep_tree, max_shard_size=most, index=options.index, stem=options.stem
+            )
         case "native":
             wanted = parse_wanted(options.sparse)
             pack = None if wanted is None else partial(choose, wanted=wanted)

@@ -226,6 +226,12 @@ class Destination:
     writing: Writing
     index: bool = False
     """Whether other safetensors files stay there, so that an index has to say which ones count."""
+    stem: str = "model"
+    """What weights in safetensors are called in a directory: as they were."""
+
+    def options(self, options: Options) -> Options:
+        """What was asked of the layout, and what the place asks of it."""
+        return replace(options, index=options.index or self.index, stem=self.stem)
 
 
 def rewritten(
@@ -269,7 +275,7 @@ def rewritten(
             directory = not archive and format_for(where.path, where.format, options) in DIRECTORIES
         check_target(where.path, directory=directory, writing=where.writing)
         beside_it = find_companions(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
-        planned = lay_out(source, replace(where, index=beside_it.weights))
+        planned = lay_out(source, replace(where, index=beside_it.weights, stem=beside_it.stem))
         stack.callback(planned.close)
         return replace(_accompanied(planned, beside_it, source), sources=stack.pop_all())
 

@@ -351,7 +351,7 @@ def plan_rewrite(source: Checkpoint, state: State, where: Destination) -> SavePl
     """Lay out a state that came from an open checkpoint. A package stays one, with its programs, where a `.pt2` is asked for."""
     if where.format == "pt2" or (where.format is None and where.path.lower().endswith(".pt2")):
         return _plan_pt2(source, state, where.path)
-    options = Options(keep_tree=True, index=where.index)
+    options = where.options(Options(keep_tree=True))
     if source.format == "pt2":
         # Only its weights were looked at; what stands beside them in the tree is written as well.
         state = state_of(state.tree, dict(state.metadata))

@@ -42,7 +42,7 @@ from holdfast.formats.safetensors.read import Header, read_header, refuse_orphan
 from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, Record, join, read_record, saved_offsets
 from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
-__all__ = ["INDEX_SUFFIX", "SafetensorsDirectory", "choose_index", "read_index"]
+__all__ = ["INDEX_SUFFIX", "SUFFIX", "SafetensorsDirectory", "choose_index", "read_index"]
 
 
 INDEX_SUFFIX = ".safetensors.index.json"

@@ -53,8 +53,8 @@ __all__ = [
 
 METADATA = "__metadata__"
 
-ONLY = "model.safetensors"
-"""The one file of a directory that needs no index."""
+STEM = "model"
+"""What the files of a directory are called, unless they had another name."""
 
 DATA_ALIGNMENT = 64
 """Where the data begins: a multiple of a cache line, and of every element size. The library pads to 8; more spaces are allowed."""
@@ -191,11 +191,17 @@ HINT = "safetensors holds tensors only (keep_tree=True records it in __metadata_
 
 
 def lay_out_safetensors(
-    state: State, *, keep_tree: bool = False, max_shard_size: int | None = None, index: bool = False
+    state: State,
+    *,
+    keep_tree: bool = False,
+    max_shard_size: int | None = None,
+    index: bool = False,
+    stem: str = STEM,
 ) -> SavePlan:
     """The plan of a single file or, with `max_shard_size` (bytes of tensors in a file), of a directory.
 
-    `index` asks for an index even where there is one file: other safetensors files in the directory are then no part of it.
+    `index` asks for an index even where there is one file: other safetensors files in the directory are then no part of it. `stem`
+    is what the names of its files begin with.
 
     Raises `CannotHold` with every problem.
     """
@@ -226,9 +232,9 @@ def lay_out_safetensors(
         if max_shard_size is None:
             plan = _plan_one(state, pieces, fields, notes=notes)
         elif len(shards) == 1 and not index:
-            plan = _plan_one(state, pieces, fields, notes=notes, key=ONLY)
+            plan = _plan_one(state, pieces, fields, notes=notes, key=f"{stem}.safetensors")
         else:
-            plan = _plan_directory(state, shards, fields, notes=notes)
+            plan = _plan_directory(state, shards, fields, notes=notes, stem=stem)
         if plan is not None:
             return plan
         problems.append(f"the header would be longer than {Limits().header_nbytes:,} bytes, the most that the format allows")
@@ -247,11 +253,11 @@ def _plan_one(
 
 
 def _plan_directory(
-    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], *, notes: list[str]
+    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], *, notes: list[str], stem: str
 ) -> SavePlan | None:
-    key = "model.safetensors.index.json"
+    key = f"{stem}.safetensors.index.json"
     laid = [
-        plan_file(f"model-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, fields={"rest": key})
+        plan_file(f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, fields={"rest": key})
         for i, shard in enumerate(shards)
     ]
     if any(file.header_nbytes > Limits().header_nbytes for file in laid):
