@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import holdfast
-from holdfast.errors import NotCommitted, StoreError, UnsafePath, Unsupported
+from holdfast.errors import CannotHold, NotCommitted, StoreError, UnsafePath, Unsupported
 from holdfast.rewrite import companions, planned
 
 WEIGHTS = {
@@ -337,3 +337,12 @@ def test_weights_keep_their_name(tmp_path, stem):
     holdfast.save(WEIGHTS, tmp_path / "d.pt")
     holdfast.convert(tmp_path / "d.pt", tmp_path / "e", copy_config=tmp_path / "b")
     assert f"{stem}.safetensors" in os.listdir(tmp_path / "e")
+
+
+def test_a_file_that_is_in_the_way(tmp_path):
+    a = folder(tmp_path / "a", shards=2)
+    (a / "model-00001-of-00001.safetensors").write_bytes(safetensors.numpy.save({"x": np.ones(3, np.float32)}))
+    before = {path.name: path.read_bytes() for path in a.iterdir()}
+    with pytest.raises(CannotHold, match="would be lost"):
+        holdfast.edit(a, in_place=True, drop=["lm_head.*"])
+    assert {path.name: path.read_bytes() for path in a.iterdir()} == before

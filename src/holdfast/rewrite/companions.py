@@ -30,7 +30,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import HoldfastError, StoreError, Unsupported
+from holdfast.errors import CannotHold, HoldfastError, StoreError, Unsupported
 from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX, choose_index
 from holdfast.formats.safetensors.write import STEM
 from holdfast.formats.strict_json import parse
@@ -120,10 +120,13 @@ class Companions:
             return plan, ()
         written = {file.key for file in (*plan.files, *plan.index)}
         labels = {segment.label for file in plan.files for segment in file.segments if isinstance(segment, Data)}
+        lost = [
+            f"{name!r} is no part of the checkpoint, and a file of that name is written" for name in self.files if name in written
+        ]
+        if lost:
+            raise CannotHold("other files of the folder would be lost; move them away, or give another target", lost)
         added, late, notes = [], [], list(self.notes)
         for name, origin in self.files.items():
-            if name in written:
-                continue
             config = self._config(origin, plan, source, notes) if name == CONFIG else None
             if config is not None:
                 # With the index: a try that is taken up again knows a file by its length, and this one may differ in a letter.
