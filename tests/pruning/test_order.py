@@ -62,8 +62,8 @@ def test_magnitudes_have_one_order(kind, dtype):
 @pytest.mark.parametrize("seed", [0, 7, -5, (1 << 64) + 3])
 def test_random_keys_have_one_order(seed):
     expected = of_arrays.random_keys(3, 70_000, seed).view(np.int64)
-    np.testing.assert_array_equal(of_tensors._splitmix(3, 70_000, seed, CPU).numpy(), expected)
-    np.testing.assert_array_equal(of_tensors.random_keys(3, 70_000, seed, CPU).numpy(), expected)
+    np.testing.assert_array_equal(of_tensors._splitmix(3, 70_000, seed=seed, device=CPU).numpy(), expected)
+    np.testing.assert_array_equal(of_tensors.random_keys(3, 70_000, seed=seed, device=CPU).numpy(), expected)
 
 
 @pytest.mark.parametrize("few", [3, 1 << 20])
