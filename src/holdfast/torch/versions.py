@@ -152,6 +152,7 @@ NESTED_ASKED_FOR = Change((2, 15), "weights_only=True loads nested tensors where
 SPARSE_UNCHECKED = Change(
     (2, 8), "torch.load does not look at the indices of sparse tensors, which meta and fake ones do not have", until=(2, 15)
 )
+NARROW_INTS = Change((2, 7), "weights_only=True knows int1 to int7 and uint1 to uint7")
 QUALIFIED_NAMES = Change((2, 7), "classes inside of others are allowed by their qualified names, and refusals give full names")
 BYTES_FOUND = Change(
     (2, 7), "torch.load works within skip_data, pretends devices of fake tensors, and says where the bytes of such storages are"

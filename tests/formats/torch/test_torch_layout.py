@@ -208,7 +208,7 @@ def test_every_dtype(name: str, tmp_path: Path):
     assert bytes(found["x"].untyped_storage()) == bytes(raw.untyped_storage())
 
 
-@needs(versions.INT1)
+@needs(versions.NARROW_INTS)
 @pytest.mark.parametrize(
     "name", [f"{sign}int{width}" for sign in ("", "u") for width in range(1, 8) if versions.dtype(f"{sign}int{width}")]
 )

@@ -248,6 +248,7 @@ def test_fake_tensors_and_a_function(zip_path: Path, weights_only: bool):
             function(zip_path, map_location=lambda storage, tag: storage, weights_only=weights_only)
 
 
+@needs(versions.BYTES_FOUND)
 @WEIGHTS_ONLY
 @pytest.mark.parametrize("location", [None, "cuda"])
 def test_fake_tensors_of_a_legacy_stream_are_where_they_were(weights_only: bool, location: str | None):

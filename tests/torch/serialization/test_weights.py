@@ -165,6 +165,7 @@ def test_dtypes(dtype):
     parity({"a": made, "row": made[1], "turned": made.t(), "empty": made[:, :0]})
 
 
+@needs(versions.NARROW_INTS)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 def test_dtypes_that_torch_reads_and_does_not_write(dtype):
     name = str(dtype).removeprefix("torch.")
