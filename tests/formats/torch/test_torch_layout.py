@@ -350,6 +350,7 @@ def test_several_chunks_are_joined():
     assert found["a"].data_ptr() == found["b"].data_ptr()
 
 
+@needs(versions.UINT16)
 @pytest.mark.parametrize("name", ["float32", "int16", "complex64", "complex32", "uint64", "uint8"])
 def test_big_endian_sources_are_written_little(name: str):
     dtype = DTYPES.name(name)
@@ -374,6 +375,7 @@ def test_two_dtypes_over_one_storage_are_written_apart_and_said_so():
     assert lay_out_torch_zip(state_of({"f": floats[:2], "i": behind})).notes == ()
 
 
+@needs(versions.UINT16)
 def test_odd_offsets_and_steps_of_fractions():
     content = bytes(range(40))
     whole = memory_tensor(content, "uint8", (40,))
@@ -442,6 +444,7 @@ def test_a_jagged_tensor_comes_back(tmp_path: Path):
     assert (found._min_seqlen, found._max_seqlen) == (2, 3)
 
 
+@needs(versions.WEIGHTS_ONLY)
 def test_what_weights_only_refuses_is_noted_and_what_it_loads_is_not():
     plan = lay_out_torch_zip(state_of({"a": [range(3)], "b": np.arange(2), "c": {1, 2}}))
     (note,) = plan.notes
