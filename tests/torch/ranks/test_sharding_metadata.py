@@ -158,8 +158,9 @@ def test_a_dtype_without_a_row_is_kept_by_its_name(monkeypatch):
     here = metadata_from_torch(torch.bfloat16)
     assert here == Global("torch", "bfloat16")
     assert metadata_to_torch(here) is torch.bfloat16
-    properties = ours.TensorProperties.create_from_tensor(torch.zeros(2, dtype=torch.bfloat16))
-    assert metadata_to_torch(properties) == theirs.TensorProperties(torch.bfloat16)
+    tensor = torch.zeros(2, dtype=torch.bfloat16)
+    properties = ours.TensorProperties.create_from_tensor(tensor)
+    assert metadata_to_torch(properties) == theirs.TensorProperties.create_from_tensor(tensor)
 
 
 @pytest.mark.parametrize("name", ["float4_e2m1fn", "float6_e2m3fn", "float6_e3m2fn"])

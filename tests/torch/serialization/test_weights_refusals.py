@@ -32,7 +32,7 @@ from tests.hostile.craft_pickle import (
     tuple_of,
 )
 from tests.hostile.craft_torch import storage, tensor, torch_zip
-from tests.support import needs, torch_bytes
+from tests.support import needs, torch_bytes, until
 from tests.torch.serialization.zip_storages import load
 
 ISSUE = (
@@ -115,9 +115,10 @@ def test_blocked(module, name, full):
 @pytest.mark.parametrize(
     ("full", "fragment"),
     [
-        (
+        pytest.param(
             "torch._dynamo.decorators._DimRange",
             "``torch.nested`` and ``torch._dynamo`` must be imported to load nested jagged tensors (NJTs)",
+            marks=until(versions.NESTED_ASKED_FOR),
         ),
         ("torch.distributed.tensor.DTensor", "``torch.distributed.tensor`` must be imported to load DTensors"),
         ("torch.distributed.tensor.placement_types.Shard", "``torch.distributed.tensor`` must be imported to load DTensors"),
