@@ -34,6 +34,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import BadIndex, BadTarget, Unsupported, located
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.stores.platform import ALWAYS, NO_LINK, sync
 
 __all__ = [
     "Item",
@@ -213,12 +214,12 @@ def _check_member(name: str) -> None:
 def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block ends well, and disappears when it does not."""
     hidden = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    descriptor = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK | ALWAYS, 0o666)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            sync(file.fileno())
         os.replace(hidden, path)
     except BaseException:
         hidden.unlink(missing_ok=True)

@@ -6,12 +6,12 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-__all__ = ["memory_at", "renewed", "resting_collector"]
+__all__ = ["at_fork", "memory_at", "renewed", "resting_collector"]
 
 
 @contextmanager
@@ -54,7 +54,22 @@ def _in_child() -> None:
         lock._at_fork_reinit()
 
 
-os.register_at_fork(after_in_child=_in_child)
+def _nothing() -> None:
+    """What is to be done where nothing is said."""
+
+
+def at_fork(
+    *,
+    before: Callable[[], None] = _nothing,
+    after_in_parent: Callable[[], None] = _nothing,
+    after_in_child: Callable[[], None] = _nothing,
+) -> None:
+    """Call these whenever this process forks. Windows has no fork, and nothing to call."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=before, after_in_parent=after_in_parent, after_in_child=after_in_child)
+
+
+at_fork(after_in_child=_in_child)
 
 
 # Everything that has an address, as one row. Nothing is touched but what somebody cuts out of it. A row for each view would make

@@ -36,9 +36,10 @@ from holdfast.formats.torch.write import lay_out_torch_zip
 from holdfast.ranks.files import Contents, DcpIndex, Part, RankFile, Receipt, index_files, is_part, rank_files
 from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described
-from holdfast.stores.files import OsFiles, make_parents
+from holdfast.stores.files import make_parents
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.path_files import system_files
 
 __all__ = ["Publishing", "open_folder", "publish", "rehearse_contents", "rehearse_value", "write_files"]
 
@@ -115,7 +116,7 @@ class Publishing:
 def open_folder(path: str, format: str, together: Together, *, durable: bool, overwrite: bool) -> Publishing:
     """Make the hidden folder beside the target, and the folders that lead to it."""
     with refusing("making the folders that lead to it", path):
-        make_parents(path, durable=durable)
+        make_parents(system_files(), path, durable=durable)
     transaction = DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=is_part)
     transaction.__enter__()
     return Publishing(path, format, transaction, together)
@@ -134,7 +135,7 @@ def write_files(
     """Write the files of one rank, all at once; on other ranks than the first one `into` is the name of the folder."""
     if not files:
         return []
-    system = OsFiles()
+    system = system_files()
     folder = system.open_directory(into) if isinstance(into, str) else -1
     receipts: dict[str, Receipt] = {}
     each = max(threads // len(files), 1)
@@ -161,7 +162,7 @@ def write_files(
             sink.give_up()
         raise
     finally:
-        if folder >= 0:
+        if isinstance(into, str):
             system.close(folder)
     return [receipts[file.plan.key] for file in files]
 

@@ -5,6 +5,8 @@ folder           a directory that stays the one that was opened
 memory           bytes of this process, and file objects
 virtual          content that is made when it is read, alone or over another store
 files            every file-system call of a save
+path_files       the same where no directory can be opened: Windows
+platform         what this system has, and what stands in for what it has not
 paths            from what a user gives to a path on this machine
 
 What a store says of itself is in core/protocols: `Store`, and `BaseStore` for one that has nothing to say.

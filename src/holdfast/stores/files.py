@@ -16,9 +16,7 @@ what it inherits from saves, and in a child an `OsFiles` of its parent's refuses
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import fcntl
 import os
 import re
 import stat
@@ -27,7 +25,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from holdfast.core.runtime import at_fork
 from holdfast.errors import Truncated
+from holdfast.stores import platform
+from holdfast.stores.platform import ABSENT, ALWAYS, DIRECTORY, NO_LINK, NO_WAIT
 
 __all__ = [
     "Buffer",
@@ -35,6 +36,7 @@ __all__ = [
     "Files",
     "OsFiles",
     "copy_all",
+    "entry_of",
     "is_temporary",
     "make_parents",
     "split_path",
@@ -51,12 +53,6 @@ MAX_WRITE = 1 << 30
 COPY_BLOCK = 1 << 20
 """Bytes that `copy_all` holds at a time where the kernel cannot copy by itself; larger blocks leave the second-level cache."""
 
-RENAME_NOREPLACE, RENAME_EXCHANGE = 1, 2
-"""Flags of renameat2(2), Linux 3.15."""
-
-ABSENT = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""What a kernel or a file system answers that does not know a call, or a flag of it (NFS and overlayfs: EINVAL)."""
-
 CANNOT_COPY = ABSENT | {errno.EXDEV, errno.EPERM, errno.ETXTBSY, errno.EBADF}
 """What copy_file_range(2) answers between file systems that it cannot copy between."""
 
@@ -67,7 +63,7 @@ OF_THIS_MACHINE = frozenset({
 """What statfs(2) calls file systems that one machine has mounted: ext2 to 4, xfs, btrfs, zfs, f2fs, bcachefs, tmpfs, ramfs,
 overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
 
-TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old)", re.DOTALL)
+TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +173,19 @@ class OsFiles:
         return os.path.realpath(path)
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
-        follow = os.O_NOFOLLOW if at is not None else 0
-        return self._opened(path, os.O_RDONLY | os.O_DIRECTORY | follow, at=at)
+        follow = NO_LINK if at is not None else 0
+        return self._opened(path, os.O_RDONLY | DIRECTORY | follow, at=at)
 
     def open(self, name: str, *, at: int) -> int:
-        return self._opened(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, at=at)
+        return self._opened(name, os.O_RDONLY | NO_LINK | NO_WAIT, at=at)
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK
         return self._opened(name, flags, at=at, mode=0o600 if private else 0o666)
 
     def _opened(self, path: str, flags: int, *, at: int | None, mode: int = 0) -> int:
         self._check()
-        descriptor = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=at)
+        descriptor = os.open(path, flags | ALWAYS, mode, dir_fd=at)
         _open[descriptor] = False
         return descriptor
 
@@ -197,28 +193,27 @@ class OsFiles:
         self._check()
         os.ftruncate(descriptor, nbytes)
         if nbytes:
-            # Not os.posix_fallocate: where the file system cannot, glibc writes a byte into every block.
-            _fallocate(descriptor, nbytes)
+            platform.reserve(descriptor, nbytes)
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
         self._check()
-        return os.pwrite(descriptor, data, offset)
+        return platform.write_some(descriptor, data, offset)
 
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
         self._check()
-        return os.copy_file_range(source, target, nbytes, source_offset, offset)
+        return platform.copy_range(source, target, nbytes, source_offset=source_offset, offset=offset)
 
     def sync(self, descriptor: int) -> None:
         self._check()
-        os.fsync(descriptor)
+        platform.sync(descriptor)
 
     def chmod(self, descriptor: int, mode: int) -> None:
         self._check()
-        os.fchmod(descriptor, mode)
+        platform.change_mode(descriptor, mode)
 
     def chown(self, descriptor: int, user: int, group: int) -> None:
         self._check()
-        os.fchown(descriptor, user, group)
+        platform.change_owner(descriptor, user, group)
 
     def rename(self, source: str, target: str, *, at: int) -> None:
         self._check()
@@ -226,11 +221,11 @@ class OsFiles:
 
     def rename_new(self, source: str, target: str, *, at: int) -> bool:
         self._check()
-        return _renameat2(source, target, at=at, flags=RENAME_NOREPLACE)
+        return platform.rename_new(source, target, at=at)
 
     def exchange(self, first: str, second: str, *, at: int) -> bool:
         self._check()
-        return _renameat2(first, second, at=at, flags=RENAME_EXCHANGE)
+        return platform.exchange(first, second, at=at)
 
     def link(self, source: str, target: str, *, at: int) -> None:
         self._check()
@@ -254,9 +249,7 @@ class OsFiles:
 
     def lock(self, descriptor: int) -> bool:
         self._check()
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not platform.lock(descriptor):
             return False
         if descriptor in _open:
             _open[descriptor] = True
@@ -265,28 +258,28 @@ class OsFiles:
     def stat(self, name: str, *, at: int) -> Entry | None:
         self._check()
         try:
-            return _found(os.stat(name, dir_fd=at, follow_symlinks=False))
+            return entry_of(os.stat(name, dir_fd=at, follow_symlinks=False))
         except FileNotFoundError:
             return None
 
     def inspect(self, descriptor: int) -> Entry:
         self._check()
-        return _found(os.fstat(descriptor))
+        return entry_of(os.fstat(descriptor))
 
     def is_shared(self, descriptor: int) -> bool:
         self._check()
-        return _file_system(descriptor) not in OF_THIS_MACHINE
+        return platform.file_system(descriptor) not in OF_THIS_MACHINE
 
     def longest_name(self, descriptor: int) -> int:
         self._check()
-        return os.fpathconf(descriptor, "PC_NAME_MAX")
+        return platform.longest_name(descriptor)
 
     def close(self, descriptor: int) -> None:
         self._check()
         # Forgotten first: when it is closed, the number may be anybody's.
         if _open.pop(descriptor, False):
             with suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)
+                platform.unlock(descriptor)
         os.close(descriptor)
 
 
@@ -302,7 +295,7 @@ def _in_child() -> None:
     _open.clear()
 
 
-os.register_at_fork(after_in_child=_in_child)
+at_fork(after_in_child=_in_child)
 
 
 def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> None:
@@ -333,7 +326,7 @@ def copy_all(files: Files, source: int, target: int, *, nbytes: int, source_offs
             count = 0
         if count <= 0:
             # Also some file systems' way to say that they cannot (Linux before 5.19); reading tells whether it is the end.
-            block = os.pread(source, min(nbytes - done, COPY_BLOCK), at)
+            block = platform.read_block(source, min(nbytes - done, COPY_BLOCK), at)
             if not block:
                 raise Truncated(f"the source ends {nbytes - done} bytes before the range to copy", offset=at)
             write_all(files, target, block, offset=to)
@@ -359,7 +352,8 @@ def split_path(path: str) -> tuple[str, str]:
     return os.path.split(path)
 
 
-def _found(status: os.stat_result) -> Entry:
+def entry_of(status: os.stat_result) -> Entry:
+    """What the system says of something, in our words."""
     mode = status.st_mode
     kind: Kind = "other"
     if stat.S_ISREG(mode):
@@ -372,65 +366,21 @@ def _found(status: os.stat_result) -> Entry:
     return Entry(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
 
 
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-def _called(result: int, *names: str) -> bool:
-    """What a call through ctypes came to: True, False where it does not exist here, or its error raised."""
-    if result == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in ABSENT:
-        return False
-    raise OSError(code, os.strerror(code), *names[:1], *([None, names[1]] if names[1:] else []))
-
-
-def _renameat2(source: str, target: str, *, at: int, flags: int) -> bool:
-    call = getattr(_LIBC, "renameat2", None)  # glibc 2.28; Python has no name for it
-    if call is None:
-        return False
-    call.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
-    return _called(call(at, os.fsencode(source), at, os.fsencode(target), flags), source, target)
-
-
-def make_parents(path: str, *, durable: bool) -> None:
+def make_parents(files: Files, path: str, *, durable: bool) -> None:
     """Make the folders that lead to a path, where they are missing; with `durable`, so that they survive a power cut."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.lstat(path)  # a path that is too long says so before a part of it is made
     missing = []
     parent = os.path.dirname(os.path.realpath(path))
-    while not os.path.lexists(parent):
+    while not os.path.lexists(parent) and parent != os.path.dirname(parent):  # a drive may be missing, and leads nowhere
         missing.append(parent)
         parent = os.path.dirname(parent)
     for folder in reversed(missing):
         with suppress(FileExistsError):  # somebody else makes it as well
             os.mkdir(folder)
         if durable:
-            above = os.open(os.path.dirname(folder), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            above = files.open_directory(os.path.dirname(folder))
             try:
-                os.fsync(above)
+                files.sync(above)
             finally:
-                os.close(above)
-
-
-def _file_system(descriptor: int) -> int:
-    """The kind of a file system, as statfs(2) says it; -1 where there is no such call."""
-    call = getattr(_LIBC, "fstatfs", None)
-    if call is None:
-        return -1
-    # The kind is the first field, a long, of a struct of 120 bytes; s390 alone has an int there, and is taken for shared.
-    answer = (ctypes.c_long * 64)()
-    call.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    return int(answer[0]) & 0xFFFFFFFF if _called(call(descriptor, answer)) else -1
-
-
-def _fallocate(descriptor: int, nbytes: int) -> bool:
-    call = getattr(_LIBC, "fallocate", None)
-    if call is None:
-        return False
-    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-    while True:
-        try:
-            return _called(call(descriptor, 0, 0, nbytes))
-        except InterruptedError:
-            continue
+                files.close(above)

@@ -13,12 +13,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 from holdfast.errors import LimitExceeded, Replaced, UnsafePath
 from holdfast.stores.files import is_temporary
+from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_DIRECTORIES
 
-__all__ = ["ALIVE", "GONE", "READ", "Folder", "OpenFile", "check_key", "plain"]
+__all__ = ["ALIVE", "GONE", "READ", "Folder", "OpenFile", "PathFolder", "check_key", "open_folder", "plain"]
 
 Keys = list[str]
 
@@ -31,8 +33,7 @@ GONE = frozenset({errno.ENOENT, errno.ESTALE})
 A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
 
-READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-"""NONBLOCK: opening a FIFO that nobody writes to must not wait."""
+READ = os.O_RDONLY | ALWAYS | NO_WAIT
 
 
 def check_key(key: str) -> str:
@@ -73,9 +74,13 @@ class Folder:
         """Open a directory: the one at `path`, which may stand in for one that does not exist (`recover`)."""
         self.path = path
         self._instead_of = instead_of
-        self._file = OpenFile(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-        found = os.fstat(self._file.number)
+        found = self._hold()
         self._identity = found.st_dev, found.st_ino
+
+    def _hold(self) -> os.stat_result:
+        """Bind this object to the directory, and measure that."""
+        self._file = OpenFile(os.open(self.path, os.O_RDONLY | DIRECTORY | ALWAYS))
+        return os.fstat(self._file.number)
 
     def in_place(self) -> bool:
         """Whether the path still means this directory. Files are removed from one that was replaced, and from no other."""
@@ -104,9 +109,7 @@ class Folder:
 
     def _collect(self, prefix: str, keys: Keys, most: int) -> None:
         folders = []
-        # A descriptor of its own: the place in a listing belongs to the descriptor, which others may use.
-        here = OpenFile(os.open(prefix or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=self._file.number))
-        with os.scandir(here.number) as entries:
+        with self._entries(prefix) as entries:
             for entry in entries:
                 if entry.is_dir():
                     if not entry.name.startswith(".") and not prefix:
@@ -118,14 +121,22 @@ class Folder:
         for folder in folders:
             self._collect(folder, keys, most)
 
+    @contextmanager
+    def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        """What is in the directory, or in a folder of it."""
+        # A descriptor of its own: the place in a listing belongs to the descriptor, which others may use.
+        here = OpenFile(os.open(prefix or ".", os.O_RDONLY | DIRECTORY | ALWAYS, dir_fd=self._file.number))
+        with os.scandir(here.number) as entries:
+            yield entries
+
     def open(self, key: str) -> OpenFile:
         """Open a file in here. Raises `OSError`, and `UnsafePath` where a link leads out."""
         *folders, name = check_key(key).split("/")
         at = self._file
         try:
             for folder in folders:
-                at = OpenFile(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=at.number))
-            return OpenFile(os.open(name, READ | os.O_NOFOLLOW, dir_fd=at.number))
+                at = OpenFile(os.open(folder, os.O_RDONLY | DIRECTORY | NO_LINK | ALWAYS, dir_fd=at.number))
+            return OpenFile(os.open(name, READ | NO_LINK, dir_fd=at.number))
         except OSError as error:
             if error.errno not in A_LINK:
                 raise
@@ -141,10 +152,34 @@ class Folder:
             allowed.append(os.path.join(os.path.dirname(revisions), "blobs"))
         if not any(path.startswith(place.rstrip(os.sep) + os.sep) for place in allowed):
             raise UnsafePath(f"a link leads out of the checkpoint, to {path!r}", file=os.path.join(self.path, key))
-        file = OpenFile(os.open(path, READ | os.O_NOFOLLOW))
+        file = OpenFile(os.open(path, READ | NO_LINK))
         if not self.in_place():
             raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
         return file
+
+
+class PathFolder(Folder):
+    """A directory where none can be opened (Windows): known by its path, and by its identity, which is compared at every use.
+
+    What was opened while another had the path is let go of again. Only a folder that is replaced twice within one call, and by
+    itself, would not be noticed.
+    """
+
+    def _hold(self) -> os.stat_result:
+        return os.stat(self.path)
+
+    @contextmanager
+    def _entries(self, prefix: str) -> Iterator[Iterator[os.DirEntry[str]]]:
+        with os.scandir(os.path.join(self.path, prefix)) as entries:
+            yield entries
+
+    def open(self, key: str) -> OpenFile:
+        return self._follow(check_key(key))
+
+
+def open_folder(path: str, *, instead_of: str | None = None) -> Folder:
+    """Open a directory, in the way that this system has."""
+    return (Folder if OPENS_DIRECTORIES else PathFolder)(path, instead_of=instead_of)
 
 
 def plain(file: OpenFile, label: str) -> os.stat_result:

@@ -16,14 +16,13 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import stat
-import sys
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -31,7 +30,8 @@ from holdfast.core.arrays import Ints
 from holdfast.core.protocols import BaseStore
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, Replaced, StoreError, Truncated, Unsupported
-from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, check_key, plain
+from holdfast.stores import platform
+from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, check_key, open_folder, plain
 from holdfast.stores.paths import local_path
 
 __all__ = ["DescriptorStore", "Ints", "LocalStore", "check_key", "free_nbytes", "gather", "read_at"]
@@ -52,9 +52,8 @@ class ProcessRead(Protocol):
 
 @cache
 def _process_vm_readv() -> ProcessRead | None:
-    try:
-        found = ctypes.CDLL(None).process_vm_readv
-    except (OSError, AttributeError):
+    found = platform.c_function("process_vm_readv")
+    if found is None:
         return None
     found.restype = ctypes.c_ssize_t
     found.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_void_p, ctypes.c_ulong, ctypes.c_ulong]
@@ -87,7 +86,7 @@ def _copy(call: ProcessRead, descriptor: int, starts: Ints, nbytes: Ints, places
     """The ranges of one window."""
     low = int(starts[0]) & -mmap.ALLOCATIONGRANULARITY
     try:
-        area = mmap.mmap(descriptor, int((starts + nbytes).max()) - low, mmap.MAP_SHARED, mmap.PROT_READ, offset=low)
+        area = mmap.mmap(descriptor, int((starts + nbytes).max()) - low, access=mmap.ACCESS_READ, offset=low)
     except (OSError, ValueError):
         return 0
     with area:
@@ -161,7 +160,7 @@ class LocalStore(BaseStore):
         try:
             self._absolute = os.path.abspath(self.name)
             if stat.S_ISDIR(os.stat(self.name).st_mode):
-                self._folder = Folder(self.name, instead_of=instead_of)
+                self._folder = open_folder(self.name, instead_of=instead_of)
         except (OSError, UnicodeEncodeError) as error:
             raise _refused(self.name, error) from None
         self._directory = self._folder is not None
@@ -214,7 +213,7 @@ class LocalStore(BaseStore):
     def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
         """Copy short ranges to addresses in memory. How many of them, from the first on, were copied; the others are yet to be."""
         handle = self._open(key)
-        if int(starts.min()) < 0 or int((starts + nbytes).max()) > handle.nbytes:
+        if _process_vm_readv() is None or int(starts.min()) < 0 or int((starts + nbytes).max()) > handle.nbytes:
             return 0
         file = handle.file or self._again(key, handle)
         return gather(file.number, starts, nbytes, places)
@@ -227,7 +226,8 @@ class LocalStore(BaseStore):
                 raise self._was_closed()
             if handle.mapped is None and handle.nbytes:
                 try:
-                    handle.mapped = _mapped(handle.file or self._again(key, handle), handle.nbytes)
+                    file = handle.file or self._again(key, handle)
+                    handle.mapped = memoryview(platform.map_private(file.number, handle.nbytes))
                 except OSError as error:
                     if isinstance(error, HoldfastError):
                         raise
@@ -259,7 +259,7 @@ class LocalStore(BaseStore):
             except (OSError, HoldfastError):
                 found.append(key)
                 continue
-            if (now.st_size, now.st_mtime_ns) != (handle.nbytes, handle.changed_ns):
+            if ((now.st_dev, now.st_ino), now.st_size, now.st_mtime_ns) != (handle.identity, handle.nbytes, handle.changed_ns):
                 found.append(key)
         return sorted(found)
 
@@ -303,7 +303,9 @@ class LocalStore(BaseStore):
                 raise self._was_closed()
             if key not in self._handles:
                 handle = self._open_new(key)
-                if self._directory and (len(self._handles) >= KEPT or len(ALIVE) > _most_open()):
+                if not platform.REMOVES_OPEN_FILES:
+                    handle.file = None  # or nobody could replace a checkpoint that somebody reads
+                elif self._directory and (len(self._handles) >= KEPT or len(ALIVE) > platform.most_open_files() // SHARE):
                     handle.file = None
                 self._handles[key] = handle
             return self._handles[key]
@@ -373,16 +375,8 @@ def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp]) -> LocalSto
     return store
 
 
-def _most_open() -> int:
-    """Descriptors that the readers of this process may keep."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft // SHARE if soft != resource.RLIM_INFINITY else sys.maxsize
-
-
-def _mapped(file: OpenFile, nbytes: int) -> memoryview:
-    # Private: whoever writes to an array changes their copy of the page, never the checkpoint.
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
-    return memoryview(mmap.mmap(file.number, nbytes, flags, mmap.PROT_READ | mmap.PROT_WRITE))
+_positions: WeakValueDictionary[tuple[int, int], threading.Lock] = WeakValueDictionary()
+"""By device and inode: who may move the position of a file, where a read moves it. Descriptors of one open file share it."""
 
 
 class DescriptorStore(BaseStore):
@@ -396,6 +390,10 @@ class DescriptorStore(BaseStore):
     def __init__(self, descriptor: int, *, name: str = "<open file>") -> None:
         self.name = name
         self._file: OpenFile | None = OpenFile(os.dup(descriptor))
+        self._turn: threading.Lock | None = None
+        if not platform.READS_AT:
+            found = os.fstat(descriptor)
+            self._turn = _positions.setdefault((found.st_dev, found.st_ino), renewed(threading.Lock()))
 
     def list(self) -> Sequence[str]:
         return [self.KEY]
@@ -408,7 +406,11 @@ class DescriptorStore(BaseStore):
         if start < 0:  # which preadv takes for the file's position
             raise Truncated(f"wanted bytes from {start} on", file=self.name, offset=0)
         try:
-            read_at(file.number, start, out)
+            if self._turn is None:
+                read_at(file.number, start, out)
+            else:
+                with self._turn:
+                    read_at(file.number, start, out)
         except OSError as error:
             raise _refused(self.name, error) from error
         finally:
@@ -434,7 +436,7 @@ def read_at(descriptor: int, start: int, out: memoryview) -> None:
     """Fill `out` from an open file, from `start` on."""
     done, total = 0, out.nbytes
     while done < total:
-        got = os.preadv(descriptor, [out[done : done + MAX_READ]], start + done)
+        got = platform.read_some(descriptor, out[done : done + MAX_READ], start + done)
         if got == 0:
             raise Truncated(f"the file shrank while it was read: {total - done} bytes are gone", offset=start + done)
         done += got
@@ -443,10 +445,9 @@ def read_at(descriptor: int, start: int, out: memoryview) -> None:
 def free_nbytes(path: str) -> int:
     """Bytes that may still be written where `path` is."""
     try:
-        found = os.statvfs(path)
+        return platform.free(path)
     except OSError as error:
         raise _refused(path, error) from None
-    return found.f_bavail * found.f_frsize
 
 
 def _refused(label: str, error: OSError | UnicodeEncodeError) -> StoreError:

@@ -5,7 +5,7 @@ below them. It is the one place that knows what a path is:
 
     s3://bucket/x   gs://…   hf://…   file:///x     no path: something that is not on this machine, or not said as a path
     s3:/bucket/x                                    the same after `pathlib.Path`, which takes one of the two slashes away
-    C:\\x   C:/x   \\\\server\\x                       no path either, on a machine that has no drives
+    C:\\x   C:/x   \\\\server\\x                       no path either, on a machine that has no drives; else C:/x, //server/x
     ~/x   ~user/x                                   in that user's home, as a shell has it
     ''                                              nothing; the current directory is '.'
 
@@ -22,6 +22,7 @@ import os
 import re
 
 from holdfast.errors import BadPath, NotAPath
+from holdfast.stores.platform import DRIVES
 
 __all__ = ["AnyPath", "content_and_path", "found_path", "local_path"]
 
@@ -46,13 +47,14 @@ def local_path(path: object) -> str:
     text = os.fspath(path)
     if not isinstance(text, str):
         raise _refused(f"a path must be text, not {_kind(text)}; os.fsdecode makes text of it", text, kind=NotAPath)
+    text = _slashed(text)
     if not text:
         raise _refused("the path is empty; the current directory is '.'", text)
     if "\0" in text:
         raise _refused("a path cannot hold a NUL character", text)
     if not _says_more(text):
         # `Path` makes `~x` of `./~x`, and would give it a meaning that it did not have.
-        return os.path.join(os.getcwd(), text) if text.startswith("./") and _says_more(_undotted(text)) else text
+        return _slashed(os.path.join(os.getcwd(), text)) if text.startswith("./") and _says_more(_undotted(text)) else text
     if not text.startswith("~"):
         raise _elsewhere(text)
     try:
@@ -62,7 +64,7 @@ def local_path(path: object) -> str:
     if _says_more(home):
         user = re.split(r"[/\\]", text)[0]
         raise _refused(f"there is no home of {user[:SHOWN]!r}; a file of that name is given by its absolute path", text)
-    return home
+    return _slashed(home)
 
 
 def found_path(path: str) -> str:
@@ -71,7 +73,8 @@ def found_path(path: str) -> str:
     >>> found_path("folder/~model.pt")
     'folder/~model.pt'
     """
-    return os.path.join(os.getcwd(), path) if _says_more(_undotted(path)) else path
+    path = _slashed(path)
+    return _slashed(os.path.join(os.getcwd(), path)) if _says_more(_undotted(path)) else path
 
 
 def content_and_path(content: object, path: object) -> tuple[object, object]:
@@ -84,8 +87,17 @@ def content_and_path(content: object, path: object) -> tuple[object, object]:
     return (path, content) if swapped else (content, path)
 
 
+def _slashed(text: str) -> str:
+    """A path with one kind of slash: to Windows they are the same, unless it begins with `\\\\?\\`, which is taken literally."""
+    if DRIVES and not text.startswith("\\\\?\\"):
+        return text.replace("\\", "/")
+    return text
+
+
 def _says_more(text: str) -> bool:
     """Whether a path is not, or not yet, one for the system."""
+    if DRIVES and (text.startswith("\\\\") or DRIVE.match(text)):
+        return False
     return text.startswith(("~", "\\\\")) or SCHEME.match(text) is not None
 
 

@@ -19,8 +19,9 @@ from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransa
 from holdfast.engine.readback import file_crcs
 from holdfast.errors import HoldfastError
 from holdfast.plan.saves import Data, FilePlan, SavePlan
-from holdfast.stores.files import Files, OsFiles, split_path
+from holdfast.stores.files import Files, split_path
 from holdfast.stores.local import LocalStore
+from holdfast.stores.path_files import system_files
 from holdfast.stores.virtual import tensor_stamp
 
 __all__ = ["Staging", "fingerprint"]
@@ -41,7 +42,7 @@ class Staging:
     """The hidden folder of one conversion."""
 
     def __init__(self, target: str, plan: SavePlan, *, durable: bool, files: Files | None = None) -> None:
-        self._files: Files = files or OsFiles()
+        self._files: Files = files or system_files()
         parent, name = split_path(os.path.abspath(target.rstrip("/")))
         self._name = f".{name}.{fingerprint(plan)}.part"
         self._parent = parent

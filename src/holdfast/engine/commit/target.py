@@ -36,7 +36,7 @@ ADVICE = {
     errno.EFBIG: "the file is larger than the file system or the user's limit allows",
     errno.EMFILE: "too many open files; raise `ulimit -n`",
     errno.EINTR: "a signal interrupted it; save again",
-    errno.EBUSY: "it is in use (a mount point?)",
+    errno.EBUSY: "it is in use: a mount point or, on Windows, a file that a program has open; close that and save again",
 }
 """What was found and what to do about it, by error code."""
 

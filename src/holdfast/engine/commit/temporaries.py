@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import re
 import secrets
 import time
 from contextlib import suppress
 
-from holdfast.stores.files import Files, OsFiles, is_temporary, split_path
+from holdfast.stores.files import Files, is_temporary, split_path
+from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["Kept", "claim", "clean", "recover", "repair", "temporary_name"]
@@ -230,14 +232,14 @@ def recover(path: AnyPath) -> str | None:
 
     Changes nothing. More than one candidate is nobody's choice to make here: None.
     """
-    files = OsFiles()
+    files = system_files()
     with suppress(OSError, ValueError):
         parent, name = split_path(files.resolve(local_path(path)))
         at = files.open_directory(parent)
         try:
             if name and files.stat(name, at=at) is None:
                 aside = set_aside(files, name, at=at, longest=files.longest_name(at))
-                return f"{parent.rstrip('/')}/{aside[0]}" if len(aside) == 1 else None
+                return os.path.join(parent, aside[0]) if len(aside) == 1 else None
         finally:
             files.close(at)
     return None

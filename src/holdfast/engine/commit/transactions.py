@@ -27,6 +27,7 @@ power cut leaves is not promised.
 from __future__ import annotations
 
 import errno
+import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -49,7 +50,8 @@ from holdfast.engine.commit.temporaries import (
     temporary_name,
 )
 from holdfast.errors import HoldfastError, SaveError
-from holdfast.stores.files import Buffer, Entry, Files, OsFiles, is_temporary
+from holdfast.stores.files import Buffer, Entry, Files, is_temporary, split_path
+from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
@@ -70,7 +72,7 @@ class _Transaction:
         self.path = local_path(path)
         self.durable = durable
         self.overwrite = overwrite
-        self._files: Files = files or OsFiles()
+        self._files: Files = files or system_files()
         self._target: Target | None = None
         self._temporary: Kept | None = None
         self._published = False
@@ -295,8 +297,8 @@ class DirectoryTransaction(_Transaction):
     def folder(self) -> str:
         """Where the new folder is until the commit, for other processes that write into it."""
         target, temporary = self._working()
-        parent = target.files.resolve(self.path.rstrip("/") or "/").rpartition("/")[0]
-        return f"{parent}/{temporary.name}"
+        parent, _ = split_path(target.files.resolve(self.path.rstrip("/") or "/"))
+        return os.path.join(parent, temporary.name)
 
     def _check_key(self, key: str, label: str) -> None:
         if not key or "/" in key or "\\" in key or "\0" in key or key in (".", "..") or is_temporary(key):

@@ -11,7 +11,6 @@ it would with locked memory, more slowly. Whoever asked finds out by `HostBlock.
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -20,8 +19,9 @@ from contextlib import suppress
 import numpy as np
 import torch
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import at_fork, renewed
 from holdfast.engine.threads import run_all
+from holdfast.stores.platform import own_memory
 
 __all__ = ["BLOCK_NBYTES", "KEPT_NBYTES", "POOL", "HostBlock", "Pool", "available_nbytes", "lock", "unlock"]
 
@@ -71,11 +71,7 @@ class HostBlock:
         """`lock_nbytes` of it are locked, from the front; all of it where that is not said."""
         self.nbytes = nbytes
         room = max(-(-nbytes // PAGE) * PAGE, PAGE)
-        area = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        area.madvise(mmap.MADV_HUGEPAGE)
-        # A child would otherwise share the pages, and the first of both to write would be moved to others: away from the GPU's.
-        area.madvise(mmap.MADV_DONTFORK)
-        self.array: np.ndarray = np.frombuffer(area, np.uint8)
+        self.array: np.ndarray = np.frombuffer(own_memory(room), np.uint8)
         self.tensor = torch.from_numpy(self.array)
         self.address: int = self.array.ctypes.data
         self.locked_nbytes = 0
@@ -170,7 +166,7 @@ class Pool:
 POOL = Pool()
 """The blocks of this process."""
 
-os.register_at_fork(after_in_child=POOL.forget)
+at_fork(after_in_child=POOL.forget)
 
 
 def available_nbytes() -> int:

@@ -11,7 +11,6 @@ is ordinary memory, filled through the blocks of the pool by several threads, an
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 
 from holdfast.core.arrays import byte_row
 from holdfast.core.protocols import Request
+from holdfast.core.runtime import at_fork
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, slabs
 from holdfast.engine.threads import default_threads, run_all
@@ -62,7 +62,7 @@ class Room:
 ROOM = Room()
 """That of this process."""
 
-os.register_at_fork(after_in_child=ROOM.forget)
+at_fork(after_in_child=ROOM.forget)
 
 
 def free_host_memory() -> None:

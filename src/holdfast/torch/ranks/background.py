@@ -38,7 +38,7 @@ from multiprocessing import process, util
 from types import FrameType
 from typing import Literal, TextIO, cast
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import at_fork, renewed
 from holdfast.engine.threads import start
 from holdfast.errors import HoldfastWarning, NotCommitted, SaveError
 from holdfast.torch.ranks.saving import SavedShards
@@ -307,13 +307,14 @@ _forking = threading.local()
 
 def _before_fork() -> None:
     """Hold SIGTERM back where it is ours: Python forgets one that comes to a child before it has our handler taken away."""
-    ours = signal.getsignal(signal.SIGTERM) is _flush
-    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}) if ours else None
+    _forking.mask = None
+    if sys.platform != "win32" and signal.getsignal(signal.SIGTERM) is _flush:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 def _after_fork() -> None:
     mask, _forking.mask = _forking.mask, None
-    if mask is not None:
+    if sys.platform != "win32" and mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -331,4 +332,4 @@ def _in_child() -> None:
     _after_fork()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)

@@ -32,7 +32,7 @@ from typing import cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import at_fork, renewed
 from holdfast.engine.threads import default_threads, start
 from holdfast.errors import CannotHold, DurabilityUncertain, RankLost, RanksFailed, RanksRefused
 from holdfast.ranks.merge import say_ranks
@@ -75,7 +75,7 @@ def _in_child() -> None:
         _inherited = (*_inherited, *dist.distributed_c10d._world.pg_map)
 
 
-os.register_at_fork(after_in_child=_in_child)
+at_fork(after_in_child=_in_child)
 
 
 def ranks_of(group: dist.ProcessGroup | None = None, *, doing: str, deadline: float = DEADLINE) -> Ranks:

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from mmap import MAP_SHARED
 from types import ModuleType
 from typing import cast
 
@@ -32,6 +31,7 @@ from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Tru
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
+from holdfast.stores.platform import MAP_SHARED
 from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
 from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
 from holdfast.torch.serialization.opening import Opened, opened
@@ -300,7 +300,7 @@ def _swapped(file: Opened, archive: Archive) -> bool:
 
 def _mapped(file: Opened) -> torch.UntypedStorage:
     """The whole file as one storage. torch maps by path, so the path must mean the file whose records were read."""
-    shared = config.load.mmap_flags == MAP_SHARED
+    shared = MAP_SHARED is not None and config.load.mmap_flags == MAP_SHARED
     path = str(file.path)
     # Before, since a shared mapping makes a shorter file longer; and after, since only that tells what was mapped.
     _check_in_place(file, path)

@@ -13,7 +13,6 @@ Nothing else in Holdfast changes its meaning by a global switch.
 
 from __future__ import annotations
 
-import mmap
 import sys
 import tempfile
 import warnings
@@ -29,6 +28,7 @@ import torch
 from torch.serialization import LoadEndianness, SourceChangeWarning, StorageType
 
 from holdfast.errors import HoldfastWarning, Refused
+from holdfast.stores.platform import MAP_PRIVATE, MAP_SHARED
 from holdfast.torch.versions import config, local
 
 __all__ = [
@@ -102,7 +102,9 @@ class set_default_mmap_options:  # noqa: N801 (torch's name)
     """
 
     def __init__(self, flags: int) -> None:
-        if flags not in (mmap.MAP_PRIVATE, mmap.MAP_SHARED):
+        if MAP_PRIVATE is None:
+            raise RuntimeError("this system maps files in one way only: changing the default mmap options is not supported here")
+        if flags not in (MAP_PRIVATE, MAP_SHARED):
             raise ValueError(
                 "Invalid argument in function set_default_mmap_options, "
                 f"expected mmap.MAP_PRIVATE or mmap.MAP_SHARED, but got {flags!r}"
