@@ -222,5 +222,8 @@ def _place(file: FileReport) -> dict[str, object]:
 
 def _uri(path: str) -> str:
     pure = PurePath(path)
-    text = quote(pure.as_posix().encode("utf-8", "surrogateescape"))
-    return f"file://{text}" if pure.is_absolute() else text
+    # A drive stands behind a third slash, with its colon; a server behind the second.
+    drive = pure.drive.replace("\\", "/")
+    root = drive if drive.startswith("//") else f"///{drive}" if drive else "//"
+    text = quote(pure.as_posix()[len(drive) :].encode("utf-8", "surrogateescape"))
+    return f"file:{root}{text}" if pure.is_absolute() else text

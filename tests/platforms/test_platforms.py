@@ -1,0 +1,65 @@
+"""The light package on other systems, simulated by hiding and refusing what they do not have (`systems.py`).
+
+Everything that is read, written and printed there is what it is on Linux, to the byte (`program.py`). No real macOS or Windows was
+asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.platforms.systems import SYSTEMS
+
+ROOT = Path(__file__).resolve().parents[2]
+SAME = "formats,writers,commands,replaced,positions,leftovers,failures,crashes,odd"
+
+
+def start(system: str, step: str, folder: Path) -> subprocess.Popen[str]:
+    folder.mkdir(exist_ok=True)
+    paths = os.pathsep.join(map(str, [ROOT / "src", ROOT]))
+    # What a terminal of Windows knows; the other systems' speak UTF-8.
+    environment = os.environ | {"PYTHONPATH": paths, "PYTHONIOENCODING": "cp1252" if system == "win32" else "utf-8"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.platforms.program", system, step, str(folder)],
+        cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def found(system: str, step: str, folder: Path) -> dict[str, Any]:
+    out, err = start(system, step, folder).communicate(timeout=200)
+    assert out, err[-4000:]
+    return json.loads(out.replace(str(folder), "FOLDER"))
+
+
+@pytest.fixture(scope="module")
+def linux(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return found("linux", SAME, tmp_path_factory.mktemp("linux"))
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_the_same_as_on_linux(linux: dict[str, Any], system: str, tmp_path: Path):
+    there = found(system, SAME, tmp_path)
+    for step, result in linux.items():
+        for name, value in result.items():
+            assert there[step][name] == value, f"{step}: {name}"
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_a_save_beside_another_process(system: str, tmp_path: Path):
+    holding = start(system, "hold", tmp_path)
+    try:
+        assert holding.stdout is not None
+        assert holding.stdout.readline() == "holding\n"
+        assert found(system, "beside", tmp_path)["beside"] == {"temporaries": 2}
+    finally:
+        holding.kill()
+        _, err = holding.communicate()
+    assert not err
+    assert found(system, "after", tmp_path)["after"] == {"left": []}
