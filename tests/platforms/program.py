@@ -1,7 +1,7 @@
 """What is done on a simulated system: `python -m tests.platforms.program SYSTEM STEP FOLDER`.
 
-A step prints what it found as one JSON document: what must be the same on every system. What a system does in its own way is asserted
-in the step. Nothing here imports torch: this is about the light package.
+A step prints what it found as one JSON document: what must be the same on every system. What a system does in its own way is
+asserted in the step. Nothing here imports torch: this is about the light package.
 """
 
 # ruff: noqa: E402
@@ -29,6 +29,7 @@ import threading
 import uuid
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import PurePath
 
 import isal.isal_zlib
@@ -168,7 +169,7 @@ def writers(folder: str) -> dict[str, object]:
         holdfast.save(content(1), path, **options)
         holdfast.save(content(2), path, overwrite=True, **options)
         found[name] = file_digest(path) if os.path.isfile(path) else tree(path)
-        assert "overwrite" in refused(lambda: holdfast.save(content(3), path, overwrite=False, **options))
+        assert "overwrite" in refused(partial(holdfast.save, content(3), path, overwrite=False, **options))
     if SYSTEM != "linux":
         assert synced, "nothing was synced"
     holdfast.save(tensors(), os.path.join(folder, "unsynced.pt"), durable=False)
@@ -189,20 +190,22 @@ def commands(folder: str) -> dict[str, object]:
     """The command line, with paths in the words of the system."""
     os.makedirs(os.path.join(folder, "sub"))
     a, b, c = (os.path.join(folder, name) for name in ("a.pt", "sub" + os.sep + "b.safetensors", "native"))
+    npy, npz = os.path.join(folder, "w.npy"), os.path.join(folder, "w.npz")
     holdfast.save(state(1), a)
     holdfast.save(tensors(2), b)
     found = [
-        run("show", a), run("show", b, "--json"), run("show", os.path.join(GOLDEN, "dcp")), run("read", a, "model.embed", "--slice", "0:2, :4"),
-        run("read", b, "layers.0.weight", "-o", os.path.join(folder, "w.npy")), run("read", b, "layers.*", "-o", os.path.join(folder, "w.npz")),
-        run("convert", b, c, "-q"), run("convert", b, c, "-q"), run("convert", a, c, "-q", "--overwrite"), run("verify", a, b, c, "-q"),
+        run("show", a), run("show", b, "--json"), run("show", os.path.join(GOLDEN, "dcp")),
+        run("read", a, "model.embed", "--slice", "0:2, :4"), run("read", b, "layers.0.weight", "-o", npy),
+        run("read", b, "layers.*", "-o", npz), run("convert", b, c, "-q"), run("convert", b, c, "-q"),
+        run("convert", a, c, "-q", "--overwrite"), run("verify", a, b, c, "-q"),
         run("convert", b, os.path.join(folder, "split") + os.sep, "-q", "--max-shard-size", "8000"),
         run("diff", a, c, "-q"), run("diff", a, b, "-q"), run("edit", b, "--in-place", "--drop", "layers.1.*", "-q"),
         run("prune", b, os.path.join(folder, "p.safetensors"), "--rule", "*: 2:4", "-q"), run("stats", b, "-q", "--bins", "4"),
         run("scan", folder), run("scan", a, "--sarif"), run("show", os.path.join(folder, "none.pt")), run("show", "s3://bucket/x"),
     ]  # fmt: skip
-    with np.load(io.BytesIO(open(os.path.join(folder, "w.npz"), "rb").read())) as arrays:
+    with np.load(npz) as arrays:
         assert {name: digest(arrays[name].tobytes()) for name in arrays} == expected(2)
-    os.unlink(os.path.join(folder, "w.npz"))  # a zip says on which system it was made
+    os.unlink(npz)  # a zip says on which system it was made
     return {"said": found, "files": tree(folder)}
 
 
@@ -225,7 +228,7 @@ def replaced(folder: str) -> dict[str, object]:
         with holdfast.open(path, mmap=True) as held:
             arrays = [tensor.numpy() for tensor in held.values()]
             if WINDOWS:
-                assert "a program has open" in refused(lambda: holdfast.save(tensors(3), path, overwrite=True, **options))
+                assert "a program has open" in refused(partial(holdfast.save, tensors(3), path, overwrite=True, **options))
             else:
                 holdfast.save(tensors(3), path, overwrite=True, **options)
             assert {key: digest(array.tobytes()) for key, array in zip(held, arrays, strict=True)} == expected(2)
@@ -331,7 +334,7 @@ def after(folder: str) -> dict[str, object]:
 class Broken:
     """The calls of `os` that change something, of which one fails."""
 
-    NAMES = ["open", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "fsync", "write", "pwrite", "ftruncate"]
+    NAMES = ("open", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "fsync", "write", "pwrite", "ftruncate")
 
     def __init__(self, number: int, *, ends: bool) -> None:
         self.number, self.ends, self.count = number, ends, 0

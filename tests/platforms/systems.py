@@ -6,10 +6,10 @@ linux        nothing is changed
 darwin       no /proc, copy_file_range, fallocate, renameat2, process_vm_readv; renameatx_np and fcntl(F_FULLFSYNC) instead;
              statfs(2) has another struct, for which Linux's buffer is too short
 darwin-old   the same without preadv (macOS 10), and on a file system that knows neither of the two
-win32        `os.path` is ntpath and paths are `C:\\…` (`shown`, `real`); no directory is opened, no `dir_fd`; no pread, pwrite, fcntl,
-             resource or fork; a file that is open, by any process, is neither renamed, replaced nor removed; a rename replaces
-             nothing; a descriptor without O_BINARY is text; fsync wants one that may write; mmap has other parameters; files
-             have no permission bits, and names no colons
+win32        `os.path` is ntpath and paths are `C:\\…` (`shown`, `real`); no directory is opened, no `dir_fd`; no pread, pwrite,
+             fcntl, resource or fork; a file that is open, by any process, is neither renamed, replaced nor removed; a rename
+             replaces nothing; a descriptor without O_BINARY is text; fsync wants one that may write; mmap has other parameters;
+             files have no permission bits, and names no colons
 """
 
 from __future__ import annotations
@@ -35,61 +35,16 @@ __all__ = ["SYSTEMS", "become", "fork", "real", "shown", "synced"]
 SYSTEMS = ("darwin", "darwin-old", "win32")
 
 LINUX_ALONE = [
-    "copy_file_range",
-    "posix_fadvise",
-    "posix_fallocate",
-    "sched_getaffinity",
-    "memfd_create",
-    "eventfd",
-    "splice",
-    "fdatasync",
-    "sendfile",
-    "getrandom",
-    "O_TMPFILE",
-    "O_PATH",
-    "O_DIRECT",
-]
+    "copy_file_range", "posix_fadvise", "posix_fallocate", "sched_getaffinity", "memfd_create", "eventfd", "splice",
+    "fdatasync", "sendfile", "getrandom", "O_TMPFILE", "O_PATH", "O_DIRECT",
+]  # fmt: skip
 
 POSIX_ALONE = [
-    "pread",
-    "preadv",
-    "pwrite",
-    "pwritev",
-    "fchmod",
-    "fchown",
-    "chown",
-    "lchown",
-    "fork",
-    "forkpty",
-    "register_at_fork",
-    "fpathconf",
-    "pathconf",
-    "statvfs",
-    "fstatvfs",
-    "getuid",
-    "geteuid",
-    "getgid",
-    "getegid",
-    "uname",
-    "sysconf",
-    "sync",
-    "mkfifo",
-    "mknod",
-    "nice",
-    "killpg",
-    "readv",
-    "writev",
-    "fchdir",
-    "lockf",
-    "O_DIRECTORY",
-    "O_NOFOLLOW",
-    "O_CLOEXEC",
-    "O_NONBLOCK",
-    "O_SYNC",
-    "O_DSYNC",
-    "O_NOCTTY",
-    "O_ASYNC",
-]
+    "pread", "preadv", "pwrite", "pwritev", "fchmod", "fchown", "chown", "lchown", "fork", "forkpty", "register_at_fork",
+    "fpathconf", "pathconf", "statvfs", "fstatvfs", "getuid", "geteuid", "getgid", "getegid", "uname", "sysconf", "sync",
+    "mkfifo", "mknod", "nice", "killpg", "readv", "writev", "fchdir", "lockf", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC",
+    "O_NONBLOCK", "O_SYNC", "O_DSYNC", "O_NOCTTY", "O_ASYNC",
+]  # fmt: skip
 
 O_BINARY, O_NOINHERIT = 0x8000_0000, 0x4000_0000
 
