@@ -6,6 +6,7 @@
 #   make test TORCH=2.15.0 [NUMPY=1.26.4]   all tests with another torch, in a .venv of its own
 #   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand
 #   make check    lint, types and architecture only
+#   make platforms  types as a checker on macOS and on Windows sees them
 #   make bench    the benchmarks, as ratios against torch and safetensors
 #   make test-integrations   the adapters, each with its framework, in a .venv of their own
 #   make programs other people's tests and examples, with torch and with Holdfast in its place (an hour; the package registry)
@@ -28,7 +29,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-integrations matrix check lint types architecture bench programs golden clean
+.PHONY: help demo test test-all test-integrations matrix check lint types platforms architecture bench programs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,11 @@ lint: $(FULL)
 types: $(FULL)
 	@echo "== types"
 	@$(BIN)/mypy --strict --no-error-summary src
+
+platforms: $(FULL)
+	@echo "== types on macOS and Windows"
+	@$(BIN)/mypy --strict --no-error-summary --platform darwin src
+	@$(BIN)/mypy --strict --no-error-summary --platform win32 src
 
 architecture: $(FULL)
 	@echo "== architecture"

@@ -261,7 +261,19 @@ def positions(folder: str) -> dict[str, object]:
             thread.join()
         assert not wrong, wrong
         assert file.tell() == 12_345
-    return {}
+    with FileTransaction(os.path.join(folder, "copy")) as single:
+
+        def write(number: int) -> None:
+            for start in range(number * 1_000, len(content), 6_000):
+                single.write(start, content[start : start + 1_000])
+
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        single.commit()
+    return tree(folder)
 
 
 def refused(call: Callable[[], object]) -> str:

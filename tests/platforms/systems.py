@@ -30,7 +30,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
-__all__ = ["SYSTEMS", "become", "fork", "real", "shown", "synced"]
+__all__ = ["LINUX_ALONE", "POSIX_ALONE", "POSIX_MODULES", "SYSTEMS", "become", "fork", "real", "shown", "synced"]
 
 SYSTEMS = ("darwin", "darwin-old", "win32")
 
@@ -45,6 +45,8 @@ POSIX_ALONE = [
     "mkfifo", "mknod", "nice", "killpg", "readv", "writev", "fchdir", "lockf", "O_DIRECTORY", "O_NOFOLLOW", "O_CLOEXEC",
     "O_NONBLOCK", "O_SYNC", "O_DSYNC", "O_NOCTTY", "O_ASYNC",
 ]  # fmt: skip
+
+POSIX_MODULES = ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty")
 
 O_BINARY, O_NOINHERIT = 0x8000_0000, 0x4000_0000
 
@@ -320,7 +322,7 @@ def _become_windows() -> None:
     import fcntl
 
     sys.modules["fcntl_of_linux"] = fcntl
-    for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty"):
+    for name in POSIX_MODULES:
         sys.modules[name] = None  # type: ignore[assignment]
     os.O_ACCMODE = 3  # type: ignore[attr-defined]
     _take_away(os, [*LINUX_ALONE, *POSIX_ALONE])

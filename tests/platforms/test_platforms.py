@@ -6,6 +6,7 @@ asked.
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -15,10 +16,14 @@ from typing import Any
 
 import pytest
 
-from tests.platforms.systems import SYSTEMS
+from tests.platforms.systems import LINUX_ALONE, POSIX_ALONE, POSIX_MODULES, SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME = "formats,writers,commands,replaced,positions,leftovers,failures,crashes,odd"
+
+
+GUARDED = {("core/runtime.py", "register_at_fork"), ("torch/ranks/background.py", "pthread_sigmask")}
+"""Behind a question whether the system has it."""
 
 
 def start(system: str, step: str, folder: Path) -> subprocess.Popen[str]:
@@ -63,3 +68,17 @@ def test_a_save_beside_another_process(system: str, tmp_path: Path):
         _, err = holding.communicate()
     assert not err
     assert found(system, "after", tmp_path)["after"] == {"left": []}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "src" / "holdfast").rglob("*.py")), ids=lambda path: path.stem)
+def test_what_not_every_system_has_is_called_in_one_place(path: Path):
+    name = path.relative_to(ROOT / "src" / "holdfast").as_posix()
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    calls = {(node.value.id, node.attr) for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)}
+    alone = {*LINUX_ALONE, *POSIX_ALONE, "pthread_sigmask"}
+    used = {attr for module, attr in calls if module in ("os", "signal") and attr in alone}
+    used |= {attr for module, attr in calls if module == "mmap" and attr.startswith(("MAP_", "PROT_", "MADV_"))}
+    used |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names if alias.name in POSIX_MODULES}
+    used |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module in POSIX_MODULES}
+    allowed = {call for module, call in GUARDED if module == name}
+    assert name == "stores/platform.py" or used <= allowed, f"{name} calls {used - allowed}; stores/platform.py is the place for it"
