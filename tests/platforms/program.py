@@ -167,6 +167,10 @@ def writers(folder: str) -> dict[str, object]:
         path = os.path.join(folder, name)
         content = state if name in ("model.pt", "native") else tensors
         holdfast.save(content(1), path, **options)
+        if os.path.isdir(path):
+            for browsed in (".DS_Store", "Thumbs.db"):
+                with open(os.path.join(path, browsed), "wb") as file:
+                    file.write(b"what somebody saw")
         holdfast.save(content(2), path, overwrite=True, **options)
         found[name] = file_digest(path) if os.path.isfile(path) else tree(path)
         assert "overwrite" in refused(partial(holdfast.save, content(3), path, overwrite=False, **options))

@@ -134,6 +134,8 @@ class PathFiles(OsFiles):
         for known in _opened.values():
             if known.path == before:
                 known.path = after
+                with suppress(OSError):
+                    known.identity = entry_of(os.lstat(after)).identity  # which on FAT is where the name stands
             elif known.path.startswith(before + os.sep):
                 known.path = after + known.path[len(before) :]
 

@@ -59,6 +59,9 @@ __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
 NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What link(2) answers on a file system without hard links."""
 
+BROWSED = frozenset({".DS_Store", "Thumbs.db"})
+"""What macOS and Windows put into a folder when somebody looks at it; it goes with the folder."""
+
 OPEN_FILES = 16
 """Files of a directory that stay open although they are complete: the kernel writes them out while the next ones are made."""
 
@@ -370,7 +373,7 @@ class DirectoryTransaction(_Transaction):
 
     def _names_to_replace(self, files: Files, descriptor: int) -> list[str]:
         names = plain_names(files, descriptor)
-        foreign = [repr(name) for name in names or () if not self._replaceable(name)]
+        foreign = [repr(name) for name in names or () if not self._replaceable(name) and name not in BROWSED]
         if names is None:
             found = ((name, files.stat(name, at=descriptor)) for name in files.list(descriptor))
             foreign = [f"the {entry.kind} {name!r}" for name, entry in found if entry is not None and entry.kind != "file"]
