@@ -26,13 +26,13 @@ GUARDED = {("core/runtime.py", "register_at_fork"), ("torch/ranks/background.py"
 """Behind a question whether the system has it."""
 
 
-def start(system: str, step: str, folder: Path) -> subprocess.Popen[str]:
+def start(system: str, step: str, folder: Path, *, module: str = "program") -> subprocess.Popen[str]:
     folder.mkdir(exist_ok=True)
     paths = os.pathsep.join(map(str, [ROOT / "src", ROOT]))
     # What a terminal of Windows knows; the other systems' speak UTF-8.
     environment = os.environ | {"PYTHONPATH": paths, "PYTHONIOENCODING": "cp1252" if system == "win32" else "utf-8"}
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.platforms.program", system, step, str(folder)],
+        [sys.executable, "-m", f"tests.platforms.{module}", system, *([step] if step else []), str(folder)],
         cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
@@ -68,6 +68,12 @@ def test_a_save_beside_another_process(system: str, tmp_path: Path):
         _, err = holding.communicate()
     assert not err
     assert found(system, "after", tmp_path)["after"] == {"left": []}
+
+
+def test_the_adapter_of_torch(tmp_path: Path):
+    process = start("win32", "", tmp_path, module="adapter")
+    out, err = process.communicate(timeout=200)
+    assert out == "done\n", err[-4000:]
 
 
 def _not_everywhere(path: Path) -> set[str]:
