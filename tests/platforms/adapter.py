@@ -9,6 +9,7 @@ import sys
 
 import ml_dtypes
 import torch
+import torch._export.serde.serialize
 import torch.distributed.checkpoint
 import torch.distributed.tensor
 import torch.export

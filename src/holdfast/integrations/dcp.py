@@ -50,7 +50,8 @@ from holdfast.formats.dcp.write import lay_out_items
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import FilePlan, Literal
 from holdfast.ranks.files import is_part
-from holdfast.stores.files import OsFiles, make_parents
+from holdfast.stores.files import make_parents
+from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import local_path
 from holdfast.torch.ranks.dcp import FlatState, flatten
 from holdfast.torch.ranks.wanted import read_value
@@ -218,7 +219,7 @@ class Writer(StorageWriter):
             else:
                 values.append((label, (Literal(_bytes(data)),)))
         file, items = lay_out_items(key, values, tensors)
-        system = OsFiles()
+        system = system_files()
         folder = system.open_directory(share.folder)
         try:
             out = NewFile(system, system.create(key, at=folder), path=f"{self.path}/{key}")

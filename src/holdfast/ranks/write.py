@@ -116,7 +116,7 @@ class Publishing:
 def open_folder(path: str, format: str, together: Together, *, durable: bool, overwrite: bool) -> Publishing:
     """Make the hidden folder beside the target, and the folders that lead to it."""
     with refusing("making the folders that lead to it", path):
-        make_parents(system_files(), path, durable=durable)
+        make_parents(path, durable=durable)
     transaction = DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=is_part)
     transaction.__enter__()
     return Publishing(path, format, transaction, together)

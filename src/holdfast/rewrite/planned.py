@@ -36,8 +36,9 @@ from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
-from holdfast.stores.files import Files, OsFiles
+from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
+from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import local_path
 
 __all__ = [
@@ -307,7 +308,7 @@ def check_target(path: str, *, directory: bool, writing: Writing) -> None:
     _free(path)
     if writing.dry_run:
         return
-    target = open_target(OsFiles(), path)
+    target = open_target(system_files(), path)
     try:
         overwrite = not directory if writing.overwrite is None else writing.overwrite
         refuse_existing(target.existing, path, directory=directory, overwrite=overwrite)

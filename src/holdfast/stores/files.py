@@ -366,7 +366,7 @@ def entry_of(status: os.stat_result) -> Entry:
     return Entry(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
 
 
-def make_parents(files: Files, path: str, *, durable: bool) -> None:
+def make_parents(path: str, *, durable: bool) -> None:
     """Make the folders that lead to a path, where they are missing; with `durable`, so that they survive a power cut."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.lstat(path)  # a path that is too long says so before a part of it is made
@@ -379,8 +379,4 @@ def make_parents(files: Files, path: str, *, durable: bool) -> None:
         with suppress(FileExistsError):  # somebody else makes it as well
             os.mkdir(folder)
         if durable:
-            above = files.open_directory(os.path.dirname(folder))
-            try:
-                files.sync(above)
-            finally:
-                files.close(above)
+            platform.sync_directory(os.path.dirname(folder))

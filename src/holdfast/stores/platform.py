@@ -59,6 +59,7 @@ __all__ = [
     "rename_new",
     "reserve",
     "sync",
+    "sync_directory",
     "unlock",
     "write_some",
 ]
@@ -222,6 +223,17 @@ def sync(descriptor: int) -> None:
         else:
             return
     os.fsync(descriptor)
+
+
+def sync_directory(path: str) -> None:
+    """As `sync`, for the names in a directory; nothing where no directory can be opened."""
+    if not OPENS_DIRECTORIES:
+        return
+    descriptor = os.open(path, os.O_RDONLY | DIRECTORY | ALWAYS)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def lock(descriptor: int) -> bool:
