@@ -26,6 +26,8 @@
     │   └── RankLost                        a rank gave no sign of life: it was killed, or its machine is gone
     ├── CannotHold (ValueError)             the format has no way to say this; `problems` lists all of it, nothing was written
     ├── BadPlacement (ValueError)           a mesh, a rule of `reshard` or a shard that does not fit the checkpoint
+    ├── BadArgument (ValueError)            a parameter was given something that it does not take: the message says what it takes
+    │   └── BadArgumentType (TypeError)     of another kind
     ├── BadTarget (ValueError)              `out=` has another shape, dtype or layout than the tensor
     ├── DoesNotFit (RuntimeError)           names, shapes or dtypes of a module and a checkpoint differ; all are listed
     ├── Refused (RuntimeError)              `holdfast.torch` says no where torch says it with a RuntimeError
@@ -43,6 +45,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 __all__ = [
+    "BadArgument",
+    "BadArgumentType",
     "BadIndex",
     "BadPath",
     "BadPlacement",
@@ -236,6 +240,14 @@ class RanksRefused(RanksFailed, CannotHold):
 
 class BadPlacement(HoldfastError, ValueError):
     """A mesh, or a rule that says how tensors are spread over it, that cannot be followed."""
+
+
+class BadArgument(HoldfastError, ValueError):
+    """A parameter was given something that it does not take. Nothing was read, and nothing was written."""
+
+
+class BadArgumentType(BadArgument, TypeError):
+    """It was given something of another kind."""
 
 
 class BadTarget(HoldfastError, ValueError):

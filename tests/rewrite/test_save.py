@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.engine.budget import byte_count
+from holdfast.core.quantities import byte_count
 from holdfast.errors import CannotHold, LimitExceeded, NotCommitted, Unsupported
 from holdfast.rewrite.formats import Options, format_for
 from holdfast.rewrite.planned import Saved

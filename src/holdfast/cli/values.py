@@ -21,7 +21,7 @@ def pair(text: str) -> tuple[str, str]:
 
 def size(text: str) -> int:
     """A number of bytes, as people write it."""
-    from holdfast.engine.budget import byte_count
+    from holdfast.core.quantities import byte_count
     from holdfast.errors import Unsupported
 
     try:

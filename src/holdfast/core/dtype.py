@@ -19,12 +19,17 @@ import numpy as np
 
 from holdfast.errors import Unsupported
 
-__all__ = ["DTYPES", "DType"]
+__all__ = ["DTYPES", "SHORT", "DType"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type. There is one instance a row, so identity is equality."""
+    """One element type. There is one instance a row.
+
+    It equals its name and what numpy and torch call it, byte order included: `dtype == "float32"`, `dtype == np.float32`,
+    `dtype == torch.float32`. It hashes as its name, so that a name finds it in a dict; numpy's and torch's dtypes, which hash
+    otherwise, do not (as `np.dtype("float32") == "float32"`, and neither finds the other).
+    """
 
     name: str
     """What Holdfast calls it: torch's name where torch has one."""
@@ -65,6 +70,19 @@ class DType:
     def nbytes(self, count: int) -> int:
         """Bytes that `count` elements take when packed without gaps."""
         return (count * self.bits + 7) // 8
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if isinstance(other, str):
+            return other == self.name
+        if isinstance(other, np.dtype) and not other.isnative:
+            return False
+        # Not implemented, and so False, for what is no dtype: the other one may know better.
+        return NotImplemented if isinstance(other, DType) else DTYPES.given(other) is self or NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self.name)
 
     def __str__(self) -> str:
         return self.name
@@ -129,6 +147,11 @@ def _rows() -> list[DType]:
     return rows
 
 
+SHORT = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32",
+         "float": "float32", "f64": "float64", "double": "float64", "fp8": "float8_e4m3fn"}  # fmt: skip
+"""How people abbreviate the dtypes that they cast to."""
+
+
 class DTypes:
     """The table, with one look-up for each way of naming a row. An unknown name gives None; the caller knows the error."""
 
@@ -155,6 +178,22 @@ class DTypes:
 
     def numpy(self, dtype: np.dtype[np.generic]) -> DType | None:
         return self._numpy.get(dtype.newbyteorder("="))
+
+    def said(self, text: str) -> DType | None:
+        """By its name or a usual abbreviation, as torch and numpy print it as well: `bf16`, `torch.bfloat16`."""
+        name = text.strip().removeprefix("torch.").removeprefix("np.")
+        return self._name.get(SHORT.get(name, name))
+
+    def given(self, dtype: object) -> DType | None:
+        """The row of a dtype of ours, of numpy's (or the class of its scalars) or of torch's, which is not imported for it."""
+        if isinstance(dtype, DType):
+            return dtype
+        if isinstance(dtype, np.dtype):
+            return self.numpy(dtype)
+        if isinstance(dtype, type):
+            return self.numpy(np.dtype(dtype)) if issubclass(dtype, np.generic) and dtype is not np.generic else None
+        kind = type(dtype)
+        return self.torch(str(dtype).removeprefix("torch.")) if (kind.__module__, kind.__name__) == ("torch", "dtype") else None
 
 
 DTYPES = DTypes(_rows())

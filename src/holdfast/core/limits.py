@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.core.quantities import byte_count, whole_number
+
 __all__ = ["Limits"]
 
 MIB = 1 << 20
@@ -11,7 +13,10 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that opening one checkpoint may cost. Pass `Limits(pickle_nbytes=…)` to `open` to raise one."""
+    """The most that opening one checkpoint may cost. Pass `Limits(pickle_nbytes=…)` to `open` to raise one.
+
+    Sizes may be text ("128MiB"). Verbs also take a dict of the fields that shall differ: `limits={"files": 10}`.
+    """
 
     pickle_nbytes: int = 64 * MIB
     """One pickle stream. torch writes about 106 bytes a tensor, so this is room for 600,000 tensors."""
@@ -57,3 +62,10 @@ class Limits:
 
     sparse_expansion: int = 1024
     """How many times its stored bytes a tensor may be that is stored as marks and values. The writer keeps to this default."""
+
+    def __post_init__(self) -> None:
+        for field in self.__dataclass_fields__:
+            value: object = getattr(self, field)
+            if type(value) is not int or value < 0:
+                name, of_bytes = f"Limits({field}=…)", field.endswith("_nbytes") and isinstance(value, str)
+                object.__setattr__(self, field, byte_count(value, name) if of_bytes else whole_number(value, name, least=0))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from holdfast.core.quantities import Size, byte_count
 from holdfast.engine.threads import default_threads
-from holdfast.errors import LimitExceeded, Unsupported
+from holdfast.errors import LimitExceeded
 
-__all__ = ["Budget", "budget", "byte_count", "reading_threads"]
+__all__ = ["Budget", "budget", "reading_threads"]
 
 SMALLEST_BLOCK_NBYTES = 64 << 10
 LARGEST_BLOCK_NBYTES = 4 << 20
@@ -37,7 +38,7 @@ class Budget:
         return BASE_NBYTES + self.threads * COPIES * self.block
 
 
-def budget(max_memory: int | str, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES) -> Budget:
+def budget(max_memory: Size, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES) -> Budget:
     """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do.
 
     Raises `LimitExceeded` where not even that fits, and says what would. Threads that the caller asked for are never taken away.
@@ -53,30 +54,8 @@ def budget(max_memory: int | str, threads: int | None = None, *, smallest: int =
     return Budget(workers, block)
 
 
-def reading_threads(max_memory: int | str | None, threads: int | None = None) -> int:
+def reading_threads(max_memory: Size | None, threads: int | None = None) -> int:
     """Threads for a verb that reads in blocks of its own, a few megabytes each: as many as were asked for, or as fit."""
     return (
         threads or default_threads() if max_memory is None else budget(max_memory, threads, smallest=LARGEST_BLOCK_NBYTES).threads
     )
-
-
-def byte_count(size: int | str) -> int:
-    """A number of bytes, as an int or as people write it.
-
-    >>> byte_count("5GB"), byte_count("1GiB"), byte_count(4096)
-    (5000000000, 1073741824, 4096)
-    """
-    if isinstance(size, int):
-        count = size
-    else:
-        text = size.strip().lower().removesuffix("b")
-        powers = {"k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
-        unit = next((u for u in sorted(powers, key=len, reverse=True) if text.endswith(u)), "")
-        number = text.removesuffix(unit).strip()
-        try:
-            count = int(float(number) * powers.get(unit, 1))
-        except (ValueError, OverflowError):
-            raise Unsupported(f"{size!r} is no number of bytes; write 512MiB, 5GB or 1000000", found=size) from None
-    if count <= 0:
-        raise Unsupported(f"a size must be positive, not {size!r}", found=size)
-    return count

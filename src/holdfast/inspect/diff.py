@@ -22,10 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
 from holdfast.core.patterns import Renames
+from holdfast.core.quantities import Size
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
@@ -170,6 +172,7 @@ class Diff:
         return not (self.added or self.removed or self.renamed or self.changed or self.values)
 
 
+@understood
 def diff(
     a: Openable | Checkpoint,
     b: Openable | Checkpoint,
@@ -179,7 +182,7 @@ def diff(
     tensors_only: bool = False,
     find_renamed: bool = True,
     exact: bool = False,
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,

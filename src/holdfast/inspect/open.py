@@ -5,19 +5,21 @@ from __future__ import annotations
 import errno
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import BinaryIO, TypeVar
 
 import numpy as np
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, Source, Store, by_source
+from holdfast.core.quantities import shown
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located
+from holdfast.errors import BadArgumentType, HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
@@ -33,6 +35,7 @@ TRIES = 10
 """How often a folder is opened again because it was replaced meanwhile; once is already a rare accident."""
 
 
+@understood
 def open(
     path: Openable,
     *,
@@ -111,7 +114,7 @@ def store_of(path: Openable, limits: Limits) -> Store:
         return _local(local_path(path), limits)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         return FileObjectStore(path)
-    raise TypeError(f"expected a path, bytes or a seekable binary file, not {type(path).__name__}")
+    raise BadArgumentType(f"a checkpoint is a path, bytes or a seekable binary file, not {shown(path)}", found=path)
 
 
 def _local(path: str, limits: Limits) -> LocalStore:
@@ -141,7 +144,14 @@ def _local(path: str, limits: Limits) -> LocalStore:
 
 def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
     """Read many lazy tensors (slices, too) at once: in parallel, with neighbouring reads joined."""
-    wanted = list(tensors)
+    try:
+        wanted = list(tensors)
+    except TypeError:
+        wanted = [tensors]  # type: ignore[list-item]  # is refused below
+    for one in wanted:
+        if not isinstance(one, LazyTensor):
+            more = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
+            raise BadArgumentType(f"read takes a list of lazy tensors, and {shown(one)} is none{more}", found=one)
     outs = [t.empty() for t in wanted]
     for source, requests in by_source(map(Request, wanted, outs)).items():
         source.read(requests)

@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
+from holdfast.core.quantities import shown
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadPath, HoldfastError, UnknownFormat
 from holdfast.formats.dcp.index import is_index
@@ -121,6 +123,7 @@ class ScanReport:
         return next((word for word in order if word in words), "nothing scanned")
 
 
+@understood
 def scan(
     *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None
 ) -> ScanReport:
@@ -137,7 +140,7 @@ def scan(
         try:
             path = Path(local_path(given))
         except BadPath as error:
-            files.append(FileReport(str(given), "", error=str(error)))
+            files.append(FileReport(given if isinstance(given, str) else shown(given), "", error=str(error)))
             continue
         if not os.path.isdir(path):
             files.append(_scan_file(path, limits or Limits()))
@@ -154,10 +157,10 @@ def scan(
 
 def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
     for path in paths:
-        if isinstance(path, str | os.PathLike):
-            yield path
-        else:
+        if isinstance(path, Iterable) and not isinstance(path, str | bytes | os.PathLike):
             yield from path
+        else:
+            yield path
 
 
 def _search(directory: Path) -> Iterator[Path | FileReport]:

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.quantities import Size
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
@@ -88,11 +90,12 @@ class ZeroCounts:
     """By block shape: zeros in blocks that are all zeros."""
 
 
+@understood
 def sparsity(
     src: Openable | Checkpoint,
     pattern: str = "*",
     *,
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,

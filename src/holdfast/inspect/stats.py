@@ -17,8 +17,10 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
@@ -141,12 +143,13 @@ class StatsReport(TensorRows[TensorStats]):
     __slots__ = ()
 
 
+@understood
 def stats(
     src: Openable | Checkpoint,
     pattern: str = "*",
     *,
     bins: int = 32,
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,

@@ -16,10 +16,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
@@ -105,10 +107,11 @@ class VerifyReport:
         return not self.damaged and not self.problems
 
 
+@understood
 def verify(
     src: Openable | Checkpoint,
     *,
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,

@@ -20,9 +20,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from holdfast.core.arguments import rules as rules_of
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
+from holdfast.core.quantities import Size
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
@@ -108,6 +111,7 @@ class Pruned(Saved):
         return sum(tensor.zeros for tensor in self.tensors) / self.size if self.size else 0.0
 
 
+@understood(rules=rules_of(Rule))
 def prune(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
@@ -121,7 +125,7 @@ def prune(
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
-    max_memory: int | str | None = MAX_MEMORY,
+    max_memory: Size | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,

@@ -27,11 +27,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.digest import Digest
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
+from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes, read_slab, slabs
 from holdfast.engine.budget import reading_threads
@@ -154,11 +156,12 @@ class AliasGraph:
         return "\n".join(["; ".join(totals), *map(str, order[:LISTED]), *more, *self.notes])
 
 
+@understood
 def alias_graph(
     src: Openable | Checkpoint | Mapping[str, object],
     *,
     by: By = "storage",
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,

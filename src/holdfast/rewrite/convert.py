@@ -14,18 +14,19 @@ puts the new one there: a reader sees the old or the new, and a failure leaves t
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from holdfast.core.arguments import AnyDType, pairs, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
+from holdfast.core.quantities import Size, byte_count
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes
-from holdfast.engine.budget import byte_count
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.open import Openable
@@ -61,18 +62,19 @@ class Conversion(Saved):
         return [f"{self.source} {where}", f"read   {self.read_nbytes:,} bytes{over}", write, *memory, space]
 
 
+@understood
 def convert(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
     *,
-    dtype: str | Mapping[str, str] | None = None,
-    keep: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    rename: Sequence[tuple[str, str]] = (),
+    dtype: AnyDType | Mapping[str, AnyDType] | None = None,
+    keep: str | Iterable[str] = (),
+    drop: str | Iterable[str] = (),
+    rename: Mapping[str, str] | Iterable[tuple[str, str]] = (),
     model: str | None = None,
     constants: bool = False,
     sample_inputs: bool = False,
-    max_shard_size: int | str | None = None,
+    max_shard_size: Size | None = None,
     tensors_only: bool = False,
     keep_tree: bool = True,
     sparse: str = "never",
@@ -82,7 +84,7 @@ def convert(
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
-    max_memory: int | str | None = MAX_MEMORY,
+    max_memory: Size | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -105,7 +107,7 @@ def convert(
     """
     planned = plan_conversion(
         src, dst, format=format, selection=Selection(model, constants, sample_inputs), copy_config=copy_config,
-        edits=Edits(tuple(keep), tuple(drop), tuple(rename), casts_of(dtype), tensors_only),
+        edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only),
         options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse),
         writing=Writing(
             overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run,
@@ -209,25 +211,26 @@ def _read_cost(tensor: LazyTensor) -> tuple[int, int]:
     return plan.read_nbytes, max(plan.read_nbytes - plan.wanted_nbytes, 0)
 
 
+@understood
 def edit(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,
     *,
     in_place: bool = False,
-    keep: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    rename: Sequence[tuple[str, str]] = (),
-    dtype: str | Mapping[str, str] | None = None,
+    keep: str | Iterable[str] = (),
+    drop: str | Iterable[str] = (),
+    rename: Mapping[str, str] | Iterable[tuple[str, str]] = (),
+    dtype: AnyDType | Mapping[str, AnyDType] | None = None,
     set_metadata: Mapping[str, str] | None = None,
-    unset_metadata: Sequence[str] = (),
+    unset_metadata: str | Iterable[str] = (),
     tensors_only: bool = False,
-    max_shard_size: int | str | None = None,
+    max_shard_size: Size | None = None,
     copy_config: CopyConfig = True,
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
-    max_memory: int | str | None = MAX_MEMORY,
+    max_memory: Size | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -243,7 +246,7 @@ def edit(
     """
     planned = plan_edit(
         src, dst, in_place=in_place, format=format, copy_config=copy_config,
-        edits=Edits(tuple(keep), tuple(drop), tuple(rename), casts_of(dtype), tensors_only),
+        edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only),
         metadata=metadata_changes(set_metadata or {}, unset_metadata),
         max_shard_size=None if max_shard_size is None else byte_count(max_shard_size),
         writing=Writing(

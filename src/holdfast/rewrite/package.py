@@ -25,10 +25,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
+from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
 from holdfast.engine.write import Progress
@@ -67,6 +69,7 @@ Deduplicate = Literal["storage", "content"]
 EXTRACT = "extract the weights alone first (convert)"
 
 
+@understood
 def package(
     models: Mapping[str, object],
     dst: str | os.PathLike[str],
@@ -76,7 +79,7 @@ def package(
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = False,
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -319,6 +322,7 @@ def share_files(state: State) -> State:
     return changed(state, change)
 
 
+@understood
 def replace_weights(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,
@@ -329,7 +333,7 @@ def replace_weights(
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
-    max_memory: int | str | None = MAX_MEMORY,
+    max_memory: Size | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,

@@ -25,6 +25,7 @@ from typing import Generic, TypedDict, TypeVar
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State, Store
+from holdfast.core.quantities import Size
 from holdfast.engine.budget import Budget, budget, reading_threads
 from holdfast.engine.commit.resumable import Staging
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing
@@ -70,7 +71,7 @@ class Writing:
     threads: int | None = None
     read_back: bool = False
     """Whether what was written is read again and compared before it is published."""
-    max_memory: int | str | None = None
+    max_memory: Size | None = None
     """Memory above the interpreter's own; None: a few blocks a thread."""
     resume: bool = False
     """Take over the finished files of an interrupted try at the same directory (engine/commit/resumable.py)."""

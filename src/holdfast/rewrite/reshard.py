@@ -18,10 +18,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from holdfast.core.arguments import rules as rules_of
+from holdfast.core.arguments import understood
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
+from holdfast.core.quantities import Size
 from holdfast.engine.write import Progress
 from holdfast.errors import BadPlacement
 from holdfast.formats.native.write import lay_out_split
@@ -126,16 +129,17 @@ def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, 
     return Box(tuple(start), tuple(stop))
 
 
+@understood(rules=rules_of(Rule))
 def reshard(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
     *,
     mesh: Mapping[str, int] | str,
-    rules: Sequence[Rule | str] = (),
+    rules: Sequence[str | Rule] = (),
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
-    max_memory: int | str | None = MAX_MEMORY,
+    max_memory: Size | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,

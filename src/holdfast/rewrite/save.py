@@ -12,9 +12,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
+from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
+from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
-from holdfast.engine.budget import byte_count
 from holdfast.engine.write import Progress
 from holdfast.rewrite.formats import DIRECTORIES, Options, format_for, plan_save
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
@@ -24,19 +25,20 @@ from holdfast.stores.paths import content_and_path, local_path
 __all__ = ["save"]
 
 
+@understood
 def save(
     state: object,
     dst: str | os.PathLike[str],
     *,
     metadata: Mapping[str, str] | None = None,
-    max_shard_size: int | str | None = None,
+    max_shard_size: Size | None = None,
     keep_tree: bool = False,
     sparse: str = "never",
     format: str | None = None,
     overwrite: bool | None = None,
     durable: bool = True,
     read_back: bool = False,
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,

@@ -25,10 +25,12 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, State
+from holdfast.core.quantities import Size
 from holdfast.core.sharing import Island, Span, View, identity, islands
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
@@ -92,6 +94,7 @@ class TiedState:
     notes: tuple[str, ...]
 
 
+@understood
 def tie(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,
@@ -101,7 +104,7 @@ def tie(
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
-    max_memory: int | str | None = MAX_MEMORY,
+    max_memory: Size | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -275,6 +278,7 @@ class Compacted(Saved):
         return [f"{self.source}: {self.dropped_nbytes:,} of {self.before_nbytes:,} bytes {would}", *Saved._told(self)]
 
 
+@understood
 def compact(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str] | None = None,
@@ -284,7 +288,7 @@ def compact(
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
-    max_memory: int | str | None = MAX_MEMORY,
+    max_memory: Size | None = MAX_MEMORY,
     dry_run: bool = False,
     limits: Limits | None = None,
     threads: int | None = None,

@@ -22,9 +22,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from holdfast.core.arguments import AnyDType
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
-from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.dtype import DTYPES, SHORT, DType
 from holdfast.core.limits import Limits
 from holdfast.core.patterns import glob, rename_problems, renamer, unmatched
 from holdfast.core.protocols import Source, State
@@ -162,9 +163,6 @@ class Cast:
         return tuple(place // dtype.bits * self._dtype.bits for place in places)
 
 
-SHORT = {"f16": "float16", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "f32": "float32", "fp32": "float32",
-         "float": "float32", "f64": "float64", "double": "float64", "fp8": "float8_e4m3fn"}  # fmt: skip
-"""How people abbreviate the dtypes that they cast to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,14 +181,14 @@ class Edits:
         return bool(self.keep or self.drop or self.rename or self.casts or self.tensors_only)
 
 
-def dtype_named(name: str) -> DType:
-    """A floating-point dtype by its name or a usual abbreviation."""
-    found = DTYPES.name(SHORT.get(name, name))
+def dtype_named(name: AnyDType) -> DType:
+    """A floating-point dtype, by its name or a usual abbreviation."""
+    found = DTYPES.said(name) if isinstance(name, str) else DTYPES.given(name)
     if found is None or found.kind != "float" or found.packed:
         known = [row.name for row in DTYPES.rows if row.kind == "float" and not row.packed]
-        near = difflib.get_close_matches(name, [*known, *SHORT], n=1)
+        near = difflib.get_close_matches(str(name), [*known, *SHORT], n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
-        raise Unsupported(f"cannot cast to {name!r}; {hint}", found=name)
+        raise Unsupported(f"cannot cast to {str(name)!r}; {hint}", found=name)
     return found
 
 
@@ -201,13 +199,13 @@ ALL = "*"
 """The pattern of a dtype that is given without one."""
 
 
-def casts_of(dtype: str | Mapping[str, str] | None) -> Casts:
+def casts_of(dtype: AnyDType | Mapping[str, AnyDType] | None) -> Casts:
     """What a caller wants cast: all, by one dtype, or by patterns; "keep" leaves what it has.
 
     >>> [(pattern, str(to)) for pattern, to in casts_of({"norm*": "f32", "*": "bf16"})]
     [('norm*', 'float32'), ('*', 'bfloat16')]
     """
-    if not dtype:
+    if dtype is None or dtype == "":
         return ()
     wanted = dtype if isinstance(dtype, Mapping) else {ALL: dtype}
     return tuple((pattern, None if name == KEEP else dtype_named(name)) for pattern, name in wanted.items())

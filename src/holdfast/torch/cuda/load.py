@@ -23,7 +23,7 @@ from holdfast.engine.checks import Checks
 from holdfast.engine.source import OpenSource
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
-from holdfast.errors import located
+from holdfast.errors import BadArgument, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.runs import FlatRun, Gathered, Taken, Task, tasks_of
@@ -72,7 +72,7 @@ def blocks_within(most: int | None, threads: int) -> Size:
     """
     budget = DEFAULT_NBYTES if most is None else most
     if budget < LEAST_NBYTES:
-        raise ValueError(f"max_host_memory must be at least {LEAST_NBYTES:,} bytes, not {budget:,}")
+        raise BadArgument(f"max_host_memory must be at least {LEAST_NBYTES:,} bytes, not {budget:,}")
     nbytes = min(BLOCK_NBYTES, max(budget // FEW_BLOCKS >> 20, 1) << 20)
     return Size(min(threads + SPARE_BLOCKS, budget // nbytes), nbytes)
 

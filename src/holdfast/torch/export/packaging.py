@@ -23,10 +23,12 @@ import torch
 from torch._export.serde.serialize import _dataclass_to_dict, serialize_tensor_meta
 from torch.export import ExportedProgram
 
+from holdfast.core.arguments import understood
+from holdfast.core.quantities import Size, shown
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold
+from holdfast.errors import BadArgumentType, CannotHold
 from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
 from holdfast.formats.pt2.write import Part, Pickled, lay_out_pt2
@@ -46,6 +48,7 @@ PROTOCOL = 2
 """Of the pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
 
 
+@understood
 def package_program(
     exported_programs: ExportedProgram | Mapping[str, ExportedProgram],
     dst: str | os.PathLike[str],
@@ -57,7 +60,7 @@ def package_program(
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = False,
-    max_memory: int | str | None = None,
+    max_memory: Size | None = None,
     dry_run: bool = False,
     threads: int | None = None,
     progress: Progress | None = None,
@@ -71,6 +74,9 @@ def package_program(
     versions.PT2_ARCHIVE.require("package_program")
     target = local_path(dst)
     check_archive_name(target)
+    if not isinstance(exported_programs, ExportedProgram | Mapping):
+        given = shown(exported_programs)
+        raise BadArgumentType(f"exported_programs= takes what torch.export.export gives, or a dict of such, not {given}")
     programs = {MODEL: exported_programs} if isinstance(exported_programs, ExportedProgram) else dict(exported_programs)
     wrong = [f"{name!r}: a {type(p).__name__}, and no exported program" for name, p in programs.items() if not _is_program(p)]
     if wrong or not programs:

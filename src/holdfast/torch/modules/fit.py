@@ -19,8 +19,10 @@ from functools import cache
 import torch
 from torch import nn
 
+from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
+from holdfast.errors import BadArgumentType
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed, tied_note
 from holdfast.torch.ranks.shards import is_sharded
 from holdfast.torch.tensors.allocate import CPU
@@ -92,7 +94,7 @@ def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent) 
     elif isinstance(into, Mapping):
         targets.slots += _walk_values(into, (), frozenset())
     else:
-        raise TypeError(f"expected an nn.Module or a mapping of tensors, not {type(into).__name__}")
+        raise BadArgumentType(f"load_into fills an nn.Module or a mapping of tensors, not {shown(into)}", found=into)
     seen: set[str] = set()
     for slot in targets.slots:
         if slot.name in seen:

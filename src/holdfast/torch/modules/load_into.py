@@ -24,6 +24,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import Composite, LazyTensor
@@ -32,9 +33,11 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.stores.paths import content_and_path
 from holdfast.torch import versions
+from holdfast.torch.arguments import device as device_given
+from holdfast.torch.arguments import dtype as float_dtype
 from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slots, find_targets, fit, module_slots, wrapped_problem
 from holdfast.torch.modules.match import Names
-from holdfast.torch.tensors.allocate import Want, check_dtype, make_fresh, read_tensors
+from holdfast.torch.tensors.allocate import Want, make_fresh, read_tensors
 from holdfast.torch.tensors.fill import Fill, Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
@@ -84,6 +87,7 @@ class Loaded:
         return "\n".join([*lines, *(f"  {note}" for note in self.notes)])
 
 
+@understood(dtype=float_dtype, device=device_given)
 def load_into(
     module_or_state: nn.Module | Mapping[str, object],
     path: Openable | Checkpoint | TorchCheckpoint,
@@ -117,7 +121,6 @@ def load_into(
     threads hold, except for sparse and quantised tensors and for submodules that load themselves, which are built first. Tensors
     on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
     """
-    check_dtype(dtype)
     choice = Choice(None if device is None else torch.device(device), dtype, assign)
     into, source = content_and_path(module_or_state, path)
     module_or_state, path = cast("nn.Module | Mapping[str, object]", into), cast("Openable | Checkpoint | TorchCheckpoint", source)

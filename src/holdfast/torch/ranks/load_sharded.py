@@ -37,6 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from holdfast.core.arguments import one_of, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.crc import crc32
 from holdfast.engine.source import OpenSource
@@ -46,12 +47,15 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import Stateful, state_and_path
 from holdfast.stores.paths import local_path
 from holdfast.torch import versions
+from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match
 from holdfast.torch.tensors.fill import Fill, fill
 
 __all__ = ["LoadedShards", "load_full", "load_sharded", "marked", "spread", "unmarked"]
+
+Replicated = Literal["auto", "read", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ class Verdict(msgspec.Struct):
     """What is read for all, and the rank that reads it."""
 
 
+@understood(replicated=one_of(*get_args(Replicated)), per_rank=one_of(*get_args(PerRank)))
 def load_sharded(
     path: str | os.PathLike[str],
     state: Stateful | Mapping[str, object],
@@ -140,9 +145,6 @@ def load_sharded(
     """
     state, path = state_and_path(state, path)
     where = local_path(path)
-    for word, given, known in (("replicated", replicated, get_args(Replicated)), ("per_rank", per_rank, get_args(PerRank))):
-        if given not in known:
-            raise ValueError(f"{word} must be one of {', '.join(known)}, not {given!r}")
     ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)
     checkpoint: Checkpoint | None = None
     try:
@@ -209,6 +211,7 @@ def load_sharded(
     )
 
 
+@understood(device=device_given)
 def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> object:
     """The whole state of a checkpoint in one process: its tree, with every tensor in one piece."""
     from holdfast.torch.tensors.open import open as open_torch
@@ -274,8 +277,6 @@ def unmarked(messages: Sequence[bytes]) -> list[bytes]:
         )
     return [message[NBYTES:] for message in messages]
 
-
-Replicated = Literal["auto", "read", "broadcast"]
 
 WORTH_NBYTES = 16 << 20
 """Bytes that must be saved, over all ranks, before "auto" hands anything on."""

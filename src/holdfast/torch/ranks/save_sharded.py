@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from holdfast.core.arguments import one_of, patterns, understood
 from holdfast.core.tensor import LazyTensor
 from holdfast.ranks.files import FORMATS
 from holdfast.rewrite.formats import check_sparse
@@ -21,6 +22,7 @@ from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 __all__ = ["async_save_sharded", "save_sharded"]
 
 
+@understood(format=one_of(*FORMATS), values=one_of("agree", "first"), per_rank=patterns, when_busy=one_of("wait", "refuse"))
 def save_sharded(
     state: Stateful | Mapping[str, object],
     path: str | os.PathLike[str],
@@ -66,7 +68,7 @@ def save_sharded(
         durable=durable,
         metadata=metadata,
         values=values,
-        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        per_rank=tuple(per_rank),
         check_replicas=check_replicas,
         threads=threads,
         progress=progress,
@@ -84,6 +86,7 @@ def save_sharded(
         course.close()
 
 
+@understood(format=one_of(*FORMATS), values=one_of("agree", "first"), per_rank=patterns, when_busy=one_of("wait", "refuse"))
 def async_save_sharded(
     state: Stateful | Mapping[str, object],
     path: str | os.PathLike[str],
@@ -120,7 +123,7 @@ def async_save_sharded(
         durable=durable,
         metadata=metadata,
         values=values,
-        per_rank=(per_rank,) if isinstance(per_rank, str) else tuple(per_rank),
+        per_rank=tuple(per_rank),
         check_replicas=check_replicas,
         threads=threads,
         progress=progress,
@@ -159,8 +162,6 @@ def async_save_sharded(
 
 def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
     """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
-    if asked.format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, not {asked.format!r}")
     check_sparse(asked.path, asked.format, asked.sparse)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)

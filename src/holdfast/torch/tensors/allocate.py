@@ -16,7 +16,7 @@ from holdfast.torch.tensors.fill import Fill, Progress, fill
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
 
-__all__ = ["CPU", "Fresh", "Want", "check_dtype", "make_fresh", "make_storage", "read_tensors", "wanted_dtype"]
+__all__ = ["CPU", "Fresh", "Want", "make_fresh", "make_storage", "read_tensors", "wanted_dtype"]
 
 CPU = torch.device("cpu")
 
@@ -159,9 +159,3 @@ def _dense_strides(lazy: LazyTensor) -> tuple[int, ...]:
                 return order
             room *= n
     return tuple(s // bits if n > 1 else c for n, s, c in zip(lazy.shape, place.strides, order, strict=True))
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """Refuse a `dtype=` that floating-point tensors cannot become."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype= is what floating-point tensors shall be: a floating-point torch.dtype, not {dtype!r}")

@@ -20,13 +20,16 @@ from types import TracebackType
 
 import torch
 
+from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
-from holdfast.torch.tensors.allocate import Fresh, Want, check_dtype, make_storage, read_tensors
+from holdfast.torch.arguments import device as device_given
+from holdfast.torch.arguments import dtype as float_dtype
+from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_tensors
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
@@ -45,6 +48,7 @@ PARTS = frozenset(
 Place = torch.device | str | int
 
 
+@understood
 def open(
     path: Openable | Checkpoint,
     *,
@@ -109,6 +113,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """Close the files. Tensors that were read stay valid."""
         self.lazy.close()
 
+    @understood(dtype=float_dtype, device=device_given)
     def read(
         self,
         names: Iterable[str] | None = None,
@@ -123,7 +128,6 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         theirs. Memory beyond the tensors is 64 MiB, for those that are cast. Tensors on a GPU are read through page-locked memory,
         at most `max_host_memory` bytes of it (1 GiB unless said otherwise), which is kept for the next call.
         """
-        check_dtype(dtype)
         listed = self._listed()
         plain: dict[str, LazyTensor] = {}
         wholes: dict[str, Composite] = {}
@@ -143,6 +147,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """The whole nested state with torch tensors in it; read anew each time, as by `read_tree()`."""
         return self.read_tree()
 
+    @understood(dtype=float_dtype, device=device_given)
     def read_tree(
         self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None
     ) -> object:
@@ -150,7 +155,6 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
 
         Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.
         """
-        check_dtype(dtype)
         lazies = list(lazy_tensors(self.lazy.tree))
         numbered = {str(i): lazy for i, lazy in enumerate(lazies)}
         made = read_tensors(numbered, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)

@@ -1,0 +1,306 @@
+"""What callers give to the verbs, understood in one place: what is plain is taken, the rest is refused in a sentence.
+
+    @understood
+    def convert(src, dst, *, dtype=None, keep=(), max_memory="1GiB", …): …
+
+A parameter of one name takes the same values in every verb, so a table of names (`READERS`) says what each takes; one whose default
+is True or False is a flag. A verb that means something else by a name says so: `@understood(per_rank=patterns)`. The verb itself
+then sees values of one kind each:
+
+    keep="model.*"                  ("model.*",)            never read letter by letter
+    rename={"model.*": "*"}         (("model.*", "*"),)
+    dtype=torch.bfloat16            DType(bfloat16)         also np.float16, "bf16"
+    max_memory=1e9, "2GB"           bytes
+    limits={"files": 10}            Limits(files=10)
+    progress=False, None            None
+    durable=None                    True                    None stands for the default
+
+Anything else is a `BadArgument` that names the parameter, what was given and what is taken, before anything is read or written.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar, overload
+
+import numpy as np
+
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.limits import Limits
+from holdfast.core.quantities import byte_count, seconds, shown, whole_number
+from holdfast.errors import BadArgument, BadArgumentType
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["READERS", "AnyDType", "Reader", "dtype", "one_of", "pairs", "patterns", "rules", "understood"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MOST = 65_536
+"""Of things that are all made: threads, bins. Nobody means a million of them."""
+
+AnyDType: TypeAlias = "str | DType | np.dtype[np.generic] | type[np.generic] | torch.dtype"
+"""What is taken as a dtype."""
+
+Reader = Callable[[object, str], object]
+"""Given a value and, for the message, the name of the parameter with its `=`; what the verb sees."""
+
+
+def flag(value: object, name: str) -> bool:
+    """True or False; 0 and 1 do as well. Text does not: "False" would be true."""
+    if isinstance(value, bool | np.bool_) or (type(value) is int and value in (0, 1)):
+        return bool(value)
+    raise BadArgumentType(f"{name} takes True or False, not {shown(value)}", found=value)
+
+
+def text(value: object, name: str) -> str:
+    """Text."""
+    if not isinstance(value, str):
+        raise BadArgumentType(f"{name} takes text, not {shown(value)}", found=value)
+    return value
+
+
+def dtype(value: object, name: str) -> DType | str:
+    """A dtype of ours, of numpy's or of torch's, or its name. An unknown name is the verb's to refuse: it knows which it takes."""
+    if isinstance(value, str):
+        return DTYPES.said(value) or value
+    found = DTYPES.given(value)
+    if found is None:
+        message = f"{name} takes a dtype ('bfloat16', np.float16, torch.bfloat16), not {shown(value)}"
+        raise BadArgumentType(message, found=value)
+    return found
+
+
+def dtypes(value: object, name: str) -> DType | str | dict[str, DType | str]:
+    """A dtype, or one for each pattern of names."""
+    if not isinstance(value, Mapping):
+        return dtype(value, name)
+    return {key: dtype(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()}
+
+
+def patterns(value: object, name: str) -> tuple[str, ...]:
+    """Globs: one, or any number of them."""
+    given = (value,) if isinstance(value, str) else _items(value, name, "a pattern, or a list of them")
+    for item in given:
+        if not isinstance(item, str):
+            raise BadArgumentType(f"{name} takes patterns of names, which are text, not {shown(item)}", found=value)
+    return tuple(map(str, given))
+
+
+def pairs(value: object, name: str) -> tuple[tuple[str, str], ...]:
+    """Old and new: a dict, or a list of pairs; one pair, or 'OLD=NEW', as on the command line."""
+    what = "{'old': 'new'}, or a list of such pairs"
+    given = value.items() if isinstance(value, Mapping) else (value,) if isinstance(value, str) else _items(value, name, what)
+    given = tuple(given)
+    if len(given) == 2 and all(isinstance(item, str) and "=" not in item for item in given):
+        given = (given,)
+    found = []
+    for item in given:
+        both = item.partition("=")[::2] if isinstance(item, str) and "=" in item else item
+        if not isinstance(both, tuple | list) or len(both) != 2 or not all(isinstance(one, str) for one in both):
+            raise BadArgumentType(f"{name} takes {what}, and {shown(item)} is no pair of names", found=value)
+        found.append((str(both[0]), str(both[1])))
+    return tuple(found)
+
+
+def texts(value: object, name: str) -> dict[str, str]:
+    """Text under names, as file formats keep it."""
+    if not isinstance(value, Mapping):
+        raise BadArgumentType(f"{name} takes a dict of text, not {shown(value)}", found=value)
+    for key, item in value.items():
+        if not isinstance(key, str) or not isinstance(item, str):
+            wrong = f"{key!r}: {shown(item)}" if isinstance(key, str) else f"the key {shown(key)}"
+            advice = "write str(…) or json.dumps(…) around it, or put it into the state itself"
+            raise BadArgumentType(f"{name} takes text under names, and {wrong} is none; {advice}", found=value)
+    return dict(value)
+
+
+def size(value: object, name: str) -> int:
+    """A number of bytes."""
+    return byte_count(value, name)
+
+
+def count(value: object, name: str) -> int:
+    """A number from 1 on."""
+    return whole_number(value, name, most=MOST)
+
+
+def limits(value: object, name: str) -> Limits:
+    """`Limits`, or a dict of its fields."""
+    if isinstance(value, Limits):
+        return value
+    if not isinstance(value, Mapping):
+        raise BadArgumentType(f"{name} takes a holdfast.Limits, or a dict of its fields, not {shown(value)}", found=value)
+    known = Limits.__dataclass_fields__
+    strange = [key for key in value if key not in known]
+    if strange:
+        raise BadArgument(f"{name} has no field {shown(strange[0])}; they are {', '.join(known)}", found=value)
+    return Limits(**value)
+
+
+def progress(value: object, name: str) -> Callable[[int], None] | None:
+    """A function that is told how many bytes more are done."""
+    if value is None or value is False:
+        return None
+    if callable(value):
+        # What it takes is only known when it is called.
+        return value
+    advice = "; with tqdm: progress=tqdm(unit='B', unit_scale=True).update" if value is True else ""
+    raise BadArgumentType(f"{name} takes a function that is told numbers of bytes, not {shown(value)}{advice}", found=value)
+
+
+def rules(kind: type) -> Reader:
+    """One rule, or any number of them, as text or of a kind; `{pattern: method}` is "pattern: method"."""
+
+    def read(value: object, name: str) -> tuple[object, ...]:
+        what = "rules, which are text like 'PATTERN: METHOD'"
+        given: tuple[object, ...]
+        if isinstance(value, str | kind):
+            given = (value,)
+        elif isinstance(value, Mapping):
+            given = tuple(f"{key}: {item}" for key, item in value.items())
+        else:
+            given = _items(value, name, what)
+        for item in given:
+            if not isinstance(item, str | kind):
+                raise BadArgumentType(f"{name} takes {what}, not {shown(item)}", found=value)
+        return given
+
+    return read
+
+
+def one_of(*known: str) -> Reader:
+    """A word of a few."""
+
+    def read(value: object, name: str) -> str:
+        if not isinstance(value, str) or value not in known:
+            kind = BadArgument if isinstance(value, str) else BadArgumentType
+            raise kind(f"{name} takes {' or '.join(map(repr, known))}, not {shown(value)}", found=value)
+        return value
+
+    return read
+
+
+def allowed(value: object, name: str) -> object:
+    """A file of patterns, or the patterns themselves."""
+    return value if isinstance(value, str | os.PathLike) else patterns(value, name)
+
+
+def counts(value: object, name: str) -> dict[str, int] | str:
+    """Numbers under names: a dict, or text, which the verb reads."""
+    return value if isinstance(value, str) else versions(value, name)
+
+
+def versions(value: object, name: str) -> dict[str, int]:
+    """Numbers under names."""
+    return {key: whole_number(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()}
+
+
+def contents(value: object, name: str) -> dict[str, str | bytes]:
+    """Files by their names."""
+    found: dict[str, str | bytes] = {}
+    for key, item in named(value, name).items():
+        if not isinstance(item, str | bytes):
+            raise BadArgumentType(f"{name} takes text or bytes under names, and {key!r} is {shown(item)}", found=value)
+        found[key] = item
+    return found
+
+
+def named(value: object, name: str) -> Mapping[str, object]:
+    """A dict whose keys are names."""
+    if not isinstance(value, Mapping):
+        raise BadArgumentType(f"{name} takes a dict, names and what they stand for, not {shown(value)}", found=value)
+    for key in value:
+        if not isinstance(key, str):
+            raise BadArgumentType(f"{name} takes names, which are text, not {shown(key)}", found=value)
+    return value
+
+
+def _items(value: object, name: str, what: str) -> tuple[object, ...]:
+    if isinstance(value, Iterable) and not isinstance(value, bytes | bytearray | memoryview | Mapping | os.PathLike):
+        try:
+            return tuple(value)
+        except TypeError:  # a tensor without dimensions only looks like many
+            pass
+    raise BadArgumentType(f"{name} takes {what}, not {shown(value)}", found=value)
+
+
+READERS: dict[str, Reader] = {
+    "allow": allowed,
+    "bins": lambda value, name: whole_number(value, name, least=0, most=MOST),
+    "by": text,
+    "deadline": seconds,
+    "deduplicate": text,
+    "drop": patterns,
+    "copy_config": lambda value, name: value,
+    "dtype": dtypes,
+    "extra_files": contents,
+    "filter": text,
+    "format": text,
+    "keep": patterns,
+    "limits": limits,
+    "masks": text,
+    "max_host_memory": size,
+    "max_memory": size,
+    "max_shard_size": size,
+    "mesh": counts,
+    "metadata": texts,
+    "model": text,
+    "models": named,
+    "opset_version": versions,
+    "overwrite": flag,
+    "pattern": text,
+    "prefix": text,
+    "progress": progress,
+    "rename": pairs,
+    "set_metadata": texts,
+    "sparse": text,
+    "threads": count,
+    "unset_metadata": patterns,
+}
+"""What a parameter of a name takes, in every verb. Places (`src`, `dst`) are not here: stores/paths.py knows paths."""
+
+ITSELF = frozenset({"max_memory"})
+"""Where None is no word for the default: no budget at all."""
+
+
+@overload
+def understood(verb: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def understood(**own: Reader) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def understood(verb: Callable[P, R] | None = None, /, **own: Reader) -> object:
+    """A verb that is only ever called with what it takes (see above). `own` readers stand before those of the table."""
+    return _understood(verb, own) if verb is not None else lambda verb: _understood(verb, own)
+
+
+def _understood(verb: Callable[P, R], own: Mapping[str, Reader]) -> Callable[P, R]:
+    parameters = inspect.signature(verb).parameters
+    places = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    readers: dict[str, Reader] = {}
+    for name, one in parameters.items():
+        reader = own.get(name) or READERS.get(name) or (flag if isinstance(one.default, bool) else None)
+        if reader is not None:
+            readers[name] = reader
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty and name not in ITSELF}
+
+    def read(name: str, value: object) -> object:
+        if value is None and (name in defaults or name in ITSELF):
+            return defaults.get(name)
+        return readers[name](value, f"{name}=") if name in readers else value
+
+    @functools.wraps(verb)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        given = [read(name, value) for name, value in zip(places, args, strict=False)]
+        more = {name: read(name, value) for name, value in kwargs.items()}
+        return verb(*given, *args[len(given) :], **more)  # type: ignore[arg-type]  # the same parameters, of narrower kinds
+
+    return call

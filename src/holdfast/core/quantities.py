@@ -1,0 +1,141 @@
+"""Numbers as people give them: bytes, counts and seconds; as numbers of any kind, or as text with a unit.
+
+    byte_count("4GB")   byte_count(1e9)   byte_count("500 MiB")        a size
+    whole_number(np.int64(8))                                          a count
+    seconds("5min")     seconds(timedelta(minutes=5))                  a duration
+
+True is no number here, although Python counts it as one: whoever passes it meant something else.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from datetime import timedelta
+from typing import SupportsFloat, SupportsIndex
+
+from holdfast.errors import BadArgument, BadArgumentType, Unsupported
+
+__all__ = ["Size", "byte_count", "seconds", "shown", "whole_number"]
+
+Size = SupportsIndex | float | str
+"""What is taken as a number of bytes."""
+
+BYTES = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4, "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}
+SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "ms": 0.001, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+AMOUNT = re.compile(r"\s*([0-9_,.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", re.ASCII)
+
+LENGTH = 80
+"""Characters of a value that a message repeats."""
+
+
+def shown(value: object) -> str:
+    """A value in a message: as it is written, cut where it is long, and its type where that does not show.
+
+    >>> shown("x"), shown(3), shown([1])
+    ("'x'", '3', '[1] (a list)')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    # What a stranger's repr does is not ours to find out: arrays of gigabytes have one, too.
+    plain = isinstance(value, str | bytes | int | float | complex | list | tuple | dict | set | type(None))
+    text = repr(value) if plain and (not isinstance(value, str | bytes | list | tuple | dict | set) or len(value) < LENGTH) else ""
+    if not text or len(text) > LENGTH:
+        return f"{_article(type(value).__name__)}"
+    return text if isinstance(value, str | int | float | type(None)) else f"{text} ({_article(type(value).__name__)})"
+
+
+def _article(noun: str) -> str:
+    return f"{'an' if noun[:1].lower() in 'aeio' else 'a'} {noun}"
+
+
+def byte_count(size: object, name: str = "a size") -> int:
+    """A number of bytes, as a number or as people write it.
+
+    >>> byte_count("5GB"), byte_count("1GiB"), byte_count(4096), byte_count(1e9)
+    (5000000000, 1073741824, 4096, 1000000000)
+    """
+    if isinstance(size, str):
+        amount = _amount(size, BYTES, suffix="b")
+        if amount is None:
+            raise Unsupported(f"{size!r} is no number of bytes; write 512MiB, 5GB or 1000000", found=size)
+        count = int(amount)
+    else:
+        found = _whole(size)
+        if found is None:
+            message = f"{name} takes a number of bytes (2_000_000_000, 2e9 or '2GB'), not {shown(size)}"
+            raise BadArgumentType(message, found=size)
+        count = found
+    if count <= 0:
+        raise Unsupported(f"a size must be positive, not {size!r}", found=size)
+    return count
+
+
+def whole_number(value: object, name: str, *, least: int = 1, most: int | None = None) -> int:
+    """A count: any integer, or a float that is one.
+
+    >>> whole_number(8.0, "threads")
+    8
+    """
+    found = _whole(value)
+    if found is None and isinstance(value, str) and value.strip().isdecimal() and value.isascii():
+        found = int(value)
+    if found is None:
+        raise BadArgumentType(f"{name} takes a whole number, not {shown(value)}", found=value)
+    if found < least:
+        raise BadArgument(f"{name} takes a number from {least} on, not {shown(value)}", found=value)
+    if most is not None and found > most:
+        raise BadArgument(f"{name} takes a number up to {most:,}, not {shown(value)}", found=value)
+    return found
+
+
+def seconds(value: object, name: str = "a duration") -> float:
+    """A duration: seconds as a number, "90s" or "5min", or a `timedelta`.
+
+    >>> seconds(60), seconds("5 min"), seconds(timedelta(seconds=2))
+    (60.0, 300.0, 2.0)
+    """
+    found: float | None = None
+    if isinstance(value, timedelta):
+        found = value.total_seconds()
+    elif isinstance(value, str):
+        found = _amount(value, SECONDS)
+    elif isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except (TypeError, ValueError, OverflowError):
+            found = None
+    if found is None:
+        raise BadArgumentType(f"{name} takes seconds (60, '90s' or '5min'), not {shown(value)}", found=value)
+    if not found > 0:
+        raise BadArgument(f"{name} takes a time that is longer than none, not {shown(value)}", found=value)
+    return found
+
+
+def _whole(value: object) -> int | None:
+    """An integer of any kind, or a float that is one; None for anything else."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, SupportsIndex):
+        try:
+            return operator.index(value)
+        except (TypeError, ValueError):
+            return None
+    if isinstance(value, float) and math.isfinite(value) and value.is_integer():
+        return int(value)
+    return None
+
+
+def _amount(text: str, units: dict[str, float] | dict[str, int], *, suffix: str = "") -> float | None:
+    """A number with a unit, or None where the text is none."""
+    found = AMOUNT.fullmatch(text.lower())
+    unit = found[2].removesuffix(suffix) if found else ""
+    if found is None or unit not in units:
+        return None
+    try:
+        number = float(found[1].replace(",", "").replace("_", "")) * units[unit]
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None

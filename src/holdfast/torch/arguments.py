@@ -1,0 +1,35 @@
+"""What callers give to the verbs of this package that only torch knows: devices and dtypes (see `holdfast.core.arguments`)."""
+
+from __future__ import annotations
+
+import torch
+
+from holdfast.core.arguments import dtype as any_dtype
+from holdfast.core.dtype import DType
+from holdfast.core.quantities import shown
+from holdfast.errors import BadArgument, BadArgumentType
+
+__all__ = ["device", "dtype"]
+
+
+def device(value: object, name: str) -> torch.device:
+    """A device, or what torch makes one of: "cuda:0", 0."""
+    if isinstance(value, torch.device):
+        return value
+    if not isinstance(value, str | int) or isinstance(value, bool):
+        raise BadArgumentType(f"{name} takes a torch.device or its name ('cpu', 'cuda:0'), not {shown(value)}", found=value)
+    try:
+        return torch.device(value)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "torch knows no such device"
+        raise BadArgument(f"{name} takes a torch.device or its name, not {shown(value)}: {reason}", found=value) from None
+
+
+def dtype(value: object, name: str) -> torch.dtype:
+    """What floating-point tensors shall be: torch's dtype, numpy's, or a name."""
+    given = value if isinstance(value, torch.dtype) else any_dtype(value, name)
+    found: object = getattr(torch, given.torch or "", None) if isinstance(given, DType) else given
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        message = f"{name} is what floating-point tensors shall be: a floating-point torch.dtype, not {shown(value)}"
+        raise BadArgumentType(message, found=value)
+    return found
