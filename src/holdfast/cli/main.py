@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback:
             raise
-        for line in _sentences(error):
+        for line in _sentences(error, sys.argv[1:] if arguments is None else arguments):
             sys.stderr.write(f"{escape(clip(line, 2000))}\n")
         return 2
 
@@ -63,13 +63,19 @@ def _pipe_closed() -> int:
     return 141  # 128 + SIGPIPE, as the shell reports it for other tools
 
 
-def _sentences(error: Exception) -> list[str]:
-    """The line that is printed; where there is a list of problems, a line each."""
-    from holdfast.errors import CannotHold
+def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
+    """The line that is printed; where there is a list of problems, a line each. Keywords of the library are flags here."""
+    from holdfast.cli.flags import in_flags, options_of, verbs_of
+    from holdfast.errors import CannotHold, HoldfastError
 
+    verbs = verbs_of(_parser())
+    verb = next((verbs[argument] for argument in arguments if argument in verbs), None)
+    known = [flag for action in options_of(verb) for flag in action.option_strings] if verb else []
     if isinstance(error, CannotHold):
-        return [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
-    return [f"holdfast: {_sentence(error)}"]
+        lines = [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
+    else:
+        lines = [f"holdfast: {_sentence(error)}"]
+    return [in_flags(line, known) for line in lines] if isinstance(error, HoldfastError) else lines
 
 
 def _sentence(error: Exception) -> str:

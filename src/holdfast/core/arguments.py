@@ -211,14 +211,21 @@ def contents(value: object, name: str) -> dict[str, str | bytes]:
     return found
 
 
-def named(value: object, name: str) -> Mapping[str, object]:
-    """A dict whose keys are names."""
+def mapping(value: object, name: str) -> Mapping[object, object]:
+    """A dict, of whose keys the verb knows which it takes."""
     if not isinstance(value, Mapping):
         raise BadArgumentType(f"{name} takes a dict, names and what they stand for, not {shown(value)}", found=value)
-    for key in value:
+    return value
+
+
+def named(value: object, name: str) -> dict[str, object]:
+    """A dict whose keys are names."""
+    found: dict[str, object] = {}
+    for key, item in mapping(value, name).items():
         if not isinstance(key, str):
             raise BadArgumentType(f"{name} takes names, which are text, not {shown(key)}", found=value)
-    return value
+        found[key] = item
+    return found
 
 
 def _items(value: object, name: str, what: str) -> tuple[object, ...]:
@@ -251,7 +258,7 @@ READERS: dict[str, Reader] = {
     "mesh": counts,
     "metadata": texts,
     "model": text,
-    "models": named,
+    "models": mapping,
     "opset_version": versions,
     "overwrite": flag,
     "pattern": text,

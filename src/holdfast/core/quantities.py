@@ -39,12 +39,19 @@ def shown(value: object) -> str:
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
+    if isinstance(value, PLAIN):
+        text = repr(value[: LENGTH + 1]) if isinstance(value, str | bytes) else repr(value)
+        return text if len(text) <= LENGTH else f"{text[:LENGTH]}…"
     # What a stranger's repr does is not ours to find out: arrays of gigabytes have one, too.
-    plain = isinstance(value, str | bytes | int | float | complex | list | tuple | dict | set | type(None))
-    text = repr(value) if plain and (not isinstance(value, str | bytes | list | tuple | dict | set) or len(value) < LENGTH) else ""
-    if not text or len(text) > LENGTH:
-        return f"{_article(type(value).__name__)}"
-    return text if isinstance(value, str | int | float | type(None)) else f"{text} ({_article(type(value).__name__)})"
+    if isinstance(value, list | tuple | set | dict) and len(value) <= LENGTH:
+        inside = [*value, *value.values()] if isinstance(value, dict) else [*value]
+        text = repr(value) if all(isinstance(item, PLAIN) for item in inside) else ""
+        if text and len(text) <= LENGTH:
+            return f"{text} ({_article(type(value).__name__)})"
+    return _article(type(value).__name__)
+
+
+PLAIN = (str, bytes, int, float, complex, type(None))
 
 
 def _article(noun: str) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Request, Source
-from holdfast.errors import BadIndex, BadTarget, LimitExceeded, Unsupported
+from holdfast.errors import BadIndex, BadTarget, LimitExceeded, NoElements, NotOneElement, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -294,10 +295,20 @@ class LazyTensor:
         """What it shares with its aliases: its storages, or the one that it was a view of before it was saved as a copy."""
         return tuple(dict.fromkeys(chunk.storage for chunk in self.shared_chunks))
 
+    def numel(self) -> int:
+        """How many elements it has, under torch's name."""
+        return self.size
+
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a 0-d tensor")
+            raise NoElements("a tensor without dimensions has no length", tensor=self.name)
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[LazyTensor]:
+        """Its rows, none of which is read."""
+        if not self.shape:
+            raise NoElements("a tensor without dimensions has nothing to iterate over; item() reads its value", tensor=self.name)
+        return (self[at] for at in range(self.shape[0]))
 
     def __getitem__(self, index: object) -> LazyTensor:
         """A slice, as numpy's basic indexing; nothing is read."""
@@ -352,6 +363,49 @@ class LazyTensor:
         self.source.read([Request(self, out)])
         return out
 
+    def item(self) -> bool | int | float | complex:
+        """The one element of a tensor that has one, as a number of Python's; reads it."""
+        if self.size != 1:
+            raise NotOneElement(f"item() is for tensors of one element, and this one has {self.size:,}", tensor=self.name)
+        (value,) = np.asarray(self.tolist(), dtype=object).reshape(-1)
+        return value  # type: ignore[no-any-return]  # a number, as `tolist` gives them
+
+    def tolist(self) -> object:
+        """The elements as numbers of Python's in nested lists, or as one number; reads them."""
+        array = self.numpy()
+        if self.dtype.kind == "other" or self.dtype.packed and self.dtype.kind == "quantized":
+            raise Unsupported(f"{self.dtype} has no numbers; numpy() gives the bytes", tensor=self.name)
+        if array.dtype.names:
+            # A pair of halves, which numpy has no complex numbers of.
+            array = array["real"].astype(np.float32) + 1j * array["imag"].astype(np.float32)
+        # What numpy lacks (bfloat16) comes as objects of its own, which float32 holds exactly.
+        return (array.astype(np.float32) if array.dtype.kind == "V" else array).tolist()
+
+    def __float__(self) -> float:
+        return float(self.item())  # type: ignore[arg-type]  # of a complex number Python says what is wrong
+
+    def __int__(self) -> int:
+        return int(self.item())  # type: ignore[arg-type]  # the same
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __bool__(self) -> bool:
+        """Of one element, whether it is other than zero; of more, that is no question, as in numpy and torch."""
+        if self.size != 1:
+            raise NotOneElement(
+                f"whether {self.size:,} elements are true is no question; ask of one (item()), or whether it is None", tensor=self.name
+            )
+        return bool(self.item())
+
+    def to(self, *_: object, **__: object) -> NoReturn:
+        """Not there: what is only described cannot be moved or cast. The message says how to."""
+        raise Unsupported(
+            "a lazy tensor is described and not read, so it cannot be moved or cast; read it first: tensor.torch().to(…) or "
+            "tensor.numpy().astype(…), or open the checkpoint with holdfast.torch",
+            tensor=self.name,
+        )
+
     def digest(self) -> Digest:
         """What the tensor holds, in a few bytes; nothing is read where the file records the checksum of exactly its bytes."""
         crc = None if self.traits.meta else self.source.digest([self])[0]
@@ -389,6 +443,17 @@ class LazyTensor:
         if not same:
             return array.astype(dtype)
         return array.copy() if copy and view is not None else array
+
+    def __dlpack__(self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: object = None) -> object:
+        """What `torch.as_tensor` and `torch.tensor` call: the elements, read, in the memory of the CPU."""
+        if "torch" in sys.modules:
+            # It has dtypes that numpy lacks.
+            return self.torch().detach().__dlpack__()
+        return self.read().__dlpack__()
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """The CPU, to which elements are read."""
+        return (1, 0)
 
     def torch(self) -> torch.Tensor:
         """The elements as a torch tensor; imports torch, which is the one thing here that needs it."""

@@ -196,7 +196,7 @@ def _plan(target: str, state: State, format: str, *, options: Options, tensors_o
             plan_save(target, transform(state, Edits(tensors_only=True)), format, options=options)
         except CannotHold:
             raise error from None
-        message = error.what + " (keep the tensors alone with tensors_only=True, --tensors-only)"
+        message = error.what + " (keep the tensors alone with tensors_only=True)"
         raise CannotHold(message, error.problems, file=error.file) from None
 
 

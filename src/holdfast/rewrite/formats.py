@@ -99,7 +99,7 @@ def format_for(path: str, format: str | None, options: Options) -> str:
         suffix = suffix_of(path)
         if suffix not in SUFFIXES:
             known = ", ".join(s for s in SUFFIXES if s)
-            hint = f"use one of {known}, none for a native directory, or say format="
+            hint = f"use one of {known}, none for a native directory, or say format=…"
             raise Unsupported(f"the suffix {suffix!r} names no format; {hint}", file=path)
         found = SUFFIXES[suffix]
     elif format in NAMES:

@@ -207,7 +207,7 @@ def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Besi
     """The raw weights and constants of the one model in a `.pt2`, and what else it has."""
     models = models_in(checkpoint, describe_state(checkpoint, limits=limits).tree)
     if len(models) != 1:
-        problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=, --model)"
+        problem = f"{checkpoint.path} holds the models {', '.join(models)}; extract one first (convert with model=…)"
         raise CannotHold("a model of a package is one state", [problem])
     ((model, tree),) = models.items()
     beside = read_beside(checkpoint.source, model)

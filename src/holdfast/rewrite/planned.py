@@ -333,10 +333,10 @@ def _destination(
     # A dry run without a target looks at what it would be in place.
     in_place = in_place or (dst is None and writing.dry_run)
     if dst is not None and in_place:
-        raise Unsupported("a target and in_place=True (--in-place) exclude each other; leave one of them out", file=source.path)
+        raise Unsupported("a target and in_place=True exclude each other; leave one of them out", file=source.path)
     if dst is None and not in_place:
-        message = "say where to write: a target, or in_place=True (--in-place) to replace the source"
-        raise Unsupported(f"{message}; dry_run=True (--dry-run) only looks", file=source.path)
+        message = "say where to write: a target, or in_place=True to replace the source"
+        raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
     if dst is None and source.source.store.place() != ("file", os.path.realpath(source.path)):
         raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
     path = source.path if dst is None else local_path(dst)

@@ -295,7 +295,7 @@ def test_a_device_is_not_changed_in_place(tmp_path):
 
 def test_neither_module_nor_mapping(tmp_path):
     path = save_as(tmp_path / "zip.pt", {"weight": torch.ones(2, 2)})
-    with pytest.raises(TypeError, match="not list"):
+    with pytest.raises(TypeError, match="not a list"):
         load_into([torch.ones(2)], path)
 
 

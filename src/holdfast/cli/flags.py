@@ -1,0 +1,64 @@
+"""The words of the library in the words of the command line: a message that says `overwrite=True` says `--overwrite` here.
+
+The library's messages name keywords, because most who read them wrote a call. A person at a shell has flags, so every sentence is
+translated where it is printed (`in_flags`), by one table. What stands in quotes is a name or a path, and stays as it is; so does a
+keyword for which the verb has no flag, like `Limits(files=…)`: that is for a program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Iterator
+
+__all__ = ["FLAGS", "in_flags", "options_of", "verbs_of"]
+
+FLAGS = {
+    "bins": "--bins", "constants": "--constants", "deduplicate": "--content", "drop": "--drop", "dry_run": "--dry-run",
+    "dtype": "--dtype", "durable": "--no-durable", "exact": "--exact", "format": "--format", "in_place": "--in-place",
+    "keep": "--keep", "masks": "--masks", "max_memory": "--max-memory", "max_shard_size": "--max-shard-size", "mesh": "--mesh",
+    "metadata": "--set", "model": "--model", "overwrite": "--overwrite", "pattern": "--filter", "read_back": "--read-back",
+    "rename": "--rename", "resume": "--resume", "rules": "--rule", "sample_inputs": "--sample-inputs", "set_metadata": "--set",
+    "sparse": "--sparse", "tensors_only": "--tensors-only", "threads": "--threads", "unset_metadata": "--unset",
+}  # fmt: skip
+"""From a keyword of a verb to its flag."""
+
+WORD = re.compile(
+    r"""'(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*"                                           # a name or a path
+      | \b(?P<keyword>[a-z]+(?:_[a-z]+)*)=(?P<value>True|False|None|'[^']*'|"[^"]*"|…)?  # overwrite=True, masks='only', keep=
+      | \b(?P<bare>[a-z]+_[a-z_]+)\b(?![.(=])                                            # max_memory is too small""",
+    re.VERBOSE,
+)
+
+
+def in_flags(text: str, known: Collection[str]) -> str:
+    """A sentence in terms of the flags that a verb has.
+
+    >>> in_flags("'overwrite=True' exists; pass overwrite=True to replace it, or masks='only'", {"--overwrite", "--masks"})
+    "'overwrite=True' exists; pass --overwrite to replace it, or --masks only"
+    """
+
+    def translated(found: re.Match[str]) -> str:
+        flag = FLAGS.get(found["keyword"] or found["bare"] or "")
+        if flag is None or flag not in known:
+            return found[0]
+        value = (found["value"] or "").strip("'\"")
+        if value in ("", "True", "…") or flag.startswith("--no-") or flag == "--content":
+            return flag
+        if value in ("False", "None"):
+            return f"--no-{flag[2:]}" if f"--no-{flag[2:]}" in known else f"no {flag}"
+        return f"{flag} {value}"
+
+    return WORD.sub(translated, text)
+
+
+def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """The commands of a parser by their names."""
+    # argparse shows its parts under private names only, to whoever writes help, completion and manuals.
+    inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return dict(inner[0].choices) if inner else {}
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The options of a parser, those without a dash included, in their order."""
+    yield from (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))

@@ -1,0 +1,102 @@
+"""At a shell, messages speak of flags. The library's speak of keywords; one table lies between them."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.cli.flags import FLAGS, in_flags, options_of, verbs_of
+from holdfast.cli.main import _parser, main
+
+SOURCE = Path(holdfast.__file__).parent
+
+NOT_OURS = {
+    *("use_collectives", "weights_only", "unit", "unit_scale"),  # of torch's functions, and tqdm's
+    *("per_rank", "values", "check_replicas"),  # of `holdfast.torch.save_sharded`
+    *(
+        "mmap",
+        "verify",
+        "out",
+        "copy",
+        "progress",
+        "keep_tree",
+        "exported_programs",
+    ),  # of no command
+    *("seed", "item", "nbytes"),  # of a rule; of a repr
+}
+LIMITS = set(holdfast.Limits.__dataclass_fields__)
+"""They are said as `Limits(files=…)`, which is for programs."""
+
+
+def messages() -> list[tuple[str, str]]:
+    """Every text in the library that names a keyword, but for docstrings."""
+    found = []
+    for path in sorted(SOURCE.rglob("*.py")):
+        place = path.relative_to(SOURCE)
+        if place.parts[0] in ("cli", "torch"):
+            continue
+        tree = ast.parse(path.read_text())
+        told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+                found += [(f"{place}:{node.lineno}", word) for word in re.findall(r"\b([a-z_]{3,})=", node.value)]
+    return found
+
+
+def test_every_keyword_that_a_message_names_has_a_flag_or_is_for_programs():
+    assert len(messages()) > 40
+    strange = [(place, word) for place, word in messages() if word not in FLAGS and word not in NOT_OURS | LIMITS]
+    assert not strange, "put these into cli/flags.py, or say in this test why a shell has no such word"
+
+
+def test_every_flag_of_the_table_is_one():
+    known = {flag for verb in verbs_of(_parser()).values() for action in options_of(verb) for flag in action.option_strings}
+    assert set(FLAGS.values()) <= known
+
+
+def test_no_message_of_the_library_names_a_flag():
+    """It would be said twice at a shell, and to nobody in a program."""
+    for path in sorted(SOURCE.rglob("*.py")):
+        if path.relative_to(SOURCE).parts[0] not in ("cli", "torch"):
+            assert not re.findall(r"[(\"' ]--[a-z][a-z-]+", path.read_text()), path
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    holdfast.save({"w": np.ones((4, 4), np.float32), "f": {1, 2}}, "a.pt")
+    holdfast.save({"w": np.ones((4, 4), np.float32)}, "b.safetensors")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["convert", "b.safetensors", "a.pt"], "pass --overwrite to replace it"),
+        (["edit", "a.pt", "--drop", "w"], "or --in-place to replace the source; --dry-run only looks"),
+        (["edit", "a.pt", "c.pt", "--in-place", "--drop", "w"], "a target and --in-place exclude each other"),
+        (["convert", "b.safetensors", "c.pt", "--sparse", "auto"], "leave --sparse away"),
+        (["convert", "b.safetensors", "c", "--sparse", "often"], "--sparse often is none of"),
+        (["convert", "b.safetensors", "c.pt", "--max-memory", "1MB"], "--max-memory is too small"),
+        (["convert", "b.safetensors", "c.onnx"], "or say --format"),
+        (["convert", "b.safetensors", "c.pt", "--model", "x"], "--keep and --rename choose by name"),
+        (["prune", "b.safetensors", "c.safetensors", "--rule", "w: 0.5", "--masks", "beside"], "--masks only"),
+    ],
+)
+def test_what_is_said_at_a_shell(folder, capsys, arguments, said):
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert said in told
+    assert not re.search(r"\b[a-z_]+=(True|False|…|[ )'])", told)
+
+
+def test_what_is_quoted_stays():
+    known = {"--overwrite", "--keep"}
+    assert in_flags("'keep=True' and \"overwrite=True\" are names", known) == "'keep=True' and \"overwrite=True\" are names"
+    assert in_flags("dry_run=True only looks", known) == "dry_run=True only looks"
+    assert in_flags("it's keep= that isn't overwrite=True", known).count("--") >= 1
