@@ -68,3 +68,32 @@ def test_bytes_of_packed_elements_are_rounded_up():
     assert [DTYPES.name("float4_e2m1fn").nbytes(n) for n in (0, 1, 2, 3)] == [0, 1, 1, 2]
     assert DTYPES.name("float6_e3m2fn").nbytes(4) == 3
     assert DTYPES.name("complex64").swap_nbytes == 4
+
+
+@pytest.mark.parametrize("row", DTYPES.rows, ids=str)
+def test_a_row_equals_what_others_call_it(row):
+    assert row == row.name
+    assert row.name == row
+    assert row in {row.name}
+    assert hash(row) == hash(row.name)
+    if row.torch:
+        assert row == getattr(torch, row.torch)
+        assert getattr(torch, row.torch) == row
+    if DTYPES.numpy(row.numpy) is row:
+        assert row == row.numpy == row
+        assert row == row.numpy.type or row.numpy.names
+        assert row != row.numpy.newbyteorder(">") or row.numpy.itemsize == 1 or row.kind == "float"
+    others = [other for other in DTYPES.rows if other is not row]
+    assert not any(row == other or row == other.name or (other.torch and row == getattr(torch, other.torch)) for other in others)
+    assert not any(
+        row == value
+        for value in (None, 3, "x", [], object(), int, float, np.generic, torch.float32.to_complex())
+        if value != row.name and DTYPES.given(value) is not row
+    )
+
+
+def test_a_byte_order_of_elsewhere_is_another_dtype():
+    assert DTYPES.name("float32") != np.dtype(">f4")
+    assert DTYPES.name("float32") == np.dtype("<f4")
+    assert DTYPES.name("quint8") != np.uint8
+    assert DTYPES.name("float32") != "f32"

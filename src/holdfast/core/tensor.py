@@ -23,7 +23,7 @@ from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Request, Source
-from holdfast.errors import BadIndex, BadTarget, LimitExceeded, NoElements, NotOneElement, Unsupported
+from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Unsupported
 
 if TYPE_CHECKING:
     import torch
@@ -301,13 +301,13 @@ class LazyTensor:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise NoElements("a tensor without dimensions has no length", tensor=self.name)
+            raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
 
     def __iter__(self) -> Iterator[LazyTensor]:
         """Its rows, none of which is read."""
         if not self.shape:
-            raise NoElements("a tensor without dimensions has nothing to iterate over; item() reads its value", tensor=self.name)
+            raise TypeError("iteration over a 0-d tensor; item() reads its value")
         return (self[at] for at in range(self.shape[0]))
 
     def __getitem__(self, index: object) -> LazyTensor:
@@ -366,14 +366,14 @@ class LazyTensor:
     def item(self) -> bool | int | float | complex:
         """The one element of a tensor that has one, as a number of Python's; reads it."""
         if self.size != 1:
-            raise NotOneElement(f"item() is for tensors of one element, and this one has {self.size:,}", tensor=self.name)
+            raise BadArgument(f"item() is for tensors of one element, and this one has {self.size:,}", tensor=self.name)
         (value,) = np.asarray(self.tolist(), dtype=object).reshape(-1)
         return value  # type: ignore[no-any-return]  # a number, as `tolist` gives them
 
     def tolist(self) -> object:
         """The elements as numbers of Python's in nested lists, or as one number; reads them."""
         array = self.numpy()
-        if self.dtype.kind == "other" or self.dtype.packed and self.dtype.kind == "quantized":
+        if self.dtype.kind == "other" or (self.dtype.packed and self.dtype.kind == "quantized"):
             raise Unsupported(f"{self.dtype} has no numbers; numpy() gives the bytes", tensor=self.name)
         if array.dtype.names:
             # A pair of halves, which numpy has no complex numbers of.
@@ -393,18 +393,18 @@ class LazyTensor:
     def __bool__(self) -> bool:
         """Of one element, whether it is other than zero; of more, that is no question, as in numpy and torch."""
         if self.size != 1:
-            raise NotOneElement(
-                f"whether {self.size:,} elements are true is no question; ask of one (item()), or whether it is None", tensor=self.name
+            raise BadArgument(
+                f"whether {self.size:,} elements are true is no question; ask one (item()), or for None",
+                tensor=self.name,
             )
         return bool(self.item())
 
-    def to(self, *_: object, **__: object) -> NoReturn:
-        """Not there: what is only described cannot be moved or cast. The message says how to."""
-        raise Unsupported(
-            "a lazy tensor is described and not read, so it cannot be moved or cast; read it first: tensor.torch().to(…) or "
-            "tensor.numpy().astype(…), or open the checkpoint with holdfast.torch",
-            tensor=self.name,
-        )
+    def __getattr__(self, name: str) -> NoReturn:
+        """What arrays have and a description has not: `mean`, `to`, `cuda`. The message says how to."""
+        raise AttributeError(
+            f"a lazy tensor has no {name!r}, since it is described and not read: tensor.numpy() and tensor.torch() read it",
+            name=name, obj=self,
+        )  # fmt: skip
 
     def digest(self) -> Digest:
         """What the tensor holds, in a few bytes; nothing is read where the file records the checksum of exactly its bytes."""
@@ -444,7 +444,9 @@ class LazyTensor:
             return array.astype(dtype)
         return array.copy() if copy and view is not None else array
 
-    def __dlpack__(self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: object = None) -> object:
+    def __dlpack__(
+        self, *, stream: object = None, max_version: object = None, dl_device: object = None, copy: object = None
+    ) -> object:
         """What `torch.as_tensor` and `torch.tensor` call: the elements, read, in the memory of the CPU."""
         if "torch" in sys.modules:
             # It has dtypes that numpy lacks.
