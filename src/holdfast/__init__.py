@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from holdfast.rewrite.package import package, replace_weights
     from holdfast.rewrite.planned import Saved
     from holdfast.rewrite.reshard import reshard
-    from holdfast.rewrite.save import save
+    from holdfast.rewrite.save import save, to_bytes
     from holdfast.rewrite.share import Compacted, Tied, compact, tie
 
 __version__ = "0.1.0"
@@ -86,6 +86,7 @@ _WHERE = {
     "sparsity": "inspect.sparsity",
     "stats": "inspect.stats",
     "tie": "rewrite.share",
+    "to_bytes": "rewrite.save",
     "verify": "inspect.verify",
 }
 """The module of each public name."""
@@ -136,6 +137,7 @@ __all__ = [
     "sparsity",
     "stats",
     "tie",
+    "to_bytes",
     "verify",
 ]
 

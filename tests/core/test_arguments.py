@@ -83,6 +83,7 @@ def calls(tmp_path_factory) -> dict[str, Callable[..., object]]:
         "holdfast.sparsity": writes(holdfast.sparsity, **src),
         "holdfast.stats": writes(holdfast.stats, **src),
         "holdfast.tie": writes(holdfast.tie, **saved),
+        "holdfast.to_bytes": writes(holdfast.to_bytes, state=lambda: {"w": np.ones(2)}, format=lambda: "safetensors"),
         "holdfast.verify": writes(holdfast.verify, **src),
         "holdfast.torch.async_save_sharded": writes(lambda **given: holdfast.torch.async_save_sharded(**given).wait(), **ranks),
         "holdfast.torch.load_full": writes(holdfast.torch.load_full, path=lambda: str(folder / "ranks")),

@@ -85,11 +85,7 @@ def test_a_row_equals_what_others_call_it(row):
         assert row != row.numpy.newbyteorder(">") or row.numpy.itemsize == 1 or row.kind == "float"
     others = [other for other in DTYPES.rows if other is not row]
     assert not any(row == other or row == other.name or (other.torch and row == getattr(torch, other.torch)) for other in others)
-    assert not any(
-        row == value
-        for value in (None, 3, "x", [], object(), int, float, np.generic, torch.float32.to_complex())
-        if value != row.name and DTYPES.given(value) is not row
-    )
+    assert not any(row == value for value in (None, 3, "x", [], object(), int, float, np.generic))
 
 
 def test_a_byte_order_of_elsewhere_is_another_dtype():

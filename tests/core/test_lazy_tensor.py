@@ -20,7 +20,8 @@ from holdfast.errors import HoldfastError
 @pytest.fixture
 def ckpt(tmp_path):
     state = {
-        "step": torch.tensor(7), "loss": torch.tensor(0.5), "half": torch.tensor(0.5, dtype=torch.bfloat16), "flag": torch.tensor(True),
+        "step": torch.tensor(7), "loss": torch.tensor(0.5), "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "flag": torch.tensor(True),
         "one": torch.tensor([[3.0]]), "pair": torch.tensor(1 + 2j, dtype=torch.complex32), "w": torch.arange(6.0).reshape(2, 3),
         "b": torch.arange(4.0).to(torch.bfloat16), "empty": torch.zeros(0),
     }  # fmt: skip

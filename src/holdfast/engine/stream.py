@@ -1,7 +1,8 @@
 """Write a plan from front to back, to anything that has a `write`: buffers, sockets' files, compressors.
 
 Such a target cannot be written at an offset, so there is one writer. A large piece of memory is summed by several threads, a window
-ahead of the writing: the sum of a piece is needed behind it, and nobody waits for it.
+ahead of the writing: the sum of a piece is needed behind it, and nobody waits for it. A format with its sums in front of the data
+(safetensors) is read twice: summed first, then written.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Protocol
 from holdfast.core.crc import Sums, crc32
 from holdfast.engine.blocks import slab_block, slab_bytes, slabs
 from holdfast.engine.threads import Beside, default_threads, run_all
+from holdfast.errors import SaveError
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 
 __all__ = ["Writer", "write_stream"]
@@ -30,8 +32,9 @@ class Writer(Protocol):
 
 
 def write_stream(plan: FilePlan, target: Writer) -> None:
-    """Write all segments in order, and flush the target if it can."""
-    crcs: dict[str, int] = {}
+    """Write all segments in order, and flush the target if it can. Raises `SaveError` where data changed between two readings."""
+    foreseen = _sums(plan) if _asks_ahead(plan) else {}
+    crcs = dict(foreseen)
     known: list[bytes] = []
 
     def flush() -> None:
@@ -54,19 +57,60 @@ def write_stream(plan: FilePlan, target: Writer) -> None:
                     write_all(target, memoryview(ZEROS)[: segment.nbytes - start])
             case Data():
                 flush()
-                crc = 0
-                for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK_NBYTES)):
-                    with slab_bytes(slab) as data:
-                        crc = crc32(data, crc)
-                        write_all(target, data)
-                crcs[segment.label] = crc
+                crcs[segment.label] = _write_data(target, segment)
             case Memory():
                 flush()
                 crcs[segment.label] = _write_memory(target, segment.content)
     flush()
+    changed = [label for label, crc in foreseen.items() if crcs[label] != crc]
+    if changed:
+        raise SaveError(f"{changed[0]!r} changed while it was saved; what was written is of no use", tensor=changed[0])
     finish = getattr(target, "flush", None)
     if callable(finish):
         finish()
+
+
+def _asks_ahead(plan: FilePlan) -> bool:
+    """Whether a segment stands before data whose sum it holds."""
+    passed: set[str] = set()
+    waiting = False
+    for segment in plan.segments:
+        match segment:
+            case Data() | Memory() if waiting:
+                return True
+            case Data() | Memory():
+                passed.add(segment.label)
+            case Late():
+                waiting = waiting or (segment.needs is None or segment.needs not in passed)
+    return False
+
+
+def _sums(plan: FilePlan) -> dict[str, int]:
+    """The sum of all data, by its label."""
+    return {
+        segment.label: _write_data(NOWHERE, segment) if isinstance(segment, Data) else _write_memory(NOWHERE, segment.content)
+        for segment in plan.segments
+        if isinstance(segment, Data | Memory)
+    }
+
+
+class Nowhere:
+    """A target that only looks as if it were written to."""
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        """Nothing."""
+
+
+NOWHERE = Nowhere()
+
+
+def _write_data(target: Writer, segment: Data) -> int:
+    crc = 0
+    for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK_NBYTES)):
+        with slab_bytes(slab) as data:
+            crc = crc32(data, crc)
+            write_all(target, data)
+    return crc
 
 
 def write_all(target: Writer, data: bytes | memoryview) -> None:

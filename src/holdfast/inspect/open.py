@@ -23,7 +23,7 @@ from holdfast.errors import BadArgumentType, HoldfastError, Replaced, StoreError
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import check_binary, local_path
 
 __all__ = ["Openable", "open", "opened", "read"]
 
@@ -113,6 +113,7 @@ def store_of(path: Openable, limits: Limits) -> Store:
     if isinstance(path, str | os.PathLike):
         return _local(local_path(path), limits)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
+        check_binary(path, "rb")
         return FileObjectStore(path)
     raise BadArgumentType(f"a checkpoint is a path, bytes or a seekable binary file, not {shown(path)}", found=path)
 

@@ -37,6 +37,7 @@ from holdfast.rewrite.rejoin import rejoin
 __all__ = [
     "DIRECTORIES",
     "NAMES",
+    "SUFFIXES",
     "Options",
     "Outline",
     "check_archive_name",

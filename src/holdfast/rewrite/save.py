@@ -4,31 +4,39 @@
 2. The format lays out every byte (rewrite/formats.py); what it cannot hold is refused now, all of it, before a file exists.
 3. The reader opens the plan (`rehearse`, there); what it would refuse is refused now as well.
 4. The plan is written beside the target and published by one rename (engine/write.py, engine/commit/transactions.py).
+
+A file object takes the place of 4: what it is given, it is given from front to back (engine/stream.py), and nothing is published.
+`to_bytes` is a save to memory.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import cast
 
 from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
+from holdfast.core.protocols import State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
+from holdfast.engine.stream import Writer, write_stream
 from holdfast.engine.write import Progress
-from holdfast.rewrite.formats import DIRECTORIES, Options, format_for, plan_save
+from holdfast.errors import BadArgument, CannotHold, SaveError
+from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, plan_save
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.paths import content_and_path, local_path
+from holdfast.stores.paths import check_binary, content_and_path, local_path
 
-__all__ = ["save"]
+__all__ = ["save", "to_bytes"]
 
 
 @understood
 def save(
     state: object,
-    dst: str | os.PathLike[str],
+    dst: str | os.PathLike[str] | Writer,
     *,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: Size | None = None,
@@ -51,8 +59,12 @@ def save(
     `.safetensors` is safetensors, a name without suffix is a native directory. `max_shard_size` ("5GB") splits safetensors
     into a directory with an index. In a native directory, `sparse="auto"` stores tensors with many zeros as marks and values, where
     that is smaller; other programs cannot read those tensors, so the default is "never". Files are replaced by default and
-    directories are not (`overwrite`). With `durable=False` nothing is flushed to disk: a killed process still leaves the old or
-    the new, a power cut may not.
+    directories are not (`overwrite`).
+
+    `dst` may be a binary file object as well, anything with `write`: the format is then `format`, or what the suffix of its name
+    says. It is written from front to back, so a save that fails has written a part; `to_bytes` gives the bytes themselves.
+
+    With `durable=False` nothing is flushed to disk: a killed process still leaves the old or the new, a power cut may not.
 
     Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
     nothing changed, `DurabilityUncertain` when the new content is in place but could not be flushed.
@@ -62,11 +74,79 @@ def save(
     writing = Writing(
         overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
     )
+    if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
+        described = describe_state(state, metadata=metadata, limits=limits)
+        return _stream(described, cast(Writer, path), format=format, options=options, writing=writing, progress=progress)
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
         return _plan(
             state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits
         ).carry_out(progress)
+
+
+@understood
+def to_bytes(
+    state: object,
+    format: str,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    keep_tree: bool = False,
+    limits: Limits | None = None,
+) -> bytes:
+    """A state as the bytes of one file, as `save` would write it: `to_bytes(state, "safetensors")`. `open` takes such bytes.
+
+    Raises `CannotHold` with every problem when the format cannot hold the state.
+    """
+    memory = io.BytesIO()
+    save(state, memory, format=format, metadata=metadata, keep_tree=keep_tree, limits=limits)
+    return memory.getvalue()
+
+
+def _stream(
+    described: State, file: Writer, *, format: str | None, options: Options, writing: Writing, progress: Progress | None
+) -> Saved:
+    """Save to a file object."""
+    check_binary(file, "wb")
+    name = getattr(file, "name", None)
+    suffix = os.path.splitext(name)[1].lower() if isinstance(name, str) else ""
+    if format is None and (not suffix or suffix not in SUFFIXES):
+        raise BadArgument("say format='safetensors' or format='torch': a file object has no suffix that would tell")
+    found = format_for(f"archive{suffix}", format, options)
+    if found in DIRECTORIES:
+        problem = f"{found} is a directory of files" + (
+            ", and so is what max_shard_size= asks for" if options.max_shard_size else ""
+        )
+        raise CannotHold("a file object holds one file", [f"{problem}; give the path of a directory, or another format"])
+    plan = plan_save("archive", described, found, options=options)
+    (one,) = plan.files
+    where = name if isinstance(name, str) else f"<{type(file).__name__}>"
+    notes = (*described.notes, *plan.notes)
+    report = Saved(path=where, format=found, nbytes=one.nbytes, files=((where, one.nbytes),), notes=notes, free_nbytes=one.nbytes)
+    if writing.dry_run:
+        return report
+    write_stream(one, Told(file, progress) if progress else file)
+    for store in stores_of(described):
+        if store.changed():
+            raise SaveError(f"the source {store.name!r} changed while it was read; what was written is of no use", file=where)
+    return replace(report, done=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A writer that tells how much it was given."""
+
+    file: Writer
+    progress: Progress
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        done = self.file.write(data)
+        self.progress(done if type(done) is int else memoryview(data).nbytes)
+        return done
+
+    def flush(self) -> None:
+        finish = getattr(self.file, "flush", None)
+        if callable(finish):
+            finish()
 
 
 def _plan(

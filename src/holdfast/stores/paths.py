@@ -18,13 +18,14 @@ its absolute path; `found_path` says so for names that were found on the disk. O
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
 
-from holdfast.errors import BadPath, NotAPath
+from holdfast.errors import BadArgumentType, BadPath, NotAPath
 from holdfast.stores.platform import DRIVES
 
-__all__ = ["AnyPath", "content_and_path", "found_path", "local_path"]
+__all__ = ["AnyPath", "check_binary", "content_and_path", "found_path", "local_path"]
 
 AnyPath = str | os.PathLike[str]
 
@@ -83,7 +84,9 @@ def content_and_path(content: object, path: object) -> tuple[object, object]:
     >>> content_and_path("model.pt", {"w": 1})
     ({'w': 1}, 'model.pt')
     """
-    swapped = isinstance(content, str | os.PathLike) and not isinstance(path, str | os.PathLike)
+    places = (str, os.PathLike)
+    # With a file object in the second place, the first one is what is saved, be it text.
+    swapped = isinstance(content, places) and not isinstance(path, places) and not hasattr(path, "write")
     return (path, content) if swapped else (content, path)
 
 
@@ -92,6 +95,14 @@ def _slashed(text: str) -> str:
     if DRIVES and not text.startswith("\\\\?\\"):
         return text.replace("\\", "/")
     return text
+
+
+def check_binary(file: object, mode: str) -> None:
+    """Raise `BadArgumentType` for a file object of text; `mode` is what it should have been opened with."""
+    # Files of text say in which encoding; what wraps one (tempfile) passes the question on.
+    if isinstance(file, io.TextIOBase) or hasattr(file, "encoding"):
+        what = f"a checkpoint is bytes, and this {type(file).__name__} is a file of text; open it in binary mode ({mode!r})"
+        raise BadArgumentType(what, found=file)
 
 
 def _says_more(text: str) -> bool:

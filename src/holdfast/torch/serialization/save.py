@@ -35,7 +35,7 @@ from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
 from holdfast.plan.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
 from holdfast.rewrite.planned import Writing, write_plan
-from holdfast.stores.paths import found_path
+from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
@@ -80,6 +80,8 @@ def save(
         )
     if path is None and not callable(f.write):  # type: ignore[union-attr]  # it is no path, and has the attribute
         raise TypeError(f"Buffer of {type(f).__name__} has no callable attribute 'write'")
+    if path is None:
+        check_binary(f, "wb")
     plan = plan_object(
         obj,
         path,
