@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.cli.flags import FLAGS, in_flags, options_of, verbs_of
-from holdfast.cli.main import _parser, main
+from holdfast.cli.main import main, parser
 
 SOURCE = Path(holdfast.__file__).parent
 
@@ -33,6 +34,7 @@ LIMITS = set(holdfast.Limits.__dataclass_fields__)
 """They are said as `Limits(files=…)`, which is for programs."""
 
 
+@functools.cache
 def messages() -> list[tuple[str, str]]:
     """Every text in the library that names a keyword, but for docstrings."""
     found = []
@@ -55,7 +57,7 @@ def test_every_keyword_that_a_message_names_has_a_flag_or_is_for_programs():
 
 
 def test_every_flag_of_the_table_is_one():
-    known = {flag for verb in verbs_of(_parser()).values() for action in options_of(verb) for flag in action.option_strings}
+    known = {flag for verb in verbs_of(parser()).values() for action in options_of(verb) for flag in action.option_strings}
     assert set(FLAGS.values()) <= known
 
 

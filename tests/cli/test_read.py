@@ -130,3 +130,34 @@ def test_a_failed_write_leaves_what_was_there(made, tmp_path, monkeypatch):
         list(write_tensors(checkpoint, dict(checkpoint), target, raw=False))
     assert [p.name for p in tmp_path.iterdir()] == ["a.npy"]
     assert target.read_bytes() == b"before"
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    import torch  # the other tests here need none
+
+    groups = [{"lr": 0.1, "betas": (0.9, 0.999)}]
+    state = {"w": torch.ones(2), "step": 7, "name": "a\x1b[2Jb", "opt": {"groups": groups}, "stats": {"n": 3}, "long": "x" * 500}
+    torch.save(state, tmp_path / "a.pt")
+    return str(tmp_path / "a.pt")
+
+
+def test_values_that_are_no_tensors(run, trainer):
+    assert run("read", trainer, "step") == (0, "step  int\n7\n", "")
+    assert run("read", trainer, "opt.groups")[1] == "opt.groups.0.lr  float\n0.1\n\nopt.groups.0.betas  tuple\n(0.9, 0.999)\n"
+    assert run("read", trainer, "stats.*")[1] == "stats.n  int\n3\n"
+    assert run("read", trainer, "long")[1] == f"long  str\n'{'x' * 500}'\n"
+    both = run("read", trainer, "w", "step")[1]
+    assert both.startswith("step  int\n7\n\nw  float32")
+    assert "\x1b" not in run("read", trainer, "name")[1]
+
+
+def test_values_are_neither_sliced_nor_written(run, trainer, tmp_path):
+    for more in (["--slice", "0"], ["-o", str(tmp_path / "x.npy")]):
+        code, out, err = run("read", trainer, "step", *more)
+        assert (code, out) == (2, "")
+        assert "'step' is a value and no tensor" in err
+    assert not (tmp_path / "x.npy").exists()
+    code, _, err = run("read", trainer, "steps")
+    assert code == 2
+    assert "steps" in err

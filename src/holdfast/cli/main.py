@@ -17,19 +17,19 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from holdfast.cli import compact, convert, edit, package, prune, reshard, stats, tie, values
-from holdfast.cli.text import clip, escape
+from holdfast.cli import compact, completion, convert, edit, package, prune, reshard, stats, tie, values
+from holdfast.cli.text import clip, escape, print_lines
 from holdfast.cli.values import positive
 
-__all__ = ["main", "parse"]
+__all__ = ["main", "parse", "parser"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code. Nothing but the exit code comes out."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            # A terminal that cannot show a character shows its code.
-            stream.reconfigure(errors="backslashreplace")
+            # A terminal that cannot show a character shows another one, or its code (text.plainer).
+            stream.reconfigure(errors="holdfast")
     # Looking for cycles among the million objects of a large checkpoint, again and again, would take half of the time.
     gc.set_threshold(200_000)
     traceback = False
@@ -49,8 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if traceback:
             raise
-        for line in _sentences(error, sys.argv[1:] if arguments is None else arguments):
-            sys.stderr.write(f"{escape(clip(line, 2000))}\n")
+        said = _sentences(error, sys.argv[1:] if arguments is None else arguments)
+        print_lines(([(escape(clip(line, 2000)), "")] for line in said), file=sys.stderr)
         return 2
 
 
@@ -68,7 +68,7 @@ def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
     from holdfast.cli.flags import in_flags, options_of, verbs_of
     from holdfast.errors import CannotHold, HoldfastError
 
-    verbs = verbs_of(_parser())
+    verbs = verbs_of(parser())
     verb = next((verbs[argument] for argument in arguments if argument in verbs), None)
     known = [flag for action in options_of(verb) for flag in action.option_strings] if verb else []
     if isinstance(error, CannotHold):
@@ -123,6 +123,7 @@ examples:
 READ = """\
 Read tensors: print them as numpy does, or write them to a file. Only the bytes that are asked for are read.
 bfloat16 and the 8-, 6- and 4-bit floats are printed and written as float32, which holds them exactly.
+The name of something that is no tensor prints that: a number, a text, all values below it.
 """
 
 READ_EXAMPLES = """\
@@ -130,6 +131,7 @@ examples:
   holdfast read model.pt layers.0.weight
   holdfast read model.pt layers.0.weight --slice '0:2, ::2, -1'
   holdfast read model.pt layers.0.weight -o weight.npy
+  holdfast read trainer.pt step optimizer.param_groups
   holdfast read model.pt 'layers.0.*' -o layer0.npz
 """
 
@@ -188,13 +190,39 @@ examples:
 """
 
 
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Help as wide as the terminal: prose is filled, and lines that are indented stay lines."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        import textwrap
+
+        made: list[str] = []
+        prose: list[str] = []
+
+        def fill() -> None:
+            made.extend(textwrap.wrap(" ".join(prose), width, break_on_hyphens=False))
+            prose.clear()
+
+        for line in text.splitlines():
+            if line and not line[0].isspace() and not line.endswith(":"):
+                prose.append(line)
+                continue
+            fill()
+            lead = " " * (len(line) - len(line.lstrip()))
+            made += textwrap.wrap(
+                line, width, initial_indent="", subsequent_indent=f"{lead}    ", drop_whitespace=True, break_on_hyphens=False,
+                break_long_words=False,
+            ) if len(line) > width else [line]  # fmt: skip
+        fill()
+        return "\n".join(made)
+
+
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line, as all errors here are."""
 
     def error(self, message: str) -> NoReturn:
-        from holdfast.cli.text import escape
-
-        self.exit(2, f"holdfast: {escape(message)} (try: {self.prog} --help)\n")
+        print_lines([[(f"holdfast: {escape(message)} (try: {self.prog} --help)", "")]], file=sys.stderr)
+        self.exit(2)
 
     def placed(self, kind: Callable[[str], str], text: str) -> str:
         """An argument of a kind, as argparse would have taken it."""
@@ -216,7 +244,7 @@ class Version(argparse.Action):
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """The options; `run` is the function of the verb. Raises `SystemExit` as argparse does."""
-    whole = _parser()
+    whole = parser()
     options, late = whole.parse_known_args(_with_slices_joined(arguments))
     # argparse settles an optional place as soon as an option comes: `edit SRC --drop x DST` leaves DST over.
     more = [] if any(text.startswith("-") for text in late) else late
@@ -240,12 +268,13 @@ def _with_slices_joined(arguments: Sequence[str]) -> list[str]:
     return joined
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """All of the command line."""
     whole = Parser(
         prog="holdfast",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
     whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     whole.add_argument("--traceback", action="store_true", help="show where in Holdfast an error came from")
@@ -280,6 +309,9 @@ def _parser() -> Parser:
     compact.add_arguments(
         _verb(verbs, "compact", "drop bytes that no tensor reaches", description=compact.DESCRIPTION, examples=compact.EXAMPLES)
     )
+    completion.add_arguments(
+        _verb(verbs, "completion", "teach a shell", description=completion.DESCRIPTION, examples=completion.EXAMPLES)
+    )
     return whole
 
 
@@ -296,7 +328,7 @@ def _verb(
         help=short,
         description=description,
         epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=Help,
     )
 
 
@@ -318,7 +350,7 @@ def _add_show(verb: argparse.ArgumentParser) -> None:
 
 def _add_read(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help=PATH_HELP)
-    verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors, or globs")
+    verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors or values, or globs")
     verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
     verb.add_argument("-o", "--output", metavar="FILE", type=values.path, help="write .npy or .npz instead of printing")
     verb.add_argument("--raw", action="store_true", help="with -o: keep the bits of types that numpy lacks, as unsigned integers")

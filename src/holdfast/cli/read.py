@@ -1,4 +1,4 @@
-"""`holdfast read`: tensors out of a checkpoint, onto the screen or into a file of numpy's.
+"""`holdfast read`: tensors and values out of a checkpoint, onto the screen, or tensors into a file of numpy's.
 
 `.npy` knows only numpy's own types. An array of bfloat16 or float8 would be saved as nameless bytes (`|V2`) that
 nothing reads back, so such arrays are widened to float32, which holds each of their values exactly; `raw` keeps the
@@ -24,26 +24,31 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import EllipsisType
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
 from holdfast.cli.show import matcher
-from holdfast.cli.text import Line, escape, nbytes, plural, print_lines
+from holdfast.cli.text import Line, escape, line_width, nbytes, plural, print_lines
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import BadIndex, BadTarget, Unsupported, located
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.stores.platform import ALWAYS, NO_LINK, sync
 
+if TYPE_CHECKING:
+    from holdfast.cli.outline import Leaf
+
 __all__ = [
     "Item",
     "as_text",
     "choose",
+    "find_values",
     "parse_slice",
     "plain_array",
     "run",
     "show_tensors",
+    "show_values",
     "widens",
     "write_npy",
     "write_npz",
@@ -54,12 +59,50 @@ __all__ = [
 def run(path: Path, names: Sequence[str], *, index: str | None, output: Path | None, raw: bool) -> int:
     """The command; returns its exit code."""
     with open_checkpoint(path) as checkpoint:
-        tensors = choose(checkpoint, names, index)
+        values = find_values(checkpoint, names)
+        if values and (output is not None or index is not None):
+            flag = "-o writes" if output is not None else "--slice is for"
+            raise Unsupported(f"{next(iter(values))!r} is a value and no tensor: {flag} tensors; leave it away to print the value")
+        tensors = choose(checkpoint, [name for name in names if name not in values], index)
+        if values:
+            print_lines(show_values([leaf for name in names for leaf in values.get(name, ())]))
+            print_lines([[]] if tensors else [])
         if output is None:
             print_lines(show_tensors(tensors))
         else:
             print_lines(write_tensors(checkpoint, tensors, output, raw=raw), file=sys.stderr)
     return 0
+
+
+def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[Leaf]]:
+    """The plain values that names or globs mean which mean no tensor: one by its name, or all that are below it."""
+    from holdfast.cli.outline import leaves, outline
+
+    wanted = {name: matcher(name) for name in names if name not in checkpoint and not any(map(matcher(name), checkpoint))}
+    # What is below a name as well, where all of it are values: `optimizer.param_groups`.
+    found: dict[str, list[Leaf]] = {}
+    for leaf in leaves(outline(checkpoint, {}, split=False)) if wanted else ():
+        for name, matches in wanted.items():
+            if leaf.kind != "tensor" and matches(leaf.name):
+                found.setdefault(name, []).append(leaf)
+    return found
+
+
+def show_values(values: Sequence[Leaf]) -> Iterator[Line]:
+    """Each value under a line with its name and type."""
+    from holdfast.inspect.brief import brief
+
+    for position, leaf in enumerate(values):
+        if position:
+            yield []
+        yield [(escape(leaf.name), "title"), (f"  {leaf.type or leaf.kind}", "dtype")]
+        value = leaf.value
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            text = np.array2string(value, threshold=THRESHOLD, max_line_width=line_width(sys.stdout) or 120)
+        else:
+            text = f"the same object as {leaf.text}" if leaf.kind == "link" else brief(value, LONGEST_VALUE)
+        for line in text.splitlines():
+            yield [(escape(line), "")]
 
 
 def choose(checkpoint: Checkpoint, names: Sequence[str], index: str | None) -> dict[str, LazyTensor]:
@@ -130,6 +173,9 @@ def write_tensors(checkpoint: Checkpoint, tensors: dict[str, LazyTensor], path: 
 EDGE = 3
 """Items at each end of a dimension that numpy shows of a large array (`np.get_printoptions()["edgeitems"]`)."""
 
+LONGEST_VALUE = 10_000
+"""Characters of a value that are printed."""
+
 THRESHOLD = 1000
 """Elements above which numpy summarises."""
 
@@ -161,8 +207,8 @@ def plain_array(array: np.ndarray, *, raw: bool = False) -> np.ndarray:
 def as_text(tensor: LazyTensor) -> str:
     """The elements as `numpy.array2string` shows them. Of a large tensor only the corners that are shown are read."""
     if tensor.size <= THRESHOLD:
-        return np.array2string(plain_array(tensor.numpy()), threshold=THRESHOLD, max_line_width=120)
-    return np.array2string(plain_array(_corners(tensor)), threshold=0, edgeitems=EDGE, max_line_width=120)
+        return np.array2string(plain_array(tensor.numpy()), threshold=THRESHOLD, max_line_width=line_width(sys.stdout) or 120)
+    return np.array2string(plain_array(_corners(tensor)), threshold=0, edgeitems=EDGE, max_line_width=line_width(sys.stdout) or 120)
 
 
 def _corners(tensor: LazyTensor) -> np.ndarray:

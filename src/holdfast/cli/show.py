@@ -12,12 +12,13 @@ does not fit at any depth is cut, and the last line says how much is missing and
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.cli.outline import Branch, Leaf, Node, Survey, fold, leaves, outline, survey, total
-from holdfast.cli.text import Line, clip, count, escape, guides, nbytes, percent, plural, print_lines, width
+from holdfast.cli.text import Line, clip, count, escape, guides, line_width, nbytes, percent, plural, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
@@ -263,12 +264,15 @@ def _plain_text(text: str, limit: int = 200) -> str:
 
 def _aligned(rows: list[Row]) -> Iterator[Line]:
     """Rows as lines, each column as wide as its widest cell."""
+    columns = line_width(sys.stdout) or 0
     lefts = [width(row.lead) + sum(width(text) for text, _ in row.name) for row in rows]
     tensors = [(left, row) for left, row in zip(lefts, rows, strict=True) if row.shape]
-    left_width = max((min(left, WIDEST_NAME) for left, _ in tensors), default=0)
     dtype_width = max((len(row.dtype) for _, row in tensors), default=0)
     shape_width = max((min(len(row.shape), 40) for _, row in tensors), default=0)
     size_width = max((len(row.size) for _, row in tensors), default=0)
+    # In a narrow terminal, names of more than half of it push their columns to the next line, rather than those of all others.
+    widest = min(WIDEST_NAME, max(columns - dtype_width - shape_width - size_width - 6, columns // 2) if columns else WIDEST_NAME)
+    left_width = max((left for left, _ in tensors if left <= widest), default=0)
     for left, row in zip(lefts, rows, strict=True):
         line: Line = [(row.lead, "dim"), *row.name]
         if row.shape:

@@ -5,23 +5,48 @@ bidi mark that makes `exe.tp` look like `pt.exe`, or a newline that forges a lin
 that visible. It does not double backslashes, so it is for reading and not for parsing: the exact text is in `--json`.
 
 A line is a list of spans; a span is escaped text and the name of a style. To a terminal they go in colours, into a pipe
-or a file as plain text, and never wrapped. No markup is ever parsed, so nothing in a file can pose as markup.
+or a file as plain text. A line that is too long for a terminal is broken between words; into a pipe it goes as it is. No markup is
+ever parsed, so nothing in a file can pose as markup.
+
+Where the output has fewer characters than Unicode (LC_ALL=C), those that we draw with have others in their place (`plainer`).
 """
 
 from __future__ import annotations
 
+import codecs
 import os
 import re
+import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-__all__ = ["Line", "Span", "clip", "count", "escape", "guides", "nbytes", "percent", "plain", "plural", "print_lines", "width"]
+__all__ = [
+    "Line",
+    "Span",
+    "clip",
+    "count",
+    "escape",
+    "guides",
+    "line_width",
+    "nbytes",
+    "percent",
+    "plain",
+    "plural",
+    "print_lines",
+    "width",
+]
 
 INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Letters and marks (to Unicode, and so to `str.isprintable`) that take no room: the default-ignorable ones of
 categories L and M.
 """
+
+NARROWEST = 20
+"""Columns below which lines are not broken any further."""
+
+INDENT = 8
+"""Columns before a piece of a line that was broken."""
 
 LABEL_LIMIT = 200
 """Characters of one name on a line. Real ones stay below 120; a hostile one may have millions."""
@@ -155,9 +180,66 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
     """Write lines to standard output, or to `file`."""
     out = sys.stdout if file is None else file
     render = _coloured if _takes_colours(out) else plain
+    columns = line_width(out)
     for line in lines:
-        out.write(render(line) + "\n")
+        for piece in [line] if columns is None else broken(line, columns):
+            out.write(render(piece) + "\n")
     out.flush()
+
+
+def line_width(out: TextIO) -> int | None:
+    """Columns of a terminal; None for a pipe or a file, where lines are as long as they are."""
+    return max(shutil.get_terminal_size().columns, NARROWEST) if out.isatty() else None
+
+
+def broken(line: Line, columns: int) -> Iterator[Line]:
+    """A line in pieces of at most so many columns, broken where there are spaces; the pieces after the first are indented.
+
+    >>> [plain(piece) for piece in broken([("layers.0.weight", "name"), ("  f32  [4, 4]  64 B", "dim")], 24)]
+    ['layers.0.weight  f32', '        [4, 4]  64 B']
+    """
+    rest = line
+    while width(plain(rest)) > columns:
+        text = plain(rest)
+        fits = next(at for at in range(len(text), 0, -1) if width(text[:at]) <= columns)
+        lead = len(text) - len(text.lstrip())
+        space = text.rfind(" ", lead + 1, fits + 1)
+        cut = fits if space < 0 else space
+        head, rest = _split(rest, cut)
+        yield head
+        tail = plain(rest)
+        rest = [(" " * INDENT, ""), *_split(rest, len(tail) - len(tail.lstrip()))[1]]
+    yield rest
+
+
+def _split(line: Line, at: int) -> tuple[Line, Line]:
+    """The spans before and after a character of a line."""
+    head: Line = []
+    for position, (text, style) in enumerate(line):
+        if at < len(text):
+            return [*head, (text[:at], style)], [(text[at:], style), *line[position + 1 :]]
+        head.append((text, style))
+        at -= len(text)
+    return head, []
+
+
+PLAINER = str.maketrans({
+    "…": "...", "→": "->", "←": "<-", "×": "x", "·": "-", "−": "-", "±": "+-", "≤": "<=", "≥": ">=", "µ": "u", "–": "-",
+    "─": "-", "│": "|", "├": "|", "└": "`", "┌": ".", "┐": ".", "┘": "'", "┼": "+", "┤": "|", "┴": "+", "┬": "+",
+    "▁": "_", "▂": ".", "▃": "-", "▄": "=", "▅": "+", "▆": "*", "▇": "%", "█": "#",
+})  # fmt: skip
+"""What stands for a character of ours where there is none."""
+
+
+def plainer(error: UnicodeError) -> tuple[str, int]:
+    """What Python asks about characters that an output cannot hold: ours have others in their place, the rest shows its code."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(PLAINER)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error("holdfast", plainer)
 
 
 def guides() -> tuple[str, str, str, str]:
