@@ -99,3 +99,45 @@ def test_it_is_still_a_value(ckpt):
     assert pickle.loads(pickle.dumps(lazy)).tolist() == lazy.tolist()
     assert lazy == lazy  # by identity
     assert lazy in [lazy]
+
+
+def test_written_in_some_way(ckpt):
+    assert f"{ckpt['loss']:.3f} {ckpt['step']:>3}" == "0.500   7"
+    assert f"{ckpt['w']}" == repr(ckpt["w"])
+
+
+def test_permute_takes_a_tuple(ckpt):
+    assert (
+        ckpt["w"].permute((1, 0)).tolist()
+        == ckpt["w"].permute(1, 0).tolist()
+        == ckpt["w"].permute(-1, 0).tolist()
+        == ckpt["w"].T.tolist()
+    )
+    for axes in (("a", "b"), (1.0, 0.0), (0,), (0, 0), (0, 2), ((0, 1, 2),), (None, 0)):
+        with pytest.raises(holdfast.errors.BadIndex, match="each of 2 dimensions once"):
+            ckpt["w"].permute(*axes)
+
+
+def test_names_one_by_one_or_in_a_list(ckpt):
+    assert (
+        list(ckpt.read("w", "b")) == list(ckpt.read(["w", "b"])) == list(holdfast.torch.open(ckpt).read(["w", "b"])) == ["w", "b"]
+    )
+    assert ckpt.read([]) == {}
+    assert [] not in ckpt
+    for opened in (ckpt, holdfast.torch.open(ckpt)):
+        for ask in (
+            lambda opened: opened[["w"]],
+            lambda opened: opened.read([3]),
+            lambda opened: opened.read(3),
+            lambda opened: opened[3],
+        ):
+            with pytest.raises(HoldfastError):
+                ask(opened)
+
+
+def test_dtypes_and_tensors_of_torch_are_asked_for_in_many_words(ckpt):
+    for dtype in ("float32", "f32", np.float32, torch.float32, ckpt["w"].dtype):
+        assert holdfast.torch.torch_dtype(dtype) is torch.float32
+    for ask in (holdfast.torch.torch_dtype, holdfast.torch.tensor_from_lazy, holdfast.torch.tensor_from_composite):
+        with pytest.raises(holdfast.errors.BadArgumentType):
+            ask(3)

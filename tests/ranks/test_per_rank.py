@@ -221,7 +221,7 @@ def test_torch_reads_them_by_the_names_of_the_ranks(tmp_path: Path):
 
 
 def test_another_word(tmp_path: Path):
-    with pytest.raises(ValueError, match="per_rank must be one of own, keep, not 'rng'"):
+    with pytest.raises(ValueError, match="per_rank= takes 'own' or 'keep', not 'rng'"):
         load_sharded(tmp_path, {}, per_rank="rng")
 
 

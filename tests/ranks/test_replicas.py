@@ -64,7 +64,7 @@ def test_ranks_that_ask_for_different_things(pool: Pool, saved):
 
 
 def test_another_word(tmp_path: Path):
-    with pytest.raises(ValueError, match="replicated must be one of auto, read, broadcast, not 'send'"):
+    with pytest.raises(ValueError, match="replicated= takes 'auto', 'read' or 'broadcast', not 'send'"):
         load_sharded(tmp_path, {}, replicated="send")
 
 

@@ -14,6 +14,7 @@ Where the output has fewer characters than Unicode (LC_ALL=C), those that we dra
 from __future__ import annotations
 
 import codecs
+import itertools
 import os
 import re
 import shutil
@@ -201,7 +202,8 @@ def broken(line: Line, columns: int) -> Iterator[Line]:
     rest = line
     while width(plain(rest)) > columns:
         text = plain(rest)
-        fits = next(at for at in range(len(text), 0, -1) if width(text[:at]) <= columns)
+        ends = itertools.accumulate(map(width, text))
+        fits = max(sum(1 for _ in itertools.takewhile(lambda end: end <= columns, ends)), 1)
         lead = len(text) - len(text.lstrip())
         space = text.rfind(" ", lead + 1, fits + 1)
         cut = fits if space < 0 else space

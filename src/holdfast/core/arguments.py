@@ -180,7 +180,8 @@ def one_of(*known: str) -> Reader:
     def read(value: object, name: str) -> str:
         if not isinstance(value, str) or value not in known:
             kind = BadArgument if isinstance(value, str) else BadArgumentType
-            raise kind(f"{name} takes {' or '.join(map(repr, known))}, not {shown(value)}", found=value)
+            *most, last = map(repr, known)
+            raise kind(f"{name} takes {', '.join(most)} or {last}, not {shown(value)}", found=value)
         return value
 
     return read

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from holdfast.core.arguments import patterns
 from holdfast.core.chunk import Storage
 from holdfast.core.digest import Digest, combined
 from holdfast.core.protocols import Description, Foreign, Request, Source, by_source
+from holdfast.core.quantities import shown
 from holdfast.core.sharing import groups
 from holdfast.core.tensor import LazyTensor
-from holdfast.errors import NoSuchTensor, Unsupported
+from holdfast.errors import BadArgumentType, NoSuchTensor, Unsupported
 
 if TYPE_CHECKING:
     from holdfast.metadata import Metadata
@@ -45,6 +47,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def __getitem__(self, name: str) -> LazyTensor:
         try:
             return self._description.tensors[name]
+        except TypeError:
+            if isinstance(name, Hashable):
+                raise
+            raise BadArgumentType(f"a name is text, not {shown(name)}; read(*names) reads several", file=self.path) from None
         except KeyError:
             raise NoSuchTensor(self._missing(name), file=self.path, tensor=None, found=name) from None
 
@@ -55,7 +61,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return len(self._description.tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._description.tensors
+        return isinstance(name, Hashable) and name in self._description.tensors
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -132,9 +138,13 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Bytes of tensor data in the file; what is shared counts once."""
         return sum(storage.nbytes for storage in groups(self))
 
-    def read(self, *names: str) -> dict[str, np.ndarray]:
-        """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged."""
-        tensors = [self[name] for name in (names or self)]
+    def read(self, *names: str | Iterable[str]) -> dict[str, np.ndarray]:
+        """Read several tensors (all of them when none is named) in parallel, with neighbouring reads merged.
+
+        Names may be given one by one, or as a list of them.
+        """
+        wanted = [name for given in names for name in ([given] if isinstance(given, str) else patterns(given, "names="))]
+        tensors = [self[name] for name in (wanted if names else self)]
         outs = [t.empty() for t in tensors]
         for source, requests in by_source(map(Request, tensors, outs)).items():
             source.read(requests)

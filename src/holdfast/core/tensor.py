@@ -316,9 +316,13 @@ class LazyTensor:
         traits = Traits(conj=self.traits.conj, neg=self.traits.neg, meta=self.traits.meta)
         return LazyTensor(self.name, self.dtype, selection.shape, selection.apply(self.chunks), self.source, traits)
 
-    def permute(self, *axes: int) -> LazyTensor:
-        """The same elements with the dimensions in another order; nothing is read."""
-        order = [a + self.ndim if a < 0 else a for a in axes]
+    def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
+        """The same elements with the dimensions in another order, given one by one or as a tuple; nothing is read."""
+        given: Sequence[object] = axes[0] if len(axes) == 1 and isinstance(axes[0], Sequence) else axes
+        try:
+            order = [at + self.ndim if at < 0 else at for at in map(operator.index, given)]  # type: ignore[arg-type]  # the TypeError is the check
+        except TypeError:
+            order = [-1]
         if sorted(order) != list(range(self.ndim)):
             raise BadIndex(f"permute needs each of {self.ndim} dimensions once, got {axes}")
 
@@ -389,6 +393,10 @@ class LazyTensor:
 
     def __complex__(self) -> complex:
         return complex(self.item())
+
+    def __format__(self, spec: str) -> str:
+        """As its one element, where it is to be written in some way: f"{ckpt['loss']:.3f}"."""
+        return format(self.item(), spec) if spec else repr(self)
 
     def __bool__(self) -> bool:
         """Of one element, whether it is other than zero; of more, that is no question, as in numpy and torch."""

@@ -8,6 +8,7 @@ from holdfast.core.arguments import dtype as any_dtype
 from holdfast.core.dtype import DType
 from holdfast.core.quantities import shown
 from holdfast.errors import BadArgument, BadArgumentType
+from holdfast.torch import versions
 
 __all__ = ["device", "dtype"]
 
@@ -28,7 +29,7 @@ def device(value: object, name: str) -> torch.device:
 def dtype(value: object, name: str) -> torch.dtype:
     """What floating-point tensors shall be: torch's dtype, numpy's, or a name."""
     given = value if isinstance(value, torch.dtype) else any_dtype(value, name)
-    found: object = getattr(torch, given.torch or "", None) if isinstance(given, DType) else given
+    found: object = versions.dtype(given.torch or "") if isinstance(given, DType) else given
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
         message = f"{name} is what floating-point tensors shall be: a floating-point torch.dtype, not {shown(value)}"
         raise BadArgumentType(message, found=value)

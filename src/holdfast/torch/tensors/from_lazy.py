@@ -17,18 +17,25 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from holdfast.core.arguments import AnyDType
 from holdfast.core.chunk import Storage, in_c_order
-from holdfast.core.dtype import DType
+from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
+from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.errors import HoldfastError, MetadataError, Unsupported
+from holdfast.errors import BadArgumentType, HoldfastError, MetadataError, Unsupported
 from holdfast.torch import versions
 
 __all__ = ["array_of", "carrier_dtype", "tensor_from_array", "tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
 
 
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's dtype for a row of the table."""
+def torch_dtype(dtype: AnyDType) -> torch.dtype:
+    """torch's dtype for a row of the table, or for what names one."""
+    if not isinstance(dtype, DType):
+        row = DTYPES.said(dtype) if isinstance(dtype, str) else DTYPES.given(dtype)
+        if row is None:
+            raise BadArgumentType(f"there is no dtype {shown(dtype)}", found=dtype)
+        dtype = row
     name = "float4_e2m1fn_x2" if dtype.name == "float4_e2m1fn" else dtype.torch
     found = versions.dtype(name) if name else None
     if found is None:
@@ -41,6 +48,8 @@ def tensor_from_lazy(lazy: LazyTensor) -> torch.Tensor:
 
     Two names over one storage of a file are one storage in torch again: see `kept.py` for when.
     """
+    if not isinstance(lazy, LazyTensor):
+        raise BadArgumentType(f"tensor_from_lazy takes a lazy tensor of a checkpoint, not {shown(lazy)}", found=lazy)
     if lazy.dtype.kind == "quantized":
         raise Unsupported(
             "quantised elements mean nothing without their scale: take the composite from ckpt.tree and call its torch(), "
@@ -87,6 +96,8 @@ def carrier_dtype(nbytes: int) -> torch.dtype:
 
 def tensor_from_composite(whole: Composite) -> torch.Tensor:
     """A sparse, quantised or nested tensor out of its parts; indices out of range are refused by torch's own checks."""
+    if not isinstance(whole, Composite):
+        raise BadArgumentType(f"tensor_from_composite takes a composite of a checkpoint's tree, not {shown(whole)}", found=whole)
     parts = whole.parts
     try:
         if whole.kind == "quantized":

@@ -20,7 +20,7 @@ from types import TracebackType
 
 import torch
 
-from holdfast.core.arguments import understood
+from holdfast.core.arguments import patterns, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import renewed
@@ -80,7 +80,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         self._lock = renewed(threading.RLock())
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        composite = self._listed().get(name)
+        composite = self._listed().get(name) if isinstance(name, str) else None
         if composite is not None:
             return composite.torch()
         lazy = self.lazy[name]
@@ -113,7 +113,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         """Close the files. Tensors that were read stay valid."""
         self.lazy.close()
 
-    @understood(dtype=float_dtype, device=device_given)
+    @understood(dtype=float_dtype, device=device_given, names=patterns)
     def read(
         self,
         names: Iterable[str] | None = None,
@@ -131,7 +131,7 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         listed = self._listed()
         plain: dict[str, LazyTensor] = {}
         wholes: dict[str, Composite] = {}
-        order = list(listed if names is None else [names] if isinstance(names, str) else names)
+        order = list(listed if names is None else names)
         for name in order:
             whole = listed.get(name)
             if whole is None:
