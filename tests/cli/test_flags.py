@@ -19,15 +19,7 @@ SOURCE = Path(holdfast.__file__).parent
 NOT_OURS = {
     *("use_collectives", "weights_only", "unit", "unit_scale"),  # of torch's functions, and tqdm's
     *("per_rank", "values", "check_replicas"),  # of `holdfast.torch.save_sharded`
-    *(
-        "mmap",
-        "verify",
-        "out",
-        "copy",
-        "progress",
-        "keep_tree",
-        "exported_programs",
-    ),  # of no command
+    *("mmap", "verify", "out", "copy", "progress", "keep_tree", "exported_programs", "names"),  # of no command
     *("seed", "item", "nbytes"),  # of a rule; of a repr
 }
 LIMITS = set(holdfast.Limits.__dataclass_fields__)

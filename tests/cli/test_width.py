@@ -68,7 +68,7 @@ DRIVER = """
 import sys
 from holdfast.cli.main import main
 for line in sys.argv[1].splitlines():
-    sys.stdout.write(f"=== {line}\\n")
+    sys.stdout.write(f"CALL> {line}\\n")
     sys.stdout.flush()
     main(line.split())
     sys.stderr.flush()
@@ -79,7 +79,7 @@ for line in sys.argv[1].splitlines():
 def by_call(said: str) -> dict[str, list[str]]:
     assert "Traceback" not in said
     assert "internal error" not in said
-    parts = [part.splitlines() for part in said.replace("\r\n", "\n").split("=== ")[1:]]
+    parts = [part.splitlines() for part in said.replace("\r\n", "\n").split("CALL> ")[1:]]
     return {lines[0]: lines[1:] for lines in parts}
 
 

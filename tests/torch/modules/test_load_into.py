@@ -847,5 +847,5 @@ def test_a_path_may_come_first(tmp_path: Path):
     model = nn.Linear(2, 2)
     assert load_into(tmp_path / "w.pt", model).names == ("weight", "bias")
     assert model.bias.tolist() == [1, 1]
-    with pytest.raises(TypeError, match=r"expected an nn\.Module or a mapping of tensors, not PosixPath"):
+    with pytest.raises(TypeError, match=r"load_into fills an nn.Module or a mapping of tensors, not a PosixPath"):
         load_into(tmp_path / "w.pt", tmp_path / "w.pt")
