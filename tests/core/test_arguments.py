@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -26,11 +27,20 @@ VALUES: list[object] = [
     torch.bfloat16, torch.arange(3), torch.tensor(2), torch.device("cpu"), print, object(), int, range(2), timedelta(seconds=1),
 ]  # fmt: skip
 
-FACE = {
-    holdfast: {name for name in holdfast.__all__ if inspect.isfunction(getattr(holdfast, name))},
-    holdfast.torch: {"async_save_sharded", "load_full", "load_into", "load_sharded", "open", "package_program", "save_sharded"},
-}
-"""The verbs. The rest of `holdfast.torch` are torch's own functions, which take what torch takes and say what torch says."""
+OF_VALUES = {"get_complete", "group_weights", "metadata_from_torch", "metadata_to_torch", "tensor_from_composite",
+             "tensor_from_lazy", "torch_dtype"}  # fmt: skip
+"""Functions from one value to another, which are no verbs."""
+
+
+def functions(module: ModuleType) -> set[str]:
+    found = {name for name in module.__all__ if inspect.isfunction(getattr(module, name))}
+    # What torch has as well takes what torch takes, and says what torch says.
+    of_torch = {name for name in found if module is holdfast.torch and hasattr(torch.serialization, name)}
+    return {name for name in found - of_torch - OF_VALUES if inspect.signature(getattr(module, name)).parameters}
+
+
+FACE = {module: functions(module) for module in (holdfast, holdfast.torch)}
+"""The verbs."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +107,7 @@ def calls(tmp_path_factory) -> dict[str, Callable[..., object]]:
         "holdfast.torch.package_program": writes(
             holdfast.torch.package_program, exported_programs=lambda: exported, dst=lambda: target() + ".pt2", dry_run=lambda: True
         ),
+        "holdfast.torch.slices": writes(lambda **given: holdfast.torch.slices(**given), path=lambda: source),
         "holdfast.torch.save_sharded": writes(holdfast.torch.save_sharded, **ranks),
     }  # fmt: skip
 

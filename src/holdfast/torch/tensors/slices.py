@@ -14,6 +14,7 @@ from typing import Self
 
 import torch
 
+from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.inspect.open import Openable
@@ -96,6 +97,7 @@ class Slices(Mapping[str, Slice]):
         self._checkpoint.close()
 
 
+@understood
 def slices(path: Openable | os.PathLike[str], *, prefix: str = "", verify: bool = True, limits: Limits | None = None) -> Slices:
     """A checkpoint of any format as a mapping of unread tensors, for programs that load a model piece by piece.
 
