@@ -58,6 +58,11 @@ def flag(value: object, name: str) -> bool:
     raise BadArgumentType(f"{name} takes True or False, not {shown(value)}", found=value)
 
 
+def folder_or_flag(value: object, name: str) -> object:
+    """A folder, or whether at all."""
+    return value if isinstance(value, str | os.PathLike) else flag(value, name)
+
+
 def text(value: object, name: str) -> str:
     """Text."""
     if not isinstance(value, str):
@@ -245,7 +250,7 @@ READERS: dict[str, Reader] = {
     "deadline": seconds,
     "deduplicate": text,
     "drop": patterns,
-    "copy_config": lambda value, name: value,
+    "copy_config": folder_or_flag,
     "dtype": dtypes,
     "extra_files": contents,
     "filter": text,

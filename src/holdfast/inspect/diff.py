@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from holdfast.core.arguments import understood
+from holdfast.core.arguments import pairs, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
@@ -172,7 +172,7 @@ class Diff:
         return not (self.added or self.removed or self.renamed or self.changed or self.values)
 
 
-@understood
+@understood(rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name))
 def diff(
     a: Openable | Checkpoint,
     b: Openable | Checkpoint,

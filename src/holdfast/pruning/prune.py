@@ -25,11 +25,10 @@ from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
-from holdfast.core.quantities import Size
+from holdfast.core.quantities import Size, byte_count
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
-from holdfast.engine.budget import byte_count
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
@@ -118,7 +117,7 @@ def prune(
     rules: Sequence[str | Rule],
     *,
     masks: str | None = None,
-    max_shard_size: int | str | None = None,
+    max_shard_size: Size | None = None,
     sparse: str = "never",
     copy_config: CopyConfig = True,
     format: str | None = None,

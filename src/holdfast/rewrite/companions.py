@@ -182,7 +182,7 @@ def find_companions(
     if folder and os.path.realpath(target) == os.path.realpath(source.path):
         if copy_config is False:
             message = "in the place of its source a checkpoint keeps the other files of the folder; leave copy_config=False"
-            raise Unsupported(f"{message} (--no-copy-config) away, or give another target", file=target)
+            raise Unsupported(f"{message} away, or give another target", file=target)
         kept = dict.fromkeys(_others(source, own), source.source)
     notes: list[str] = []
     if not isinstance(copy_config, bool):
@@ -205,7 +205,7 @@ def find_companions(
 def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig) -> Companions:
     if not isinstance(copy_config, bool):
         message = "one file has no place for a config; give a directory (with a slash at its end, or format=)"
-        raise Unsupported(f"{message}, or leave copy_config= (--copy-config) away", found=str(copy_config))
+        raise Unsupported(f"{message}, or leave copy_config= away", found=str(copy_config))
     left = [name for name in own if is_companion(name)] if copy_config and any(map(_tells, own)) else []
     notes = (f"one file is written; these stay in {source.path!r} alone: {_some(left)}",) if left else ()
     return Companions({}, notes=notes)

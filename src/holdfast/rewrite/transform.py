@@ -163,8 +163,6 @@ class Cast:
         return tuple(place // dtype.bits * self._dtype.bits for place in places)
 
 
-
-
 @dataclass(frozen=True, slots=True)
 class Edits:
     """What to change."""
