@@ -59,8 +59,9 @@ def flag(value: object, name: str) -> bool:
 
 
 def folder_or_flag(value: object, name: str) -> object:
-    """A folder, or whether at all."""
-    return value if isinstance(value, str | os.PathLike) else flag(value, name)
+    """A folder, or whether at all; no flag, although its default is one."""
+    # What else it may not be, the verb says: it knows what the folder is for.
+    return value
 
 
 def text(value: object, name: str) -> str:
