@@ -233,7 +233,7 @@ def test_what_a_cached_plan_writes_under_the_wrong_dtype_is_refused(written, tmp
 def ranks(request, tmp_path_factory) -> Path:
     """What so many ranks saved together."""
     if not versions.DTENSOR:
-        pytest.skip(versions.DTENSOR.reason)
+        pytest.skip("several ranks of torch 2.4 hang in this test, forked or spawned; the cause was not found")
     folder = tmp_path_factory.mktemp(f"ranks{request.param}")
     # torch is imported once, by the server that the processes are forked from, and not by each of them.
     multiprocessing.get_context("forkserver").set_forkserver_preload(
