@@ -143,6 +143,7 @@ def test_the_names_are_torchs():
     ours, theirs = default_globals(), torchs._get_allowed_globals()
     assert set(ours) >= set(theirs)
     assert set(ours) == set(theirs) or not versions.BYTES_FOUND, "what later versions allow is allowed with earlier ones"
+    assert len(ours) == 144 or versions.HERE != (2, 13)
     for name, value in ((name, ours[name]) for name in theirs):
         if isinstance(value, StorageClass):
             assert value.dtype == theirs[name].dtype
