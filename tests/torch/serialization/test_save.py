@@ -133,7 +133,9 @@ def test_an_open_file(buffering: int, tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [str, Path, "PathLike"])
-def test_paths(kind: Callable[[object], object] | str, tmp_path: Path):
+def test_paths(kind: Callable[[object], object] | str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)  # an old torch takes the text of a path-like object for its name
+
     class Pathlike(os.PathLike[str]):
         def __init__(self, path: object) -> None:
             self._path = str(path)
