@@ -8,8 +8,9 @@ from contextlib import closing
 
 import pytest
 
+from holdfast.core.keys import check_key
 from holdfast.errors import LimitExceeded, Replaced, StoreError, Truncated, UnsafePath
-from holdfast.stores.local import DescriptorStore, LocalStore, check_key
+from holdfast.stores.local import DescriptorStore, LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from tests.stores.conformance import StoreConformance
 

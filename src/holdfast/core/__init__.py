@@ -9,6 +9,7 @@ tree, opaque           nested states, and what stands in them for values that ar
 patterns               globs on dotted names: which are meant, what they become
 checkpoint             what `open` returns
 protocols, limits      the seams between layers: store, source, format; what a file may cost
+keys                   names of files that stay inside
 arguments, quantities  what callers give to the verbs, understood in one place; sizes, counts and times as people write them
 sparse                 how tensors with many zeros are packed
 arrays, runtime        kinds of numpy arrays, a row of bytes; the process: its collector, its locks, memory at an address

@@ -9,5 +9,6 @@ pickle/, zip/    the closed interpreter and the strict archive under them
 tree_json/       nested states as typed JSON
 detect           which of them is this?
 recorded         what is noted beside plain tensors: other names, shared storages, the tree
+seal             the record that a directory is a whole step: `holdfast.seal.json`
 strict_json      JSON that every reader understands alike, and documents that carry their own checksum
 """

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from holdfast.core.arguments import understood
+from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.quantities import shown
 from holdfast.engine.source import OpenSource
@@ -37,7 +38,6 @@ from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.scanning.findings import Allowed, Finding, gather
 from holdfast.inspect.scanning.walk import WHOLE, Walk
 from holdfast.inspect.severity import Severity
-from holdfast.stores.local import check_key
 from holdfast.stores.paths import found_path, local_path
 
 __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]

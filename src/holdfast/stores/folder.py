@@ -16,11 +16,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from holdfast.core.keys import check_key
 from holdfast.errors import LimitExceeded, Replaced, UnsafePath
 from holdfast.stores.files import is_temporary
 from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_DIRECTORIES
 
-__all__ = ["ALIVE", "GONE", "READ", "Folder", "OpenFile", "PathFolder", "check_key", "open_folder", "plain"]
+__all__ = ["ALIVE", "GONE", "READ", "Folder", "OpenFile", "PathFolder", "open_folder", "plain"]
 
 Keys = list[str]
 
@@ -34,18 +35,6 @@ A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
 
 READ = os.O_RDONLY | ALWAYS | NO_WAIT
-
-
-def check_key(key: str) -> str:
-    """Give back a key that stays inside what was opened, or refuse it.
-
-    >>> check_key("sharded/model-00001.safetensors")
-    'sharded/model-00001.safetensors'
-    """
-    parts = key.split("/")
-    if not key or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
-        raise UnsafePath(f"the name {key!r} does not stay inside the checkpoint; the file that holds it is not trustworthy")
-    return key
 
 
 class OpenFile:

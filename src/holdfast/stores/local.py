@@ -31,10 +31,10 @@ from holdfast.core.protocols import BaseStore
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, Replaced, StoreError, Truncated, Unsupported
 from holdfast.stores import platform
-from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, check_key, open_folder, plain
+from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, open_folder, plain
 from holdfast.stores.paths import local_path
 
-__all__ = ["DescriptorStore", "Ints", "LocalStore", "check_key", "free_nbytes", "gather", "read_at"]
+__all__ = ["DescriptorStore", "Ints", "LocalStore", "free_nbytes", "gather", "read_at"]
 
 
 WINDOW_NBYTES = 8 << 20

@@ -1,0 +1,257 @@
+"""`holdfast.seal.json`: the record that says that a directory is a whole step. Its schema, its text, and the way back.
+
+    {"format": "holdfast.seal", "version": 1, "step": 500, "saved": 1763270000.123, "metrics": {"val_loss": 2.1},
+     "files": [{"name": "optimizer.pt", "nbytes": 123, "digest": "sha256:9f86d081…"}],
+     "self": "1c291ca3"}
+
+It is written last and atomically, so that it is there only where all the rest was. `files` are all files of the directory but the
+seal, sorted by name; a name has "/" between its parts. `digest` names its algorithm, and is absent where the checksums of the
+file stand elsewhere (the data files of a native directory: in the manifest). `step` is null where nobody knew it. `saved` is in
+seconds since 1970. JSON has no NaN: metrics that are no finite number are the texts "nan", "inf" and "-inf". `self` is the checksum
+of the document (`formats.strict_json.seal`), and is compared before anything else.
+
+A reader needs this small file and one look at the size of each file to know that the step is whole. A single file has its seal
+beside it, `NAME.seal.json`, with that one name in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from holdfast.core.keys import check_key
+from holdfast.core.limits import Limits
+from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
+from holdfast.formats.strict_json import HEX, check_seal, kind, parse_own, pay_for_containers, pointer, quoted
+from holdfast.formats.strict_json import SEAL as SELF
+from holdfast.formats.strict_json import seal as with_checksum
+
+__all__ = [
+    "DIGESTS",
+    "FORMAT",
+    "LARGEST",
+    "SEAL",
+    "SUFFIX",
+    "VERSION",
+    "Seal",
+    "SealedFile",
+    "beside",
+    "encode_seal",
+    "misfits",
+    "parse_seal",
+]
+
+SEAL = "holdfast.seal.json"
+"""The name of the file, in the directory that it seals."""
+
+SUFFIX = ".seal.json"
+"""What the seal of a single file is called behind the name of that file."""
+
+FORMAT = "holdfast.seal"
+VERSION = 1
+
+DIGESTS: Mapping[str, int] = {"sha256": 64, "xxh3-128": 32}
+"""The algorithms, and how many hexadecimal digits each gives."""
+
+LARGEST = (1 << 63) - 1
+"""The largest step, and the largest size: what 64-bit readers of other languages hold."""
+
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+@dataclass(frozen=True, slots=True)
+class SealedFile:
+    """One file of the step."""
+
+    name: str
+    """Relative to the directory, with "/"."""
+    nbytes: int
+    digest: str | None
+    """Algorithm, colon, hexadecimal digits; None where the checksums stand elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """What a seal says."""
+
+    step: int | None
+    saved: float
+    """Seconds since 1970."""
+    metrics: Mapping[str, float]
+    files: tuple[SealedFile, ...]
+    """All of them, sorted by name."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(file.nbytes for file in self.files)
+
+
+class StoredFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """A file as it stands in the document."""
+
+    name: str
+    nbytes: int
+    digest: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The whole document."""
+
+    format: str
+    version: int
+    step: int | None
+    saved: float
+    metrics: dict[str, float | str]
+    files: tuple[StoredFile, ...]
+    sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SELF)
+
+
+def beside(name: str) -> str:
+    """The name of the seal of a single file.
+
+    >>> beside("epoch=3.ckpt")
+    'epoch=3.ckpt.seal.json'
+    """
+    return name + SUFFIX
+
+
+def encode_seal(seal: Seal) -> bytes:
+    """The text of a seal, its files sorted, with its own checksum.
+
+    It is read again before it is given back, so that no seal is written that no reader takes: raises what `parse_seal` raises.
+    """
+    files = tuple(
+        StoredFile(file.name, file.nbytes, msgspec.UNSET if file.digest is None else file.digest)
+        for file in sorted(seal.files, key=lambda file: file.name)
+    )
+    metrics = {name: _stored(value) for name, value in seal.metrics.items()}
+    try:
+        raw = msgspec.json.encode(Document(FORMAT, VERSION, seal.step, float(seal.saved), metrics, files))
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise HeaderError(f"this cannot stand in a seal: {error}") from None
+    text = with_checksum(raw, len(pay_for_containers(raw)))
+    parse_seal(text, Limits(files=max(len(files), Limits().files)))
+    return text
+
+
+def parse_seal(raw: bytes, limits: Limits) -> Seal:
+    """What a seal says. The form of every value is checked; whether the files are as it says is asked by `misfits`.
+
+    Raises `Corrupted` where it has not its own checksum, `HeaderError`, `UnsafePath` for a name that leads out of the directory,
+    `LimitExceeded`, or `Unsupported` for an unknown version or digest.
+    """
+    with located(file=SEAL):
+        if len(raw) > limits.index_nbytes:
+            raise LimitExceeded(
+                f"a seal of {len(raw):,} bytes is longer than Limits(index_nbytes={limits.index_nbytes})",
+                expected=limits.index_nbytes,
+                found=len(raw),
+            )
+        if not check_seal(raw, "the seal"):
+            raise Corrupted(
+                "a seal ends with its own checksum, and this one does not: it changed after it was written; seal the files again"
+            )
+        return _understood(_document(parse_own(raw, limits)), limits)
+
+
+def misfits(seal: Seal, size: Callable[[str], int | None]) -> Iterator[tuple[str, str]]:
+    """Each file that is not there, or not as long as the seal says, with what is wrong. No digest is computed.
+
+    `size` gives the length of the file of a name, or None where there is no plain file.
+
+    >>> sealed = Seal(1, 0.0, {}, (SealedFile("a", 3, None), SealedFile("b", 5, None)))
+    >>> list(misfits(sealed, {"b": 2}.get))
+    [('a', 'missing'), ('b', 'truncated: 2 of 5 bytes')]
+    """
+    for file in seal.files:
+        found = size(file.name)
+        if found is None:
+            yield file.name, "missing"
+        elif found != file.nbytes:
+            yield file.name, f"{'truncated' if found < file.nbytes else 'longer'}: {found:,} of {file.nbytes:,} bytes"
+
+
+def _stored(value: float) -> float | str:
+    value = float(value)
+    if math.isfinite(value):
+        return value
+    return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+
+
+def _document(parsed: object) -> Document:
+    """A parsed text in the form of the schema. The version comes before all the rest: another one has other fields."""
+    if not isinstance(parsed, dict):
+        raise HeaderError(f"at $: expected an object, found {kind(parsed)}")
+    if parsed.get("format") != FORMAT:
+        raise HeaderError(f"at $.format: expected {FORMAT!r}, found {kind(parsed.get('format'))}")
+    version = parsed.get("version")
+    if type(version) is not int:
+        raise HeaderError(f"at $.version: expected a number, found {kind(version)}")
+    if version != VERSION:
+        known = f"this Holdfast reads version {VERSION}; a newer one may read this"
+        raise Unsupported(f"a seal of version {version}; {known}", expected=VERSION, found=version)
+    try:
+        return msgspec.convert(parsed, Document)
+    except msgspec.ValidationError as error:
+        reason, _, inside = str(error).partition(" - at `$")
+        raise HeaderError(f"at ${inside.rstrip('`')}: {reason}") from None
+
+
+def _understood(document: Document, limits: Limits) -> Seal:
+    """The meaning of a document whose form is right."""
+    if document.step is not None:
+        _check_count(document.step, "step")
+    if not document.saved >= 0:
+        raise HeaderError(f"at $.saved: expected seconds since 1970, found {kind(document.saved)}")
+    metrics = {name: _metric(value, name) for name, value in document.metrics.items()}
+    if len(document.files) > limits.files:
+        raise LimitExceeded(
+            f"a seal of {len(document.files):,} files is more than Limits(files={limits.files})",
+            expected=limits.files,
+            found=len(document.files),
+        )
+    last = ""
+    files = []
+    for i, file in enumerate(document.files):
+        _check_name(check_key(file.name), last, i)
+        _check_count(file.nbytes, "files", i, "nbytes")
+        digest = None if isinstance(file.digest, msgspec.UnsetType) else _digest(file.digest, i)
+        files.append(SealedFile(file.name, file.nbytes, digest))
+        last = file.name
+    return Seal(document.step, document.saved, metrics, tuple(files))
+
+
+def _check_count(value: int, *at: str | int) -> None:
+    if not 0 <= value <= LARGEST:
+        raise HeaderError(f"at {pointer(*at)}: expected a number from 0 to 2^63 - 1, found {value}")
+
+
+def _check_name(name: str, last: str, i: int) -> None:
+    if name == SEAL:
+        raise HeaderError(f"at {pointer('files', i, 'name')}: a seal does not list itself")
+    if name <= last:
+        found = "occurs twice" if name == last else f"comes behind {quoted(last)}; names are sorted"
+        raise HeaderError(f"at {pointer('files', i, 'name')}: {quoted(name)} {found}")
+
+
+def _metric(value: float | str, name: str) -> float:
+    if isinstance(value, str):
+        if value not in NOT_FINITE:
+            raise HeaderError(f"at {pointer('metrics', name)}: expected a number, found {kind(value)}")
+        return NOT_FINITE[value]
+    return value
+
+
+def _digest(text: str, i: int) -> str:
+    algorithm, _, digits = text.partition(":")
+    if algorithm not in DIGESTS:
+        known = ", ".join(DIGESTS)
+        raise Unsupported(f"at {pointer('files', i, 'digest')}: {quoted(text)} is no digest that this Holdfast knows ({known})")
+    if len(digits) != DIGESTS[algorithm] or not HEX.issuperset(digits):
+        wanted = f"{DIGESTS[algorithm]} hexadecimal digits behind {algorithm}"
+        raise HeaderError(f"at {pointer('files', i, 'digest')}: expected {wanted}, found {quoted(digits)}")
+    return text
