@@ -159,20 +159,20 @@ def test_damage_is_found(tmp_path: Path):
 def test_the_old_step_stays_until_the_new_one_is_whole(tmp_path: Path):
     save({"w": torch.ones(4)}, Writer(tmp_path / "step"))
     with pytest.raises(CheckpointException, match="exists") as caught:
-        save({"w": torch.zeros(4)}, Writer(tmp_path / "step"))
+        save({"w": torch.zeros(4)}, Writer(tmp_path / "step", overwrite=False))
     assert any(isinstance(error, NotCommitted) for error in _causes(caught.value))
 
     class Failing(Writer):
         def finish(self, **given: object) -> None:
             raise RuntimeError("the coordinator fails")
 
-    writer = Failing(tmp_path / "step", overwrite=True)
+    writer = Failing(tmp_path / "step")
     with pytest.raises(CheckpointException, match="the coordinator fails"):
         save({"w": torch.zeros(4)}, writer)
     writer.close()
     assert os.listdir(tmp_path) == ["step"]
     assert holdfast.open(tmp_path / "step")["w"].numpy().tolist() == [1, 1, 1, 1]
-    save({"w": torch.zeros(4)}, Writer(tmp_path / "step", overwrite=True))
+    save({"w": torch.zeros(4)}, Writer(tmp_path / "step"))
     assert holdfast.open(tmp_path / "step")["w"].numpy().tolist() == [0, 0, 0, 0]
 
 

@@ -25,7 +25,7 @@ from holdfast.stores.files import Files, is_temporary, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["Kept", "claim", "clean", "recover", "repair", "temporary_name"]
+__all__ = ["Kept", "claim", "clean", "recover", "repair", "temporary_name", "unfinished"]
 
 ATTEMPTS = 100
 """How often a temporary is made again because a cleaner took it; once is already a rare accident."""
@@ -195,6 +195,19 @@ def _clean_one(files: Files, entry: str, *, name: str, at: int, directories: boo
     finally:
         with suppress(OSError):
             files.close(descriptor)
+
+
+def unfinished(path: AnyPath) -> list[str]:
+    """The folders in which directories for a path are being written; also those of dead processes, until `clean` has been here."""
+    files = system_files()
+    parent, name = split_path(files.resolve(local_path(path).rstrip("/") or "/"))
+    at = files.open_directory(parent)
+    try:
+        ours = _ours(name, suffix="tmp", longest=files.longest_name(at))
+        found = [entry for entry in files.list(at) if ours.fullmatch(entry)]
+        return [os.path.join(parent, entry) for entry in found if (there := files.stat(entry, at=at)) and there.kind == "directory"]
+    finally:
+        files.close(at)
 
 
 def plain_names(files: Files, descriptor: int) -> list[str] | None:

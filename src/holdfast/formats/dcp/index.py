@@ -21,6 +21,7 @@ metadata of another length is another program's, or damaged: it is used, and `ve
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ from holdfast.formats.torch.tensors import checked_shape
 
 __all__ = [
     "BESIDE",
+    "METADATA",
     "Index",
     "SavedChunk",
     "SavedTensor",
@@ -62,6 +64,7 @@ __all__ = [
     "checksum_file",
     "compare_metadata",
     "is_index",
+    "ranks_alone",
     "read_index",
     "read_metadata",
 ]
@@ -160,7 +163,7 @@ class SavedChunk:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """A tensor whose pieces cover it exactly once."""
+    """A tensor whose pieces, in the order of their offsets, cover it exactly once; where that was not asked for, perhaps not."""
 
     dtype: DType
     size: tuple[int, ...]
@@ -190,14 +193,15 @@ def is_index(key: str) -> bool:
     return key == METADATA or RANK_FILE.fullmatch(key) is not None
 
 
-def read_index(source: Source) -> Index:
-    """Read and check the index of a directory.
+def read_index(source: Source, *, rank: int | None = None, whole: bool = True) -> Index:
+    """Read and check the index of a directory; with `rank`, what this rank alone has written.
 
+    Without `whole`, the chunks of a tensor need not cover it, and may overlap: each is read for itself.
     Raises `FormatError`, `LimitExceeded`, `UnsafePath`, `StoreError` for missing files, `Truncated` for short ones.
     """
-    metadata, index = read_metadata(source)
+    metadata, index = read_metadata(source, rank=rank)
     with located(file=METADATA if METADATA in source.store.list() else None):
-        _fill(index, metadata, source.limits)
+        _fill(index, metadata, source.limits, whole=whole)
         items = list(_items(index))
         _check_files(items, source)
         _check_apart(items, index)
@@ -205,11 +209,17 @@ def read_index(source: Source) -> Index:
     return index
 
 
-def read_metadata(source: Source) -> tuple[Metadata, Index]:
+def ranks_alone(source: Source) -> list[int]:
+    """The ranks that saved each for itself (`use_collectives=False`); none where there is one index for all."""
+    keys = source.store.list()
+    return [] if METADATA in keys else sorted(_rank(key) for key in keys if RANK_FILE.fullmatch(key))
+
+
+def read_metadata(source: Source, *, rank: int | None = None) -> tuple[Metadata, Index]:
     """The metadata of a directory as one record, that of several ranks put together; and the index that it is for, still empty."""
     keys = source.store.list()
-    shares = sorted((key for key in keys if RANK_FILE.fullmatch(key)), key=_rank)
-    names = [METADATA] if METADATA in keys else shares
+    shares = sorted((key for key in keys if RANK_FILE.fullmatch(key) and rank in (None, _rank(key))), key=_rank)
+    names = [METADATA] if METADATA in keys and rank is None else shares
     if not names:
         raise HeaderError(
             "a distributed checkpoint without .metadata, which is written last: the save did not finish, or it was left behind",
@@ -296,7 +306,7 @@ def _extent(box: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return box.offsets, box.sizes
 
 
-def _fill(index: Index, metadata: Metadata, limits: Limits) -> None:
+def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> None:
     """Enter everything that has a name."""
     found: dict[str, list[tuple[Place, Item]]] = {}
     for place, item in metadata.items.items():
@@ -307,7 +317,7 @@ def _fill(index: Index, metadata: Metadata, limits: Limits) -> None:
         if type(name) is not str:
             raise PickleError("state_dict_metadata with a name that is no text", found=type(name).__name__)
         try:
-            index.entries[name] = _entry(stored, found.pop(name, []), limits)
+            index.entries[name] = _entry(stored, found.pop(name, []), limits, whole=whole)
         except HoldfastError as error:
             # As `located` does, which would take a tenth of the time for 100,000 names.
             error.tensor = error.tensor or name
@@ -327,10 +337,10 @@ def _fill(index: Index, metadata: Metadata, limits: Limits) -> None:
         index.notes.append(f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:SHOWN])}")
 
 
-def _entry(stored: object, found: list[tuple[Place, Item]], limits: Limits) -> SavedTensor | Item | Opaque:
+def _entry(stored: object, found: list[tuple[Place, Item]], limits: Limits, *, whole: bool) -> SavedTensor | Item | Opaque:
     match stored:
         case StoredTensor():
-            return _tensor(stored, found, limits)
+            return _tensor(stored, found, limits, whole=whole)
         case StoredBytes():
             return _value(found)
         case Opaque():
@@ -339,8 +349,8 @@ def _entry(stored: object, found: list[tuple[Place, Item]], limits: Limits) -> S
             raise PickleError("neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__)
 
 
-def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limits) -> SavedTensor:
-    """A tensor with an item for each of its chunks."""
+def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limits, *, whole: bool) -> SavedTensor:
+    """A tensor with an item for each of its chunks. Without `whole`, ranks may have said one chunk several times."""
     properties = stored.properties
     dtype = properties.dtype
     if not stored.filled or dtype is None:
@@ -348,12 +358,13 @@ def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limit
     if properties.layout != "strided":
         raise MetadataError(f"a tensor of layout {properties.layout}, which torch does not save in this format")
     size = checked_shape(stored.size, limits)
-    if len(stored.boxes) != len(found):
-        raise MetadataError(
-            f"{len(stored.boxes):,} chunks and {len(found):,} items; one for each was expected",
-            expected=len(stored.boxes), found=len(found),
-        )  # fmt: skip
     extents = [_extent(box) for box in stored.boxes]
+    if not whole:
+        extents = [extent for extent, _ in itertools.groupby(sorted(extents))]
+    if len(extents) != len(found):
+        raise MetadataError(
+            f"{len(extents):,} chunks and {len(found):,} items; one for each was expected", expected=len(extents), found=len(found)
+        )
     alone = len(found) == 1
     if not alone:
         if any(place.offset is None for place, _ in found):
@@ -362,7 +373,7 @@ def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limit
         found.sort(key=lambda pair: pair[0].offset or ())
     pieces = [_piece(extent, pair, size, dtype=dtype, alone=alone) for extent, pair in zip(extents, found, strict=True)]
     inside = [(piece.offsets, piece.sizes) for piece in pieces if 0 not in piece.sizes]
-    if not covers(size, inside):
+    if whole and not covers(size, inside):
         count = sum(math.prod(sizes) for _, sizes in inside)
         raise MetadataError(
             f"{len(pieces):,} chunks with {count:,} elements do not cover {list(size)} exactly once: they overlap or leave holes",

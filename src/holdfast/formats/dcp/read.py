@@ -25,7 +25,7 @@ from holdfast.formats.dcp.index import Index, SavedTensor, compare_metadata, is_
 from holdfast.formats.dcp.lazy import Items, ItemStorage, Unread, chunk_of, is_inflated
 from holdfast.formats.dcp.schema import Item
 
-__all__ = ["DATA_SUFFIX", "DcpDirectory", "Grown", "grow", "read_values"]
+__all__ = ["DATA_SUFFIX", "DcpDirectory", "Grown", "grow", "read_values", "tensor_of"]
 
 
 ABSENT = object()
@@ -235,7 +235,7 @@ class DcpDirectory:
             elif entry.dtype.kind == "quantized":
                 leaves[name] = _quantized(values.values[name], entry, name)
             else:
-                leaves[name] = _tensor(entry, name, items)
+                leaves[name] = tensor_of(entry, name, items)
         planner = index.planner if isinstance(index.planner, dict) else {}
         grown = grow(leaves, planner, source.limits)
         named = name_tensors(grown.tree, source.limits, index.nbytes + values.nbytes)
@@ -272,7 +272,7 @@ def _values(index: Index) -> dict[str, Item]:
     return wanted
 
 
-def _tensor(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
+def tensor_of(saved: SavedTensor, name: str, items: Items) -> LazyTensor:
     """A tensor over items that are asked when it is read."""
     chunks = tuple([chunk_of(piece, name, saved.dtype, items=items) for piece in saved.pieces])
     traits = Traits(requires_grad=saved.properties.requires_grad, strides=saved.properties.strides)

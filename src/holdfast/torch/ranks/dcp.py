@@ -39,7 +39,7 @@ from holdfast.torch.serialization.pickling import StorageIds, pickle_object
 from holdfast.torch.serialization.save import plan_object
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
-__all__ = ["FlatState", "common_problems", "dcp_index", "flatten"]
+__all__ = ["FlatState", "common_problems", "dcp_index", "flatten", "pickled_index"]
 
 REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
 """What to do about an object with tensors in it."""
@@ -207,6 +207,11 @@ def dcp_index(contents: Contents, receipts: Sequence[Receipt], *, path: str) -> 
     metadata = m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=path))
     if versions.VERSIONED:
         metadata.version = "1.0.0"
+    return pickled_index(metadata)
+
+
+def pickled_index(metadata: m.Metadata) -> bytes:
+    """An index as every torch understands it."""
     out = io.BytesIO()
     _Pickler(out).dump(metadata)
     return out.getvalue()

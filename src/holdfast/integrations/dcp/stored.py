@@ -1,0 +1,282 @@
+"""What a `Reader` has before it: names, chunks and values, as torch's planner knows them.
+
+1. A directory of torch's format is taken as its index says, item by item. So names are those that were saved, whichever planner
+   made them; chunks need not cover a tensor; and where ranks saved each for itself, a rank has its own.
+2. Anything else is opened as `holdfast.open` does, and its tree gets the names that torch's planner would give it.
+
+No pickle is run here. A value comes out of the closed interpreter and is written anew (`archived`), because planners unpickle it.
+"""
+
+from __future__ import annotations
+
+import io
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Protocol
+
+import torch
+from torch.distributed.checkpoint import metadata as m
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.protocols import Source, State, Store
+from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tiling import covers
+from holdfast.engine.source import OpenSource
+from holdfast.errors import DoesNotFit, HeaderError, MetadataError, Unsupported, located
+from holdfast.formats.dcp.index import SavedChunk, SavedTensor, compare_metadata, ranks_alone, read_index
+from holdfast.formats.dcp.lazy import ZSTD, Items, ItemStorage
+from holdfast.formats.dcp.read import DcpDirectory, read_values, tensor_of
+from holdfast.formats.dcp.schema import Item
+from holdfast.formats.detect import detect
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.open import steady
+from holdfast.torch import versions
+from holdfast.torch.ranks.dcp import Value, flatten
+from holdfast.torch.ranks.wanted import read_value
+from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
+from holdfast.torch.tensors.tree import opaque_inside, torch_tree
+
+__all__ = ["Extensions", "Stored", "archived", "open_stored"]
+
+BUFFER = Global("_io", "BytesIO")
+"""A class that runs nothing when it is built. Programs keep their own bytes in such."""
+
+
+class Extension(Protocol):
+    """One of torch's stream extensions, as far as reading needs it."""
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]: ...
+
+
+class Extensions(Protocol):
+    """torch's `ExtensionRegistry`."""
+
+    def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]: ...
+
+
+class Stored(Protocol):
+    """A checkpoint that is open."""
+
+    def metadata(self) -> m.Metadata:
+        """Every tensor with its chunks, and every value. The path is for whoever gives it out."""
+
+    def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
+        """A box of one chunk; `starts` are counted from the chunk's own corner."""
+
+    def values(self, names: Sequence[str]) -> Mapping[str, object]:
+        """Values that are no tensors, perhaps still unread."""
+
+    def close(self) -> None: ...
+
+
+def open_stored(
+    path: str, *, rank: int | None, verify: bool, threads: int | None, limits: Limits | None, extensions: Extensions | None
+) -> Stored:
+    """Open a checkpoint. `rank` counts where ranks saved each for itself."""
+    limits = limits or Limits()
+
+    def look(store: Store) -> Directory | None:
+        source = OpenSource(store, limits=limits, threads=threads, mapped=False, verify=verify)
+        with located(file=store.name), store.reading():
+            if isinstance(detect(source), DcpDirectory):
+                return Directory(source, rank, extensions)
+        store.close()
+        return None
+
+    found = steady(path, limits, look)
+    return found or Tree(open_checkpoint(path, verify=verify, threads=threads, limits=limits))
+
+
+class Tree:
+    """A checkpoint of any other format."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._flat = flatten(State(checkpoint.tree, {}, {}), checkpoint.tree)
+
+    def metadata(self) -> m.Metadata:
+        entries: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
+        for name in self._flat.paths:
+            if name in self._flat.values:
+                entries[name] = m.BytesStorageMetadata()
+            elif name in self._checkpoint:
+                lazy = self._checkpoint[name]
+                chunks = [_chunk(chunk.box.start, chunk.shape) for chunk in lazy.chunks] or [_chunk((0,) * lazy.ndim, lazy.shape)]
+                properties = m.TensorProperties(dtype=torch_dtype(lazy.dtype), requires_grad=lazy.traits.requires_grad)
+                entries[name] = m.TensorStorageMetadata(properties, torch.Size(lazy.shape), chunks)
+        return m.Metadata(entries, dict(self._flat.paths))
+
+    def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
+        corner = index.offset or [0] * len(lengths)
+        return _box(self._checkpoint[index.fqn], [a + b for a, b in zip(corner, starts, strict=True)], lengths)
+
+    def values(self, names: Sequence[str]) -> Mapping[str, object]:
+        return {name: self._flat.values[name].described for name in names}
+
+    def close(self) -> None:
+        self._checkpoint.close()
+
+
+class Directory:
+    """A directory of torch's format."""
+
+    def __init__(self, source: Source, rank: int | None, extensions: Extensions | None) -> None:
+        compare_metadata(source)
+        alone = ranks_alone(source)
+        if alone and rank is None and versions.HUGGING_FACE:  # such a torch asks again, with its rank
+            message = "there is no .metadata, but one for each rank, which saved for itself (use_collectives=False); say which rank"
+            raise HeaderError(message)
+        own = rank if rank in alone else None
+        self._index = read_index(source, rank=own, whole=False)
+        if own is not None and (short := [name for name, entry in self._index.entries.items() if _has_holes(entry)]):
+            whole = read_index(source, whole=False).entries
+            self._index.entries.update({name: whole[name] for name in short})
+        self._items = Items(source, inflate=any(item.transforms == (ZSTD,) for _, item in self._everything()))
+        self._extensions = extensions
+        self._known: dict[tuple[str, int], LazyTensor] = {}
+
+    def metadata(self) -> m.Metadata:
+        entries: dict[str, m.TensorStorageMetadata | m.BytesStorageMetadata] = {}
+        for name, entry in self._index.entries.items():
+            if isinstance(entry, SavedTensor):
+                properties = m.TensorProperties(torch_dtype(entry.dtype), requires_grad=entry.properties.requires_grad)
+                chunks = [_chunk(piece.offsets, piece.sizes) for piece in entry.pieces]
+                entries[name] = m.TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
+            elif isinstance(entry, Item):
+                entries[name] = m.BytesStorageMetadata()
+        places = {index: _StorageInfo(item.file, item.offset, item.length) for index, item in self._everything()}
+        note = m.StorageMeta(save_id=self._index.texts.get("save_id"))
+        made = m.Metadata(entries, _planner_data(self._index.planner), places, note)
+        if versions.VERSIONED:
+            made.version = self._index.texts.get("version")
+        return made
+
+    def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
+        entry = self._index.entries[index.fqn]
+        if not isinstance(entry, SavedTensor):
+            raise DoesNotFit(f"{index.fqn}: a tensor was asked for, and this is a value that is none")
+        corner = (0,) * len(entry.size) if index.offset is None else tuple(index.offset)
+        at = bisect_left(entry.pieces, corner, key=lambda piece: piece.offsets)
+        if at == len(entry.pieces) or entry.pieces[at].offsets != corner:
+            raise DoesNotFit(f"{index.fqn}: no chunk begins at {list(corner)}")
+        if (index.fqn, at) not in self._known:
+            self._known[index.fqn, at] = self._piece(entry, entry.pieces[at], index.fqn)
+        return _box(self._known[index.fqn, at], starts, lengths)
+
+    def values(self, names: Sequence[str]) -> Mapping[str, object]:
+        wanted = {name: self._item(name) for name in names}
+        plain = {name: item for name, item in wanted.items() if not _is_foreign(item)}
+        found = dict(read_values(self._items, plain).values)
+        return found | {name: self._transformed(item, name) for name, item in wanted.items() if name not in plain}
+
+    def close(self) -> None:
+        self._items.source.store.close()
+
+    def _everything(self) -> Iterator[tuple[m.MetadataIndex, Item]]:
+        for name, entry in self._index.entries.items():
+            if isinstance(entry, SavedTensor):
+                yield from ((m.MetadataIndex(name, piece.offsets, i), piece.item) for i, piece in enumerate(entry.pieces))
+            elif isinstance(entry, Item):
+                yield m.MetadataIndex(name), entry
+
+    def _item(self, name: str) -> Item:
+        entry = self._index.entries[name]
+        if isinstance(entry, SavedTensor):
+            return entry.pieces[0].item
+        if isinstance(entry, Item):
+            return entry
+        raise Unsupported(f"the index has something else here ({entry!r:.80})", tensor=name)
+
+    def _piece(self, entry: SavedTensor, piece: SavedChunk, name: str) -> LazyTensor:
+        """A chunk as a tensor of its own."""
+        here = SavedChunk((0,) * len(piece.sizes), piece.sizes, piece.item)
+        if _is_foreign(piece.item):
+            return self._as_it_lies(self._transformed(piece.item, name), piece, name)
+        lazy = tensor_of(SavedTensor(entry.dtype, piece.sizes, entry.properties, (here,)), name, self._items)
+        try:
+            for chunk in lazy.chunks:
+                if isinstance(chunk.storage, ItemStorage):
+                    self._items.find(chunk.storage)
+        except MetadataError:
+            # A planner may have handed out something else than it had planned: another dtype, mostly. torch takes what there is.
+            return self._as_it_lies(self._items.value(piece.item, name)[0], piece, name)
+        return lazy
+
+    def _as_it_lies(self, found: object, piece: SavedChunk, name: str) -> LazyTensor:
+        if isinstance(found, LazyTensor) and found.shape == piece.sizes:
+            return found
+        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, LazyTensor) else f"{found!r:.80}"
+        raise DoesNotFit(f"{name}: the index says a tensor of shape {list(piece.sizes)}, and the item holds {what}")
+
+    def _transformed(self, item: Item, name: str) -> object:
+        """What an item holds that passed through extensions of the caller's own."""
+        if self._extensions is None:
+            shown = ", ".join(text[:64] for text in item.transforms)
+            message = f"it was transformed by {shown} on its way to the file; give the Reader an _extension_registry that knows it"
+            raise Unsupported(message, tensor=name, file=item.file)
+        source = self._items.source
+        stream: IO[bytes] = io.BytesIO(source.bytes(item.file, item.offset, item.stop))
+        for extension in self._extensions.from_descriptor_list(item.transforms):
+            stream = extension.transform_from(stream)
+        return open_checkpoint(stream.read(), limits=source.limits).tree
+
+
+def _is_foreign(item: Item) -> bool:
+    return bool(item.transforms) and item.transforms != (ZSTD,)
+
+
+def _has_holes(entry: object) -> bool:
+    if not isinstance(entry, SavedTensor):
+        return False
+    return not covers(entry.size, [(piece.offsets, piece.sizes) for piece in entry.pieces if 0 not in piece.sizes])
+
+
+def _chunk(offsets: Iterable[int], sizes: Iterable[int]) -> m.ChunkStorageMetadata:
+    return m.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+
+
+def _box(lazy: LazyTensor, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
+    return lazy[tuple(slice(at, at + n) for at, n in zip(starts, lengths, strict=True))]
+
+
+def _planner_data(found: object) -> object:
+    """What the planner noted for itself, without what would have to be built."""
+    if isinstance(found, dict):
+        found = {key: value for key, value in found.items() if not opaque_inside((key, value))}
+    return None if opaque_inside(found) else torch_tree(found, _tensor)
+
+
+def archived(value: object, name: str, path: str) -> bytes:
+    """A value as `torch.save` writes it. Planners unpickle it, so nothing may be in it that would run."""
+    plain = _with_buffers(read_value(value))
+    if opaque_inside(plain):
+        message = "an object of a class that is no part of weights; torch would run code to build it. Leave it out of the state"
+        raise Unsupported(f"{name}: {message}", file=path)
+    made = torch_tree(plain, _tensor)
+    return Value(made, plain).archive()
+
+
+def _with_buffers(value: object) -> object:
+    """The same with `io.BytesIO` built where one was pickled."""
+    match value:
+        case Opaque(what=what, args=(), kwargs=None, state=(bytes(content), int(at), _), items=[], entries=[]) if what == BUFFER:
+            buffer = io.BytesIO(content)
+            buffer.seek(at)
+            return buffer
+        case dict() if opaque_inside(value):
+            copy = value.copy()
+            copy.update({key: _with_buffers(inner) for key, inner in value.items()})
+            return copy
+        case list() if type(value) is list and opaque_inside(value):
+            return [_with_buffers(inner) for inner in value]
+        case tuple() if type(value) is tuple and opaque_inside(value):
+            return tuple([_with_buffers(inner) for inner in value])
+        case _:
+            return value
+
+
+def _tensor(lazy: LazyTensor | Composite) -> torch.Tensor:
+    return tensor_from_composite(lazy) if isinstance(lazy, Composite) else tensor_from_lazy(lazy)

@@ -1,0 +1,367 @@
+"""`Writer`: what `dcp.save` and `dcp.async_save` write to.
+
+1. It makes torch's own format. All ranks write into a hidden folder, and the coordinator publishes it by one rename, so what was at
+   the path stays until the new one is whole. Files that are no part of a checkpoint go along into the new folder.
+2. A rank learns of the hidden folder by its plan. Planners that cache plans hand out an old one: the folder is then found by name.
+3. Ranks that save each for itself (`use_collectives=False`) have nothing in common to publish. Each adds files under new names to
+   the folder, replaces its own index by one rename, and removes what the index before it named.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import IO, Protocol, cast
+
+import torch
+from torch.distributed.checkpoint import metadata as m
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.arrays import Resident
+from holdfast.engine.commit.target import NewFile, refusal, refusing
+from holdfast.engine.commit.temporaries import unfinished
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
+from holdfast.engine.stream import write_stream
+from holdfast.engine.threads import default_threads
+from holdfast.engine.write import write_file
+from holdfast.errors import Unsupported
+from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
+from holdfast.formats.dcp.write import Item, lay_out_items
+from holdfast.integrations.dcp.reader import Where, finished, is_local, named
+from holdfast.plan.saves import FilePlan, Literal
+from holdfast.ranks.files import is_part
+from holdfast.stores.files import make_parents
+from holdfast.stores.path_files import system_files
+from holdfast.stores.paths import local_path
+from holdfast.torch import versions
+from holdfast.torch.ranks.dcp import pickled_index
+from holdfast.torch.serialization.save import save
+from holdfast.torch.tensors.to_lazy import torch_leaf
+
+__all__ = ["Writer"]
+
+EXISTS = "Checkpoint already exists; pass overwrite=True to replace it, or save elsewhere"
+
+
+class Extension(Protocol):
+    """One of torch's stream extensions, as far as writing needs it."""
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]: ...
+
+    def get_descriptor(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the coordinator tells a rank: the hidden folder, and how its files are called."""
+
+    folder: str
+    prefix: str
+
+
+class Writer(StorageWriter):
+    """What `dcp.save` writes to: a directory in torch's format. The path may also come as the `checkpoint_id` of `dcp.save`.
+
+    As with torch's own writer, an existing checkpoint is replaced unless `overwrite=False`; it stays until the new one is whole.
+    `durable` and `threads` are torch's `sync_files` and `thread_count`, and both names are understood.
+    """
+
+    def __init__(
+        self,
+        path: Where | None = None,
+        *,
+        overwrite: bool = True,
+        durable: bool = True,
+        threads: int | None = None,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int | None = None,
+        per_thread_copy_ahead: int = 0,
+        cache_staged_state_dict: bool = False,
+        _extensions: Sequence[Extension] | None = None,
+    ) -> None:
+        """`per_thread_copy_ahead` has no meaning here: tensors of a GPU pass through page-locked blocks.
+
+        With `cache_staged_state_dict`, `dcp.async_save` copies the state into the same memory each time, if the writer is kept.
+        `_extensions` are torch's own: each transforms what is written, the last one first.
+        """
+        self._path = None if path is None else local_path(path)
+        self.save_id = uuid.uuid4().hex
+        self.overwrite, self.durable = overwrite, durable and sync_files
+        self._threads = threads or thread_count or default_threads()
+        self._single, self._extensions = single_file_per_rank, list(_extensions or ())
+        self._transaction: DirectoryTransaction | None = None
+        self._alone: int | None = None
+        if cache_staged_state_dict:
+            # torch takes a writer that has these for the one that copies the state.
+            stager = BlockingAsyncStager(cache_staged_state_dict=True)
+            self.stage, self.synchronize_staging = stager.stage, stager.synchronize_staging
+            self.should_synchronize_after_execute = self._synchronize_after_execute = False
+
+    @property
+    def path(self) -> str:
+        """Where the checkpoint will be."""
+        return named(self._path, "Writer")
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The same, as torch's own storage calls it."""
+        return self._path
+
+    def reset(self, checkpoint_id: Where | None = None) -> None:
+        """Give up a save that was not finished; the next one goes here, if a path is given."""
+        self.close()
+        self.save_id = uuid.uuid4().hex
+        if checkpoint_id is not None:
+            self._path = local_path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        rank = kwargs.get("rank")
+        self._alone = rank if isinstance(rank, int) and not kwargs.get("use_collectives", True) else None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """On the coordinator: make the hidden folder, and tell every rank of it. On a rank alone: look whether it may save."""
+        if self._alone is not None:
+            self._check_alone(self._alone)
+            return [replace(plan, storage_data=Share(self.path, f"__{self._alone}_")) for plan in plans]
+        self.close()
+        with refusing("making the folders that lead to it", self.path):
+            make_parents(self.path, durable=self.durable)
+            found = os.listdir(self.path) if os.path.isdir(self.path) else None
+        kept = {name for name in found or () if not is_part(name)}
+        if not self.overwrite and kept != set(found or ()):
+            raise refusal(EXISTS, self.path, errno.EEXIST)
+        self._transaction = DirectoryTransaction(
+            self.path,
+            durable=self.durable,
+            overwrite=self.overwrite or found is not None,
+            replaceable=lambda name: name in kept or (self.overwrite and is_part(name)),
+        )
+        self._transaction.__enter__()
+        for name in sorted(kept):
+            self._transaction.adopt(name, os.path.join(os.path.realpath(self.path), name))
+        folder = self._transaction.folder
+        return [replace(plan, storage_data=Share(folder, f"__{rank}_")) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what this rank has, in one file, or one for each item."""
+        share = cast(Share, plan.storage_data)
+        if not plan.items:
+            return finished([])
+        groups = [plan.items] if self._single else [[item] for item in plan.items]
+        results: list[WriteResult] = []
+        with _opened(self._folder(share)) as folder:
+            known = set(system_files().list(folder))
+            for group, key in zip(groups, _keys(share.prefix, known), strict=False):
+                with self._created(key, folder) as out:
+                    if self._extensions:
+                        results += self._transformed(group, planner, key, out)
+                    else:
+                        results += self._laid_out(group, planner, key, out)
+        return finished(results)
+
+    def finish(self, metadata: m.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, and publish everything: on the coordinator, or on each rank alone."""
+        if versions.VERSIONED:
+            metadata.version = "1.0.0"
+        metadata.storage_data = {one.index: one.storage_data for each in results for one in each}
+        metadata.storage_meta = self.storage_meta()
+        sizes: dict[str, int] = {}
+        for info in cast("dict[m.MetadataIndex, _StorageInfo]", metadata.storage_data).values():
+            sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+        content = pickled_index(metadata)
+        if self._alone is not None:
+            self._finish_alone(self._alone, content, sizes)
+            return
+        transaction = self._transaction
+        if transaction is None:
+            raise Unsupported("`finish` comes behind `prepare_global_plan`, on the same rank", file=self.path)
+        for key, nbytes in sorted(sizes.items()):
+            transaction.join(key, nbytes)
+        transaction.seal_data()
+        for key, text in ((METADATA, content), (BESIDE, checksum_file(content))):
+            write_file(FilePlan(key, (Literal(text),)), transaction.create(key))
+        transaction.commit()
+        self.close()
+
+    def storage_meta(self) -> m.StorageMeta:
+        return m.StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+
+    def close(self) -> None:
+        """Remove what was written and not published."""
+        if self._transaction is not None:
+            self._transaction.__exit__(None, None, None)
+            self._transaction = None
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # a collector's thread, or an interpreter that ends: the next save cleans up
+            self.close()
+
+    def __getstate__(self) -> dict[str, object]:
+        """For the process that `async_save` may save in. A save that is under way stays here, and so does the copied state."""
+        here = {"_transaction", "stage", "synchronize_staging", "should_synchronize_after_execute", "_synchronize_after_execute"}
+        return {**{key: value for key, value in vars(self).items() if key not in here}, "_transaction": None}
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        return is_local(checkpoint_id)
+
+    # Files.
+
+    def _folder(self, share: Share) -> str:
+        """Where this rank's files go."""
+        if self._alone is not None:
+            return self.path
+        if self._transaction is not None:
+            return self._transaction.folder
+        there = unfinished(self.path)
+        if share.folder in there:
+            return share.folder
+        if len(there) != 1:
+            message = f"the coordinator's folder was not found: there are {len(there)} unfinished saves of this checkpoint"
+            raise refusal(message, self.path, errno.ENOENT)
+        return there[0]
+
+    @contextmanager
+    def _created(self, key: str, folder: int) -> Iterator[NewFile]:
+        system = system_files()
+        label = f"{self.path}/{key}"
+        with refusing("creating a file", label):
+            out = NewFile(system, system.create(key, at=folder), path=label)
+        try:
+            yield out
+            out.finish(durable=self.durable)
+        except BaseException:
+            out.give_up()
+            raise
+
+    def _laid_out(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: NewFile) -> list[WriteResult]:
+        labels = {f"{number}": item for number, item in enumerate(items)}
+        file, places = _lay_out(key, labels, planner)
+        write_file(file, out, threads=self._threads)
+        return [WriteResult(labels[at.label].index, at.nbytes, _StorageInfo(key, at.offset, at.nbytes)) for at in places]
+
+    def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: NewFile) -> list[WriteResult]:
+        """Items one after the other, each through the extensions."""
+        results = []
+        end = Appended(out)
+        for item in items:
+            start = end.nbytes
+            stream = cast(IO[bytes], end)
+            for extension in self._extensions:
+                stream = extension.transform_to(stream)
+            file, _ = _lay_out(key, {"0": item}, planner)
+            with closing(stream):
+                write_stream(file, stream)
+            # In the order in which readers undo them. torch's own writer notes several the other way round, and cannot read that.
+            info = _StorageInfo(key, start, end.nbytes - start, [one.get_descriptor() for one in self._extensions])
+            results.append(WriteResult(item.index, end.nbytes - start, info))
+        return results
+
+    # A rank alone.
+
+    def _check_alone(self, rank: int) -> None:
+        with refusing("making the folder", self.path):
+            make_parents(os.path.join(self.path, METADATA), durable=self.durable)
+            found = os.listdir(self.path)
+        if METADATA in found:
+            message = "the folder has a checkpoint that ranks saved together, and would still be read as that; save elsewhere"
+            raise refusal(message, self.path, errno.EEXIST)
+        if not self.overwrite and f"__{rank}{METADATA}" in found:
+            raise refusal(EXISTS, self.path, errno.EEXIST)
+
+    def _finish_alone(self, rank: int, content: bytes, sizes: dict[str, int]) -> None:
+        system = system_files()
+        name = f"__{rank}{METADATA}"
+        with _opened(self.path) as folder:
+            if self.durable:
+                with refusing("writing the folder to the disk (fsync)", self.path):
+                    system.sync(folder)
+            with FileTransaction(os.path.join(self.path, name), durable=self.durable) as transaction:
+                write_file(FilePlan(name, (Literal(content),)), transaction.file)
+                transaction.commit()
+            own = re.compile(rf"__{rank}_[0-9]+\.distcp")
+            for key in system.list(folder):
+                if own.fullmatch(key) and key not in sizes:
+                    with suppress(OSError):  # nobody reads it any more, and the next save tries again
+                        system.unlink(key, at=folder)
+
+
+class Appended(io.RawIOBase):
+    """The end of a file, for streams that write into it and close what they write into."""
+
+    def __init__(self, out: NewFile) -> None:
+        super().__init__()
+        self._out = out
+        self.nbytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object, /) -> int:
+        view = memoryview(cast(bytes, data)).cast("B")
+        self._out.write(self.nbytes, view)
+        self.nbytes += view.nbytes
+        return view.nbytes
+
+    def close(self) -> None:
+        """Nothing: the next item is written behind this one."""
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[int]:
+    system = system_files()
+    with refusing("opening the folder", path):
+        folder = system.open_directory(path)
+    try:
+        yield folder
+    finally:
+        system.close(folder)
+
+
+def _keys(prefix: str, known: set[str]) -> Iterator[str]:
+    """Names of files that are not there yet."""
+    number = 0
+    while True:
+        if (key := f"{prefix}{number}.distcp") not in known:
+            yield key
+        number += 1
+
+
+def _lay_out(key: str, items: dict[str, WriteItem], planner: SavePlanner) -> tuple[FilePlan, list[Item]]:
+    """A file with these items, as the planner has them now."""
+    lazy = torch_leaf(Resident())
+    values: list[tuple[str, tuple[Literal, ...]]] = []
+    tensors: list[tuple[str, LazyTensor]] = []
+    for label, item in items.items():
+        data = planner.resolve_data(item)
+        made = None if item.type == WriteItemType.BYTE_IO else lazy(cast(torch.Tensor, data).detach(), (item.index.fqn,))
+        if isinstance(made, LazyTensor) and not made.traits.meta:
+            tensors.append((label, made))
+        else:
+            values.append((label, (Literal(_bytes(data, item.index.fqn)),)))
+    return lay_out_items(key, values, tensors)
+
+
+def _bytes(data: torch.Tensor | io.BytesIO, name: str) -> bytes:
+    if isinstance(data, io.BytesIO):
+        return data.getvalue()
+    if data.layout != torch.strided:
+        raise Unsupported(f"a tensor of layout {data.layout} has no form in a distributed checkpoint", tensor=name)
+    out = io.BytesIO()
+    save(data.cpu(), out)  # quantised and the like: as torch has them
+    return out.getvalue()
