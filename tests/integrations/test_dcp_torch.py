@@ -443,3 +443,31 @@ def test_one_copy_of_the_state_for_many_saves(alone: None, tmp_path: Path, monke
         w.fill_(9)
         future.result()
         assert load({"w": torch.zeros(3)}, Reader(tmp_path / f"{step}"))["w"].tolist() == [step] * 3
+
+
+@pytest.mark.skipif(not versions.HUGGING_FACE, reason=versions.HUGGING_FACE.reason)
+def test_in_a_process_of_its_own(alone: None, tmp_path: Path):
+    from torch.distributed.checkpoint import _async_process_executor as executor
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    try:
+        for step in (1, 2):
+            state = {"w": torch.full((3,), float(step)), "n": step}
+            future = dcp.async_save(
+                state,
+                storage_writer=Writer(tmp_path / "step", cache_staged_state_dict=False),
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+            )
+            state["w"].fill_(9)
+            assert set(future.result().state_dict_metadata) == {"w", "n"}
+            assert load({"w": torch.zeros(3), "n": 0}, Reader(tmp_path / "step"))["w"].tolist() == [step] * 3
+        future = dcp.async_save(
+            {"n": 3},
+            storage_writer=Writer(tmp_path / "step", overwrite=False),
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        with pytest.raises(CheckpointException, match="Checkpoint already exists"):
+            future.result()
+    finally:
+        executor._CHECKPOINT_PROCESS = None
+    assert os.listdir(tmp_path) == ["step"]
