@@ -1,4 +1,4 @@
-"""What torch's `dcp.save` and `dcp.load` do on several ranks, over our storage: every kind of shard, plans, ranks alone, failures."""
+"""What torch's `dcp.save` and `dcp.load` do on several ranks, over our storage: kinds of shards, plans, ranks alone, failures."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ READERS = {"stock": FileSystemReader, "ours": Reader}
 WAYS = pytest.mark.parametrize(("saving", "loading"), [("ours", "ours"), ("ours", "stock"), ("stock", "ours")])
 
 
-def quiet_save(world: World, state: dict[str, object], path: str, kind: str, **more: object) -> None:
+def quiet_save(world: World, state: dict[str, object], writer: str | Writer, kind: str = "", **more: object) -> None:
+    """With a writer, or with one of a kind at a path."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, storage_writer=WRITERS[kind](path), process_group=world.group, **more)
+        made = WRITERS[kind](writer) if isinstance(writer, str) else writer
+        dcp.save(state, storage_writer=made, process_group=world.group, **more)
 
 
 def quiet_load(world: World, state: dict[str, object], path: str, kind: str, **more: object) -> None:
@@ -232,17 +234,14 @@ def save_alone_and_fail(world: World, path: str) -> None:
         def finish(self, **given: object) -> None:
             raise RuntimeError("no index")
 
-    with pytest.raises(RuntimeError, match="no index"), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save(own(world, 5), storage_writer=Fails(path), process_group=world.group, use_collectives=False)
+    with pytest.raises(RuntimeError, match="no index"):
+        quiet_save(world, own(world, 5), Fails(path), use_collectives=False)
     torch.distributed.barrier(world.group)
 
 
 def refuse_alone(world: World, path: str, words: str, overwrite: bool) -> None:
-    with pytest.raises(holdfast.errors.NotCommitted, match=words), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        writer = Writer(path, overwrite=overwrite)
-        dcp.save(own(world, 5), storage_writer=writer, process_group=world.group, use_collectives=False)
+    with pytest.raises(holdfast.errors.NotCommitted, match=words):
+        quiet_save(world, own(world, 5), Writer(path, overwrite=overwrite), use_collectives=False)
     torch.distributed.barrier(world.group)
 
 
@@ -277,13 +276,11 @@ class Dies(Writer):
 def save_and_die(world: World, path: str, rank: int) -> None:
     writer = Dies(path)
     writer.rank = rank
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            dcp.save({"w": torch.zeros(4), "n": world.rank}, storage_writer=writer, process_group=world.group)
-        finally:
-            torch.distributed.barrier(world.group)
-            writer.close()
+    try:
+        quiet_save(world, {"w": torch.zeros(4), "n": world.rank}, writer)
+    finally:
+        torch.distributed.barrier(world.group)
+        writer.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
