@@ -44,6 +44,7 @@ __all__ = [
     "parsed",
     "rebuild",
     "serialize_program",
+    "set_strides",
     "strides_of",
     "withdrawn_globals",
 ]
@@ -228,6 +229,12 @@ def strides_of(properties: object) -> tuple[int, ...] | None:
     """What torch's description of a tensor in a sharded checkpoint says of its strides."""
     found: tuple[int, ...] | None = getattr(properties, "strides", None)
     return found
+
+
+def set_strides(properties: object, strides: tuple[int, ...] | None) -> None:
+    """Note the strides in torch's description of a tensor, where it has a field for them."""
+    if STRIDES:
+        setattr(properties, "strides", strides)  # noqa: B010 (mypy knows the fields of one torch)
 
 
 def mark_changed(tensors: Sequence[torch.Tensor]) -> None:

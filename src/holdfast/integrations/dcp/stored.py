@@ -16,7 +16,6 @@ from typing import IO, Protocol
 
 import torch
 from torch.distributed.checkpoint import metadata as m
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
@@ -134,7 +133,7 @@ class Directory:
         if own is not None and (short := [name for name, entry in self._index.entries.items() if _has_holes(entry)]):
             whole = read_index(source, whole=False).entries
             self._index.entries.update({name: whole[name] for name in short})
-        self._items = Items(source, inflate=any(item.transforms == (ZSTD,) for _, item in self._everything()))
+        self._items = Items(source, inflate=any(item.transforms == (ZSTD,) for item in self._everything()))
         self._extensions = extensions
         self._known: dict[tuple[str, int], LazyTensor] = {}
 
@@ -143,19 +142,20 @@ class Directory:
         for name, entry in self._index.entries.items():
             if isinstance(entry, SavedTensor):
                 properties = m.TensorProperties(torch_dtype(entry.dtype), requires_grad=entry.properties.requires_grad)
+                versions.set_strides(properties, entry.properties.strides)
                 chunks = [_chunk(piece.offsets, piece.sizes) for piece in entry.pieces]
                 entries[name] = m.TensorStorageMetadata(properties, torch.Size(entry.size), chunks)
             elif isinstance(entry, Item):
                 entries[name] = m.BytesStorageMetadata()
-        places = {index: _StorageInfo(item.file, item.offset, item.length) for index, item in self._everything()}
+        # Without `storage_data`: its keys would be hashes of numbers out of the file, and nobody but a storage of torch needs it.
         note = m.StorageMeta(save_id=self._index.texts.get("save_id"))
-        made = m.Metadata(entries, _planner_data(self._index.planner), places, note)
+        made = m.Metadata(entries, _planner_data(self._index.planner), None, note)
         if versions.VERSIONED:
             made.version = self._index.texts.get("version")
         return made
 
     def part(self, index: m.MetadataIndex, starts: Sequence[int], lengths: Sequence[int]) -> LazyTensor:
-        entry = self._index.entries[index.fqn]
+        entry = self._entry(index.fqn)
         if not isinstance(entry, SavedTensor):
             raise DoesNotFit(f"{index.fqn}: a tensor was asked for, and this is a value that is none")
         corner = (0,) * len(entry.size) if index.offset is None else tuple(index.offset)
@@ -175,20 +175,23 @@ class Directory:
     def close(self) -> None:
         self._items.source.store.close()
 
-    def _everything(self) -> Iterator[tuple[m.MetadataIndex, Item]]:
-        for name, entry in self._index.entries.items():
+    def _everything(self) -> Iterator[Item]:
+        for entry in self._index.entries.values():
             if isinstance(entry, SavedTensor):
-                yield from ((m.MetadataIndex(name, piece.offsets, i), piece.item) for i, piece in enumerate(entry.pieces))
+                yield from (piece.item for piece in entry.pieces)
             elif isinstance(entry, Item):
-                yield m.MetadataIndex(name), entry
+                yield entry
+
+    def _entry(self, name: str) -> SavedTensor | Item:
+        entry = self._index.entries.get(name)
+        if entry is None or isinstance(entry, Opaque):
+            what = "has nothing of this name" if entry is None else f"has something else here ({entry!r:.80})"
+            raise DoesNotFit(f"{name}: the index {what}")
+        return entry
 
     def _item(self, name: str) -> Item:
-        entry = self._index.entries[name]
-        if isinstance(entry, SavedTensor):
-            return entry.pieces[0].item
-        if isinstance(entry, Item):
-            return entry
-        raise Unsupported(f"the index has something else here ({entry!r:.80})", tensor=name)
+        entry = self._entry(name)
+        return entry if isinstance(entry, Item) else entry.pieces[0].item
 
     def _piece(self, entry: SavedTensor, piece: SavedChunk, name: str) -> LazyTensor:
         """A chunk as a tensor of its own."""
