@@ -328,12 +328,13 @@ def test_what_is_no_part_of_a_checkpoint_goes_along(tmp_path: Path):
     step = tmp_path / "step"
     step.mkdir()
     (step / "config.json").write_text("{}")
+    (step / "holdfast.seal.json").write_text("{}")  # it was of the step before
     with open(step / "log.txt", "w") as log:
         for number in (1, 2):
-            save({"n": number}, Writer(step, overwrite=number > 1))
+            save({"n": number}, Writer(step))
             log.write(f"saved {number}\n")
             log.flush()
-    assert (step / "config.json").read_text() == "{}"
+    assert sorted(os.listdir(step)) == [".holdfast.json", ".metadata", "__0_0.distcp", "config.json", "log.txt"]
     assert (step / "log.txt").read_text() == "saved 1\nsaved 2\n"
     assert load({"n": 0}, Reader(step))["n"] == 2
     (step / "logs").mkdir()

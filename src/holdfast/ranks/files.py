@@ -27,6 +27,7 @@ from holdfast.formats.native.chunks import in_file
 from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
 from holdfast.formats.native.write import OWN, BoxToWrite, Pack, box_file, lay_out_index, sharding_texts
 from holdfast.formats.safetensors.write import is_flat, name_problem
+from holdfast.formats.seal import SEAL
 from holdfast.plan.saves import FilePlan, Literal
 
 __all__ = ["FORMATS", "Contents", "DcpIndex", "Part", "RankFile", "Receipt", "index_files", "is_part", "rank_files", "unkept_notes"]
@@ -93,7 +94,7 @@ DcpIndex = Callable[[Contents, Sequence[Receipt]], bytes]
 
 def is_part(name: str) -> bool:
     """Whether a file in a directory belongs to a checkpoint of any of these formats, so that it may be replaced."""
-    return name.endswith((".safetensors", ".safetensors.index.json", ".distcp", ".metadata")) or name in (MANIFEST, BESIDE)
+    return name.endswith((".safetensors", ".safetensors.index.json", ".distcp", ".metadata")) or name in (MANIFEST, BESIDE, SEAL)
 
 
 def rank_files(format: str, part: Part, *, files: int = 1, pack: Pack | None = None) -> list[RankFile]:

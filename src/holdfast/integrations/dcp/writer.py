@@ -38,6 +38,7 @@ from holdfast.engine.write import write_file
 from holdfast.errors import Unsupported
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import Item, lay_out_items
+from holdfast.formats.seal import SEAL
 from holdfast.integrations.dcp.reader import Where, finished, is_local, named
 from holdfast.plan.saves import FilePlan, Literal
 from holdfast.ranks.files import is_part
@@ -293,6 +294,8 @@ class Writer(StorageWriter):
             if self.durable:
                 with refusing("writing the folder to the disk (fsync)", self.path):
                     system.sync(folder)
+            with suppress(FileNotFoundError):  # it spoke of what is replaced now; another rank may have been faster
+                system.unlink(SEAL, at=folder)
             with FileTransaction(os.path.join(self.path, name), durable=self.durable) as transaction:
                 write_file(FilePlan(name, (Literal(content),)), transaction.file)
                 transaction.commit()
