@@ -37,6 +37,7 @@ __all__ = [
     "contents",
     "dotted",
     "leaf_paths",
+    "levels",
     "module_contents",
     "name_tensors",
     "rebuilt",
@@ -243,6 +244,23 @@ def values_inside(tree: object) -> Iterator[object]:
             # Backwards onto the stack: the first child comes off first.
             waiting += reversed(value.values() if isinstance(value, dict) else value)
         yield value
+
+
+def levels(tree: object) -> Iterator[tuple[object, int]]:
+    """A value and everything in it, keys and members of sets too, with how deep it lies: as a recursive walk would come to it.
+
+    >>> [depth for _, depth in levels([[()], {1}])]
+    [0, 1, 2, 1, 2]
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[object, int]] = [(tree, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        yield value, depth
+        if isinstance(value, dict | list | tuple | set | frozenset) and id(value) not in seen:
+            seen.add(id(value))
+            inner = [*value, *value.values()] if isinstance(value, dict) else list(value)
+            waiting += [(child, depth + 1) for child in reversed(inner)]
 
 
 def leaf_paths(tree: object) -> Iterator[tuple[Path, object]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import IO, Protocol
+from typing import IO, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint import metadata as m
@@ -23,6 +23,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Source, State, Store
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tiling import covers
+from holdfast.core.tree import levels
 from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, HeaderError, MetadataError, Unsupported, located
 from holdfast.formats.dcp.index import SavedChunk, SavedTensor, compare_metadata, ranks_alone, read_index
@@ -36,7 +37,7 @@ from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import Value, flatten
 from holdfast.torch.ranks.wanted import read_value
 from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
-from holdfast.torch.tensors.tree import opaque_inside, torch_tree
+from holdfast.torch.tensors.tree import DEEPEST, torch_tree, unbuilt
 
 __all__ = ["Extensions", "Stored", "archived", "open_stored"]
 
@@ -248,37 +249,54 @@ def _box(lazy: LazyTensor, starts: Sequence[int], lengths: Sequence[int]) -> Laz
 def _planner_data(found: object) -> object:
     """What the planner noted for itself, without what would have to be built."""
     if isinstance(found, dict):
-        found = {key: value for key, value in found.items() if not opaque_inside((key, value))}
-    return None if opaque_inside(found) else torch_tree(found, _tensor)
+        found = {key: value for key, value in found.items() if unbuilt((key, value)) is None}
+    return None if unbuilt(found) else torch_tree(found, _tensor)
 
 
 def archived(value: object, name: str, path: str) -> bytes:
     """A value as `torch.save` writes it. Planners unpickle it, so nothing may be in it that would run."""
     plain = _with_buffers(read_value(value))
-    if opaque_inside(plain):
-        message = "an object of a class that is no part of weights; torch would run code to build it. Leave it out of the state"
-        raise Unsupported(f"{name}: {message}", file=path)
-    made = torch_tree(plain, _tensor)
-    return Value(made, plain).archive()
+    if problem := unbuilt(plain):
+        raise Unsupported(f"{name}: {problem}; torch would run code to build it. Leave it out of the state", file=path)
+    return Value(torch_tree(plain, _tensor), plain).archive()
 
 
 def _with_buffers(value: object) -> object:
-    """The same with `io.BytesIO` built where one was pickled."""
-    match value:
-        case Opaque(what=what, args=(), kwargs=None, state=(bytes(content), int(at), _), items=[], entries=[]) if what == BUFFER:
+    """The same with `io.BytesIO` built where one was pickled, as an element of lists, tuples and mappings."""
+    if not any(_is_buffer(inner) for inner, _ in levels(value)) or any(depth > DEEPEST for _, depth in levels(value)):
+        return value
+    made: dict[int, object] = {}
+
+    def walk(one: object) -> object:
+        if id(one) not in made:
+            made[id(one)] = one  # a container may be in itself; it is then as it was, and refused
+            made[id(one)] = built(one)
+        return made[id(one)]
+
+    def built(one: object) -> object:
+        if _is_buffer(one):
+            content, at, _ = cast("tuple[bytes, int, object]", cast(Opaque, one).state)
             buffer = io.BytesIO(content)
             buffer.seek(at)
             return buffer
-        case dict() if opaque_inside(value):
-            copy = value.copy()
-            copy.update({key: _with_buffers(inner) for key, inner in value.items()})
+        if isinstance(one, dict):
+            copy = one.copy()
+            copy.update({key: walk(inner) for key, inner in one.items()})
             return copy
-        case list() if type(value) is list and opaque_inside(value):
-            return [_with_buffers(inner) for inner in value]
-        case tuple() if type(value) is tuple and opaque_inside(value):
-            return tuple([_with_buffers(inner) for inner in value])
-        case _:
-            return value
+        if type(one) is list or type(one) is tuple:
+            return type(one)([walk(inner) for inner in one])
+        return one
+
+    return walk(value)
+
+
+def _is_buffer(value: object) -> bool:
+    if not isinstance(value, Opaque) or value.what != BUFFER:
+        return False
+    match value:
+        case Opaque(args=(), kwargs=None, state=(bytes(), int(at), _), items=[], entries=[]) if at >= 0:
+            return True
+    return False
 
 
 def _tensor(lazy: LazyTensor | Composite) -> torch.Tensor:

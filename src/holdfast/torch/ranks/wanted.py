@@ -24,9 +24,8 @@ from torch import nn
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
-from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import Path, dotted, rebuilt
+from holdfast.core.tree import Path, dotted, rebuilt, values_inside
 from holdfast.engine.arrays import Resident
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
@@ -36,7 +35,7 @@ from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.fill import Fill
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
 from holdfast.torch.tensors.to_lazy import memory_of
-from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree
+from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree, unbuilt
 
 __all__ = ["PerRank", "Wanted", "match", "read_value"]
 
@@ -215,12 +214,12 @@ class Matching:
         name, found = self._find(leaf.path)
         if found is ABSENT:
             self._absent(leaf)
-        elif _has_tensors(found):
+        elif any(isinstance(inner, LazyTensor | Composite) for inner in values_inside(found)):
             wanted.mismatched[leaf.name] = f"the checkpoint has tensors here, and the state a {type(leaf.value).__name__}"
             self._names.take(name)
             self._names.take_under(f"{name}.")
-        elif _foreign(found := read_value(found)):
-            wanted.mismatched[leaf.name] = f"an object that Holdfast does not build ({found!r:.80}); torch's own load does"
+        elif problem := unbuilt(found := read_value(found)):
+            wanted.mismatched[leaf.name] = f"{problem}; torch's own load does"
         else:
             wanted.values[leaf.name] = torch_tree(found, _no_tensor)
             if leaf.put is not None:
@@ -317,10 +316,15 @@ def _shape(leaf: Leaf) -> tuple[int, ...]:
 
 
 def read_value(value: object) -> object:
-    """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now."""
+    """A value of a tree; those of a DCP directory that were too many to be read when it was opened are read now.
+
+    They are leaves of the tree: what has none of them inside is not gone through, however deep it is.
+    """
+    if isinstance(value, Unread):
+        return value.read()
+    if not any(isinstance(inner, Unread) for inner in values_inside(value)):
+        return value
     match value:
-        case Unread():
-            return value.read()
         case dict():
             copy = value.copy()
             copy.update({key: read_value(inner) for key, inner in value.items()})
@@ -329,12 +333,6 @@ def read_value(value: object) -> object:
             return [read_value(inner) for inner in value]
         case _:
             return value
-
-
-def _foreign(value: object) -> bool:
-    """Whether there is a class in a value, or an object of one, that was not imported."""
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set | frozenset) else ()
-    return isinstance(value, Opaque | Global) or any(map(_foreign, inside))
 
 
 def _no_tensor(value: LazyTensor | Composite) -> torch.Tensor:

@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 import torch
 
 from holdfast.core.dtype import DType
-from holdfast.core.opaque import Device, Opaque, Size
+from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.core.tree import module_contents, refilled, values_inside
+from holdfast.core.tree import levels, module_contents, refilled, values_inside
 from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
-__all__ = ["ABSENT", "dict_under", "find_value", "lazy_tensors", "opaque_inside", "torch_tree"]
+__all__ = ["ABSENT", "DEEPEST", "dict_under", "find_value", "lazy_tensors", "opaque_inside", "torch_tree", "unbuilt"]
+
+DEEPEST = 100
+"""Levels of a value that is no tensor. Python's stack is finite."""
 
 ABSENT = object()
 """What `find_value` gives where there is nothing; None is a value."""
@@ -84,6 +87,16 @@ def lazy_tensors(tree: object) -> Iterator[LazyTensor]:
 def opaque_inside(tree: object) -> bool:
     """Whether there is anything in a tree that was not built."""
     return any(isinstance(value, Opaque) for value in values_inside(tree))
+
+
+def unbuilt(value: object) -> str | None:
+    """Why a value cannot be had as it was; None where it can. `torch_tree` and picklers are recursive."""
+    for inner, depth in levels(value):
+        if depth > DEEPEST:
+            return f"a value that is nested deeper than {DEEPEST} levels"
+        if isinstance(inner, Opaque | Global):
+            return f"an object that Holdfast does not build ({inner!r:.80})"
+    return None
 
 
 def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Tensor]) -> object:
