@@ -12,8 +12,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+import holdfast
 from holdfast.errors import HoldfastError
 from holdfast.integrations.dcp import Reader
+from holdfast.torch import load_sharded, save_sharded
 from tests.hostile.case import Case
 from tests.hostile.cases_dcp import CASES
 from tests.hostile.harness import SECONDS_FLOOR, WATCH, deadline
@@ -70,6 +72,10 @@ def _warm(tmp_path_factory: pytest.TempPathFactory) -> None:
     path = honest.make(tmp_path_factory.mktemp("warm"))
     assert isinstance(path, Path)
     load_all(path)
+    path = tmp_path_factory.mktemp("warm") / "value"
+    save_sharded(path, {"v": [1, (2,)]}, format="dcp", durable=False)
+    load_all(path)
+    load_sharded(path, {"v": None})
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,5 +86,18 @@ def test_an_attack(case: Case, tmp_path: Path):
     with deadline(10 * SECONDS_FLOOR), WATCH.watching():
         try:
             load_all(path)
+        except HoldfastError as error:
+            str(error)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name.startswith("dcp-value")], ids=str)
+def test_the_same_through_load_sharded(case: Case, tmp_path: Path):
+    path = case.make(tmp_path)
+    assert isinstance(path, Path)
+    with deadline(10 * SECONDS_FLOOR), WATCH.watching():
+        try:
+            with holdfast.open(path) as found:
+                state = dict.fromkeys(map(str, found.tree))
+            load_sharded(path, state)
         except HoldfastError as error:
             str(error)
