@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from holdfast.core.limits import Limits
     from holdfast.core.opaque import Global, Opaque
     from holdfast.core.tensor import Composite, LazyTensor
+    from holdfast.engine.dequantize import dequantize
     from holdfast.errors import HoldfastError
     from holdfast.inspect.diff import Diff, diff
     from holdfast.inspect.open import open, read
@@ -73,6 +74,7 @@ _WHERE = {
     "alias_graph": "rewrite.alias_graph",
     "compact": "rewrite.share",
     "convert": "rewrite.convert",
+    "dequantize": "engine.dequantize",
     "diff": "inspect.diff",
     "edit": "rewrite.convert",
     "open": "inspect.open",
@@ -122,6 +124,7 @@ __all__ = [
     "alias_graph",
     "compact",
     "convert",
+    "dequantize",
     "diff",
     "edit",
     "errors",

@@ -31,6 +31,7 @@ examples:
   holdfast convert actor/ hf/ --format safetensors --dtype bf16 --copy-config base/
   holdfast convert trainer.ckpt weights.safetensors --keep 'state_dict.*' --tensors-only
   holdfast convert model.pt model.safetensors --dry-run
+  holdfast convert model.gguf model.safetensors --dequantize --dtype bf16
   holdfast convert heads.pt2 classify.safetensors --model classify               its state dict, without the program
 """
 
@@ -43,6 +44,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--model", metavar="NAME", help="of a package: the state dict of this model")
     verb.add_argument("--constants", action="store_true", help="of a package: with the constants of its programs")
     verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
+    verb.add_argument("--dequantize", action="store_true", help="of GGUF: the numbers that its quantised blocks stand for")
     verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
     add_sparse(verb)
     add_writing(verb)
@@ -66,7 +68,8 @@ def edits_of(options: argparse.Namespace) -> Edits:
     from holdfast.rewrite.transform import Edits, casts_of
 
     casts = casts_of(_dtypes(options.dtype))
-    return Edits(tuple(options.keep), tuple(options.drop), tuple(options.rename), casts, options.tensors_only)
+    dequantize = getattr(options, "dequantize", False)  # `edit` has no such option: it writes what it reads
+    return Edits(tuple(options.keep), tuple(options.drop), tuple(options.rename), casts, options.tensors_only, dequantize)
 
 
 def _dtypes(words: Sequence[str]) -> dict[str, str]:

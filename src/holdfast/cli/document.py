@@ -92,6 +92,7 @@ def _tensor(name: str, tensor: LazyTensor, role: str, *, tie: str) -> dict[str, 
         "requires_grad": traits.requires_grad,
         "subclass": str(traits.subclass) if traits.subclass is not None else None,
         "meta": traits.meta,
+        "blocks": traits.blocks,
         "same_as": tie.removeprefix("= ") if tie.startswith("= ") else None,
         "chunks": [_chunk(chunk) for chunk in tensor.chunks],
     }

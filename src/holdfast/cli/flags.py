@@ -15,7 +15,7 @@ __all__ = ["FLAGS", "in_flags", "options_of", "verbs_of"]
 
 FLAGS = {
     "bins": "--bins", "constants": "--constants", "copy_config": "--copy-config",
-    "deduplicate": "--content", "drop": "--drop", "dry_run": "--dry-run",
+    "deduplicate": "--content", "dequantize": "--dequantize", "drop": "--drop", "dry_run": "--dry-run",
     "dtype": "--dtype", "durable": "--no-durable", "exact": "--exact", "format": "--format", "in_place": "--in-place",
     "keep": "--keep", "masks": "--masks", "max_memory": "--max-memory", "max_shard_size": "--max-shard-size", "mesh": "--mesh",
     "metadata": "--set", "model": "--model", "overwrite": "--overwrite", "pattern": "--filter", "read_back": "--read-back",

@@ -362,7 +362,7 @@ def _leaf_key(leaf: Leaf) -> Hashable:
     if leaf.tensor is None:
         return (leaf.kind, leaf.type)
     packing = packing_of(leaf.tensor)
-    return (leaf.tensor.dtype.name, leaf.tensor.shape, leaf.role, leaf.tie[:1], packing and packing.text)
+    return (leaf.tensor.dtype.name, leaf.tensor.shape, leaf.role, leaf.tie[:1], leaf.tensor.traits.blocks, packing and packing.text)
 
 
 def _blend(members: list[Node]) -> Node:

@@ -218,6 +218,8 @@ def _tensor_row(lead: str, leaf: Leaf) -> Row:
         remark.append((_plain_text(str(leaf.tensor.traits.subclass), 80), "foreign"))
     if leaf.role:
         remark.append((leaf.role, "dim"))
+    if leaf.tensor.traits.blocks is not None:
+        remark.append((f"blocks of {leaf.tensor.traits.blocks}", "note"))
     packing = packing_of(leaf.tensor)
     if packing is not None:
         part = f" {percent(packing.stored_nbytes, leaf.tensor.nbytes)}" if leaf.times == 1 else ""

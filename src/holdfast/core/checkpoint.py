@@ -85,7 +85,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def format(self) -> str:
-        """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp` or `native`."""
+        """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`, `native`, `npy`,
+        `npz`, `gguf` or `gguf-dir`."""
         return self._description.format
 
     @property

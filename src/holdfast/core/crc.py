@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from isal import isal_zlib
 
-__all__ = ["Sums", "combine", "crc32"]
+__all__ = ["Sums", "combine", "crc32", "rest_of"]
 
 
 def crc32(data: bytes | memoryview | bytearray, start: int = 0) -> int:
@@ -19,6 +19,15 @@ def crc32(data: bytes | memoryview | bytearray, start: int = 0) -> int:
 def combine(first: int, second: int, nbytes: int) -> int:
     """The CRC of two messages in a row, from their CRCs and the length of the second."""
     return isal_zlib.crc32_combine(first, second, nbytes)
+
+
+def rest_of(whole: int, first: int, nbytes: int) -> int:
+    """The CRC of the second of two messages in a row, from those of both together and of the first, and the length of the second.
+
+    >>> rest_of(crc32(b"holdfast"), crc32(b"hold"), 4) == crc32(b"fast")
+    True
+    """
+    return whole ^ combine(first, 0, nbytes)
 
 
 class Sums:

@@ -63,6 +63,9 @@ class Limits:
     sparse_expansion: int = 1024
     """How many times its stored bytes a tensor may be that is stored as marks and values. The writer keeps to this default."""
 
+    inflation: int = 64
+    """How many times its packed bytes a compressed array of an `.npz` may be; up to 16 MiB nobody asks. Zeros reach 1,000."""
+
     def __post_init__(self) -> None:
         for field in self.__dataclass_fields__:
             value: object = getattr(self, field)

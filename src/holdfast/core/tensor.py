@@ -237,6 +237,8 @@ class Traits:
     """Attributes that were saved with it."""
     alias: AliasView | None = None
     """Where it lay when it shared its storage, in a file whose format stores every tensor by itself."""
+    blocks: str | None = None
+    """Of bytes that are quantised blocks: their type, as `core/blocks.py` has it (`Q4_K`)."""
     strides: tuple[int, ...] | None = None
     """How it lay in memory when it was saved, in elements, where a file notes that apart: DCP since torch 2.15."""
 
@@ -330,7 +332,7 @@ class LazyTensor:
             return tuple(values[a] for a in order)
 
         chunks = tuple(Chunk(Box(turn(c.box.start), turn(c.box.stop)), c.storage, c.offset, turn(c.strides)) for c in self.chunks)
-        return replace(self, shape=turn(self.shape), chunks=chunks, traits=replace(self.traits, alias=None))
+        return replace(self, shape=turn(self.shape), chunks=chunks, traits=replace(self.traits, alias=None, blocks=None))
 
     @property
     def T(self) -> LazyTensor:  # noqa: N802  # numpy's and torch's name

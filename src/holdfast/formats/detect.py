@@ -14,18 +14,25 @@ def formats() -> Iterator[Format]:
     """The formats, in the order in which they are tried. Each is imported when its turn comes: to open a `.pt` takes one."""
     # A zip as well, and told from one of torch.save by a record that only it has.
     from holdfast.formats.pt2.archive import Pt2Archive
-    from holdfast.formats.torch.zip import TorchZip
 
     yield Pt2Archive()
+
+    from holdfast.formats.npy.archive import NpyFile, NpzArchive
+    from holdfast.formats.torch.zip import TorchZip
+
+    yield NpzArchive()
     yield TorchZip()
+    yield NpyFile()
 
     from holdfast.formats.torch.legacy import TorchLegacy, TorchTar
 
     yield TorchLegacy()
     yield TorchTar()
 
+    from holdfast.formats.gguf.read import GgufFile
     from holdfast.formats.safetensors.read import SafetensorsFile
 
+    yield GgufFile()
     yield SafetensorsFile()
 
     # A native directory holds safetensors files and an index of them as well, so it is looked for first.
@@ -39,16 +46,24 @@ def formats() -> Iterator[Format]:
     yield DcpDirectory()
     yield SafetensorsDirectory()
 
+    from holdfast.formats.gguf.read import GgufDirectory
+
+    yield GgufDirectory()
+
+
+PLAIN = ("safetensors", "npy", "gguf")
+"""Formats of one file that torch does not know."""
+
 
 def _refuse_second_reading(source: Source, found: Format) -> None:
     """Refuse a file that torch would read as something else: it tries zip, then tar, and then its old stream of pickles.
 
     A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from
-    its first byte on, which the length at the start of safetensors can be made to allow.
+    its first byte on, which the length at the start of safetensors and the counts of GGUF can be made to allow.
     """
     from holdfast.formats.torch.legacy import begins_like_tar
 
-    if found.name not in ("torch-legacy", "safetensors"):
+    if found.name not in ("torch-legacy", *PLAIN):
         return
     (key,) = source.store.list()
     head = source.bytes(key, 0, min(source.store.size(key), 512))
@@ -58,9 +73,9 @@ def _refuse_second_reading(source: Source, found: Format) -> None:
             "another; `holdfast scan` shows what both would do",
             file=key,
         )
-    if found.name == "safetensors" and _unpickles(source, key):
+    if found.name in PLAIN and _unpickles(source, key):
         raise FormatError(
-            "the file is safetensors and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what that "
+            f"the file is {found.name} and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what that "
             "would do",
             file=key,
         )
@@ -78,9 +93,7 @@ def _unpickles(source: Source, key: str) -> bool:
 
 HINTS = (
     (b"\x80", "it begins like a bare pickle, which `holdfast scan` can look into"),
-    (b"\x93NUMPY", "it is a numpy array file; use numpy.load"),
     (b"\x89HDF", "it is an HDF5 file, which Holdfast does not read"),
-    (b"GGUF", "it is a GGUF file, which Holdfast does not read"),
     (b"\x1f\x8b", "it is gzip-compressed; unpack it first"),
     (b"PYTORCH1", "it was written by a preview release of torch that no torch reads today"),
     (b"version https://git-lfs", "it is a Git LFS pointer, not the file itself; run `git lfs pull`"),

@@ -27,7 +27,7 @@ from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.quantities import shown
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadPath, HoldfastError, UnknownFormat
+from holdfast.errors import BadPath, HoldfastError, UnknownFormat, Unsupported
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.native.schema import MANIFEST
@@ -264,6 +264,16 @@ class Opened:
     refusal: str | None = None
     """Why it was refused; None where it was not, or where `open` does not know such files."""
     paths: dict[str, tuple[str, ...]] | None = None
+    templates: tuple[str, ...] = ()
+    """Where a file has text that programs carry out which load it."""
+    other: bool = False
+    """Whether it was refused for what it is, and not for how it is written."""
+
+
+TEMPLATE = "chat_template"
+TEMPLATE_REASON = (
+    "a template that programs render with Jinja, which is a language: it is shown by `holdfast show`, and was not judged"
+)
 
 
 def _open(path: Path, limits: Limits) -> Opened:
@@ -271,11 +281,12 @@ def _open(path: Path, limits: Limits) -> Opened:
         with open_checkpoint(found_path(str(path)), limits=limits) as checkpoint:
             paths = {str(what): tuple(seen.paths) for what, seen in gather(checkpoint.tree).items()} if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
-            return Opened(checkpoint.format, None, paths)
+            templates = tuple(name for name in checkpoint.metadata if TEMPLATE in name) if checkpoint.format == "gguf" else ()
+            return Opened(checkpoint.format, None, paths, templates)
     except UnknownFormat:
         return Opened()
     except HoldfastError as error:
-        return Opened("", str(error))
+        return Opened("", str(error), other=isinstance(error, Unsupported))
 
 
 def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
@@ -290,6 +301,8 @@ def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
 
 
 def _report(path: Path, walk: Walk, opened: Opened, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
+    for name in opened.templates:
+        walk.found.tell("unknown", name, TEMPLATE_REASON, stream=WHOLE)
     findings = walk.found.sorted(paths)
     errors = list(walk.found.errors)
     other = walk.kinds & {"zip", "tar"} and not walk.torch_zip
@@ -297,7 +310,9 @@ def _report(path: Path, walk: Walk, opened: Opened, *, paths: dict[str, tuple[st
         # An archive in which there is nothing for any loader: a wheel, a document, pictures.
         ordinary = not errors or ("refused" in walk.kinds and len(errors) == 1)
         return FileReport(str(path), "", error=None if ordinary else _joined(errors))
-    if opened.refusal is not None and not errors and not (other and "refused" not in walk.kinds):
+    # An array of something that is no tensor, which was walked to its end.
+    array = "npy" in walk.kinds and opened.other
+    if opened.refusal is not None and not errors and not array and not (other and "refused" not in walk.kinds):
         errors.append(opened.refusal)
     if not opened.format and walk.trailing is not None:
         errors.append(walk.trailing)

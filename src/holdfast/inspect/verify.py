@@ -40,7 +40,7 @@ from holdfast.stores.paths import local_path
 
 __all__ = ["Damage", "Problem", "VerifyReport", "verify"]
 
-SUFFIXES = (".bin", ".ckpt", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
+SUFFIXES = (".bin", ".ckpt", ".gguf", ".npy", ".npz", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
 """Files in a directory that are checkpoints by their names."""
 
 
@@ -267,9 +267,12 @@ class Verification:
     def _content(self, source: OpenSource, path: str) -> set[str]:
         zipped = begins_like_zip(source)
         tensors: Mapping[str, LazyTensor] = {}
+        kind = "torch-zip"
         with located(file=path), resting_collector():
             try:
-                description = detect(source).describe(source)
+                found = detect(source)
+                kind = found.name
+                description = found.describe(source)
                 kind, tensors = description.format, dict(description.tensors)
                 self._notes += description.notes
                 for change in description.changed:
@@ -277,13 +280,12 @@ class Verification:
             except FormatError as error:
                 if not zipped:
                     raise
-                read_archive(source, source.store.list()[0])  # raises where the archive itself is at fault
+                read_archive(source, source.store.list()[0], fold_case=kind != NPZ)  # raises where the archive itself is at fault
                 self.refuse(path, error)
-                kind = "torch-zip"
             except Corrupted:
                 if not zipped:
                     raise
-                kind = "torch-zip"  # the record that is damaged is found again among all of them
+                # The record that is damaged is found again among all of them.
             if kind == "native":
                 try:
                     check_files(source)
@@ -295,7 +297,7 @@ class Verification:
             # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
             keys = [key for key in source.store.list() if key.endswith(".distcp")]
         if zipped:
-            _add_records(ranges, source, keys[0])
+            _add_records(ranges, source, keys[0], arrays=kind == NPZ)
         self._sweep(source, ranges, keys, path=path)
         self._formats.append(kind)
         self._files += [(os.path.basename(path) if _label(path, key) == path else key, source.store.size(key)) for key in keys]
@@ -375,6 +377,8 @@ class Verification:
 
 Place = tuple[str, int, int]
 
+NPZ = "npz"
+
 
 def _with_parts(tensor: LazyTensor) -> Iterator[Storage]:
     """The storages of a tensor; of one that is stored packed, its parts as well."""
@@ -390,11 +394,15 @@ def _store_of(storage: Storage, tensor: LazyTensor) -> Store:
     return store.below(storage.key) or store
 
 
-def _add_records(ranges: dict[object, Range], source: OpenSource, key: str) -> None:
-    """The records of a zip that are no tensor's storage."""
-    archive = read_archive(source, key)
-    cut = len(archive.prefix) + 1 if archive.prefix else 0
+def _add_records(ranges: dict[object, Range], source: OpenSource, key: str, *, arrays: bool) -> None:
+    """The records of a zip that are no tensor's storage. Tensors of an .npz end their records, and their checksums cover them."""
+    archive = read_archive(source, key, fold_case=not arrays)
+    cut = len(archive.prefix) + 1 if archive.prefix and not arrays else 0
+    ends = {at.span.stop for at in ranges.values() if at.crc32 is not None and at.span.key == key} if arrays else set()
+    inflated = {at.label for at in ranges.values() if at.span.key != key} if arrays else set()
     for name, record in archive.records.items():
+        if record.stop in ends or name in inflated:
+            continue
         if record.nbytes and record.crc32 is not None and (key, record.start, record.nbytes) not in ranges:
             span = Span(key, record.start, record.nbytes)
             length = None if record.stored else record.content_nbytes

@@ -76,6 +76,7 @@ def convert(
     sample_inputs: bool = False,
     max_shard_size: Size | None = None,
     tensors_only: bool = False,
+    dequantize: bool = False,
     keep_tree: bool = True,
     sparse: str = "never",
     copy_config: CopyConfig = True,
@@ -99,6 +100,9 @@ def convert(
     zeros are counted first, so it reads the source when the conversion is planned. With `dry_run=True` nothing is written, and the
     result says what would be. `resume` takes up an interrupted conversion to a directory: its finished files are checked and kept.
 
+    `dequantize` writes what the quantised blocks of a GGUF file stand for, as float32 or as `dtype` says; without it, the bytes of
+    the blocks are written as they are.
+
     From a Hugging Face folder to a directory, config, tokenizer and generation files come along, and the config's dtype is set
     where the weights are cast. `copy_config=False` leaves them, `copy_config="base/"` takes them from another folder.
 
@@ -107,7 +111,7 @@ def convert(
     """
     planned = plan_conversion(
         src, dst, format=format, selection=Selection(model, constants, sample_inputs), copy_config=copy_config,
-        edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only),
+        edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only, dequantize),
         options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse),
         writing=Writing(
             overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run,

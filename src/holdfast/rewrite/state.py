@@ -39,7 +39,7 @@ __all__ = ["Stateful", "describe_state", "is_stateful", "map_tensors", "state_an
 MOST_VISITS = 100_000
 """Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
 
-OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native"})
+OWN_METADATA = frozenset({"safetensors", "safetensors-dir", "native", "gguf", "gguf-dir"})
 """Formats whose metadata is text that someone put there."""
 
 Arrays = Literal["tensors", "values"]

@@ -1,4 +1,4 @@
-"""Keep, drop, rename and cast: what `convert` and `edit` do to a state before it is saved. Nothing is read.
+"""Keep, drop, rename, dequantize and cast: what `convert` and `edit` do to a state before it is saved. Nothing is read.
 
 Patterns are globs on dotted names (`model.layers.*.bias`). They apply to every leaf of the tree, tensors and plain values alike, so
 that `keep=["model.*"]` leaves the model and nothing of the optimizer. A rename is a pair of globs with as many stars on both sides
@@ -34,6 +34,7 @@ from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.tree import Path, dotted, leaf_paths, name_tensors, refilled, step
 from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
 from holdfast.engine.computed import Computed, Observe
+from holdfast.engine.dequantize import Dequantized
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.rewrite.state import MOST_VISITS, map_tensors
 
@@ -174,9 +175,11 @@ class Edits:
     """What floating-point tensors are cast to; integers, booleans and quantised ones stay as they are."""
     tensors_only: bool = False
     """Keep the tensors under their dotted names in a flat mapping and leave everything else out."""
+    dequantize: bool = False
+    """Write what quantised blocks stand for; casts come after it."""
 
     def __bool__(self) -> bool:
-        return bool(self.keep or self.drop or self.rename or self.casts or self.tensors_only)
+        return bool(self.keep or self.drop or self.rename or self.casts or self.tensors_only or self.dequantize)
 
 
 def dtype_named(name: AnyDType) -> DType:
@@ -217,6 +220,8 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
     if not edits:
         return state
     problems: list[str] = []
+    if edits.dequantize:
+        state = _dequantized(state, limits)
     tree: object = dict(state.tensors) if edits.tensors_only else state.tree
     if edits.keep or edits.drop or edits.rename:
         tree = _reshape(tree, edits, problems)
@@ -226,6 +231,29 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
     if cast is not None:
         # Quantised tensors stay as they are: their parts mean nothing in another dtype.
         tree = map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")
+    named = name_tensors(tree, limits or Limits(), MOST_VISITS)
+    return State(tree, named.tensors, named.paths, state.metadata)
+
+
+def _dequantized(state: State, limits: Limits | None) -> State:
+    """The state with the numbers that quantised blocks stand for. What cannot be decoded is listed."""
+    decoded, problems, made = Dequantized(), list[str](), dict[View, LazyTensor]()
+
+    def change(tensor: LazyTensor) -> LazyTensor:
+        if tensor.traits.blocks is None:
+            return tensor
+        key = identity(tensor)
+        if key not in made:
+            try:
+                made[key] = decoded.tensor(tensor)
+            except Unsupported as error:
+                problems.append(f"{tensor.name}: {error.message}")
+                return tensor
+        return replace(made[key], name=tensor.name)
+
+    tree = map_tensors(state.tree, change)
+    if problems:
+        raise CannotHold("not all of this checkpoint can be dequantized", problems)
     named = name_tensors(tree, limits or Limits(), MOST_VISITS)
     return State(tree, named.tensors, named.paths, state.metadata)
 

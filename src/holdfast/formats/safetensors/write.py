@@ -301,7 +301,7 @@ def is_flat(state: State) -> bool:
         traits = tensor.traits
         if traits.requires_grad or traits.parameter or traits.buffer or traits.meta:
             return False
-        if traits.subclass is not None or traits.state is not None:
+        if traits.subclass is not None or traits.state is not None or traits.blocks is not None:
             return False
     return True
 

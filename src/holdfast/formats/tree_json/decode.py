@@ -17,6 +17,7 @@ from typing import NoReturn, cast
 
 import numpy as np
 
+from holdfast.core.blocks import BLOCKS
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
@@ -218,7 +219,7 @@ FLAVOURS: dict[object, type[PurePosixPath | PureWindowsPath]] = {"posix": PurePo
 
 def read_tensor(d: Decoder, fields: Fields, at: At) -> object:
     if len(fields) != 2 or "name" not in fields:  # the usual form needs no further look
-        check_fields(fields, at, "name", optional=("dtype", "shape", *TRAITS))
+        check_fields(fields, at, "name", optional=("dtype", "shape", "blocks", *TRAITS))
     name = d.text(fields, "name", at)
     if name in d.tensors:
         refuse(f"the tensor {quoted(name)} stands in the tree twice", (at, "name"))
@@ -234,9 +235,19 @@ def read_tensor(d: Decoder, fields: Fields, at: At) -> object:
             refuse(f"there is no tensor {quoted(name)}", (at, "name"))
     d.tensors[name] = tensor  # the place in the order, before tensors in attributes
     traits = d.traits(tensor.traits, fields, at)
+    if "blocks" in fields:
+        traits = replace(traits, blocks=_blocks(d.text(fields, "blocks", at), tensor, at))
     if traits is not tensor.traits:
         d.tensors[name] = tensor = replace(tensor, traits=traits)
     return tensor
+
+
+def _blocks(name: str, tensor: LazyTensor, at: At) -> str:
+    """The type of blocks that the bytes of a tensor can be."""
+    blocks = BLOCKS.get(name)
+    if blocks is None or tensor.dtype != "uint8" or blocks.shape(tensor.shape) is None:
+        refuse(f"{tensor.dtype} {list(tensor.shape)} is not in blocks of {quoted(name)}", (at, "blocks"))
+    return blocks.name
 
 
 def read_composite(d: Decoder, fields: Fields, at: At) -> object:

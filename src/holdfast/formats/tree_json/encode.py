@@ -231,6 +231,8 @@ class Encoder:
         """What is not as it usually is. Conjugated and negated elements are written as what they stand for."""
         flags = ("requires_grad", "parameter", "buffer")
         node: dict[str, object] = {flag: True for flag in flags if getattr(traits, flag)}
+        if traits.blocks is not None:
+            node["blocks"] = traits.blocks
         if traits.subclass is not None:
             node["subclass"] = self.leaf(traits.subclass, path)
         if traits.state is not None:

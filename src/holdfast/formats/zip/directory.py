@@ -53,7 +53,7 @@ SHOWN = 80
 """Characters of a hostile name that an error message repeats."""
 
 
-def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: Places) -> list[str]:
+def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: Places, *, fold_case: bool = True) -> list[str]:
     """The names as text, in the same order. A folder's name keeps its final slash.
 
     All names are checked together, as one text with NUL before, between and behind them: a hundred thousand names cost a
@@ -74,14 +74,14 @@ def decode_names(raw: Sequence[bytes], flags: Sequence[int], places: Places) -> 
             if problem:
                 raise refused(problem, key=places.key, offset=int(places.offsets[row]))
     # Folding works character by character, so folding the whole is folding each. A folder must not share a file's name.
-    folded = (text.casefold() + "\0").replace("/\0", "\0").split("\0")[:-1]
+    folded = ((text.casefold() if fold_case else text) + "\0").replace("/\0", "\0").split("\0")[:-1]
     if len(set(folded)) != len(folded):
         first: dict[str, int] = {}
         for row, same in enumerate(folded):
             before = first.setdefault(same, row)
             if before != row:
                 pair = f"{names[before][:SHOWN]!r} and {names[row][:SHOWN]!r}"
-                message = f"two records of one name, {pair} (torch ignores case)"
+                message = f"two records of one name, {pair}{' (torch ignores case)' if fold_case else ''}"
                 raise refused(message, key=places.key, offset=int(places.offsets[row]))
     return names
 
@@ -267,7 +267,7 @@ class Entries:
     """Where each local header is, counted from the archive's start."""
 
 
-def read_entries(raw: bytes, tail: Tail, *, key: str, start: int) -> Entries:
+def read_entries(raw: bytes, tail: Tail, *, key: str, start: int, fold_case: bool = True) -> Entries:
     """Parse and check a central directory; `start` is where the archive begins in the file."""
     place = start + tail.directory
     positions, raw_names = _walk(raw, tail.count, key=key, place=place)
@@ -280,7 +280,7 @@ def read_entries(raw: bytes, tail: Tail, *, key: str, start: int) -> Entries:
     _check_sizes(fields["crc"], methods, sizes, packed=packed, places=places)
     inside = (packed <= tail.directory) & (offsets <= tail.directory)
     places.require(inside, "a record outside of the archive")
-    names = decode_names(raw_names, flags.tolist(), places)
+    names = decode_names(raw_names, flags.tolist(), places, fold_case=fold_case)
     folders = np.fromiter((name.endswith("/") for name in names), np.bool_, len(names))
     _check_attributes(fields["attributes"], folders, places)
     places.require(~folders | ((sizes == 0) & (methods == STORED)), "a folder that has content")

@@ -302,8 +302,10 @@ def _consistent(raw: bytes, fields: np.ndarray, entries: Entries, *, rows: slice
     return good
 
 
-def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None = None) -> Archive:
+def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None = None, fold_case: bool = True) -> Archive:
     """Read which records the archive in bytes `start` to `stop` of a file has, and where they lie.
+
+    With `fold_case=False` names may differ in case alone: torch sees one record there, and numpy two.
 
     Raises `ZipError` for an archive that two readers could see differently, `Truncated` for one that was cut short and
     `LimitExceeded` for one with a larger directory than the source's limits allow.
@@ -320,7 +322,7 @@ def read_archive(source: Source, key: str, *, start: int = 0, stop: int | None =
         return usual
     tail = read_tail(source, key, start=start, stop=stop)
     raw = source.bytes(key, start + tail.directory, start + tail.directory + tail.nbytes)
-    entries = read_entries(raw, tail, key=key, start=start)
+    entries = read_entries(raw, tail, key=key, start=start, fold_case=fold_case)
     payloads = locate_payloads(source, entries, tail.directory, key=key, start=start)
     return _archive(entries, payloads, start)
 

@@ -18,9 +18,9 @@ from typing import IO, Protocol, cast
 
 from holdfast.core.limits import Limits
 from holdfast.engine.source import OpenSource
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, ZipError
 from holdfast.formats.torch.legacy import begins_like_tar
-from holdfast.formats.zip.reader import read_archive
+from holdfast.formats.zip.reader import Archive, read_archive
 from holdfast.stores.memory import MemoryStore
 
 __all__ = [
@@ -266,7 +266,7 @@ def last_zip(span: Span, *, exact: bool) -> tuple[int, int] | None:
 def entries_of(span: Span) -> tuple[list[Entry], str | None]:
     """The records of the archive that is the whole span, and why the strict reader refuses it, if it does."""
     try:
-        archive = read_archive(span.source, span.key, start=span.start, stop=span.stop)
+        archive = _archive(span)
     except HoldfastError as error:
         return _every_entry(span), str(error)
     found = []
@@ -274,6 +274,17 @@ def entries_of(span: Span) -> tuple[list[Entry], str | None]:
         place = Span(span.source, span.key, record.start, record.stop)
         found.append(Entry(record.name, record.method, place, record.content_nbytes))
     return found, None
+
+
+def _archive(span: Span) -> Archive:
+    """As the strict reader sees it. Names that differ in case alone are two arrays to numpy, and one record to torch."""
+    try:
+        return read_archive(span.source, span.key, start=span.start, stop=span.stop)
+    except ZipError:
+        archive = read_archive(span.source, span.key, start=span.start, stop=span.stop, fold_case=False)
+        if not all(name.endswith(".npy") for name in archive.records):
+            raise
+        return archive
 
 
 def _every_entry(span: Span) -> list[Entry]:

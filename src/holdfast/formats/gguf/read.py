@@ -1,0 +1,141 @@
+"""A GGUF file: its tensors as they lie, what it says of itself as text.
+
+Quantised tensors are the bytes of their blocks (`core/blocks.py`); `holdfast.dequantize` gives the numbers that they stand for.
+llama.cpp splits large models into files that say in their values which of how many they are; a folder of all of them opens as one.
+
+    model-00001-of-00003.gguf     split.no 0, split.count 3, split.tensors.count 291
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from holdfast.core.chunk import Storage
+from holdfast.core.dtype import DType
+from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import HeaderError, StoreError
+from holdfast.formats.gguf.schema import MAGIC, GgufHeader, Place, read_gguf_header
+
+__all__ = ["GgufDirectory", "GgufFile"]
+
+PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
+
+NUMBER, COUNT, TENSORS = "split.no", "split.count", "split.tensors.count"
+
+
+class GgufTensors(Mapping[str, LazyTensor]):
+    """The tensors of one file or of several. Each is made when it is asked for; iterating over names makes none."""
+
+    def __init__(self, headers: Sequence[GgufHeader], source: Source) -> None:
+        self._source = source
+        self._places: dict[str, tuple[Place, GgufHeader]] = {}
+        for header in headers:
+            for name, place in header.places.items():
+                if name in self._places:
+                    other = self._places[name][1].key
+                    raise HeaderError(f"the tensor is in {other!r} as well", file=header.key, tensor=name)
+                self._places[name] = place, header
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        place, header = self._places[name]
+        storage = Storage(header.key, place.start, place.nbytes, header.byteorder, label=name, home=self._source.store)
+        tensor = LazyTensor.contiguous(name, place.dtype, place.shape, storage, self._source)
+        return tensor if place.blocks is None else replace(tensor, traits=replace(tensor.traits, blocks=place.blocks))
+
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        place, _ = self._places[name]
+        return place.dtype, place.shape
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors of {self._source.store.name!r}>"
+
+
+class GgufFile:
+    """The format of a single file."""
+
+    name = "gguf"
+
+    def matches(self, source: Source) -> bool:
+        keys = source.store.list()
+        return len(keys) == 1 and _begins_like_gguf(source, keys[0])
+
+    def describe(self, source: Source) -> Description:
+        (key,) = source.store.list()
+        header = read_gguf_header(source, key)
+        notes = _notes([header])
+        count = header.values.number(COUNT) or 0
+        if count > 1:
+            number = (header.values.number(NUMBER) or 0) + 1
+            notes.append(f"file {number:,} of {count:,}; what is in the others is not seen here: open their folder")
+        tensors = GgufTensors([header], source)
+        return Description(self.name, tensors, tensors, notes=tuple(notes), metadata=header.values)
+
+
+class GgufDirectory:
+    """The format of a folder with all files of a model that was split."""
+
+    name = "gguf-dir"
+
+    def matches(self, source: Source) -> bool:
+        parts = _parts(source.store.list())
+        return len(parts) > 1 and all(_begins_like_gguf(source, key) for key in parts)
+
+    def describe(self, source: Source) -> Description:
+        parts = _parts(source.store.list())
+        said = {(found[1], found[3]) for found in map(PART.fullmatch, parts) if found is not None}
+        if len(said) > 1:
+            names = ", ".join(repr(stem) for stem, _ in sorted(said)[:3])
+            raise HeaderError(f"files of several models in one folder ({names}); give each a folder", file=source.store.name)
+        ((stem, count),) = said
+        expected = [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)][: len(parts) + 1]
+        missing = [key for key in expected if key not in parts]
+        if missing or len(parts) != int(count):
+            raise StoreError(f"{int(count) - len(parts):,} of {int(count):,} files are not here: {missing[0]!r} is missing",
+                             file=source.store.name, found=tuple(missing))  # fmt: skip
+        headers = [read_gguf_header(source, key) for key in parts]
+        for number, header in enumerate(headers):
+            _check_part(header, number, len(headers))
+        tensors = GgufTensors(headers, source)
+        total = headers[0].values.number(TENSORS)
+        if total is not None and total != len(tensors):
+            message = f"the first file says {total:,} tensors, and all of them have {len(tensors):,}"
+            raise HeaderError(message, file=parts[0], expected=total, found=len(tensors))
+        return Description(self.name, tensors, tensors, notes=tuple(_notes(headers)), metadata=headers[0].values)
+
+
+def _begins_like_gguf(source: Source, key: str) -> bool:
+    return source.store.size(key) >= len(MAGIC) and source.bytes(key, 0, len(MAGIC)) == MAGIC
+
+
+def _parts(keys: Sequence[str]) -> list[str]:
+    """The files at the top of a folder that are part of a split model, in the order of their names."""
+    return sorted(key for key in keys if "/" not in key and PART.fullmatch(key))
+
+
+def _check_part(header: GgufHeader, number: int, count: int) -> None:
+    said = header.values.number(NUMBER), header.values.number(COUNT)
+    if said != (number, count):
+        message = f"by its name it is file {number + 1:,} of {count:,}, and its values ({NUMBER}, {COUNT}) say {said}"
+        raise HeaderError(message, file=header.key, expected=(number, count), found=said)
+
+
+def _notes(headers: Sequence[GgufHeader]) -> list[str]:
+    """What is to be known of the tensors."""
+    found = Counter(place.blocks for header in headers for place in header.places.values() if place.blocks is not None)
+    if not found:
+        return []
+    listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())
+    return [f"{found.total():,} tensors are stored in quantised blocks, and shown as their bytes: {listed}"]

@@ -1,0 +1,379 @@
+"""The header of a GGUF file: from bytes to values and to where tensors lie.
+
+    GGUF │ version u32 │ tensors u64 │ values u64 │ values … │ tensors … │ padding │ data
+                                                    │           │
+        value    text, type u32, content            ┘           │      text      length u64, UTF-8
+        tensor   text, rank u32, dims u64…, type u32, offset u64┘      array     type u32, count u64, contents
+
+Nothing says how long the header is: it is read in growing pieces while it is walked. Offsets count from where the data begins, a
+multiple of the alignment; dims are the other way round, the fastest first. A file of a big-endian machine is known by its version.
+
+Every count is compared with the bytes that are left before anything is made for it. Texts and arrays are stepped over, and made
+when somebody asks (`Values`): a vocabulary has a quarter of a million texts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from holdfast.core.blocks import BLOCKS, BlockType
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.protocols import Source
+from holdfast.errors import HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
+from holdfast.formats.safetensors.schema import addressable
+
+__all__ = ["MAGIC", "GgufHeader", "Place", "Values", "read_gguf_header"]
+
+MAGIC = b"GGUF"
+
+VERSIONS = (2, 3)
+"""Version 1 had 32-bit counts; nobody writes it since August 2023."""
+
+ALIGNMENT = "general.alignment"
+USUAL_ALIGNMENT = 32
+
+FIRST_NBYTES = 1 << 16
+"""Bytes that are read first; four times as many whenever they do not do."""
+
+TEXT, ARRAY, BOOL = 8, 9, 7
+SCALARS = {0: "u1", 1: "i1", 2: "u2", 3: "i2", 4: "u4", 5: "i4", 6: "f4", BOOL: "u1", 10: "u8", 11: "i8", 12: "f8"}
+"""Types of values, as numpy has them."""
+
+PLAIN = {
+    0: "float32", 1: "float16", 24: "int8", 25: "int16", 26: "int32", 27: "int64", 28: "float64", 30: "bfloat16",
+}  # fmt: skip
+"""Types of tensors that are dtypes."""
+
+PACKED = {
+    2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
+}  # fmt: skip
+"""Types of tensors that are blocks."""
+
+
+class Place(NamedTuple):
+    """What the header says of one tensor."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    """As stored: the last axis of blocks counts bytes."""
+    start: int
+    """First byte in the file."""
+    nbytes: int
+    blocks: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """A checked header."""
+
+    key: str
+    """The file."""
+    byteorder: str
+    version: int
+    places: dict[str, Place]
+    """Every tensor, in the order of the file."""
+    values: Values
+
+
+class Values(Mapping[str, str]):
+    """The values of a file as text; each is made when it is asked for.
+
+    Texts are as they are, numbers and truths as JSON has them, arrays as JSON.
+    """
+
+    def __init__(self, raw: bytes, places: Mapping[str, tuple[int, int]], order: str) -> None:
+        self._raw = raw
+        self._places = places
+        """Type and first byte of each."""
+        self._order = order
+
+    def __getitem__(self, name: str) -> str:
+        kind, at = self._places[name]
+        value, _ = self._value(kind, at)
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def number(self, name: str) -> int | None:
+        """A whole number; None where there is no such value, or it is something else."""
+        found = self._places.get(name)
+        value = None if found is None or found[0] in (TEXT, ARRAY, BOOL) else self._value(*found)[0]
+        return value if isinstance(value, int) else None
+
+    def kind(self, name: str) -> int | None:
+        """The type of a value."""
+        return self._places[name][0] if name in self._places else None
+
+    def _value(self, kind: int, at: int) -> tuple[object, int]:
+        """A value and where it ends. The walk has seen that all of it is there."""
+        if kind == TEXT:
+            stop = at + 8 + self._count(at)
+            return self._raw[at + 8 : stop].decode("utf-8", "backslashreplace"), stop
+        if kind != ARRAY:
+            made, stop = self._row(kind, at, 1)
+            return made[0], stop
+        inner = int.from_bytes(self._raw[at : at + 4], "big" if self._order == ">" else "little")
+        count, at = self._count(at + 4), at + 12
+        if inner not in (TEXT, ARRAY):
+            return self._row(inner, at, count)
+        items = []
+        for _ in range(count):
+            item, at = self._value(inner, at)
+            items.append(item)
+        return items, at
+
+    def _row(self, kind: int, at: int, count: int) -> tuple[list[object], int]:
+        array = np.frombuffer(self._raw, np.dtype(self._order + SCALARS[kind]), count, at)
+        if kind == BOOL:
+            array = array != 0
+        # The shortest digits that mean the same 32-bit float.
+        made = [float(str(n)) for n in array] if array.dtype.itemsize == 4 and array.dtype.kind == "f" else array.tolist()
+        return made, at + count * np.dtype(SCALARS[kind]).itemsize
+
+    def _count(self, at: int) -> int:
+        return int.from_bytes(self._raw[at : at + 8], "big" if self._order == ">" else "little")
+
+
+class Walk:
+    """Steps through a header whose length nobody knows."""
+
+    def __init__(self, source: Source, key: str) -> None:
+        self._source, self._key = source, key
+        self._size = source.store.size(key)
+        self.raw = source.bytes(key, 0, min(self._size, FIRST_NBYTES))
+        self.at = len(MAGIC)
+        self.order = "<"
+
+    def need(self, stop: int) -> bytes:
+        """The bytes of the file, up to this one at least."""
+        if stop <= len(self.raw):
+            return self.raw
+        if stop > self._size:
+            raise Truncated(
+                f"the header would reach beyond byte {stop:,}, and the file has {self._size:,}" if stop < 1 << 70 else
+                "the header would reach beyond any file",
+                file=self._key, offset=self.at, expected=min(stop, 1 << 70), found=self._size,
+            )  # fmt: skip
+        most = self._source.limits.header_nbytes
+        if stop > most:
+            raise LimitExceeded(
+                f"a header of more than {most:,} bytes, above Limits(header_nbytes={most:,})", file=self._key, expected=most
+            )
+        reach = min(max(stop, 4 * len(self.raw)), self._size, most)
+        self.raw += self._source.bytes(self._key, len(self.raw), reach)
+        return self.raw
+
+    def unpack(self, form: struct.Struct) -> tuple[int, ...]:
+        """Numbers, and on behind them."""
+        stop = self.at + form.size
+        found: tuple[int, ...] = form.unpack_from(self.need(stop), self.at)
+        self.at = stop
+        return found
+
+    def count(self, each: int, what: str) -> int:
+        """A number of things that take so many bytes each, of which there are enough."""
+        (count,) = self.unpack(self.forms.u64)
+        if count > (self._size - self.at) // each:
+            raise Truncated(
+                f"{count:,} {what} need {count * each:,} bytes at the least, and {self._size - self.at:,} are left",
+                file=self._key, offset=self.at - 8, expected=count * each, found=self._size - self.at,
+            )  # fmt: skip
+        return count
+
+    def text(self, what: str) -> str:
+        """A name."""
+        length = self.count(1, "bytes of a name")
+        start, stop = self.at, self.at + length
+        raw = self.need(stop)[start:stop]
+        self.at = stop
+        try:
+            name = raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise HeaderError(f"{what} that is no UTF-8: {raw[:40]!r}", file=self._key, offset=start) from None
+        if "\0" in name:
+            raise HeaderError(f"{what} with a NUL, where some readers end it: {name[:40]!r}", file=self._key, offset=start)
+        return name
+
+    def skip(self, kind: int, depth: int) -> None:
+        """Step over a value."""
+        if kind == TEXT:
+            length = self.count(1, "bytes of a text")
+            self.at += length
+        elif kind == ARRAY:
+            if depth > self._source.limits.depth:
+                limit = self._source.limits.depth
+                raise LimitExceeded(f"arrays in arrays, deeper than Limits(depth={limit})", file=self._key, expected=limit)
+            (inner,) = self.unpack(self.forms.u32)
+            self._skip_array(inner, depth)
+        else:
+            self.at += self._width(kind)
+
+    def _skip_array(self, inner: int, depth: int) -> None:
+        if inner == ARRAY:
+            for _ in range(self.count(12, "arrays")):
+                self.skip(ARRAY, depth + 1)
+        elif inner == TEXT:
+            self._skip_texts(self.count(8, "texts"))
+        else:
+            width = self._width(inner)
+            count = self.count(width, "numbers")
+            self.at += width * count
+
+    def _skip_texts(self, count: int) -> None:
+        """A vocabulary: without a call for each of its texts."""
+        at, raw, unpack = self.at, self.raw, self.forms.u64.unpack_from
+        for _ in range(count):
+            if at + 8 > len(raw):
+                self.at = at
+                raw = self.need(at + 8)
+            at += 8 + unpack(raw, at)[0]
+        self.at = at
+        self.need(at)
+
+    def _width(self, kind: int) -> int:
+        code = SCALARS.get(kind)
+        if code is None:
+            raise HeaderError(f"there is no type {kind:,} of values", file=self._key, offset=self.at, found=kind)
+        return int(code[1])
+
+    @property
+    def forms(self) -> Forms:
+        return FORMS[self.order]
+
+
+class Forms:
+    """How numbers lie, in one byte order."""
+
+    def __init__(self, order: str) -> None:
+        self.u32, self.u64 = struct.Struct(order + "I"), struct.Struct(order + "Q")
+        self.start = struct.Struct(order + "I2Q")
+        self.infos = [struct.Struct(f"{order}{rank}QIQ") for rank in range(9)]
+        self.order = order
+
+    def info(self, rank: int) -> struct.Struct:
+        """The dims, the type and the offset of a tensor."""
+        return self.infos[rank] if rank < len(self.infos) else struct.Struct(f"{self.order}{rank}QIQ")
+
+
+FORMS = {order: Forms(order) for order in "<>"}
+
+
+def read_gguf_header(source: Source, key: str) -> GgufHeader:
+    """Read and check the header of one file; no tensor data is read.
+
+    Raises `HeaderError`, `MetadataError`, `Truncated`, `Unsupported` or `LimitExceeded`.
+    """
+    walk = Walk(source, key)
+    version, tensors, values = _begin(walk, key)
+    found: dict[str, tuple[int, int]] = {}
+    for _ in range(values):
+        name = walk.text("the name of a value")
+        if name in found:
+            raise HeaderError(f"the value {name[:80]!r} is there twice", file=key, offset=walk.at)
+        (kind,) = walk.unpack(walk.forms.u32)
+        found[name] = (kind, walk.at)
+        walk.skip(kind, 1)
+    infos: dict[str, tuple[int, ...]] = {}
+    for _ in range(tensors):
+        name = walk.text("the name of a tensor")
+        if name in infos:
+            raise HeaderError(f"the tensor {name[:80]!r} is there twice", file=key, offset=walk.at, tensor=name)
+        (rank,) = walk.unpack(walk.forms.u32)
+        if rank > source.limits.rank:
+            limit = source.limits.rank
+            message = f"{rank:,} dimensions are more than Limits(rank={limit})"
+            raise LimitExceeded(message, file=key, tensor=name, offset=walk.at - 4, expected=limit, found=rank)
+        infos[name] = walk.unpack(walk.forms.info(rank))
+    header = walk.need(walk.at)[: walk.at]
+    texts = Values(header, found, walk.order)
+    alignment = _alignment(texts, key)
+    start = -(-walk.at // alignment) * alignment
+    places = {name: _place(name, info, start, alignment=alignment, key=key) for name, info in infos.items()}
+    _check_layout(places, walk.at, source.store.size(key), alignment=alignment, key=key)
+    return GgufHeader(key, "big" if walk.order == ">" else "little", version, places, texts)
+
+
+def _begin(walk: Walk, key: str) -> tuple[int, int, int]:
+    """The version, how many tensors and how many values."""
+    if not walk.need(24).startswith(MAGIC):
+        raise HeaderError("no GGUF file begins here", file=key, offset=0, expected=MAGIC)
+    (version,) = walk.unpack(walk.forms.u32)
+    if version & 0xFFFF == 0 and version:
+        version, walk.order = int.from_bytes(version.to_bytes(4, "little"), "big"), ">"
+    if version not in VERSIONS:
+        raise Unsupported(f"version {version:,} of GGUF; 2 and 3 are known", file=key, offset=4, found=version)
+    # The least that one takes: an empty name, and a byte of value; or no dims at all.
+    tensors = walk.count(24, "tensors")
+    return version, tensors, walk.count(13, "values")
+
+
+def _alignment(texts: Values, key: str) -> int:
+    if ALIGNMENT not in texts:
+        return USUAL_ALIGNMENT
+    alignment = texts.number(ALIGNMENT) if texts.kind(ALIGNMENT) == 4 else None
+    if not alignment or alignment & (alignment - 1):
+        raise HeaderError(f"{ALIGNMENT} is {texts[ALIGNMENT][:40]}, and no 32-bit power of two", file=key)
+    return alignment
+
+
+def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key: str) -> Place:
+    """Where a tensor lies, and as what."""
+    *dims, kind, offset = info
+    shape = tuple(reversed(dims))
+    plain = PLAIN.get(kind)
+    dtype = DTYPES.name(plain or "uint8")
+    blocks = None if plain else BLOCKS.get(PACKED.get(kind, ""))
+    if dtype is None or (plain is None and blocks is None):
+        raise Unsupported(f"the tensor has type {kind:,}, which is not known (or was withdrawn)", file=key, tensor=name, found=kind)
+    if blocks is not None:
+        shape = _row_of_blocks(shape, blocks, name, key=key)
+    if not addressable(shape, dtype.bits):
+        raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", file=key, tensor=name, found=shape)
+    if offset % alignment:
+        raise HeaderError(
+            f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}", file=key, tensor=name, found=offset
+        )
+    return Place(dtype, shape, start + offset, math.prod(shape) * dtype.bits // 8, None if blocks is None else blocks.name)
+
+
+def _row_of_blocks(shape: tuple[int, ...], blocks: BlockType, name: str, *, key: str) -> tuple[int, ...]:
+    if not shape or shape[-1] % blocks.elements:
+        raise MetadataError(
+            f"rows of {shape[-1] if shape else 1:,} elements are no whole blocks of {blocks.name}, which have {blocks.elements}",
+            file=key, tensor=name, found=shape,
+        )  # fmt: skip
+    return (*shape[:-1], shape[-1] // blocks.elements * blocks.nbytes)
+
+
+def _check_layout(places: Mapping[str, Place], header_stop: int, size: int, *, alignment: int, key: str) -> None:
+    """The tensors follow each other, with no more than padding between them, and fill the file."""
+    stop, before = -(-header_stop // alignment) * alignment, ""
+    first = True
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        expected = stop if first else -(-stop // alignment) * alignment
+        if place.start != expected:
+            found = f"overlaps {before[:80]!r}" if place.start < stop else f"leaves {place.start - expected:,} bytes to nobody"
+            message = f"it begins at byte {place.start:,}, and {found}"
+            raise HeaderError(message, file=key, tensor=name, offset=place.start, expected=expected, found=place.start)
+        stop, before, first = place.start + place.nbytes, name, False
+    if stop > size and places:
+        raise Truncated(f"the tensors end at byte {stop:,}, and the file at {size:,}", file=key, expected=stop, found=size)
+    last = -(-stop // alignment) * alignment
+    if size > last:
+        raise HeaderError(f"{size - last:,} bytes follow the last tensor", file=key, offset=last, expected=last, found=size)

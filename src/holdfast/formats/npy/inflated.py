@@ -1,0 +1,109 @@
+"""Compressed members of an `.npz`, as further content of the store that they lie in.
+
+    weights.npz@4711     the member at byte 4711, inflated
+
+Deflate cannot be read by range, so a member is inflated whole when any of it is wanted, and the last few are kept. The archive
+says how long it is; not a byte more is made, and one that is many times its packed size is refused before it is begun.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from isal import isal_zlib
+
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Stamp, Store
+from holdfast.errors import Corrupted, LimitExceeded, StoreError
+from holdfast.formats.zip.reader import Record
+from holdfast.stores.virtual import Entry, Kept, Virtual
+
+__all__ = ["InflatedMembers", "inflate_head"]
+
+KEPT_NBYTES = 256 << 20
+"""Inflated members that are kept beyond the last one, so that the blocks of one are read from one inflation of it."""
+
+BLOCK_NBYTES = 1 << 20
+"""Packed bytes that are read at a time."""
+
+MADE_NBYTES = 8 << 20
+"""Bytes that are inflated at a time."""
+
+FREE_NBYTES = 16 << 20
+"""What a member may become whatever its packed size."""
+
+
+class InflatedMembers(Virtual):
+    """The store of an archive, with its compressed members as further files, which are not listed."""
+
+    def __init__(self, store: Store, limits: Limits) -> None:
+        super().__init__(over=store)
+        self._store = store
+        self._limits = limits
+        self._kept = Kept(KEPT_NBYTES)
+
+    def add(self, key: str, record: Record) -> str:
+        """Make a member a file; its name."""
+        nbytes, read = record.content_nbytes, partial(self._read, key, record)
+        entry = Entry(nbytes, read, partial(self._stamp, key, record), read_nbytes=record.nbytes)
+        return self.put(entry, f"{key}@{record.start}")
+
+    def close(self) -> None:
+        self._kept.clear()
+        super().close()
+
+    def _stamp(self, key: str, record: Record) -> Stamp:
+        return key, record.start, record.nbytes, self._store.stamp(key)
+
+    def _read(self, key: str, record: Record, start: int, out: memoryview) -> None:
+        with self._kept.lock:
+            content = self._kept.get(record)
+            if content is None:
+                content = self._inflate(key, record)
+                self._kept.put(record, content)
+        out[:] = content.data[start : start + out.nbytes]
+
+    def _inflate(self, key: str, record: Record) -> np.ndarray:
+        most = max(self._limits.inflation * record.nbytes, FREE_NBYTES)
+        if record.content_nbytes > most:
+            raise LimitExceeded(
+                f"{record.name!r} inflates from {record.nbytes:,} to {record.content_nbytes:,} bytes, more than "
+                f"Limits(inflation={self._limits.inflation}) allows; raise it if you trust the file",
+                file=key, offset=record.start, expected=most, found=record.content_nbytes,
+            )  # fmt: skip
+        try:
+            content = np.empty(record.content_nbytes, np.uint8)
+        except MemoryError:
+            message = f"no memory for a member of {record.content_nbytes:,} bytes, which must be inflated whole"
+            raise StoreError(message, file=key) from None
+        stream = isal_zlib.decompressobj(-15)
+        done, at, waiting = 0, record.start, b""
+        while not stream.eof:
+            if not waiting and at < record.stop:
+                packed = bytearray(min(BLOCK_NBYTES, record.stop - at))
+                self._store.read(key, at, memoryview(packed))
+                waiting, at = bytes(packed), at + len(packed)
+            made = _inflated(stream, waiting, min(content.nbytes - done + 1, MADE_NBYTES))
+            stuck = not made and stream.unconsumed_tail == waiting and not stream.eof
+            if made is None or stuck or done + len(made) > content.nbytes:
+                break
+            content[done : done + len(made)] = np.frombuffer(made, np.uint8)
+            done, waiting = done + len(made), stream.unconsumed_tail
+        if not stream.eof or done != content.nbytes or at != record.stop or stream.unused_data:
+            message = f"the compressed bytes of {record.name!r} do not inflate to the {content.nbytes:,} bytes that they should"
+            raise Corrupted(f"{message}: get the file again", file=key, offset=record.start)
+        return content
+
+
+def _inflated(stream: isal_zlib.Decompress, packed: bytes, most: int) -> bytes | None:
+    """What comes next, at most so many bytes; None for what was never deflated."""
+    try:
+        return stream.decompress(packed, most)
+    except (isal_zlib.error, ValueError):  # type: ignore[misc]  # the stub has an instance where there is a class
+        return None
+
+
+def inflate_head(packed: bytes, most: int) -> bytes:
+    """The first bytes of what begins with these, as far as they go."""
+    return _inflated(isal_zlib.decompressobj(-15), packed, most) or b""

@@ -1,0 +1,254 @@
+"""The header of an array file: from bytes to a dtype, a byte order, an order of elements and a shape.
+
+    byte 0          6          8           10 (12)          10 + N
+         ├──────────┼──────────┼───────────┼────────────────┼──────────────────────────┐
+         │ \\x93NUMPY│ 1 0      │ N, u16 LE │ {'descr': …}␠\\n│ the elements, in C order │
+         │          │ 2 0, 3 0 │ N, u32 LE │                │ or in Fortran's          │
+
+numpy reads the text between as a Python literal, with Python's own parser. Here it is three fields in any order, each once, of the
+few forms that numpy writes, and everything else is refused: `{'descr': '<f4', 'fortran_order': False, 'shape': (3, 4), }`.
+
+A type code names what numpy itself has. The narrow floats of ml_dtypes are written under codes that do not tell them apart, and
+come back as what is known of them:
+
+    <V2     bfloat16, the only type that is written so          <f1     float8_e5m2, likewise
+    |V2     bits16: two bytes without a meaning                 <V1     bits8: one of twelve types of one byte
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
+from holdfast.formats.npy.archive import MAGIC
+from holdfast.formats.safetensors.schema import addressable
+
+__all__ = ["NEAR_NBYTES", "Layout", "parse_layout", "read_layout"]
+
+PREFIX_NBYTES = {(1, 0): 10, (2, 0): 12, (3, 0): 12}
+"""Bytes before the text, by the version."""
+
+LONGEST_NBYTES = 1 << 16
+"""Of the text. 64 dimensions take 1,300 characters, and only the fields of a structured dtype take more than that."""
+
+NEAR_NBYTES = 256
+"""Bytes in which a header nearly always is: numpy pads them to 64, and writes 128."""
+
+USUAL = re.compile(rb"\{'descr': '([^'\\]{1,16})', 'fortran_order': (True|False), 'shape': (\([0-9, ]*\)), \} *\n")
+"""What numpy writes. Whatever has another form is taken apart below."""
+
+TOKEN = re.compile(r"""[ \t\r\n]*(?:('[^'"\\\n]*'|"[^'"\\\n]*")|(True|False)|([0-9]+)L?|([{}()\[\]:,]))""")
+"""Text, a truth, a number (Python 2 wrote `3L`), or a mark."""
+
+CODE = re.compile(r"([<>|=]?)([?a-zA-Z])([0-9]{0,9})(\[.*\])?")
+
+PLAIN = {"?": "bool", "b1": "bool", "f2": "float16", "f4": "float32", "f8": "float64", "c8": "complex64", "c16": "complex128"} | {
+    f"{kind}{width // 8}": f"{name}{width}" for kind, name in (("i", "int"), ("u", "uint")) for width in (8, 16, 32, 64)
+}
+
+GUESSED = {"<V2": "bfloat16", "|V2": "bits16", ">V2": "bits16", "<V1": "bits8", "|V1": "bits8", "<f1": "float8_e5m2"}
+"""Types that numpy does not have, by the code that is left of them."""
+
+REASONS = {
+    "O": "an array of Python objects, which is a pickle: it is never run; `holdfast scan` says what it would do",
+    "U": "an array of text", "S": "an array of byte strings", "a": "an array of byte strings",
+    "M": "an array of dates", "m": "an array of durations",
+    "f": "a float of another width than 16, 32 and 64 bits: what it is depends on the machine",
+    "c": "a complex number of another width than 64 and 128 bits: what it is depends on the machine",
+    "V": "an array of raw bytes", "W": "one of two complex types of 16-bit halves, and the file does not say which",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a header says, checked."""
+
+    dtype: DType
+    byteorder: str
+    """`little` or `big`."""
+    fortran: bool
+    """Whether the first index is the fastest."""
+    shape: tuple[int, ...]
+    data_start: int
+    """Bytes before the elements."""
+    guessed: str = ""
+    """The type code, where it is not numpy's name of the dtype."""
+
+    @property
+    def nbytes(self) -> int:
+        """Of the elements."""
+        size = self.dtype.bits // 8
+        for n in self.shape:
+            size *= n
+        return size
+
+
+def header_nbytes(start: bytes) -> int:
+    """Bytes before the elements, as the first twelve say. Raises `HeaderError`, `Unsupported` or `LimitExceeded`."""
+    if not start.startswith(MAGIC):
+        raise HeaderError("no array of numpy begins here", offset=0, expected=MAGIC, found=start[:6])
+    if len(start) < 12:
+        raise Truncated(f"the header of an array takes more than the {len(start)} bytes that are there", offset=len(start))
+    version = (start[6], start[7])
+    prefix = PREFIX_NBYTES.get(version)
+    if prefix is None:
+        raise Unsupported(f"version {version[0]}.{version[1]} of numpy's array files; 1.0, 2.0 and 3.0 are known", found=version)
+    length = int.from_bytes(start[8:prefix], "little")
+    if length > LONGEST_NBYTES:
+        raise LimitExceeded(
+            f"a header of {length:,} bytes; only structured dtypes, which are not read, have one of more than {LONGEST_NBYTES:,}",
+            offset=8, expected=LONGEST_NBYTES, found=length,
+        )  # fmt: skip
+    return prefix + length
+
+
+def read_layout(head: bytes, nbytes: int, *, rank: int) -> Layout | int:
+    """The layout of an array file of `nbytes` that begins with `head`; how many bytes it takes where these are too few."""
+    whole = header_nbytes(head[:12])
+    if whole > nbytes:
+        raise Truncated(f"the header should end at byte {whole:,}, and the file has {nbytes:,}", offset=nbytes, expected=whole)
+    if whole > len(head):
+        return whole
+    layout = parse_layout(head[:whole], rank=rank)
+    there = nbytes - whole
+    if layout.nbytes > there:
+        raise Truncated(
+            f"{list(layout.shape)} of {layout.dtype} takes {layout.nbytes:,} bytes, and {there:,} are there",
+            offset=nbytes, expected=layout.nbytes, found=there,
+        )  # fmt: skip
+    if layout.nbytes < there:
+        raise HeaderError(
+            f"{there - layout.nbytes:,} bytes follow the array (several arrays in one file are only found by who wrote it)",
+            offset=whole + layout.nbytes, expected=layout.nbytes, found=there,
+        )  # fmt: skip
+    return layout
+
+
+def parse_layout(header: bytes, *, rank: int) -> Layout:
+    """The layout that a whole header describes."""
+    text = header[PREFIX_NBYTES[header[6], header[7]] :]
+    usual = USUAL.fullmatch(text)
+    if usual is not None:
+        code, order, numbers = (part.decode("latin-1") for part in usual.groups())
+        found: dict[str, object] = {"descr": code, "fortran_order": order == "True", "shape": _numbers(numbers)}
+    else:
+        # Version 3 is UTF-8, for the names of fields; whatever we read is ASCII.
+        found = Literal(text.decode("latin-1")).fields()
+    shape = found["shape"]
+    if not isinstance(shape, tuple) or not all(n < 1 << 63 for n in shape):
+        raise HeaderError("the shape is no row of lengths", found=str(shape)[:80])
+    if len(shape) > rank:
+        raise LimitExceeded(f"an array of {len(shape):,} dimensions, above Limits(rank={rank})", expected=rank, found=len(shape))
+    dtype, byteorder, guessed = _dtype(str(found["descr"]))
+    if not addressable(shape, dtype.bits):
+        raise MetadataError(f"{list(shape)} of {dtype} is more than any file can hold", found=shape)
+    return Layout(dtype, byteorder, bool(found["fortran_order"]), shape, len(header), guessed)
+
+
+def _numbers(text: str) -> tuple[int, ...] | None:
+    """The numbers of a tuple, as numpy writes it; None where Python would not read a tuple there."""
+    if text == "()":
+        return ()
+    parts = text[1:-1].split(",")
+    if len(parts) > 1 and not parts[-1].strip():
+        parts.pop()
+    elif len(parts) == 1:
+        return None  # (3) is a number in brackets
+    stripped = [part.strip() for part in parts]
+    if not all(part.isdecimal() and len(part) < 20 for part in stripped):
+        return None
+    return tuple(map(int, stripped))
+
+
+def _dtype(code: str) -> tuple[DType, str, str]:
+    """The dtype and the byte order of a type code, and the code where it only hints at the type."""
+    parts = CODE.fullmatch(code)
+    if parts is None:
+        raise HeaderError("the type of the elements is no type code of numpy", found=code[:80])
+    order, kind, width, _ = parts.groups()
+    name = PLAIN.get(kind + width)
+    guessed = GUESSED.get(order + kind + width, "")
+    row = DTYPES.name(name or guessed)
+    if row is None:
+        why = REASONS.get(kind, "which is no element of a tensor")
+        raise Unsupported(f"the elements are {code[:40]!r}: {why}", found=code[:80])
+    return row, "big" if order == ">" and row.swap_nbytes > 1 else "little", guessed and code
+
+
+class Literal:
+    """Takes the text of a header apart, one token after the other."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._at = 0
+
+    def fields(self) -> dict[str, object]:
+        """The three fields, each there and each once."""
+        readers = {"descr": self._descr, "fortran_order": self._truth, "shape": self._shape}
+        found: dict[str, object] = {}
+        self._mark("{")
+        while not self._next_is("}"):
+            name = self._token(1)[1:-1]
+            if name not in readers or name in found:
+                raise HeaderError(f"the header has {name[:40]!r} where it has descr, fortran_order and shape, each once")
+            self._mark(":")
+            found[name] = readers[name]()
+            if not self._next_is("}"):
+                self._mark(",")
+        self._mark("}")
+        if self._text[self._at :].strip(" \t\r\n"):
+            raise self._wrong("the end of the header")
+        for name in readers:
+            if name not in found:
+                raise HeaderError(f"the header has no {name}")
+        return found
+
+    def _descr(self) -> str:
+        if self._next_is("[") or self._next_is("(") or self._next_is("{"):
+            objects = " with Python objects, which are a pickle and never run" if re.search("[|<>=]?O", self._text) else ""
+            raise Unsupported(f"an array of structures{objects}; only arrays of plain numbers are tensors")
+        return self._token(1)[1:-1]
+
+    def _truth(self) -> bool:
+        return self._token(2) == "True"
+
+    def _shape(self) -> tuple[int, ...]:
+        lengths: list[int] = []
+        self._mark("(")
+        comma = True
+        while not self._next_is(")"):
+            if not comma:
+                raise self._wrong("a comma")
+            digits = self._token(3)
+            if len(digits) > 19:
+                raise MetadataError(f"a length of {len(digits):,} digits")
+            lengths.append(int(digits))
+            comma = self._next_is(",")
+            if comma:
+                self._mark(",")
+        self._mark(")")
+        if len(lengths) == 1 and not comma:
+            raise HeaderError("the shape is a number, and no row of lengths")
+        return tuple(lengths)
+
+    def _next_is(self, mark: str) -> bool:
+        found = TOKEN.match(self._text, self._at)
+        return found is not None and found[4] == mark
+
+    def _mark(self, mark: str) -> None:
+        if not self._next_is(mark):
+            raise self._wrong(mark)
+        self._token(4)
+
+    def _token(self, kind: int) -> str:
+        found = TOKEN.match(self._text, self._at)
+        if found is None or found[kind] is None:
+            raise self._wrong(("", "text in quotes", "True or False", "a length", "a mark")[kind])
+        self._at = found.end()
+        return found[kind]
+
+    def _wrong(self, expected: str) -> FormatError:
+        there = self._text[self._at : self._at + 20]
+        return HeaderError(f"expected {expected} in the header, found {there!r}", expected=expected, found=there)
