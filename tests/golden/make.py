@@ -22,6 +22,7 @@ import json
 import shutil
 import sys
 import warnings
+from importlib.util import find_spec
 from pathlib import Path
 
 import distributed  # noqa: F401  # importing enters its recipes in the registry
@@ -30,6 +31,7 @@ import safetensors
 import torch
 import zips  # noqa: F401
 from archive import pack, unpack
+from arrays import dequantized
 from expect import expectation
 from payloads import HOSTILE, globals_of
 from recipe import HERE, RECIPES, plain_state
@@ -72,6 +74,8 @@ def make(name: str) -> None:
         found = packed_expectation(path)
     else:
         found = expectation(torch.load(path, weights_only=False) if state is None else state, form)
+    if form == "gguf":
+        found["dequantized"] = dequantized(path)
     if streams := pickles(path):
         found["globals"] = sorted({g for stream in streams for g in globals_of(stream)})
     (EXPECTED / f"{name}.json").write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
@@ -108,7 +112,8 @@ def main(names: list[str]) -> None:
     assert pack("probe", unpack(probe).items()) == probe.read_bytes(), "archive.py does not write as torch does"
     probe.unlink()
     for name in names or RECIPES:
-        make(name)
+        if not name.endswith(".gguf") or find_spec("gguf") is not None:
+            make(name)
     make_hostile()
     readme = HERE / "README.md"
     head, _, rest = readme.read_text().partition(MARK)

@@ -104,6 +104,12 @@ def test_composites(golden, expected):
                     assert f"{name}.{part}" in ckpt
 
 
+def test_what_blocks_stand_for(golden, expected):
+    with holdfast.open(golden) as ckpt:
+        numbers = {name: digest(holdfast.dequantize(t)) for name, t in ckpt.items() if name in expected.get("dequantized", {})}
+        assert numbers == expected.get("dequantized", {})
+
+
 def stored_digest(elements: LazyTensor, nbytes: int) -> str:
     """The hash of a quantised tensor's whole storage; torch rounds it up, so what is left over comes from the file."""
     chunk = elements.chunks[0]

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from . import cases_calls, cases_dcp, cases_directories, cases_old, cases_resources, cases_safetensors, cases_tensors, cases_zip
+from . import (
+    cases_arrays,
+    cases_calls,
+    cases_dcp,
+    cases_directories,
+    cases_gguf,
+    cases_old,
+    cases_resources,
+    cases_safetensors,
+    cases_tensors,
+    cases_zip,
+)
 from .case import Case
 
 __all__ = ["ALL", "CLASSES"]
@@ -16,6 +27,8 @@ CLASSES: dict[str, list[Case]] = {
     "safetensors": cases_safetensors.CASES,
     "directories": cases_directories.CASES,
     "distributed checkpoints": cases_dcp.CASES,
+    "numpy arrays": cases_arrays.CASES,
+    "gguf": cases_gguf.CASES,
 }
 
 ALL: list[Case] = [case for cases in CLASSES.values() for case in cases]

@@ -109,7 +109,8 @@ def header_positions(content: bytes | dict[str, bytes]) -> Iterator[tuple[str, i
     payload: dict[str, set[int]] = {key: set() for key in files}
     with opened(content) as ckpt:
         for key, start, stop in parts_of(ckpt):
-            payload[key].update(range(start, stop))
+            if key in payload:  # what is inflated has no place in the file
+                payload[key].update(range(start, stop))
     for key, raw in files.items():
         for i in range(len(raw)):
             inside_a_run = raw[max(i - RUN, 0) : i + RUN + 1].count(raw[i]) == 2 * RUN + 1

@@ -35,11 +35,14 @@ CHECKED = [name for name in ZIPS if name not in ("no_crc.pt", "skip_data.pt")]
 """Zips that carry true checksums."""
 
 FORMATS = {
-    "torch-zip": [name for name in ZIPS if name != "torchscript.pt"],
+    "torch-zip": [name for name in ZIPS if name.endswith(".pt") and name != "torchscript.pt"],
     "torchscript": ["torchscript.pt"],
     "torch-legacy": [name for name in FILES if name.startswith("legacy")],
     "torch-tar": ["tar.pt"],
     "safetensors": [name for name in FILES if name.endswith(".safetensors")],
+    "npy": [name for name in FILES if name.endswith(".npy")],
+    "npz": [name for name in FILES if name.endswith(".npz")],
+    "gguf": [name for name in FILES if name.endswith(".gguf")],
 }
 
 edits = st.lists(

@@ -63,7 +63,7 @@ class Limits:
     sparse_expansion: int = 1024
     """How many times its stored bytes a tensor may be that is stored as marks and values. The writer keeps to this default."""
 
-    inflation: int = 64
+    inflation: int = 128
     """How many times its packed bytes a compressed array of an `.npz` may be; up to 16 MiB nobody asks. Zeros reach 1,000."""
 
     def __post_init__(self) -> None:

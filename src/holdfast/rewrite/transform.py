@@ -34,7 +34,7 @@ from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.tree import Path, dotted, leaf_paths, name_tensors, refilled, step
 from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
 from holdfast.engine.computed import Computed, Observe
-from holdfast.engine.dequantize import Dequantized
+from holdfast.engine.dequantize import Dequantized, dequantize
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.rewrite.state import MOST_VISITS, map_tensors
 
@@ -232,12 +232,14 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
         # Quantised tensors stay as they are: their parts mean nothing in another dtype.
         tree = map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")
     named = name_tensors(tree, limits or Limits(), MOST_VISITS)
+    if edits.dequantize:
+        _refuse_blocks(named.tensors)
     return State(tree, named.tensors, named.paths, state.metadata)
 
 
 def _dequantized(state: State, limits: Limits | None) -> State:
-    """The state with the numbers that quantised blocks stand for. What cannot be decoded is listed."""
-    decoded, problems, made = Dequantized(), list[str](), dict[View, LazyTensor]()
+    """The state with the numbers that quantised blocks stand for. Blocks that nobody can decode stay: they may be dropped yet."""
+    decoded, made = Dequantized(), dict[View, LazyTensor]()
 
     def change(tensor: LazyTensor) -> LazyTensor:
         if tensor.traits.blocks is None:
@@ -246,16 +248,25 @@ def _dequantized(state: State, limits: Limits | None) -> State:
         if key not in made:
             try:
                 made[key] = decoded.tensor(tensor)
-            except Unsupported as error:
-                problems.append(f"{tensor.name}: {error.message}")
+            except Unsupported:
                 return tensor
         return replace(made[key], name=tensor.name)
 
     tree = map_tensors(state.tree, change)
-    if problems:
-        raise CannotHold("not all of this checkpoint can be dequantized", problems)
     named = name_tensors(tree, limits or Limits(), MOST_VISITS)
     return State(tree, named.tensors, named.paths, state.metadata)
+
+
+def _refuse_blocks(tensors: Mapping[str, LazyTensor]) -> None:
+    """Raise for what was to be decoded and was not."""
+    problems = []
+    for name, tensor in tensors.items():
+        try:
+            dequantize(tensor)
+        except Unsupported as error:
+            problems.append(f"{name}: {error.message}")
+    if problems:
+        raise CannotHold("not all of this checkpoint can be dequantized; drop what cannot, or leave it as it is", problems)
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:

@@ -206,6 +206,8 @@ class Walk:
             name = raw.decode("utf-8")
         except UnicodeDecodeError:
             raise HeaderError(f"{what} that is no UTF-8: {raw[:40]!r}", file=self._key, offset=start) from None
+        if not name:
+            raise HeaderError(f"{what} that is empty: no name, or padding that was taken for one", file=self._key, offset=start)
         if "\0" in name:
             raise HeaderError(f"{what} with a NUL, where some readers end it: {name[:40]!r}", file=self._key, offset=start)
         return name
@@ -318,9 +320,9 @@ def _begin(walk: Walk, key: str) -> tuple[int, int, int]:
         version, walk.order = int.from_bytes(version.to_bytes(4, "little"), "big"), ">"
     if version not in VERSIONS:
         raise Unsupported(f"version {version:,} of GGUF; 2 and 3 are known", file=key, offset=4, found=version)
-    # The least that one takes: an empty name, and a byte of value; or no dims at all.
-    tensors = walk.count(24, "tensors")
-    return version, tensors, walk.count(13, "values")
+    # The least that one takes: a name of one letter, and a byte of value; or no dims at all.
+    tensors = walk.count(25, "tensors")
+    return version, tensors, walk.count(14, "values")
 
 
 def _alignment(texts: Values, key: str) -> int:

@@ -3,15 +3,15 @@
     weights.npz@4711     the member at byte 4711, inflated
 
 Deflate cannot be read by range, so a member is inflated whole when any of it is wanted, and the last few are kept. The archive
-says how long it is; not a byte more is made, and one that is many times its packed size is refused before it is begun.
+says how long it is; not a byte more is made, and one that is many times its packed size is refused when the archive is opened.
 """
 
 from __future__ import annotations
 
+import zlib
 from functools import partial
 
 import numpy as np
-from isal import isal_zlib
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Stamp, Store
@@ -44,7 +44,14 @@ class InflatedMembers(Virtual):
         self._kept = Kept(KEPT_NBYTES)
 
     def add(self, key: str, record: Record) -> str:
-        """Make a member a file; its name."""
+        """Make a member a file; its name. Raises `LimitExceeded` for one that is many times its packed size."""
+        most = max(self._limits.inflation * record.nbytes, FREE_NBYTES)
+        if record.content_nbytes > most:
+            raise LimitExceeded(
+                f"{record.name!r} inflates from {record.nbytes:,} to {record.content_nbytes:,} bytes, more than "
+                f"Limits(inflation={self._limits.inflation}) allows; raise it if you trust the file",
+                file=key, offset=record.start, expected=most, found=record.content_nbytes,
+            )  # fmt: skip
         nbytes, read = record.content_nbytes, partial(self._read, key, record)
         entry = Entry(nbytes, read, partial(self._stamp, key, record), read_nbytes=record.nbytes)
         return self.put(entry, f"{key}@{record.start}")
@@ -65,19 +72,12 @@ class InflatedMembers(Virtual):
         out[:] = content.data[start : start + out.nbytes]
 
     def _inflate(self, key: str, record: Record) -> np.ndarray:
-        most = max(self._limits.inflation * record.nbytes, FREE_NBYTES)
-        if record.content_nbytes > most:
-            raise LimitExceeded(
-                f"{record.name!r} inflates from {record.nbytes:,} to {record.content_nbytes:,} bytes, more than "
-                f"Limits(inflation={self._limits.inflation}) allows; raise it if you trust the file",
-                file=key, offset=record.start, expected=most, found=record.content_nbytes,
-            )  # fmt: skip
         try:
             content = np.empty(record.content_nbytes, np.uint8)
         except MemoryError:
             message = f"no memory for a member of {record.content_nbytes:,} bytes, which must be inflated whole"
             raise StoreError(message, file=key) from None
-        stream = isal_zlib.decompressobj(-15)
+        stream = zlib.decompressobj(-zlib.MAX_WBITS)
         done, at, waiting = 0, record.start, b""
         while not stream.eof:
             if not waiting and at < record.stop:
@@ -96,14 +96,14 @@ class InflatedMembers(Virtual):
         return content
 
 
-def _inflated(stream: isal_zlib.Decompress, packed: bytes, most: int) -> bytes | None:
+def _inflated(stream: zlib._Decompress, packed: bytes, most: int) -> bytes | None:
     """What comes next, at most so many bytes; None for what was never deflated."""
     try:
         return stream.decompress(packed, most)
-    except (isal_zlib.error, ValueError):  # type: ignore[misc]  # the stub has an instance where there is a class
+    except zlib.error:
         return None
 
 
 def inflate_head(packed: bytes, most: int) -> bytes:
-    """The first bytes of what begins with these, as far as they go."""
-    return _inflated(isal_zlib.decompressobj(-15), packed, most) or b""
+    """The first bytes of what begins with these, as far as they go; none where they were never deflated."""
+    return _inflated(zlib.decompressobj(-zlib.MAX_WBITS), packed, most) or b""

@@ -16,7 +16,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
-from holdfast.errors import FormatError, HeaderError, Unsupported, ZipError, located
+from holdfast.errors import Corrupted, FormatError, HeaderError, Unsupported, ZipError, located
 from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
 from holdfast.formats.npy.inflated import InflatedMembers, inflate_head
 from holdfast.formats.npy.schema import NEAR_NBYTES, Layout, read_layout
@@ -141,7 +141,11 @@ class Members:
             return self._source.bytes(self._key, record.start, record.start + min(nbytes, record.nbytes))
         # Stored blocks and tables come before what they stand for; a header of a hundred bytes does not need a thousand.
         packed = self._source.bytes(self._key, record.start, record.start + min(nbytes + PACKED_NBYTES, record.nbytes))
-        return inflate_head(packed, min(nbytes, record.content_nbytes))
+        wanted = min(nbytes, record.content_nbytes)
+        found = inflate_head(packed, wanted)
+        if len(found) < wanted:
+            raise Corrupted("the compressed bytes of this member do not inflate: get the file again", offset=record.start)
+        return found
 
 
 MOST_HEADS = 10_000
@@ -159,7 +163,7 @@ def _understood(first: Callable[[int], bytes], nbytes: int, source: Source) -> t
         head = first(found)
         found = read_layout(head, nbytes, rank=source.limits.rank)
     if isinstance(found, int):
-        raise HeaderError("the header breaks off: its compressed bytes are damaged", expected=found, found=len(head))
+        raise HeaderError("the header is longer than it says", expected=found, found=len(head))
     return found, head[: found.data_start]
 
 
