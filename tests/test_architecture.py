@@ -1,6 +1,7 @@
 """The shape of the package, held by tests: which layer may import which, who may import torch, who may print.
 
     errors < core < metadata, plan, stores < formats, engine < inspect < rewrite < pruning, ranks < holdfast < cli, torch
+    torch < integrations < jax
 
 Imports are found with `ast` in every module under `src/holdfast`, also those inside functions. Blocks under
 `TYPE_CHECKING` are not imports at run time and are left out.
@@ -42,6 +43,7 @@ BELOW = {
     "__main__": {"cli"},
     "torch": {*VERBS, "ranks", ""},
     "integrations": {*VERBS, "ranks", "torch", ""},
+    "jax": {"integrations"},
 }
 """Layer to the layers that it may import besides itself; "" is `holdfast/__init__.py`."""
 
@@ -180,7 +182,17 @@ def test_torch_is_imported_only_under_the_adapter():
 
 
 def test_importing_the_package_is_light():
-    banned = ("torch", "rich", "typer", "safetensors", "holdfast.cli", "holdfast.torch", "holdfast.integrations")
+    banned = (
+        "torch",
+        "rich",
+        "typer",
+        "safetensors",
+        "holdfast.cli",
+        "holdfast.torch",
+        "holdfast.integrations",
+        "holdfast.jax",
+        "jax",
+    )
     found = fresh(f"import sys, holdfast; print([m for m in {banned} if m in sys.modules])")
     assert found == "[]"
 
@@ -204,7 +216,11 @@ def test_nothing_prints_outside_the_cli():
     assert wrong == []
 
 
-FRAMEWORKS = {"holdfast.integrations.lightning": ["lightning"]}
+FRAMEWORKS = {
+    "holdfast.integrations.jax": ["jax"],
+    "holdfast.integrations.lightning": ["lightning"],
+    "holdfast.jax": ["jax"],
+}
 """What an adapter imports; `make test-integrations` has all of them."""
 
 

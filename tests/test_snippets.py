@@ -40,6 +40,7 @@ NOT_RUN = Counter(
         ("README.md", "installs packages"): 2,
         ("docs/benchmarks.md", "takes minutes"): 1,
         ("docs/coming-from.md", "needs Lightning"): 1,
+        ("docs/integrations.md", "needs JAX"): 1,
         ("docs/integrations.md", "needs Lightning"): 1,
         ("docs/integrations.md", "needs transformers"): 1,
     }

@@ -53,7 +53,7 @@ def starred(module: str) -> set[str]:
 
 
 def test_the_names_of_holdfast():
-    assert set(dir(holdfast)) == {*holdfast.__all__, "torch"}
+    assert set(dir(holdfast)) == {*holdfast.__all__, "jax", "torch"}
     assert set(VERBS.split()) <= set(holdfast.__all__)
     assert {name for name in holdfast.__all__ if name[0].islower()} == set(VERBS.split())
     assert starred("holdfast") == set(holdfast.__all__)

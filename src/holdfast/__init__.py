@@ -1,7 +1,7 @@
 """Holdfast: the checkpoint engine for model weights. Opens anything, executes nothing.
 
-Names are imported when they are first used, so that a program that only opens files does not pay for writing them. The adapter is
-one of them: `holdfast.torch` imports torch when it is first asked for, and never before.
+Names are imported when they are first used, so that a program that only opens files does not pay for writing them. The adapters are
+among them: `holdfast.torch` imports torch when it is first asked for, `holdfast.jax` imports JAX, and neither does before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast import errors, metadata
+    from holdfast import jax as jax
     from holdfast import torch as torch
     from holdfast.core.box import Box
     from holdfast.core.checkpoint import Alias, Checkpoint
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("errors", "metadata", "torch")
-"""Public modules. `torch` is not in `__all__`, so that a star import needs no torch."""
+_MODULES = ("errors", "jax", "metadata", "torch")
+"""Public modules. `jax` and `torch` are not in `__all__`, so that a star import needs neither."""
 
 _WHERE = {
     "DTYPES": "core.dtype",
@@ -150,7 +151,7 @@ def __getattr__(name: str) -> object:
         try:
             return import_module(f"holdfast.{name}")
         except ModuleNotFoundError as missing:
-            # An AttributeError, so that `hasattr` and whatever lists the names of a module work without torch as well.
+            # An AttributeError, so that `hasattr` and whatever lists the names of a module work without the framework as well.
             raise AttributeError(str(missing)) from missing
     if name not in _WHERE:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")

@@ -191,3 +191,16 @@ def test_either_order_of_state_and_path(tmp_path):
         holdfast.save("s3://bucket/a.pt", state)
     with pytest.raises(holdfast.errors.NotAPath):
         holdfast.save(state, None)
+
+
+def test_an_array_that_cannot_be_had_is_refused_by_name(tmp_path):
+    """JAX's keys, and its arrays with parts on other machines, have `__array__` and raise in it."""
+
+    class Elsewhere:
+        def __array__(self, dtype=None, copy=None):
+            raise RuntimeError("it spans devices of other processes")
+
+    with pytest.raises(CannotHold) as caught:
+        holdfast.save({"a": {"w": Elsewhere()}, "b": np.ones(2)}, tmp_path / "x.safetensors")
+    assert caught.value.problems == ("a.w: an Elsewhere gives no array: it spans devices of other processes",)
+    assert not any(tmp_path.iterdir())

@@ -1,5 +1,6 @@
 """Holdfast where other programs have a hook for it. Each module imports its framework when it is imported; nothing is patched.
 
 dcp          torch's distributed checkpoint: `Reader` and `Writer` for `dcp.load`, `dcp.save` and `dcp.async_save`
+jax          `load` onto the devices of a mesh; its short name is `holdfast.jax`
 lightning    `HoldfastIO` for the `plugins` of Lightning's Trainer and Fabric
 """

@@ -28,6 +28,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
+from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
 from holdfast.engine.arrays import Resident
@@ -87,10 +88,18 @@ def _leaf(arrays: Arrays) -> Leaf:
         if isinstance(value, LazyTensor | Composite | np.generic):
             return value
         if hasattr(value, "__array__") and not isinstance(value, type | np.ndarray):
-            return resident.array(np.asarray(value))
+            return resident.array(_read(value))
         return value
 
     return convert
+
+
+def _read(value: object) -> np.ndarray:
+    """What an object gives as an array; of JAX, a key for random numbers or an array with parts on other machines gives none."""
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Unsupported(f"{shown(value)} gives no array: {error}") from error
 
 
 def _remarks() -> Remarks:
