@@ -13,6 +13,7 @@ import ast
 import importlib
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -219,6 +220,8 @@ def test_nothing_prints_outside_the_cli():
 FRAMEWORKS = {
     "holdfast.integrations.jax": ["jax"],
     "holdfast.integrations.lightning": ["lightning"],
+    "holdfast.integrations.sglang": ["sglang"],
+    "holdfast.integrations.vllm": ["vllm"],
     "holdfast.jax": ["jax"],
 }
 """What an adapter imports; `make test-integrations` has all of them."""
@@ -234,6 +237,18 @@ def test_all_is_honest(module: str):
     names = getattr(loaded, "__all__", [])
     assert [name for name in names if not hasattr(loaded, name)] == []
     assert len(names) == len(set(names))
+
+
+def test_entry_points_lead_somewhere():
+    """What the package offers to other programs is there, also where those programs are not installed."""
+    project = tomllib.loads((ROOT.parent.parent / "pyproject.toml").read_text())["project"]
+    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    for group, points in groups.items():
+        for name, value in points.items():
+            module, _, function = value.partition(":")
+            tree = ast.parse((ROOT.parent / Path(*module.split("."))).with_suffix(".py").read_text())
+            assert any(isinstance(node, ast.FunctionDef) and node.name == function for node in tree.body), f"{group}: {name}"
+    assert project["entry-points"]["vllm.general_plugins"] == {"holdfast": "holdfast.integrations.vllm:register"}
 
 
 def test_no_module_is_long():

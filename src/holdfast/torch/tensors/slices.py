@@ -2,13 +2,14 @@
 
 They know the objects that `safetensors.safe_open(…).get_slice(name)` gives: a shape, a dtype, and `[…]` that reads. Here these
 come out of any format: a DCP step, a `.pt`, a native directory, a split model. Nothing is read before it is asked for, and then
-only that.
+only that. Who wants everything, one tensor after the other, has it from `stream`, which reads ahead.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from types import EllipsisType, TracebackType
 from typing import Self
 
@@ -17,13 +18,18 @@ import torch
 from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.threads import Beside
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.torch.tensors.allocate import read_tensors
 from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
 
 __all__ = ["Slice", "Slices", "slices"]
 
 Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
+
+BATCH_NBYTES = 256 << 20
+"""What `stream` reads at a time: enough for all reading threads, little beside a model."""
 
 
 class Slice:
@@ -72,8 +78,8 @@ class Slice:
 class Slices(Mapping[str, Slice]):
     """The tensors of a checkpoint by name, as slices. It is open until it is closed or forgotten."""
 
-    def __init__(self, path: Openable, *, prefix: str, verify: bool, limits: Limits | None) -> None:
-        self._checkpoint = open_checkpoint(path, verify=verify, limits=limits)
+    def __init__(self, path: Openable, *, prefix: str, mmap: bool, verify: bool, limits: Limits | None) -> None:
+        self._checkpoint = open_checkpoint(path, mmap=mmap, verify=verify, limits=limits)
         self._names = [name for name in self._checkpoint if name.startswith(prefix)]
         self._prefix = prefix
 
@@ -92,16 +98,52 @@ class Slices(Mapping[str, Slice]):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
+    def stream(self, *, skip: Callable[[str], bool] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every name and its tensor, read whole, so that checksums are compared; the next ones while the caller works with these.
+
+        In memory are the tensors of two batches, or the largest one. Names that `skip` says yes to are not read.
+        """
+        names = [name for name in self if skip is None or not skip(name)]
+        batches = _batches({name: self[name].lazy for name in names})
+        ahead = next(batches, None)
+        tensors = read_tensors(ahead) if ahead is not None else {}
+        while tensors:
+            coming = next(batches, {})
+            with Beside(partial(read_tensors, coming), name="holdfast-stream") as beside:
+                yield from tensors.items()
+                tensors = beside.result()
+
     def close(self) -> None:
         """Close the checkpoint; slices of it cannot be read any more."""
         self._checkpoint.close()
 
 
+def _batches(tensors: Mapping[str, LazyTensor]) -> Iterator[dict[str, LazyTensor]]:
+    batch: dict[str, LazyTensor] = {}
+    room = BATCH_NBYTES
+    for name, lazy in tensors.items():
+        if batch and lazy.nbytes > room:
+            yield batch
+            batch, room = {}, BATCH_NBYTES
+        batch[name] = lazy
+        room -= lazy.nbytes
+    if batch:
+        yield batch
+
+
 @understood
-def slices(path: Openable | os.PathLike[str], *, prefix: str = "", verify: bool = True, limits: Limits | None = None) -> Slices:
+def slices(
+    path: Openable | os.PathLike[str],
+    *,
+    prefix: str = "",
+    mmap: bool = False,
+    verify: bool = True,
+    limits: Limits | None = None,
+) -> Slices:
     """A checkpoint of any format as a mapping of unread tensors, for programs that load a model piece by piece.
 
     `LlamaForCausalLM.from_pretrained(None, config=config, state_dict=slices("step-1000", prefix="model."))` makes a model of a
     training step as it lies. `prefix` selects the names that begin with it, and is taken off them.
+    The rest is as in `holdfast.open`.
     """
-    return Slices(path, prefix=prefix, verify=verify, limits=limits)
+    return Slices(path, prefix=prefix, mmap=mmap, verify=verify, limits=limits)

@@ -1,0 +1,50 @@
+"""What the loaders of vLLM and SGLang have in common: options of ours, and the weights of a training step, one after the other.
+
+path      the checkpoint: a DCP step, a .pt, a native directory; the folder of the model where it is left out
+prefix    which of its names are the model's; it is taken off them
+mmap      map the file and compare no checksums: for ranks that need a part of every tensor each
+verify    compare checksums (default)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from holdfast.core.arguments import flag, text
+from holdfast.errors import BadArgument
+from holdfast.torch.tensors.slices import slices
+
+__all__ = ["Options"]
+
+KNOWN = {"path": text, "prefix": text, "mmap": flag, "verify": flag}
+
+
+class Options:
+    """`--model-loader-extra-config`, of which some is ours."""
+
+    def __init__(self, given: object) -> None:
+        extra = dict(given) if isinstance(given, Mapping) else {}
+        self._own = {
+            name: read(extra.pop(name), f"{name!r} of the loader's extra config") for name, read in KNOWN.items() if name in extra
+        }
+        self.rest: object = extra if isinstance(given, Mapping) else given
+        """What is the framework's to understand."""
+
+    def path(self, model: str | os.PathLike[str]) -> str:
+        """Where the weights are of a model that lies at a path."""
+        found = str(self._own.get("path", model))
+        if not os.path.exists(found):
+            advice = "name one by --model-loader-extra-config '{\"path\": …}'; nothing is downloaded"
+            raise BadArgument(f"the loader reads checkpoints on disk, and {found!r} is none: {advice}", found=found)
+        return found
+
+    def weights(
+        self, model: str | os.PathLike[str], *, skip: Callable[[str], bool] | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Names and tensors, in the order of the checkpoint."""
+        options = {name: value for name, value in self._own.items() if name != "path"}
+        with slices(self.path(model), **options) as state:  # type: ignore[arg-type]  # of the kinds that `KNOWN` says
+            yield from state.stream(skip=skip)
