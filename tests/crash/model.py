@@ -335,9 +335,9 @@ class Model:
             self._called(f"exchange {first} {second}")
             return True
 
-    def link(self, source: str, target: str, *, at: int) -> None:
+    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         with self._turn:
-            directory, node = self._at(at), self._entry(source, at)
+            directory, node = self._at(at), self._entry(source, at if source_at is None else source_at)
             if target in directory.entries:
                 raise FileExistsError(errno.EEXIST, "File exists", target)
             directory.change({target: node})

@@ -291,7 +291,7 @@ def test_without_overwrite(tmp_path: Path, files: OsFiles):
 
 def test_without_overwrite_where_the_file_system_cannot_promise(tmp_path: Path):
     class NoLinks(Plain):
-        def link(self, source: str, target: str, *, at: int) -> None:
+        def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
             raise PermissionError(errno.EPERM, "Operation not permitted")
 
     with pytest.raises(NotCommitted, match="overwrite=True"):

@@ -5,6 +5,7 @@ tensor                 a tensor that is described and not read, slices of it as 
 sharing                which tensors share memory: groups, twins, islands, overlaps
 tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other
 dtype, crc, digest     element types; checksums, and what a tensor holds in a few bytes
+content_hash           what identifies the bytes of a chunk, so that they need not be written twice
 tree, opaque           nested states, and what stands in them for values that are not built: globals, objects, sizes, devices
 patterns               globs on dotted names: which are meant, what they become
 checkpoint             what `open` returns

@@ -4,7 +4,7 @@
     Late               made with a checksum of 0 for all data: no format refuses one when it opens a file
     Data               zeros, which cost nothing. Only a reader that looks into one segment and not past it gets its bytes: a record
                        that is copied from another archive and described, a program or sample inputs
-    Hole               zeros
+    Hole, LinkedFile   zeros: what is linked was opened where it is
 
 Opening a checkpoint reads no tensor data, so a reader finds in here whatever it would find in the finished files.
 """
@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
 from holdfast.engine.write import small_bytes
-from holdfast.plan.saves import Data, FilePlan, Late, Literal, Memory, Segment
+from holdfast.plan.saves import Data, FilePlan, Late, LinkedFile, Literal, Memory, Segment, known_later
 from holdfast.stores.virtual import Entry, Virtual
 
 __all__ = ["PlannedFile", "PlannedStore"]
@@ -75,11 +75,17 @@ def _looked_at(segment: Data, start: int, stop: int) -> memoryview:
 class PlannedStore(Virtual):
     """The files of a plan under their keys."""
 
-    def __init__(self, files: Iterable[FilePlan], *, name: str) -> None:
+    def __init__(self, files: Iterable[FilePlan], *, name: str, linked: Iterable[LinkedFile] = ()) -> None:
         super().__init__(name)
         plans = list(files)
-        crcs = {s.label: 0 for plan in plans for s in plan.segments if isinstance(s, Data | Memory)}
+        crcs = {key: 0 for plan in plans for key in known_later(plan.segments)}
         # A checkpoint that is one file has no key for it; a store needs one.
         for plan in plans:
             file = PlannedFile(plan, crcs)
             self.put(Entry(file.nbytes, file.read), plan.key or "file")
+        for one in linked:
+            self.put(Entry(one.nbytes, _zeros), one.key)
+
+
+def _zeros(start: int, out: memoryview) -> None:
+    out[:] = bytes(out.nbytes)

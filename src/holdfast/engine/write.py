@@ -3,7 +3,7 @@
 1. Literal segments are joined with their neighbours where they touch, so that fifty thousand headers are a few writes.
 2. Data is cut into blocks. Tensors in memory are written straight from it; tensors in files are read into scratch, one block a
    thread. Small tensors are gathered into blocks as well, since a system call a tensor would cost more than its bytes.
-3. Each block's CRC-32 is taken by the thread that has it; a tensor's follows by combination.
+3. Each block's CRC-32 is taken by the thread that has it; a tensor's follows by combination. So does its hash, where it is wanted.
 4. A Late segment that needs one CRC is made where that tensor is written, if both are in one stretch; the others are made and
    written when all data is.
 """
@@ -17,12 +17,13 @@ from typing import Protocol
 
 import numpy as np
 
+from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes
 from holdfast.core.crc import Sums
 from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
 from holdfast.errors import located
-from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment
+from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment, hash_key, head_key
 
 __all__ = ["Progress", "Receipt", "Sink", "small_bytes", "write_file"]
 
@@ -48,7 +49,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class Receipt:
-    """What was written: the CRC-32 of every data segment by its label, and the length."""
+    """What was written: the CRC-32 of every data segment by its label, hash and head of those that are hashed, and the length."""
 
     nbytes: int
     crcs: dict[str, int] = field(default_factory=dict)
@@ -62,6 +63,20 @@ class Written:
     """Of each tensor, by its label."""
     made: set[int] = field(default_factory=set)
     """Offsets of the late segments that are written already."""
+    hashes: dict[str, ContentHash] = field(default_factory=dict)
+    """Of each tensor that is hashed and comes in several blocks, by its label."""
+    hashed: dict[str, Hashed] = field(default_factory=dict)
+    """Of each that came in one."""
+
+    def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
+        """Sum and hash a block of a tensor, while it is in the cache; its CRC-32."""
+        label = segment.label
+        if isinstance(segment, Data) and segment.hashed:
+            if start == 0 and len(data) == segment.nbytes:
+                self.hashed[label] = hash_bytes(data)
+            else:
+                self.hashes[label].add(start, data)
+        return self.sums[label].add(start, data)
 
 
 def write_file(
@@ -79,6 +94,8 @@ def write_file(
     """
     offsets = plan.offsets()
     written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
+    large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
+    written.hashes = {s.label: ContentHash(s.nbytes) for s in large}
     sink.allocate(plan.nbytes)
     threads = threads or default_threads()
     work = _tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK_NBYTES))
@@ -87,7 +104,12 @@ def write_file(
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:
         if isinstance(segment, Data | Memory):
-            receipt.crcs[segment.label] = known[segment.label] = written.sums[segment.label].crc32()
+            receipt.crcs[segment.label] = written.sums[segment.label].crc32()
+            if isinstance(segment, Data) and segment.hashed:
+                label = segment.label
+                hashed = written.hashed.get(label) or written.hashes[label].done()
+                receipt.crcs[hash_key(label)], receipt.crcs[head_key(label)] = hashed.hash, hashed.head or 0
+    known |= receipt.crcs
     for pieces in _joined_late(plan, offsets, known, written.made):
         sink.write(pieces[0], memoryview(pieces[1]))
         if progress:
@@ -148,7 +170,7 @@ def _block(segment: Data, slab: Slab, offset: int, sink: Sink, written: Written,
         with ExitStack() as lent:
             with located(tensor=segment.label):
                 data = lent.enter_context(slab_bytes(slab))
-            written.sums[segment.label].add(slab.start, data)
+            written.add(segment, slab.start, data)
             sink.write(offset + slab.start, data)
         if progress:
             progress(slab.nbytes)
@@ -161,7 +183,7 @@ def _piece(
 ) -> Callable[[], None]:
     def run() -> None:
         data = segment.content[start:stop]
-        written.sums[segment.label].add(start, data)
+        written.add(segment, start, data)
         sink.write(offset + start, data)
         if progress:
             progress(data.nbytes)
@@ -192,7 +214,7 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
             elif isinstance(segment, Data | Memory):
                 with located(tensor=segment.label):
                     data = segment.content if isinstance(segment, Memory) else small_bytes(segment)
-                here[segment.label] = written.sums[segment.label].add(0, data)
+                here[segment.label] = written.add(segment, 0, data)
                 buffer[at:end] = data
             elif segment.needs in here:
                 buffer[at:end] = segment.make(here)

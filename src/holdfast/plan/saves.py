@@ -4,7 +4,7 @@ A file is a row of segments. Everything but checksums is known when the plan is 
 written in any order and by several threads:
 
     Literal    bytes that are known now: headers, names, padding
-    Data       the elements of one tensor in C order, little-endian; its CRC-32 is computed while it passes by
+    Data       the elements of one tensor in C order, little-endian; its CRC-32 is computed while it passes by, its hash if wanted
     Memory     bytes of this process as they lie there, with a CRC-32 like data: the storages of torch's own objects
     Hole       room that is left as it is: zeros, where the file system can do it without writing them
     Late       bytes of a known length that depend on those CRCs: data descriptors, central directories, checksum fields
@@ -14,12 +14,44 @@ A plan is pure. `engine/write.py` carries it out, `explain` says it in words.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.tensor import LazyTensor
 
-__all__ = ["Data", "FilePlan", "Hole", "Late", "Literal", "Memory", "SavePlan", "Segment"]
+__all__ = [
+    "Data",
+    "FilePlan",
+    "Hole",
+    "Late",
+    "LinkedFile",
+    "Literal",
+    "Memory",
+    "SavePlan",
+    "Segment",
+    "hash_key",
+    "head_key",
+    "known_later",
+    "without_hashes",
+]
+
+HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
+"""What is put behind the label of data for its hash and its head. Half of a surrogate pair: no name that is saved has one."""
+
+
+def hash_key(label: str) -> str:
+    """Where the hash of data stands among the checksums."""
+    return label + HASH_KEY
+
+
+def head_key(label: str) -> str:
+    """Where the CRC-32 of its first bytes stands; 0 for data that has no head (`core.content_hash`)."""
+    return label + HEAD_KEY
+
+
+def without_hashes(sums: Mapping[str, int]) -> dict[str, int]:
+    """The CRC-32 of all data, without its hashes."""
+    return {label: crc for label, crc in sums.items() if not label.endswith((HASH_KEY, HEAD_KEY))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +72,8 @@ class Data:
     tensor: LazyTensor
     label: str
     """What the file calls it; the key under which `Late` segments find its CRC. Unique in a plan."""
+    hashed: bool = False
+    """Whether it is hashed as well: `hash_key` and `head_key` of the label are then known, too."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,6 +116,17 @@ class Late:
 Segment = Literal | Data | Memory | Hole | Late
 
 
+def known_later(segments: Iterable[Segment]) -> list[str]:
+    """Under which keys something is known when these segments are written."""
+    keys = []
+    for segment in segments:
+        if isinstance(segment, Data | Memory):
+            keys.append(segment.label)
+            if isinstance(segment, Data) and segment.hashed:
+                keys += (hash_key(segment.label), head_key(segment.label))
+    return keys
+
+
 @dataclass(frozen=True, slots=True)
 class FilePlan:
     """One file."""
@@ -105,6 +150,17 @@ class FilePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkedFile:
+    """A finished file of another checkpoint that gets a second name in this one: nothing of it is written."""
+
+    key: str
+    """Its name in both."""
+    nbytes: int
+    folder: str
+    """The directory where it lies."""
+
+
+@dataclass(frozen=True, slots=True)
 class SavePlan:
     """A whole checkpoint. One file with an empty key, or a directory: its data files, then its index, in that order."""
 
@@ -119,10 +175,18 @@ class SavePlan:
     """What a reader is to find, by name; None where the plan is not one of a state."""
     opens: bool = False
     """Whether that is known: the reader was given the plan (`api.rehearse`)."""
+    linked: tuple[LinkedFile, ...] = ()
+    """Files of a directory that are there already, in another one."""
 
     @property
     def nbytes(self) -> int:
+        """What is written."""
         return sum(f.nbytes for f in (*self.files, *self.index))
+
+    @property
+    def listed(self) -> list[tuple[str, int]]:
+        """Every file of the checkpoint and its length, those that are linked first."""
+        return [(f.key, f.nbytes) for f in self.linked] + [(f.key, f.nbytes) for f in (*self.files, *self.index)]
 
     def tensors(self) -> Sequence[LazyTensor]:
         """Every tensor that is written, in the order of the files."""
@@ -131,4 +195,5 @@ class SavePlan:
     def explain(self) -> str:
         """The plan in words: files and their sizes."""
         rows = [f"{f.key or 'one file'}: {f.nbytes:,} bytes in {len(f.segments):,} segments" for f in (*self.files, *self.index)]
+        rows += [f"{f.key}: {f.nbytes:,} bytes, linked from {f.folder}" for f in self.linked]
         return "\n".join([f"{self.format}: {self.nbytes:,} bytes", *rows])

@@ -23,7 +23,7 @@ from holdfast.core.tree import values_inside
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import BESIDE, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
-from holdfast.formats.native.chunks import in_file
+from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
 from holdfast.formats.native.write import OWN, BoxToWrite, Pack, box_file, lay_out_index, sharding_texts
 from holdfast.formats.safetensors.write import is_flat, name_problem
@@ -193,11 +193,7 @@ def _native_index(contents: Contents, receipts: Sequence[Receipt]) -> list[FileP
     if contents.tree is not None:
         fields["tree"] = contents.tree
     tensors = {name: meaning for name, meaning in contents.tensors.items() if name not in contents.aliases}
-    chunks = [
-        (name, msgspec.structs.replace(chunk, file=number, sparse=in_file(chunk.sparse, number)))
-        for number, receipt in enumerate(receipts)
-        for name, chunk in receipt.chunks
-    ]
+    chunks = [(name, in_files(chunk, {0: number})) for number, receipt in enumerate(receipts) for name, chunk in receipt.chunks]
     listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
     return list(lay_out_index(listed, tensors, lambda _: chunks, fields=fields, metadata=contents.metadata))
 

@@ -32,6 +32,7 @@ from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.write import lay_out_safetensors
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
 from holdfast.plan.saves import SavePlan
+from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
 
 __all__ = [
@@ -81,6 +82,8 @@ class Options:
     """safetensors: an index even of one file, because other safetensors files will lie beside it."""
     stem: str = "model"
     """safetensors: what the names of the files in a directory begin with."""
+    base: OpenBase | None = None
+    """native: hashes are recorded, and what did not change since this is taken over from there."""
 
 
 def suffix_of(path: str) -> str:
@@ -150,7 +153,14 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
         case "native":
             wanted = parse_wanted(options.sparse)
             pack = None if wanted is None else partial(choose, wanted=wanted)
-            return lay_out_native(state, max_shard_size=options.max_shard_size, pack=pack)
+            base = options.base
+            return lay_out_native(
+                state,
+                max_shard_size=options.max_shard_size,
+                pack=pack,
+                hashes=None if base is None else base.hashes,
+                take_over=None if base is None else base.take_over,
+            )
     raise Unsupported(f"{format!r} is no format that can be written", found=format)
 
 
@@ -176,7 +186,7 @@ def rehearse(plan: SavePlan, path: str) -> SavePlan:
         files = (*plan.files, *plan.index)
         # A folder of one file is opened as that file.
         alone = ("safetensors",) if plan.format == "safetensors-dir" and len(files) == 1 else ()
-        found = described(PlannedStore(files, name=path), (plan.format, *alone))
+        found = described(PlannedStore(files, name=path, linked=plan.linked), (plan.format, *alone))
         if plan.holds is not None:
             lost = [str(one.what) for one in found.foreign if one.uses != ("mention",)]
             if lost:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field, replace
 from types import TracebackType
@@ -28,13 +28,13 @@ from holdfast.core.protocols import State, Store
 from holdfast.core.quantities import Size
 from holdfast.engine.budget import Budget, budget, reading_threads
 from holdfast.engine.commit.resumable import Staging
-from holdfast.engine.commit.target import open_target, refusal, refuse_existing
+from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
 from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.write import Progress, write_file
-from holdfast.errors import CannotHold, NotCommitted, StoreError, Unsupported
+from holdfast.errors import CannotHold, StoreError, Unsupported
 from holdfast.inspect.open import Openable, opened
-from holdfast.plan.saves import FilePlan, SavePlan
+from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan, without_hashes
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
 from holdfast.stores.files import Files
@@ -106,7 +106,14 @@ class Saved:
     done: bool = False
     """Whether it was written; a dry run writes nothing."""
     crcs: Mapping[str, int] = field(default_factory=dict, repr=False)
-    """CRC-32 of the bytes of each stored piece, under the name that the file gives it; once it is written."""
+    """CRC-32 of the bytes of each piece that was written, under the name that the file gives it; once it is written."""
+    shared_nbytes: int = 0
+    """How many of the bytes are those of files that the base has, too: they were not written, and take no room."""
+
+    @property
+    def new_nbytes(self) -> int:
+        """Bytes that are written."""
+        return self.nbytes - self.shared_nbytes
 
     def explain(self) -> str:
         """In words."""
@@ -114,10 +121,11 @@ class Saved:
 
     def _told(self) -> list[str]:
         """The lines of `explain` but for the notes."""
-        count, enough = len(self.files), self.done or self.free_nbytes >= self.nbytes
+        count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
+        shared = f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
         return [
             f"→ {self.path} ({self.format})",
-            f"write  {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}",
+            f"write  {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}{shared}",
             f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH"),
         ]
 
@@ -131,16 +139,23 @@ class PlannedFields(TypedDict):
     files: tuple[tuple[str, int], ...]
     notes: tuple[str, ...]
     free_nbytes: int
+    shared_nbytes: int
 
 
 def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
     """What a plan says about the result."""
     name = os.path.basename(target.rstrip("/"))
-    files = tuple((file.key or name, file.nbytes) for file in (*plan.files, *plan.index))
+    files = tuple((key or name, nbytes) for key, nbytes in plan.listed)
     nbytes = sum(length for _, length in files)
     return PlannedFields(
-        path=target, format=plan.format, nbytes=nbytes, files=files, notes=plan.notes, free_nbytes=_free(target)
-    )  # fmt: skip
+        path=target,
+        format=plan.format,
+        nbytes=nbytes,
+        files=files,
+        notes=plan.notes,
+        free_nbytes=_free(target),
+        shared_nbytes=sum(file.nbytes for file in plan.linked),
+    )
 
 
 def _free(target: str) -> int:
@@ -189,14 +204,24 @@ class Planned(Generic[R]):
         """Write it and publish it. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
         report = self.report
         # Where nobody may write, how much room there is is not what is wrong.
-        if report.free_nbytes < report.nbytes and os.access(os.path.dirname(os.path.abspath(report.path)), os.W_OK):
-            room = f"{report.nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
+        if report.free_nbytes < report.new_nbytes and os.access(os.path.dirname(os.path.abspath(report.path)), os.W_OK):
+            room = f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"
             refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
-            refused.expected, refused.found = report.nbytes, report.free_nbytes
+            refused.expected, refused.found = report.new_nbytes, report.free_nbytes
             raise refused
+        copied: list[LinkedFile] = []
         crcs = write_plan(
-            self.plan, report.path, self.writing, progress=progress, before_commit=lambda: unchanged(self.reads, report.path)
+            self.plan,
+            report.path,
+            self.writing,
+            progress=progress,
+            before_commit=lambda: unchanged(self.reads, report.path),
+            copied=copied.append,
         )
+        if copied:
+            nbytes = sum(file.nbytes for file in copied)
+            note = f"the file system gave no second name to {len(copied):,} files of the base: {nbytes:,} bytes were copied"
+            report = replace(report, notes=(*report.notes, note), shared_nbytes=report.shared_nbytes - nbytes)
         return self.finish(replace(report, done=True, crcs=crcs), None)
 
     def carry_out(self, progress: Progress | None = None) -> R:
@@ -362,17 +387,19 @@ def unchanged(stores: Iterable[Store], target: str) -> None:
         changed = store.changed()
         if changed:
             names = ", ".join(changed[:3])
-            raise NotCommitted(
+            raised = refusal(
                 f"the source {store.name!r} changed while it was read ({names}); nothing was published: start again when nobody "
                 "writes to it",
-                file=target,
-                found=changed,
+                target,
+                errno.ESTALE,
             )
+            raised.found = changed
+            raise raised
 
 
 def _replaceable(plan: SavePlan) -> Callable[[str], bool]:
     """Which files of an old directory may go: those of a checkpoint, and those that come again."""
-    written = {file.key for file in (*plan.files, *plan.index)}
+    written = {key for key, _ in plan.listed}
     return lambda name: name in written or is_replaceable(name)
 
 
@@ -388,8 +415,11 @@ def write_plan(
     before_commit: Callable[[], None] | None = None,
     files: Files | None = None,
     rehearsed: bool = True,
+    copied: Callable[[LinkedFile], None] | None = None,
 ) -> Mapping[str, int]:
-    """Write a plan and publish it. Gives the CRC-32 of each stored piece.
+    """Write a plan and publish it. Gives the CRC-32 of each piece that was written.
+
+    `copied` is told of each file of a base that could not be linked.
 
     First of all the plan is given to the reader (`formats.rehearse`): what would not open again is refused with `CannotHold` while
     nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
@@ -419,6 +449,7 @@ def write_plan(
             with DirectoryTransaction(
                 path, durable=writing.durable, overwrite=bool(writing.overwrite), replaceable=_replaceable(plan), files=files
             ) as folder:
+                _link(plan.linked, folder, files or system_files(), copied=copied)
                 for file in plan.files:
                     if staging is not None:
                         staging.adopt(folder, file)
@@ -442,4 +473,19 @@ def write_plan(
             if before_commit:
                 before_commit()
             single.commit()
-    return crcs
+    return without_hashes(crcs)
+
+
+def _link(
+    linked: Sequence[LinkedFile], folder: DirectoryTransaction, files: Files, *, copied: Callable[[LinkedFile], None] | None
+) -> None:
+    """Take over the files of a base. First of all: where one has changed, nothing has been written in vain."""
+    for place in dict.fromkeys(file.folder for file in linked):
+        with refusing("opening the base", place):
+            base = files.open_directory(place)
+        try:
+            for file in linked:
+                if file.folder == place and not folder.link(file.key, file.nbytes, folder=base) and copied is not None:
+                    copied(file)
+        finally:
+            files.close(base)

@@ -11,10 +11,13 @@ A file object takes the place of 4: what it is given, it is given from front to 
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 from holdfast.core.arguments import understood
@@ -24,7 +27,8 @@ from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
 from holdfast.engine.stream import Writer, write_stream
 from holdfast.engine.write import Progress
-from holdfast.errors import BadArgument, CannotHold, SaveError
+from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
+from holdfast.rewrite.base import check_shares, not_shared, open_base
 from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, plan_save
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
@@ -42,6 +46,8 @@ def save(
     max_shard_size: Size | None = None,
     keep_tree: bool = False,
     sparse: str = "never",
+    base: str | os.PathLike[str] | None = None,
+    hashes: bool = False,
     format: str | None = None,
     overwrite: bool | None = None,
     durable: bool = True,
@@ -61,6 +67,10 @@ def save(
     that is smaller; other programs cannot read those tensors, so the default is "never". Files are replaced by default and
     directories are not (`overwrite`).
 
+    `base` is an older native directory on the same file system, the step before: what did not change since then is not written
+    again. The new directory has the unchanged files of the base as hard links, and is a whole checkpoint without it. `hashes=True`
+    makes the first one of such a row; with a `base` it goes without saying. A base that cannot be used is a note in the result.
+
     `dst` may be a binary file object as well, anything with `write`: the format is then `format`, or what the suffix of its name
     says. It is written from front to back, so a save that fails has written a part; `to_bytes` gives the bytes themselves.
 
@@ -74,14 +84,24 @@ def save(
     writing = Writing(
         overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
     )
+    older = None if base is None else local_path(base)
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
+        check_shares("", "a file object", older, hashes)
         described = describe_state(state, metadata=metadata, limits=limits)
         return _stream(described, cast(Writer, path), format=format, options=options, writing=writing, progress=progress)
+    plan = partial(
+        _plan, state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits
+    )
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
-        return _plan(
-            state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits
-        ).carry_out(progress)
+        try:
+            return plan(base=older, hashes=hashes).carry_out(progress)
+        except NotCommitted as error:
+            if older is None or error.errno != errno.ESTALE:
+                raise
+            note = not_shared(older, "it was replaced or removed meanwhile")
+        saved = plan(base=None, hashes=True).carry_out(progress)
+        return replace(saved, notes=(*saved.notes, note))
 
 
 @understood
@@ -156,13 +176,25 @@ def _plan(
     format: str | None,
     metadata: Mapping[str, str] | None,
     options: Options,
+    base: str | None,
+    hashes: bool,
     writing: Writing,
     limits: Limits | None,
 ) -> Planned[Saved]:
     described = describe_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
+    check_shares(target, found, base, hashes)
     if writing.overwrite is False or found in DIRECTORIES:
         check_target(target, directory=found in DIRECTORIES, writing=writing)
-    plan = plan_save(target, described, found, options=options)
-    plan = replace(plan, notes=(*described.notes, *plan.notes))
-    return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=stores_of(described))
+    with ExitStack() as stack:
+        reads = stores_of(described)
+        if base is not None or hashes:
+            within = writing.budget
+            threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
+            opened = open_base(base, target, limits=limits, threads=threads, block=block)
+            stack.callback(opened.close)
+            reads = (*reads, *((opened.store,) if opened.store else ()))
+            options = replace(options, base=opened)
+        plan = plan_save(target, described, found, options=options)
+        plan = replace(plan, notes=(*described.notes, *plan.notes))
+        return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=reads, sources=stack.pop_all())

@@ -124,8 +124,8 @@ class Files(Protocol):
     def exchange(self, first: str, second: str, *, at: int) -> bool:
         """Swap what two names stand for, in one step. False, and nothing done, where that is not supported."""
 
-    def link(self, source: str, target: str, *, at: int) -> None:
-        """Give a file a second name; an existing one is `FileExistsError`."""
+    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+        """Give a file, perhaps of another directory (`source_at`), a second name; an existing one is `FileExistsError`."""
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
         """Make a directory. Private: for this user alone."""
@@ -227,9 +227,9 @@ class OsFiles:
         self._check()
         return platform.exchange(first, second, at=at)
 
-    def link(self, source: str, target: str, *, at: int) -> None:
+    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
         self._check()
-        os.link(source, target, src_dir_fd=at, dst_dir_fd=at, follow_symlinks=False)
+        os.link(source, target, src_dir_fd=at if source_at is None else source_at, dst_dir_fd=at, follow_symlinks=False)
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
         self._check()

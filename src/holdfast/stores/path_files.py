@@ -142,8 +142,8 @@ class PathFiles(OsFiles):
     def exchange(self, first: str, second: str, *, at: int) -> bool:
         return False
 
-    def link(self, source: str, target: str, *, at: int) -> None:
-        os.link(os.path.normpath(self._path(source, at)), self._path(target, at))
+    def link(self, source: str, target: str, *, at: int, source_at: int | None = None) -> None:
+        os.link(os.path.normpath(self._path(source, at if source_at is None else source_at)), self._path(target, at))
 
     def mkdir(self, name: str, *, at: int, private: bool = False) -> None:
         # Never for this user alone: since Python 3.12.4 that would be an access list, which everything in it keeps for ever.

@@ -37,6 +37,7 @@ from operator import and_
 from types import TracebackType
 from typing import ClassVar, Self, cast
 
+from holdfast.engine.commit.linked import NO_LINKS, linked_or_copied
 from holdfast.engine.commit.target import NewFile, Target, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
     Kept,
@@ -55,9 +56,6 @@ from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
-
-NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
-"""What link(2) answers on a file system without hard links."""
 
 BROWSED = frozenset({".DS_Store", "Thumbs.db"})
 """What macOS and Windows put into a folder when somebody looks at it; it goes with the folder."""
@@ -273,6 +271,18 @@ class DirectoryTransaction(_Transaction):
             taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
         self._keep(key, taken).complete = True
 
+    def link(self, key: str, nbytes: int, *, folder: int) -> bool:
+        """Give a finished file of another directory (open) a second name here. False where it had to be copied (`linked`)."""
+        target, temporary = self._working()
+        label = f"{self.path.rstrip('/')}/{key}"
+        self._check_key(key, label)
+        with refusing("taking over a file of the base", label):
+            inside = temporary.descriptor
+            taken, same = linked_or_copied(target.files, key, nbytes, source_at=folder, at=inside, label=label)
+        # Synced like all others: whoever wrote it may not have waited. Its permissions are not ours to change, unless it is a copy.
+        (self._note(key, taken) if same else self._keep(key, taken)).complete = True
+        return same
+
     def join(self, key: str, nbytes: int) -> None:
         """Take in a file that another process wrote into the new folder and has synced; it must have this length."""
         target, temporary = self._working()
@@ -287,10 +297,14 @@ class DirectoryTransaction(_Transaction):
         self._keep(key, taken).complete = True
 
     def _keep(self, key: str, file: NewFile) -> NewFile:
-        """Note a file that was made, and finish the oldest where more than `OPEN_FILES` are open that nobody writes to any more."""
-        target, _ = self._working()
+        """Note a file that was made, and give it the permissions of what it replaces."""
+        self._note(key, file)
+        self._working()[0].keep_access(file.descriptor, self._like(key))
+        return file
+
+    def _note(self, key: str, file: NewFile) -> NewFile:
+        """Note a file, and finish the oldest where more than `OPEN_FILES` are open that nobody writes to any more."""
         self._created[key] = file
-        target.keep_access(file.descriptor, self._like(key))
         self._open.append(file)
         while len(self._open) > OPEN_FILES and self._open[0].complete:
             self._open.popleft().finish(durable=self.durable)

@@ -17,6 +17,7 @@ import numpy as np
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
+from holdfast.core.content_hash import HEAD_NBYTES, Hashed, hash_bytes
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
@@ -27,9 +28,19 @@ from holdfast.core.sparse.storage import SparseParts, SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
+from holdfast.plan.saves import hash_key, head_key
 from holdfast.stores.virtual import Entry, Kept, Virtual
 
-__all__ = ["UnpackedStore", "check_sparse", "entries_of", "in_file", "sparse_storage", "stored_chunk", "without_clashes"]
+__all__ = [
+    "UnpackedStore",
+    "check_sparse",
+    "entries_of",
+    "hash_in",
+    "in_files",
+    "sparse_storage",
+    "stored_chunk",
+    "without_clashes",
+]
 
 
 Place = Callable[[str], tuple[int, tuple[int, int]]]
@@ -58,25 +69,46 @@ def without_clashes(chosen: Mapping[str, SparseParts], names: Sequence[str]) -> 
     return {name: parts for name, parts in chosen.items() if taken.isdisjoint(part_names(name))}
 
 
-def stored_chunk(name: str, place: Place, crc: Sum, *, box: Box | None = None, parts: SparseParts | None = None) -> StoredChunk:
+def stored_chunk(
+    name: str,
+    place: Place,
+    crc: Sum,
+    *,
+    box: Box | None = None,
+    parts: SparseParts | None = None,
+    hashed: Hashed | None = None,
+) -> StoredChunk:
     """A chunk as the manifest has it; without a box it is the whole tensor."""
     start, stop = (None, None) if box is None else (box.start, box.stop)
+    hash, head = (None, None) if hashed is None else (f"{hashed.hash:032x}", None if hashed.head is None else f"{hashed.head:08x}")
     if parts is None:
-        return StoredChunk(*_known(name, place, crc), start, stop)
+        return StoredChunk(*_known(name, place, crc), start, stop, None, hash, head)
     values, where, starts = part_names(name)
     file, span, digits = _known(values, place, crc)
     marks = StoredPart(*_known(where, place, crc))
     begins = None if parts.starts is None else StoredPart(*_known(starts, place, crc))
     sparse = StoredSparse(parts.encoding.name, parts.encoding.sizes, digits, marks, begins)
-    return StoredChunk(file, span, f"{parts.crc32:08x}", start, stop, sparse)
+    return StoredChunk(file, span, f"{parts.crc32:08x}", start, stop, sparse, hash, head)
 
 
-def in_file(sparse: StoredSparse | None, number: int) -> StoredSparse | None:
-    """How a chunk is packed, once the number of its file is known."""
-    if sparse is None:
-        return None
-    starts = None if sparse.starts is None else msgspec.structs.replace(sparse.starts, file=number)
-    return msgspec.structs.replace(sparse, where=msgspec.structs.replace(sparse.where, file=number), starts=starts)
+def hash_in(sums: Mapping[str, int], label: str, nbytes: int) -> Hashed:
+    """The hash of data of this label, once it is written. What has no bytes has no data segment, and the hash of nothing."""
+    if not nbytes:
+        return hash_bytes(b"")
+    return Hashed(sums[hash_key(label)], sums[head_key(label)] if nbytes > HEAD_NBYTES else None)
+
+
+def in_files(chunk: StoredChunk, numbers: Mapping[int, int]) -> StoredChunk:
+    """The same chunk where the files have other numbers."""
+
+    def moved(part: StoredPart) -> StoredPart:
+        return msgspec.structs.replace(part, file=numbers[part.file])
+
+    sparse = chunk.sparse
+    if sparse is not None:
+        starts = None if sparse.starts is None else moved(sparse.starts)
+        sparse = msgspec.structs.replace(sparse, where=moved(sparse.where), starts=starts)
+    return msgspec.structs.replace(chunk, file=numbers[chunk.file], sparse=sparse)
 
 
 def _known(entry: str, place: Place, crc: Sum) -> tuple[int, tuple[int, int], str]:

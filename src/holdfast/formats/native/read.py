@@ -33,6 +33,7 @@ from holdfast.errors import (
     UnsafePath,
     located,
 )
+from holdfast.formats.native.base import parts_of
 from holdfast.formats.native.chunks import UnpackedStore, check_sparse, sparse_storage
 from holdfast.formats.native.schema import (
     MANIFEST,
@@ -55,6 +56,7 @@ from holdfast.formats.strict_json import hexadecimal, pointer, quoted
 __all__ = ["ManifestTensors", "NativeDirectory", "check_files"]
 
 CRC = re.compile(r"[0-9a-f]{8}\Z")
+HASH = re.compile(r"[0-9a-f]{32,128}\Z")
 
 BITS = {row.name: row.bits for row in DTYPES.rows}
 
@@ -200,6 +202,8 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
                 whole = (count + 7) // 8
             else:
                 whole = _box_nbytes(name, stored, number, bits=bits)
+            if chunk.hash is not None or chunk.head is not None:
+                _check_hash(name, manifest, number)
             if chunk.sparse is not None:
                 ranges += _check_packed(name, manifest, number, limits=limits)
                 continue
@@ -226,6 +230,17 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> i
     if len(stored.chunks) == 1 and not tiles(Box.whole(stored.shape), [Box(start, stop)]):
         _lie(name, f"one chunk does not cover {list(stored.shape)}", "chunks")
     return (Box(start, stop).count * bits + 7) // 8
+
+
+def _check_hash(name: str, manifest: Parsed, number: int) -> None:
+    """Check the form of a hash, whatever its algorithm; nothing that is read depends on it."""
+    chunk = manifest.tensors[name].chunks[number]
+    if manifest.hash is None or chunk.hash is None:
+        _refuse(name, "a hash needs a manifest that names its algorithm, and a head needs a hash", "chunks", number)
+    if not HASH.match(chunk.hash):
+        _refuse(name, f"{quoted(chunk.hash)} is no hash in hexadecimal digits", "chunks", number, "hash")
+    if chunk.head is not None and not CRC.match(chunk.head):
+        _refuse(name, f"{quoted(chunk.head)} is no CRC-32 in eight digits", "chunks", number, "head")
 
 
 def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[tuple[int, int, int]]:
@@ -368,15 +383,6 @@ def _check_other(other: OtherFile, source: Source) -> None:
             expected=hexadecimal(other.crc32),
             found=found,
         )
-
-
-def parts_of(chunk: StoredChunk) -> list[StoredPart]:
-    """Where a chunk lies: in one place, or as values, marks and starts."""
-    sparse = chunk.sparse
-    if sparse is None:
-        return [StoredPart(chunk.file, chunk.bytes, chunk.crc32)]
-    parts = (StoredPart(chunk.file, chunk.bytes, sparse.values), sparse.where, sparse.starts)
-    return [part for part in parts if part is not None]
 
 
 def stored_parts(tensor: LazyTensor) -> list[LazyTensor]:

@@ -1,11 +1,12 @@
 """The manifest of a native directory: its schema, its text, and the way back.
 
-    {"format": "holdfast", "version": 3,
+    {"format": "holdfast", "version": 4,
      "files": [{"name": "data-00001-of-00001.safetensors", "nbytes": 472}],
      "tensors": {"w": {"dtype": "float32", "shape": [2, 3], "chunks": [{"file": 0, "bytes": [448, 472], "crc32": "5bb0e7a9"}]}},
      "metadata": {"step": "1000"},
      "aliases": {…}, "views": […], "tree": …,
      "others": [{"name": "model.safetensors.index.json", "nbytes": 168, "crc32": "9f3a01d2"}],
+     "hash": "xxh3-128/1MiB",
      "self": "1c291ca3"}
 
 A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop": [1, 3]`; without one it is the whole tensor.
@@ -13,8 +14,11 @@ A chunk of a tensor that is split has its box as well, `"start": [0, 0], "stop":
 packed says how (`formats.native.chunks`). `others` are files beside the data that no tensor depends on. `self` is the checksum of
 the manifest (`formats.strict_json.seal`), and is compared before anything else.
 
+With `hash`, the name of an algorithm (`core.content_hash`), chunks have a hash of their elements and perhaps a head. Nobody needs
+them to read; a later save compares with them what it would write (`formats.native.base`).
+
 Versions 1 (no packed chunks) and 2 have neither `others` nor `self`, and are read as they always were. Version 3 has both, and a
-manifest of version 3 without `self` is damaged.
+manifest of version 3 without `self` is damaged. Version 4 has hashes; a manifest without them is written as version 3.
 
 There are two parsers, as for a safetensors header. msgspec reads the text that Holdfast writes; the proof that it read nothing else
 is that it writes the same text again. Every other text goes through `strict_json`, which says what is wrong and where.
@@ -37,6 +41,7 @@ from holdfast.formats.tree_json import json_limits
 
 __all__ = [
     "FORMAT",
+    "HASHED_VERSION",
     "MANIFEST",
     "SEALED_VERSION",
     "SPARSE_VERSION",
@@ -57,11 +62,13 @@ __all__ = [
 
 FORMAT = "holdfast"
 VERSION = 3
-"""The one that is written."""
+"""The one that is written where there are no hashes."""
 SPARSE_VERSION = 2
 """The first in which a chunk may be stored packed."""
 SEALED_VERSION = 3
 """The first that has a checksum of its own."""
+HASHED_VERSION = 4
+"""The first in which chunks may have hashes. Written where they have."""
 
 
 class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -99,6 +106,10 @@ class StoredChunk(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=T
     stop: tuple[int, ...] | None = None
     sparse: StoredSparse | None = None
     """How it is packed; None where the elements lie as they are."""
+    hash: str | None = None
+    """Of the elements as they are without packing, as hexadecimal digits; by the algorithm that the manifest names."""
+    head: str | None = None
+    """CRC-32 of the first of these bytes, where the algorithm has such a thing."""
 
 
 class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -137,6 +148,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     views: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     tree: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     others: tuple[OtherFile, ...] | msgspec.UnsetType = msgspec.UNSET
+    hash: str | msgspec.UnsetType = msgspec.UNSET
     sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SEAL)
 
 
@@ -145,7 +157,8 @@ Part = TypeVar("Part", DataFile, StoredTensor, OtherFile)
 RECORDED = ("aliases", "views", "tree")
 FIELDS = ("format", "version", "files", "tensors", "metadata")
 SINCE_SEALED = ("others", SEAL)
-VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION)
+SINCE_HASHED = ("hash",)
+VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION)
 DECODER = msgspec.json.Decoder(Manifest)
 
 
@@ -159,6 +172,8 @@ class Parsed:
     recorded: Recorded
     version: int
     others: tuple[OtherFile, ...] = ()
+    hash: str | None = None
+    """The name of the algorithm of the chunks' hashes."""
 
 
 def encode_manifest(manifest: Manifest, recorded: Mapping[str, msgspec.Raw]) -> bytes:
@@ -193,7 +208,8 @@ def _parse(raw: bytes, deep: Limits) -> Parsed:
     parts = {name: bytes(text) for name, text in fields.items() if text is not msgspec.UNSET}
     given = parse_parts(parts, deep, nbytes=len(raw))
     others = () if isinstance(fast.others, msgspec.UnsetType) else fast.others
-    return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given), fast.version, others)
+    hash = None if isinstance(fast.hash, msgspec.UnsetType) else fast.hash
+    return Parsed(fast.files, fast.tensors, fast.metadata, parse_recorded(given), fast.version, others, hash)
 
 
 def parse_fast(raw: bytes) -> Manifest | None:
@@ -206,6 +222,8 @@ def parse_fast(raw: bytes) -> Manifest | None:
     if not same or manifest.format != FORMAT or manifest.version not in VERSIONS:
         return None
     later = manifest.others is not msgspec.UNSET or manifest.sealed is not msgspec.UNSET
+    if manifest.hash is not msgspec.UNSET and manifest.version < HASHED_VERSION:
+        return None
     return None if later and manifest.version < SEALED_VERSION else manifest
 
 
@@ -225,7 +243,9 @@ def parse_exact(raw: bytes, limits: Limits) -> Parsed:
     for name in FIELDS:
         if name not in document:
             raise HeaderError(f"at $: the field {name} is missing")
-    allowed = (*FIELDS, *RECORDED, *(SINCE_SEALED if version >= SEALED_VERSION else ()))
+    allowed = [*FIELDS, *RECORDED]
+    allowed += SINCE_SEALED if version >= SEALED_VERSION else ()
+    allowed += SINCE_HASHED if version >= HASHED_VERSION else ()
     for name in document:
         if name not in allowed:
             raise HeaderError(f"at {pointer(name)}: a manifest has no such field")
@@ -235,6 +255,9 @@ def parse_exact(raw: bytes, limits: Limits) -> Parsed:
     others = document.get("others", [])
     if not isinstance(others, list):
         raise HeaderError(f"at $.others: expected a list, found {kind(others)}")
+    hash = document.get("hash")
+    if "hash" in document and not isinstance(hash, str):
+        raise HeaderError(f"at $.hash: expected text, found {kind(hash)}")
     tensors, metadata = document["tensors"], document["metadata"]
     for name, value in (("tensors", tensors), ("metadata", metadata)):
         if not isinstance(value, dict):
@@ -249,6 +272,7 @@ def parse_exact(raw: bytes, limits: Limits) -> Parsed:
         parse_recorded({name: document[name] for name in RECORDED if name in document}),
         version,
         tuple(_convert(file, OtherFile, ("others", i)) for i, file in enumerate(others)),
+        hash,
     )
 
 

@@ -16,6 +16,8 @@ has the true one:
     packed, not in whole bytes    U8          the bytes, flat
 
 A file whose boxes are not whole tensors has torch's sharding metadata, so that torch's reader can join them.
+
+What did not change since another directory is taken over from there (`formats.native.base`), and only the rest is laid out.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 import msgspec
 
 from holdfast.core.box import Box
+from holdfast.core.content_hash import HASH, Hashed
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
@@ -34,9 +37,11 @@ from holdfast.core.protocols import State
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold
-from holdfast.formats.native.chunks import entries_of, stored_chunk, without_clashes
+from holdfast.formats.native.base import Reuse
+from holdfast.formats.native.chunks import entries_of, hash_in, stored_chunk, without_clashes
 from holdfast.formats.native.schema import (
     FORMAT,
+    HASHED_VERSION,
     MANIFEST,
     VERSION,
     DataFile,
@@ -58,14 +63,16 @@ from holdfast.formats.safetensors.write import (
     plan_file,
 )
 from holdfast.formats.tree_json import encode_tree
-from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
+from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan, known_later
 
 __all__ = [
     "OWN",
     "SHARD_NBYTES",
     "BoxFile",
     "BoxToWrite",
+    "HashAll",
     "Pack",
+    "TakeOver",
     "box_file",
     "carried",
     "lay_out_index",
@@ -93,8 +100,24 @@ Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
 """Finds the tensors that are stored packed, with their parts."""
 
 
-def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pack | None = None) -> SavePlan:
+HashAll = Callable[[Mapping[str, LazyTensor]], Mapping[str, Hashed]]
+"""Hashes tensors now: those that are stored packed, whose elements do not pass by when they are written."""
+
+TakeOver = Callable[[Mapping[str, LazyTensor]], Reuse]
+"""From the tensors that would be written to those that are there already."""
+
+
+def lay_out_native(
+    state: State,
+    *,
+    max_shard_size: int | None = None,
+    pack: Pack | None = None,
+    hashes: HashAll | None = None,
+    take_over: TakeOver | None = None,
+) -> SavePlan:
     """The plan of a native directory, its data files with at most `max_shard_size` bytes of tensors.
+
+    With `hashes`, every chunk has its hash in the manifest. What `take_over` finds is not written: its files are linked.
 
     Where tensors are stored packed there is no Hugging Face index: `transformers` could not read them.
 
@@ -102,21 +125,36 @@ def lay_out_native(state: State, *, max_shard_size: int | None = None, pack: Pac
     """
     kept = _what_is_kept(state)
     written = kept.sharing.written
-    packed = without_clashes(pack(written), list(written)) if pack else {}
-    pieces = [
-        carried(entry, part)
-        for name, tensor in written.items()
-        for entry, part in entries_of(name, tensor, packed.get(name)).items()
-    ]
-    shards = fill_shards(pieces, max_shard_size or SHARD_NBYTES)
-    files = [plan_file(f"data-{i + 1:05}-of-{len(shards):05}.safetensors", shard, {}, fields=OWN) for i, shard in enumerate(shards)]
-    places = {entry: (number, place) for number, file in enumerate(files) for entry, place in file.places.items()}
+    reuse = take_over(written) if take_over else Reuse()
+    there = reuse.chunks or {}
+    new = {name: tensor for name, tensor in written.items() if name not in there}
+    packed = without_clashes(pack(new), list(written)) if pack else {}
+    known = hashes({name: new[name] for name in packed}) if hashes else {}
+    plain = new.keys() - packed.keys() if hashes else frozenset()
+
+    def shards_of(names: Iterable[str]) -> list[list[HeaderTensor]]:
+        entries = (entries_of(name, new[name], packed.get(name)) for name in names)
+        pieces = [carried(entry, part) for given in entries for entry, part in given.items()]
+        return fill_shards(pieces, max_shard_size or SHARD_NBYTES) if pieces else []
+
+    # What only moved is expected to stay, and is not mixed with what changes.
+    shards = shards_of(name for name in new if name not in reuse.moved) + shards_of(name for name in new if name in reuse.moved)
+    if not shards and not reuse.linked:
+        shards = [[]]
+    keys = reuse.names(len(shards))
+    files = [plan_file(key, shard, {}, fields=OWN, hashed=plain) for key, shard in zip(keys, shards, strict=True)]
+    first = len(reuse.linked)
+    places = {entry: (number, place) for number, file in enumerate(files, first) for entry, place in file.places.items()}
 
     def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
-        for name in written:
-            yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name))
+        for name, tensor in written.items():
+            if name in there:
+                yield from ((name, chunk) for chunk in there[name])
+                continue
+            hashed = known.get(name) or (hash_in(crcs, name, tensor.nbytes) if hashes else None)
+            yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name), hashed=hashed)
 
-    return _whole_plan(state, kept, files, chunks=chunks, labels=places)
+    return _whole_plan(state, kept, files, chunks=chunks, reuse=reuse)
 
 
 def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
@@ -137,19 +175,23 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
         for number, file in enumerate(files):
             yield from file.chunks(crcs, number)
 
-    labels = [file.label + entry for file in files for entry in file.layout.places]
-    return _whole_plan(state, kept, [file.layout for file in files], chunks=chunks, labels=labels)
+    return _whole_plan(state, kept, [file.layout for file in files], chunks=chunks)
 
 
-def _whole_plan(state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, labels: Collection[str]) -> SavePlan:
+NOTHING = Reuse()
+
+
+def _whole_plan(state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, reuse: Reuse = NOTHING) -> SavePlan:
     """The plan of a directory of which this process writes everything."""
     most = Limits().header_nbytes
     if any(file.header_nbytes > most for file in files):
         raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
-    listed = [DataFile(file.plan.key, file.plan.nbytes) for file in files]
+    listed = [*reuse.files, *(DataFile(file.plan.key, file.plan.nbytes) for file in files)]
     tensors = {name: (tensor.dtype.name, tensor.shape) for name, tensor in kept.sharing.written.items()}
+    labels = [key for file in files for key in known_later(file.plan.segments)]
     index = lay_out_index(listed, tensors, chunks, labels=labels, fields=kept.fields, metadata=state.metadata)
-    return SavePlan("native", tuple(file.plan for file in files), tuple(kept.notes), directory=True, index=index)
+    plans, notes = tuple(file.plan for file in files), (*kept.notes, *reuse.notes)
+    return SavePlan("native", plans, notes, directory=True, index=index, linked=reuse.linked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,8 +298,11 @@ def lay_out_index(
     others = _index_for_others(files, blank)
     beside = _other_files(others)
 
+    hashed = any(chunk.hash is not None for tensor in blank.values() for chunk in tensor.chunks)
+    version, hash = (HASHED_VERSION, HASH) if hashed else (VERSION, msgspec.UNSET)
+
     def encoded(listed: dict[str, StoredTensor]) -> bytes:
-        return encode_manifest(Manifest(FORMAT, VERSION, tuple(files), listed, dict(metadata), others=beside), rest)
+        return encode_manifest(Manifest(FORMAT, version, tuple(files), listed, dict(metadata), others=beside, hash=hash), rest)
 
     raw = encoded(blank)
     most = Limits().index_nbytes
@@ -271,7 +316,7 @@ def _without_box(chunk: StoredChunk, shape: tuple[int, ...]) -> StoredChunk:
     """A chunk that is a whole tensor has no box."""
     if chunk.stop != shape or any(chunk.start or ()):
         return chunk
-    return StoredChunk(chunk.file, chunk.bytes, chunk.crc32, None, None, chunk.sparse)
+    return StoredChunk(chunk.file, chunk.bytes, chunk.crc32, None, None, chunk.sparse, chunk.hash, chunk.head)
 
 
 def _index_for_others(files: Sequence[DataFile], tensors: Mapping[str, StoredTensor]) -> list[FilePlan]:

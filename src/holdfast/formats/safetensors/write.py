@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -97,9 +97,15 @@ class FileLayout:
 
 
 def plan_file(
-    key: str, pieces: Iterable[HeaderTensor], metadata: Mapping[str, str], *, fields: Mapping[str, object], label: str = ""
+    key: str,
+    pieces: Iterable[HeaderTensor],
+    metadata: Mapping[str, str],
+    *,
+    fields: Mapping[str, object],
+    label: str = "",
+    hashed: Container[str] = (),
 ) -> FileLayout:
-    """Lay out one file; `fields` go into its record, beside the checksums.
+    """Lay out one file; `fields` go into its record, beside the checksums. The tensors of the names `hashed` are hashed, too.
 
     The label of a data segment is the tensor's name, behind `label`: what keeps the pieces of one tensor in several files apart.
 
@@ -135,7 +141,7 @@ def plan_file(
     length = len(head) + late.nbytes + len(tail)
     start = PREFIX_NBYTES + length
     segments: list[Segment] = [Literal(length.to_bytes(PREFIX_NBYTES, "little") + head), late, Literal(tail)]
-    segments += [Data(piece.tensor, label + piece.name) for piece in filled]
+    segments += [Data(piece.tensor, label + piece.name, piece.name in hashed) for piece in filled]
     places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in entries.items()}
     return FileLayout(FilePlan(key, tuple(segments)), length, places)
 

@@ -1,0 +1,132 @@
+"""`ContentHash`: what identifies the bytes of a chunk, in 128 bits, from blocks that come in any order and from any thread.
+
+CRC-32 says that bytes are damaged. It cannot say that they are the same: among 100,000 tensors two have one CRC by chance. So
+that a save may leave out what did not change, a manifest records beside it:
+
+    hash    "xxh3-128/1MiB"     up to 1 MiB: XXH3-128 of the bytes
+                                more: XXH3-128 of the length (8 bytes, little-endian) and the XXH3-128 of each MiB, in order;
+                                each as 16 bytes, the highest first
+    head    CRC-32              of the first 64 KiB, where there are more than that
+
+A hash of a whole cannot be had from blocks that several threads see; one of the hashes of fixed pieces can. The head answers the
+common case, everything changed, after 64 KiB. It only ever says *different*; *the same* is for the hash to say.
+
+XXH3 is no cryptographic hash: it finds changes, not forgeries. Whoever can choose the weights of a run can write its files, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
+
+from holdfast.core.crc import Sums, crc32
+
+__all__ = ["HASH", "HEAD_NBYTES", "PIECE_NBYTES", "ContentHash", "Hashed", "hash_bytes", "head_of"]
+
+HASH = "xxh3-128/1MiB"
+"""What the manifest calls it."""
+
+PIECE_NBYTES = 1 << 20
+"""A cache full, which is what a thread has in its hands when it writes; a smaller one would be more calls for the same bytes."""
+
+HEAD_NBYTES = 64 << 10
+"""Enough that a step of an optimizer shows in it, and a fraction of a percent of a large tensor."""
+
+Bytes = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Hashed:
+    """The hash of some bytes, and their head."""
+
+    hash: int
+    head: int | None
+    """None where they are not more than a head."""
+
+
+def head_of(data: Bytes) -> int:
+    """The head of bytes of which these are the first."""
+    return crc32(memoryview(data)[:HEAD_NBYTES])
+
+
+def hash_bytes(data: Bytes) -> Hashed:
+    """The hash of bytes that are all here.
+
+    >>> f"{hash_bytes(b'holdfast').hash:032x}"
+    'd725ef720e130d9fdf1a3c122ca59e45'
+    """
+    view = memoryview(data)
+    if view.nbytes <= PIECE_NBYTES:  # nearly all tensors are small, and most of their time goes to calls
+        return Hashed(xxh3_128_intdigest(view), crc32(view[:HEAD_NBYTES]) if view.nbytes > HEAD_NBYTES else None)
+    whole = ContentHash(view.nbytes)
+    whole.add(0, view)
+    return whole.done()
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A piece of which only a part has come."""
+
+    seen: xxh3_128 = field(default_factory=xxh3_128)
+    nbytes: int = 0
+    """How many of its first bytes are in the hash."""
+    later: dict[int, bytes] = field(default_factory=dict)
+    """What came before its turn, by its place in the piece: copies, since the memory is lent."""
+
+
+class ContentHash:
+    """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`."""
+
+    __slots__ = ("_head", "_lock", "_nbytes", "_open", "_pieces")
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._pieces: list[bytes | None] = [None] * max(-(-nbytes // PIECE_NBYTES), 1)
+        self._open: dict[int, _Piece] = {}
+        self._head = Sums()
+        self._lock = threading.Lock()
+
+    def add(self, start: int, data: Bytes) -> None:
+        """Take in a block that begins at byte `start`."""
+        view = memoryview(data)
+        stop = start + view.nbytes
+        if start < HEAD_NBYTES < self._nbytes:
+            self._head.add(start, view[: HEAD_NBYTES - start])
+        at = start
+        while at < stop:
+            number, inside = divmod(at, PIECE_NBYTES)
+            end = min((number + 1) * PIECE_NBYTES, self._nbytes)
+            block = view[at - start : min(end, stop) - start]
+            if not inside and stop >= end:
+                self._pieces[number] = xxh3_128_digest(block)
+            else:
+                with self._lock:
+                    self._add_part(number, inside, block)
+            at += block.nbytes
+
+    def _add_part(self, number: int, inside: int, block: memoryview) -> None:
+        piece = self._open.setdefault(number, _Piece())
+        if inside != piece.nbytes:
+            piece.later[inside] = bytes(block)
+            return
+        while True:
+            piece.seen.update(block)
+            piece.nbytes += len(block)
+            if piece.nbytes not in piece.later:
+                break
+            block = memoryview(piece.later.pop(piece.nbytes))
+        if piece.nbytes == min(PIECE_NBYTES, self._nbytes - number * PIECE_NBYTES):
+            self._pieces[number] = piece.seen.digest()
+            del self._open[number]
+
+    def done(self) -> Hashed:
+        """The hash, when all bytes have come. Raises `ValueError` where some have not."""
+        pieces = [xxh3_128_digest(b"")] if not self._nbytes else [piece for piece in self._pieces if piece is not None]
+        if len(pieces) != len(self._pieces):
+            raise ValueError("a hash was asked for before all bytes had come")
+        head = self._head.crc32() if self._nbytes > HEAD_NBYTES else None
+        if len(pieces) == 1:
+            return Hashed(int.from_bytes(pieces[0], "big"), head)
+        return Hashed(xxh3_128_intdigest(self._nbytes.to_bytes(8, "little") + b"".join(pieces)), head)

@@ -1,0 +1,150 @@
+"""What a new native directory has in common with an older one beside it, its *base*: which files it takes over as they are.
+
+    base    data-00001  w1 w2 w3 x1 x2        new    data-00001  w1 w2 w3 ▒▒ ▒▒     the same file, a hard link
+                                                     data-00002  x1 x2              what changed since
+
+1. A tensor that has not changed stays where it is. The others go to new files. Bytes that no tensor has any more stay in a
+   file that is taken over (▒); the manifest does not name them.
+2. A file of which less than half is alive is not taken over: its living tensors are written again, to a file of their own and not
+   to that of the tensors that changed. What changes at one rate comes together, so that next time files die, or live, as a whole.
+3. Small files that live on, each from another step, would become many. Above `MANY` of them they are written again as one.
+
+New files have names that come after those that are taken over. Which file has which tensor is said by the manifest and by the
+Hugging Face index. A program that asks neither and reads all files in the order of their names meets the living one last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.box import Box
+from holdfast.core.content_hash import HASH, Hashed
+from holdfast.core.tensor import LazyTensor
+from holdfast.formats.native.chunks import in_files
+from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
+from holdfast.plan.saves import LinkedFile
+
+__all__ = ["Base", "Reuse", "parts_of", "recorded_chunks"]
+
+MANY = 16
+"""Small files that a directory may have of older steps."""
+
+SMALL = 64
+"""A small file has less than one part in so many of all living bytes."""
+
+NUMBER = re.compile(r"data-(\d+)-of-")
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What a new directory takes over of its base."""
+
+    linked: tuple[LinkedFile, ...] = ()
+    chunks: Mapping[str, tuple[StoredChunk, ...]] | None = None
+    """The tensors that stay where they are. `file` is a number in `linked`."""
+    moved: frozenset[str] = frozenset()
+    """Tensors that did not change, and are written again because of the file that they were in."""
+    taken: frozenset[str] = frozenset()
+    """Names of files that a new one may not have."""
+    notes: tuple[str, ...] = ()
+    """What a person should know: why nothing is taken over."""
+
+    @property
+    def files(self) -> tuple[DataFile, ...]:
+        return tuple(DataFile(file.key, file.nbytes) for file in self.linked)
+
+    def names(self, count: int) -> list[str]:
+        """So many names of new files, each after those that are taken over."""
+        number = max((int(found[1]) for file in self.linked if (found := NUMBER.match(file.key))), default=0)
+        while True:
+            last = number + count
+            wanted = [f"data-{i + 1:05}-of-{last:05}.safetensors" for i in range(number, last)]
+            if self.taken.isdisjoint(wanted):
+                return wanted
+            number += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """A native directory that was opened and checked."""
+
+    folder: str
+    manifest: Parsed
+    data_nbytes: Sequence[int]
+    """Bytes behind the header of each file, those of nobody included."""
+
+    def candidates(self, tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, int, LazyTensor, Hashed]]:
+        """Of tensors that may be what they were, each chunk as the base has it: name, number, its elements now, its hash then."""
+        for name, tensor in tensors.items():
+            stored = self.manifest.tensors.get(name)
+            if stored is None or (stored.dtype, stored.shape) != (tensor.dtype.name, tensor.shape):
+                continue
+            known = recorded_chunks(stored.chunks, self.manifest.hash)
+            if known is not None:
+                for number, (chunk, hashed) in enumerate(zip(stored.chunks, known, strict=True)):
+                    yield name, number, _elements(tensor, chunk), hashed
+
+    def reuse(self, same: Collection[str]) -> Reuse:
+        """What is taken over where the tensors of these names did not change."""
+        chunks = {name: self.manifest.tensors[name].chunks for name in self.manifest.tensors if name in same}
+        living = self._living(chunks, range(len(self.manifest.files)))
+        small = [number for number, nbytes in living.items() if nbytes * SMALL < sum(living.values())]
+        if len(small) > MANY:
+            living = self._living(chunks, living.keys() - set(small))
+        numbers = {number: place for place, number in enumerate(sorted(living))}
+        stay = {name: own for name, own in chunks.items() if _files_of(own) <= numbers.keys()}
+        files = [self.manifest.files[number] for number in numbers]
+        return Reuse(
+            tuple(LinkedFile(file.name, file.nbytes, self.folder) for file in files),
+            {name: tuple(in_files(chunk, numbers) for chunk in own) for name, own in stay.items()},
+            frozenset(chunks.keys() - stay.keys()),
+            frozenset(file.name for file in files),
+        )
+
+    def _living(self, chunks: Mapping[str, Sequence[StoredChunk]], files: Iterable[int]) -> dict[int, int]:
+        """The files that are taken over, of these, and the living bytes in each.
+
+        A tensor in two files, one of which is not taken over, is written again, and so counts in the other no more.
+        """
+        kept = set(files)
+        while True:
+            living = dict.fromkeys(sorted(kept), 0)
+            used = set()
+            for own in chunks.values():
+                if _files_of(own) <= kept:
+                    for part in (part for chunk in own for part in parts_of(chunk)):
+                        living[part.file] += part.bytes[1] - part.bytes[0]
+                        used.add(part.file)
+            kept = {number for number in used if 2 * living[number] >= self.data_nbytes[number]}
+            if kept == living.keys():
+                return living
+
+
+def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> list[Hashed] | None:
+    """The hashes of all these chunks, where they have them and by our algorithm; else None."""
+    if algorithm != HASH or any(chunk.hash is None or len(chunk.hash) != 32 for chunk in chunks):
+        return None
+    return [Hashed(int(chunk.hash or "", 16), None if chunk.head is None else int(chunk.head, 16)) for chunk in chunks]
+
+
+def parts_of(chunk: StoredChunk) -> list[StoredPart]:
+    """Where a chunk lies: in one place, or as values, marks and starts."""
+    sparse = chunk.sparse
+    if sparse is None:
+        return [StoredPart(chunk.file, chunk.bytes, chunk.crc32)]
+    parts = (StoredPart(chunk.file, chunk.bytes, sparse.values), sparse.where, sparse.starts)
+    return [part for part in parts if part is not None]
+
+
+def _files_of(chunks: Sequence[StoredChunk]) -> set[int]:
+    return {part.file for chunk in chunks for part in parts_of(chunk)}
+
+
+def _elements(tensor: LazyTensor, chunk: StoredChunk) -> LazyTensor:
+    """The elements of a tensor that a chunk would have."""
+    if chunk.start is None or chunk.stop is None:
+        return tensor
+    box = Box(chunk.start, chunk.stop)
+    return tensor if box.shape == tensor.shape else tensor[box.slices]

@@ -1,0 +1,128 @@
+"""The base of a save: an older native directory beside it, of which the new one takes over what did not change.
+
+    save(state, "run/step-2", base="run/step-1")
+
+The base is opened and checked as `open` would; then its hashes are compared with the tensors (`engine.hashes`), and what is the
+same is taken over (`formats.native.base`). A base that cannot be used, because it is torn, of another format, without hashes, or on
+another file system, costs nothing but a note: everything is written then. One that is not there at all is a mistake, and refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from holdfast.core.content_hash import HASH, Hashed
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Store
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.hashes import tensor_hashes, unchanged
+from holdfast.engine.source import OpenSource
+from holdfast.errors import BadArgument, HoldfastError, Unsupported
+from holdfast.formats.native.base import Base, Reuse
+from holdfast.formats.native.read import read_manifest
+from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.schema import PREFIX_NBYTES
+from holdfast.inspect.open import store_of
+
+__all__ = ["OpenBase", "check_shares", "not_shared", "open_base"]
+
+
+def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:
+    """Raise `Unsupported` where bytes are to be shared with a base, now or later, in a format that shares none."""
+    if format != "native" and (base is not None or hashes):
+        given = "base=" if base is not None else "hashes="
+        raise Unsupported(f"only native directories share files, and this is {format}; leave {given} away", file=path or None)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBase:
+    """A base that is open, or why it is not used."""
+
+    base: Base | None = None
+    store: Store | None = None
+    notes: tuple[str, ...] = ()
+    threads: int | None = None
+    block: int | None = None
+
+    def take_over(self, tensors: Mapping[str, LazyTensor]) -> Reuse:
+        """What of these tensors the base has already. Reads as much of them as is needed to know."""
+        if self.base is None:
+            return Reuse(notes=self.notes)
+        pieces: dict[str, LazyTensor] = {}
+        recorded: dict[str, Hashed] = {}
+        of: dict[str, str] = {}
+        for name, number, piece, hashed in self.base.candidates(tensors):
+            # No name has half of a surrogate pair.
+            key = f"{name}\udc00{number}" if number else name
+            pieces[key], recorded[key], of[key] = piece, hashed, name
+        found = unchanged(pieces, recorded, threads=self.threads, block=self.block)
+        changed = {of[key] for key in pieces if key not in found}
+        return self.base.reuse(set(of.values()) - changed)
+
+    def hashes(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, Hashed]:
+        """The hashes of tensors that are stored packed."""
+        return tensor_hashes(tensors, threads=self.threads, block=self.block)
+
+    def close(self) -> None:
+        """Let go of its files."""
+        if self.store is not None:
+            self.store.close()
+
+
+def open_base(
+    path: str | None, target: str, *, limits: Limits | None = None, threads: int | None = None, block: int | None = None
+) -> OpenBase:
+    """Open the base of a save to `target`; without a path there is none, and what is saved has hashes for the next one.
+
+    Raises `BadArgument` where there is nothing under the path.
+    """
+    if path is None:
+        return OpenBase(threads=threads, block=block)
+    if not os.path.lexists(path):
+        raise BadArgument(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
+    try:
+        return _opened(path, target, limits=limits, threads=threads, block=block)
+    except HoldfastError as error:
+        return _not_used(path, error.message, threads=threads, block=block)
+
+
+def _opened(path: str, target: str, *, limits: Limits | None, threads: int | None, block: int | None) -> OpenBase:
+    folder = os.path.realpath(path)
+    problem = None if os.path.isdir(folder) else "it is no directory"
+    if problem is None and os.stat(folder).st_dev != os.stat(os.path.dirname(os.path.realpath(target.rstrip("/")))).st_dev:
+        problem = "it is on another file system"
+    if problem is not None:
+        return _not_used(path, problem, threads=threads, block=block)
+    store = store_of(folder, limits or Limits())
+    try:
+        source = OpenSource(store, limits=limits)
+        if MANIFEST not in store.list():
+            problem = "it is no native directory"
+        else:
+            manifest = read_manifest(source)
+            if manifest.hash is None:
+                problem = "it was saved without hashes (hashes=True, or a base= of its own)"
+            elif manifest.hash != HASH:
+                problem = f"its hashes are of another kind, {manifest.hash!r:.40}"
+            elif any(os.path.islink(os.path.join(folder, file.name)) for file in manifest.files):
+                problem = "its data files are links to other places"
+            else:
+                starts = [int.from_bytes(source.bytes(file.name, 0, PREFIX_NBYTES), "little") for file in manifest.files]
+                data = [file.nbytes - PREFIX_NBYTES - start for file, start in zip(manifest.files, starts, strict=True)]
+                return OpenBase(Base(folder, manifest, data), store, threads=threads, block=block)
+    except BaseException:
+        store.close()
+        raise
+    store.close()
+    return _not_used(path, problem, threads=threads, block=block)
+
+
+def _not_used(path: str, problem: str, *, threads: int | None, block: int | None) -> OpenBase:
+    return OpenBase(notes=(not_shared(path, problem),), threads=threads, block=block)
+
+
+def not_shared(path: str, problem: str) -> str:
+    """The note of a base that is not used."""
+    return f"everything is written, and nothing shared with {path!r}: {problem}"
