@@ -42,6 +42,9 @@ FIRST_DESCRIPTOR = 1_000_000
 Tree = dict[str, "bytes | Tree"]
 Change = dict[str, int | None]
 
+ELSEWHERE: dict[str, Tree] = {}
+"""Directories of other saves, by their paths: what a save may link. Whoever wrote them did not wait for the disk."""
+
 
 @dataclass
 class File:
@@ -136,18 +139,29 @@ class Model:
         self._noreplace = noreplace
         self._descriptors = itertools.count(FIRST_DESCRIPTOR)
         self._turn = threading.RLock()
+        self._others: dict[str, int] = {}
         self.root = self._plant(tree or {})
 
-    def _plant(self, tree: Tree) -> int:
-        """A durable directory with this content."""
+    def _plant(self, tree: Tree, *, durable: bool = True) -> int:
+        """A directory with this content, its files durable or not."""
         made = Directory()
         for name, what in tree.items():
             if isinstance(what, bytes):
-                made.entries[name] = self._add(File(what, bytearray(what)))
+                made.entries[name] = self._add(File(what if durable else b"", bytearray(what)))
             else:
                 made.entries[name] = self._plant(what)
         made.synced = dict(made.entries)
         return self._add(made)
+
+    def _elsewhere(self, path: str) -> int:
+        if path not in self._others:
+            self._others[path] = self._plant(ELSEWHERE[path], durable=False)
+        return self._others[path]
+
+    def of_others(self) -> set[int]:
+        """The files of the directories that other saves wrote."""
+        folders = [self.nodes[node] for node in self._others.values()]
+        return {node for folder in folders if isinstance(folder, Directory) for node in folder.entries.values()}
 
     def _add(self, node: File | Directory) -> int:
         number = len(self.nodes) + 1
@@ -236,9 +250,10 @@ class Model:
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
         with self._turn:
-            if at is None and path != ROOT:
+            if at is None and path != ROOT and path not in ELSEWHERE:
                 raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
-            node = self.root if at is None else self._entry(path, at)
+            top = self.root if path == ROOT else 0
+            node = self._entry(path, at) if at is not None else top or self._elsewhere(path)
             if not isinstance(self.nodes[node], Directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
             descriptor = self._opened(node)

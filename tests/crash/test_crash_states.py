@@ -142,6 +142,13 @@ def test_skipping_the_fsync_of_the_parent_is_caught(writer: Writer, old: bool, e
     assert any("(return)" in line or "unlink" in line for line in report.violations)
 
 
+def test_skipping_the_fsync_of_a_linked_file_is_caught():
+    """The step before was saved without waiting for the disk; what is linked of it is now part of a save that waits."""
+    step = next(writer for writer in WRITERS if writer.name == "step")
+    assert examine_without(step, lambda model, d: model.open_descriptors[d] in model.of_others()).violations
+    assert not examine_without(step, lambda model, d: False).violations
+
+
 @DIRECTORIES
 def test_skipping_the_fsync_of_the_new_directory_is_caught(writer: Writer):
     def skip(model: Model, d: int) -> bool:

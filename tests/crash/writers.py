@@ -8,9 +8,11 @@ of 4096 bytes long, so that there is something to tear, and must depend on the v
 from __future__ import annotations
 
 import json
+import tempfile
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,14 +24,15 @@ from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransa
 from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
 from holdfast.plan.saves import SavePlan
+from holdfast.rewrite.base import open_base
 from holdfast.rewrite.companions import Companions
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.files import Files
+from holdfast.stores.files import Files, OsFiles
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.serialization.save import plan_object
-from tests.crash.model import ROOT, Model, Tree
+from tests.crash.model import ELSEWHERE, ROOT, Model, Tree
 
 BLOCK = 3_000
 """No multiple of a sector, so that writes meet in the middle of one."""
@@ -183,6 +186,49 @@ def writer_of(name: str, format: str, *, directory: bool, split: int | None = No
     return Writer(name, directory, save, read)
 
 
+# A step that takes over a file of the step before it.
+
+FROZEN = np.arange(5_000, dtype=np.float32)
+BASE = "/base"
+"""Where the model of a file system has the step before."""
+
+
+@cache
+def step_before() -> tempfile.TemporaryDirectory[str]:
+    """A folder with the step before in it: more than half of its file did not change since."""
+    folder = tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    holdfast.save(state(0) | {"frozen": FROZEN}, f"{folder.name}/base", hashes=True, durable=False)
+    ELSEWHERE[BASE] = content(Path(folder.name) / "base")
+    return folder
+
+
+def save_step(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    place = f"{step_before().name}/base"
+    described = describe_state({key: np.asarray(value) for key, value in state(version).items()} | {"frozen": FROZEN})
+    with closing(open_base(place, f"{place}-next", threads=1)) as opened:
+        plan = plan_save(path, described, "native", options=Options(base=opened))
+    assert len(plan.linked) == 1
+    if files is not None and not isinstance(files, OsFiles):
+        plan = replace(plan, linked=tuple(replace(file, folder=BASE) for file in plan.linked))
+    write_plan(plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files)
+
+
+def read_step(path: Path) -> int:
+    with holdfast.open(path) as checkpoint:
+        version = int(checkpoint["step"].numpy())
+        for key, value in (state(version) | {"frozen": FROZEN}).items():
+            assert checkpoint[key].numpy().tobytes() == np.asarray(value).tobytes()
+    assert content(path) == saved_step(version), "not the files that were saved"
+    return version
+
+
+@cache
+def saved_step(version: int) -> bytes | Tree:
+    model = Model()
+    save_step(f"{ROOT}/model", version, files=model)
+    return model.live()["model"]
+
+
 TOYS = [
     Writer("toy", False, save_toy, read_toy),
     Writer("toy-directory", True, save_toy_directory, read_toy_directory),
@@ -195,6 +241,7 @@ LIBRARY = [
     writer_of("split", "safetensors", directory=True, split=8_000),
     writer_of("native", "native", directory=True),
     writer_of("pt2", "pt2", directory=False),
+    Writer("step", True, save_step, read_step),
 ]
 
 WRITERS = [*TOYS, *LIBRARY]
