@@ -21,6 +21,7 @@ NOT_OURS = {
     *("use_collectives", "weights_only", "unit", "unit_scale"),  # of torch's functions, and tqdm's
     *("per_rank", "values", "check_replicas"),  # of `holdfast.torch.save_sharded`
     *("mmap", "verify", "out", "copy", "progress", "keep_tree", "find_renamed", "names"),  # of no command
+    *("base", "hashes", "shardings", "store"),  # of `save`, `holdfast.jax.load` and `open`, which no command is for
     *("seed", "item", "nbytes"),  # of a rule; of a repr
 }
 LIMITS = set(holdfast.Limits.__dataclass_fields__)

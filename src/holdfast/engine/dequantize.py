@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from holdfast.core.arguments import understood
 from holdfast.core.blocks import BLOCKS, BlockType
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
@@ -27,6 +28,7 @@ RUN_ELEMENTS = 1 << 18
 """Elements that are decoded at a time: what lies between the steps stays in the cache."""
 
 
+@understood
 def dequantize(tensor: LazyTensor) -> LazyTensor:
     """A tensor of quantised blocks (`tensor.traits.blocks`, as GGUF has them) as float32, decoded when it is read.
 
