@@ -140,13 +140,14 @@ class Kept:
     def __init__(self, most_nbytes: int) -> None:
         self._most_nbytes = most_nbytes
         self._content: OrderedDict[Hashable, np.ndarray] = OrderedDict()
+        self._nbytes = 0
         self.lock = renewed(threading.RLock())
         """Whoever holds it makes something while nobody else does."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that is kept."""
-        return sum(content.nbytes for content in self._content.values())
+        return self._nbytes
 
     def get(self, key: Hashable) -> np.ndarray | None:
         with self.lock:
@@ -157,13 +158,20 @@ class Kept:
 
     def put(self, key: Hashable, content: np.ndarray) -> None:
         with self.lock:
-            while self._content and content.nbytes + self.nbytes > self._most_nbytes:
-                self._content.popitem(last=False)
+            self._forget(key)
+            while self._content and content.nbytes + self._nbytes > self._most_nbytes:
+                self._forget(next(iter(self._content)))
             self._content[key] = content
+            self._nbytes += content.nbytes
+
+    def _forget(self, key: Hashable) -> None:
+        found = self._content.pop(key, None)
+        self._nbytes -= 0 if found is None else found.nbytes
 
     def clear(self) -> None:
         with self.lock:
             self._content.clear()
+            self._nbytes = 0
 
     def __reduce__(self) -> tuple[object, ...]:
         """What is kept stays in this process."""

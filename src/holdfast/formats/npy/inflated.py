@@ -8,6 +8,7 @@ says how long it is; not a byte more is made, and one that is many times its pac
 
 from __future__ import annotations
 
+import threading
 import zlib
 from functools import partial
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Stamp, Store
+from holdfast.core.runtime import renewed
 from holdfast.errors import Corrupted, LimitExceeded, StoreError
 from holdfast.formats.zip.reader import Record
 from holdfast.stores.virtual import Entry, Kept, Virtual
@@ -27,7 +29,10 @@ KEPT_NBYTES = 256 << 20
 BLOCK_NBYTES = 1 << 20
 """Packed bytes that are read at a time."""
 
-MADE_NBYTES = 8 << 20
+LOCKS = 16
+"""Threads that may inflate at once. A member belongs to one of the locks, so that it is inflated once."""
+
+MADE_NBYTES = 1 << 20
 """Bytes that are inflated at a time."""
 
 FREE_NBYTES = 16 << 20
@@ -42,6 +47,7 @@ class InflatedMembers(Virtual):
         self._store = store
         self._limits = limits
         self._kept = Kept(KEPT_NBYTES)
+        self._locks = _locks()
 
     def add(self, key: str, record: Record) -> str:
         """Make a member a file; its name. Raises `LimitExceeded` for one that is many times its packed size."""
@@ -56,6 +62,14 @@ class InflatedMembers(Virtual):
         entry = Entry(nbytes, read, partial(self._stamp, key, record), read_nbytes=record.nbytes)
         return self.put(entry, f"{key}@{record.start}")
 
+    def __getstate__(self) -> object:
+        state = super().__getstate__()
+        return {name: part for name, part in state.items() if name != "_locks"} if isinstance(state, dict) else state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._locks = _locks()
+
     def close(self) -> None:
         self._kept.clear()
         super().close()
@@ -64,7 +78,7 @@ class InflatedMembers(Virtual):
         return key, record.start, record.nbytes, self._store.stamp(key)
 
     def _read(self, key: str, record: Record, start: int, out: memoryview) -> None:
-        with self._kept.lock:
+        with self._locks[record.start % LOCKS]:
             content = self._kept.get(record)
             if content is None:
                 content = self._inflate(key, record)
@@ -94,6 +108,10 @@ class InflatedMembers(Virtual):
             message = f"the compressed bytes of {record.name!r} do not inflate to the {content.nbytes:,} bytes that they should"
             raise Corrupted(f"{message}: get the file again", file=key, offset=record.start)
         return content
+
+
+def _locks() -> list[threading.Lock]:
+    return [renewed(threading.Lock()) for _ in range(LOCKS)]
 
 
 def _inflated(stream: zlib._Decompress, packed: bytes, most: int) -> bytes | None:

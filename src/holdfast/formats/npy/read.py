@@ -35,7 +35,8 @@ def describe_npy(source: Source) -> Description:
     with located(file=key):
         layout, _ = _understood(lambda most: source.bytes(key, 0, min(most, nbytes)), nbytes, source)
     storage = Storage(key, layout.data_start, layout.nbytes, layout.byteorder, home=source.store)
-    named = name_tensors(_tensor("", layout, storage, source), source.limits, nbytes)
+    chunk = Chunk(Box.whole(layout.shape), storage, 0, _strides(layout))
+    named = name_tensors(LazyTensor("", layout.dtype, layout.shape, (chunk,), source), source.limits, nbytes)
     (tensor,) = named.tensors.values()
     return Description("npy", named.tensors, tensor, notes=_guesses([layout]))
 
@@ -53,6 +54,8 @@ class Head:
     layout: Layout
     crc32: int
     """Of the header."""
+    box: Box
+    strides: tuple[int, ...]
 
 
 class Members:
@@ -60,14 +63,16 @@ class Members:
 
     def __init__(self, source: Source, key: str) -> None:
         self._source, self._key = source, key
-        self._archive = read_archive(source, key, fold_case=False)
+        archive = read_archive(source, key, fold_case=False)
+        self._records = list(archive.records.values())
         self._inflated: InflatedMembers | None = None
         self._through = source
         """What reads the members; where some are compressed, it has these as files of their own."""
-        if not all(record.stored for record in self._archive.records.values()):
+        if not all(record.stored for record in self._records):
             self._inflated = InflatedMembers(source.store, source.limits)
             self._through = source.over(self._inflated)
         self._heads: dict[tuple[bytes, int], Head] = {}
+        self._ahead, self._ahead_at, self._last = b"", 0, -NEXT_NBYTES
 
     def describe(self) -> Description:
         self._refuse_torch()
@@ -75,8 +80,8 @@ class Members:
         tensors: dict[str, LazyTensor] = {}
         layouts: dict[int, Layout] = {}
         notes: list[str] = []
-        for path, record in self._archive.records.items():
-            name = path.removesuffix(SUFFIX)
+        for record in self._records:
+            name = record.name.removesuffix(SUFFIX)
             if name in tree:
                 raise ZipError(f"two members of one name, {name[:80]!r} with and without {SUFFIX}", file=self._key)
             with located(file=self._key, tensor=name):
@@ -88,7 +93,7 @@ class Members:
                 tensors[name] = found[0]
                 layouts[id(found[1])] = found[1]
         notes += _guesses(layouts.values())
-        compressed = sum(not record.stored for record in self._archive.records.values())
+        compressed = sum(not record.stored for record in self._records)
         if compressed:
             notes.append(f"{compressed:,} members are compressed: reading any part of one inflates all of it")
         flat: Mapping[str, LazyTensor] | dict[object, object] = tensors if len(tensors) == len(tree) else tree
@@ -96,10 +101,10 @@ class Members:
 
     def _refuse_torch(self) -> None:
         """An archive of which torch would load something else than we show."""
-        for path in self._archive.records:
-            if path.rpartition("/")[2].lower() in TORCH_NAMES:
+        for record in self._records:
+            if record.name.rpartition("/")[2].lower() in TORCH_NAMES:
                 raise FormatError(
-                    f"the archive is an .npz and has {path[:80]!r}, by which torch knows a checkpoint of its own: it was made to "
+                    f"the archive is an .npz and has {record.name[:80]!r}, by which torch knows a checkpoint of its own: it was made to "
                     "show one thing and load another; `holdfast scan` shows what both would do",
                     file=self._key,
                 )
@@ -122,7 +127,8 @@ class Members:
             key = self._inflated.add(self._key, record)
         home = self._through.store
         storage = Storage(key, start, nbytes, layout.byteorder, crc if nbytes else None, label=record.name, home=home)
-        return _tensor(name, layout, storage, self._through), layout
+        chunk = Chunk(head.box, storage, 0, head.strides)
+        return LazyTensor(name, layout.dtype, layout.shape, (chunk,), self._through), layout
 
     def _head(self, record: Record, near: bytes) -> Head:
         """The header of a member. Members of one shape and dtype have the same bytes there, which are understood once."""
@@ -130,7 +136,7 @@ class Members:
         if known is not None and known.layout.data_start <= 128:
             return known
         layout, header = _understood(lambda most: self._first(record, most), record.content_nbytes, self._source)
-        head = Head(layout, crc32(header))
+        head = Head(layout, crc32(header), Box.whole(layout.shape), _strides(layout))
         if len(self._heads) < MOST_HEADS:
             self._heads[near[:128], record.content_nbytes] = head
         return head
@@ -138,15 +144,28 @@ class Members:
     def _first(self, record: Record, nbytes: int) -> bytes:
         """The first bytes of a member's content."""
         if record.stored:
-            return self._source.bytes(self._key, record.start, record.start + min(nbytes, record.nbytes))
+            return self._bytes(record.start, record.start + min(nbytes, record.nbytes))
         # Stored blocks and tables come before what they stand for; a header of a hundred bytes does not need a thousand.
-        packed = self._source.bytes(self._key, record.start, record.start + min(nbytes + PACKED_NBYTES, record.nbytes))
+        packed = self._bytes(record.start, record.start + min(nbytes + PACKED_NBYTES, record.nbytes))
         wanted = min(nbytes, record.content_nbytes)
         found = inflate_head(packed, wanted)
         if len(found) < wanted:
             raise Corrupted("the compressed bytes of this member do not inflate: get the file again", offset=record.start)
         return found
 
+    def _bytes(self, start: int, stop: int) -> bytes:
+        """A range of the file. Where members are short, what follows is read along, for those behind it."""
+        at = start - self._ahead_at
+        if at < 0 or stop - self._ahead_at > len(self._ahead):
+            near = 0 <= start - self._last < NEXT_NBYTES
+            reach = min(max(stop, start + AHEAD_NBYTES), self._source.store.size(self._key)) if near else stop
+            self._ahead, self._ahead_at, at = self._source.bytes(self._key, start, reach), start, 0
+        self._last = start
+        return self._ahead[at : at + stop - start]
+
+
+NEXT_NBYTES, AHEAD_NBYTES = 4 << 10, 64 << 10
+"""How near the next member must be for reading ahead, and how far."""
 
 MOST_HEADS = 10_000
 """Headers that are remembered."""
@@ -167,10 +186,10 @@ def _understood(first: Callable[[int], bytes], nbytes: int, source: Source) -> t
     return found, head[: found.data_start]
 
 
-def _tensor(name: str, layout: Layout, storage: Storage, source: Source) -> LazyTensor:
+def _strides(layout: Layout) -> tuple[int, ...]:
+    """In bits; of an array in Fortran's order they run the other way."""
     shape, bits = layout.shape, layout.dtype.bits
-    strides = tuple(reversed(c_strides(shape[::-1], bits))) if layout.fortran else c_strides(shape, bits)
-    return LazyTensor(name, layout.dtype, shape, (Chunk(Box.whole(shape), storage, 0, strides),), source)
+    return tuple(reversed(c_strides(shape[::-1], bits))) if layout.fortran else c_strides(shape, bits)
 
 
 def _guesses(layouts: Iterable[Layout]) -> tuple[str, ...]:
