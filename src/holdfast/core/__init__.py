@@ -12,6 +12,6 @@ checkpoint             what `open` returns
 protocols, limits      the seams between layers: store, source, format; what a file may cost
 keys                   names of files that stay inside
 arguments, quantities  what callers give to the verbs, understood in one place; sizes, counts and times as people write them
-sparse                 how tensors with many zeros are packed
+sparse, blocks         how tensors with many zeros are packed; what blocks of quantised weights stand for
 arrays, runtime        kinds of numpy arrays, a row of bytes; the process: its collector, its locks, memory at an address
 """

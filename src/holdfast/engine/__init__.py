@@ -8,7 +8,7 @@ transfer         the one engine that reads: ranges of files, by threads, each to
   equal            compared with the bytes of another tensor; `compare` counts what differs, element by element
 blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors
-computed         tensors that are made when they are read: `casting`, `assembled`, `packed` (`sparse_choice`: which)
+computed         tensors that are made when they are read: `casting`, `assembled`, `dequantize`, `packed` (`sparse_choice`: which)
 write, stream    carry out a save plan, at offsets by threads or front to back; `readback` compares before publishing
 planned_store    a save that is not written, as a store
 commit/          the one visible step

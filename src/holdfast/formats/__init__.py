@@ -5,6 +5,8 @@ safetensors/     one file, or a directory with an index
 native/          Holdfast's own directory
 dcp/             directories of `torch.distributed.checkpoint`
 pt2/             exported programs
+npy/             numpy's array files, and zips of them
+gguf/            the files of llama.cpp
 pickle/, zip/    the closed interpreter and the strict archive under them
 tree_json/       nested states as typed JSON
 detect           which of them is this?

@@ -104,8 +104,8 @@ class Members:
         for record in self._records:
             if record.name.rpartition("/")[2].lower() in TORCH_NAMES:
                 raise FormatError(
-                    f"the archive is an .npz and has {record.name[:80]!r}, by which torch knows a checkpoint of its own: it was made to "
-                    "show one thing and load another; `holdfast scan` shows what both would do",
+                    f"the archive is an .npz and has {record.name[:80]!r}, by which torch knows a checkpoint of its own: it was "
+                    "made to show one thing and load another; `holdfast scan` shows what both would do",
                     file=self._key,
                 )
 
