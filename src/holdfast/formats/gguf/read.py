@@ -138,4 +138,4 @@ def _notes(headers: Sequence[GgufHeader]) -> list[str]:
     if not found:
         return []
     listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())
-    return [f"{found.total():,} tensors are stored in quantised blocks, and shown as their bytes: {listed}"]
+    return [f"{found.total():,} tensors are stored in quantised blocks: {listed}"]
