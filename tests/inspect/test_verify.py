@@ -46,6 +46,8 @@ def test_golden_files_are_sound(golden, expected):
 
 
 def test_one_byte_in_each_storage_is_named(golden, tmp_path):
+    if golden.name == "deflated.npz":  # what is inflated has no place in the file; tests/formats/npy has a test of its own
+        return
     storages = recorded_storages(golden)
     for number, (storage, names) in enumerate(storages.items()):
         broken = tmp_path / f"{number}.pt"
@@ -106,7 +108,7 @@ def test_what_does_not_open_is_a_problem(tmp_path):
 
 
 def test_truncated(golden, tmp_path):
-    if golden.is_dir() or golden.name == "tar.pt":  # a tar ends in zeros that nobody misses
+    if golden.is_dir() or golden.name.endswith(("tar.pt", ".gguf")):  # these end in zeros that nobody misses
         return
     cut = tmp_path / golden.name
     cut.write_bytes(golden.read_bytes()[:-1])
