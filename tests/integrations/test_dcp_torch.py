@@ -472,3 +472,17 @@ def test_in_a_process_of_its_own(alone: None, tmp_path: Path):
     finally:
         executor._CHECKPOINT_PROCESS = None
     assert os.listdir(tmp_path) == ["step"]
+
+
+@both
+def test_what_a_planner_noted_for_itself(writer: type, tmp_path: Path):
+    class Notes(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: list[SavePlan]) -> object:
+            plans, metadata = super().create_global_plan(all_plans)
+            metadata.planner_data = {**metadata.planner_data, "note": {"size": torch.Size([2]), "odd": self.odd}}
+            return plans, metadata
+
+    for odd, kept in (([1, None], {"w": ("w",), "note": {"size": torch.Size([2]), "odd": [1, None]}}), (Flip(), {"w": ("w",)})):
+        Notes.odd = odd
+        save({"w": torch.ones(2)}, writer(tmp_path / "step"), planner=Notes())
+        assert Reader(tmp_path / "step").read_metadata().planner_data == kept

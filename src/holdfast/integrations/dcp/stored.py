@@ -247,10 +247,15 @@ def _box(lazy: LazyTensor, starts: Sequence[int], lengths: Sequence[int]) -> Laz
 
 
 def _planner_data(found: object) -> object:
-    """What the planner noted for itself, without what would have to be built."""
-    if isinstance(found, dict):
-        found = {key: value for key, value in found.items() if unbuilt((key, value)) is None}
-    return None if unbuilt(found) else torch_tree(found, _tensor)
+    """What the planner noted for itself: paths, from torch's own. Of others, all of it or, where it must be built, the paths."""
+    paths = {key: path for key, path in found.items() if type(key) is str and _is_path(path)} if isinstance(found, dict) else None
+    if isinstance(found, dict) and paths is not None and len(paths) == len(found):
+        return paths
+    return paths if unbuilt(found) else torch_tree(found, _tensor)
+
+
+def _is_path(value: object) -> bool:
+    return type(value) is tuple and len(value) <= DEEPEST and all(type(step) is str or type(step) is int for step in value)
 
 
 def archived(value: object, name: str, path: str) -> bytes:
