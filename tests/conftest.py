@@ -68,7 +68,11 @@ REPEATED = {
 in the model, and what is quadratic in one way of sharing is so in many."""
 
 
-LONGEST = {"test_every_header_byte_flipped[training.pt]", "test_memory[walk-list-shared-many-times]"}
+LONGEST = {
+    "test_every_header_byte_flipped[training.pt]",
+    "test_memory[walk-list-shared-many-times]",
+    "test_a_rank_that_is_killed_leaves_what_was_there",
+}
 """Half a minute each, and their neighbours ask the same."""
 
 

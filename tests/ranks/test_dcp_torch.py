@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -23,6 +26,7 @@ from tests.dtensor import DTensor, Replicate, Shard, fully_shard
 from tests.ranks.pool import Pool, World, failures, good
 from tests.ranks.states import sharded
 from tests.ranks.test_interop import ROWS, TABLE, _old, _wrapped
+from tests.ranks.test_kills import QUIET
 from tests.support import element_bytes
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
@@ -293,3 +297,15 @@ def test_a_rank_that_fails_leaves_what_was_there(rank: int, pool: Pool, tmp_path
     assert all(CheckpointException.__name__ in str(one) and "the disk of this rank is gone" in str(one) for one in failed)
     assert os.listdir(tmp_path) == ["step"]
     assert {name: (tmp_path / "step" / name).read_bytes() for name in os.listdir(path)} == before
+
+
+@pytest.mark.skipif(not versions.FORKS, reason=versions.FORKS.reason)
+def test_a_rank_that_is_killed_leaves_what_was_there(tmp_path: Path):
+    """Wherever it dies before the rename; and the next save cleans up behind it."""
+    command = [sys.executable, "-m", "tests.ranks.dcp_kills", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=os.environ | QUIET, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout)
+    assert len(rows) == 5
+    for row in rows:
+        assert (row["hung"], row["there"], row["later"], row["left"]) == (False, 1, 3, ["step"]), row
