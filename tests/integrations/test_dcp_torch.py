@@ -486,3 +486,29 @@ def test_what_a_planner_noted_for_itself(writer: type, tmp_path: Path):
         Notes.odd = odd
         save({"w": torch.ones(2)}, writer(tmp_path / "step"), planner=Notes())
         assert Reader(tmp_path / "step").read_metadata().planner_data == kept
+
+
+ODD: dict[str, object] = {
+    "conjugated": torch.arange(3).to(torch.complex64).mul(1 + 2j).conj(),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+    "repeated": torch.ones(1, 3).expand(4, 3),
+    "every second": torch.arange(100.0)[10:20:2],
+    "channels last": torch.arange(96.0).reshape(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "scalar": torch.tensor(3),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "set": {1, 2},
+    "complex": 1j,
+    "long": 1 << 80,
+}
+
+
+@both
+@either
+def test_odd_tensors_and_values(writer: type, reader: type, tmp_path: Path):
+    save(dict(ODD), writer(tmp_path / "step"))
+    tensors = {name: torch.zeros(value.shape, dtype=value.dtype) for name, value in ODD.items() if isinstance(value, torch.Tensor)}
+    found = load({**dict.fromkeys(ODD), **tensors}, reader(tmp_path / "step"))
+    for name, value in ODD.items():
+        assert torch.equal(found[name], value) if isinstance(value, torch.Tensor) else found[name] == value, name
