@@ -23,14 +23,27 @@ from holdfast.core.tree import values_inside
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import BESIDE, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
+from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
-from holdfast.formats.native.write import OWN, BoxToWrite, Pack, box_file, lay_out_index, sharding_texts
+from holdfast.formats.native.write import OWN, BoxToWrite, HashAll, Pack, box_file, lay_out_index, sharding_texts
 from holdfast.formats.safetensors.write import is_flat, name_problem
 from holdfast.formats.seal import SEAL
 from holdfast.plan.saves import FilePlan, Literal
 
-__all__ = ["FORMATS", "Contents", "DcpIndex", "Part", "RankFile", "Receipt", "index_files", "is_part", "rank_files", "unkept_notes"]
+__all__ = [
+    "FORMATS",
+    "Contents",
+    "DcpIndex",
+    "Part",
+    "RankFile",
+    "Receipt",
+    "index_files",
+    "is_part",
+    "linked_receipts",
+    "rank_files",
+    "unkept_notes",
+]
 
 FORMATS = ("native", "safetensors", "dcp")
 
@@ -63,11 +76,13 @@ class RankFile:
 
 
 class Receipt(msgspec.Struct):
-    """A file that a rank has written and synced."""
+    """A file that a rank has written and synced, or taken over from the base."""
 
     key: str
     nbytes: int
     chunks: list[tuple[str, StoredChunk]]
+    linked: bool = False
+    """Whether it is a file of the base, under a second name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,30 +107,59 @@ DcpIndex = Callable[[Contents, Sequence[Receipt]], bytes]
 """Makes the `.metadata` of a DCP directory, which is a pickle of torch's own classes."""
 
 
+NOTHING: Reuse[Place] = Reuse()
+
+
+def linked_receipts(reuse: Reuse[Place]) -> list[Receipt]:
+    """The files that a rank takes over, and what lies in each."""
+    found = [Receipt(file.key, file.nbytes, [], linked=True) for file in reuse.linked]
+    for (name, _, _), (chunk,) in reuse.chunks.items():
+        found[chunk.file].chunks.append((name, in_files(chunk, {chunk.file: 0})))
+    return found
+
+
 def is_part(name: str) -> bool:
     """Whether a file in a directory belongs to a checkpoint of any of these formats, so that it may be replaced."""
     return name.endswith((".safetensors", ".safetensors.index.json", ".distcp", ".metadata")) or name in (MANIFEST, BESIDE, SEAL)
 
 
-def rank_files(format: str, part: Part, *, files: int = 1, pack: Pack | None = None) -> list[RankFile]:
+def rank_files(
+    format: str,
+    part: Part,
+    *,
+    files: int = 1,
+    pack: Pack | None = None,
+    hashes: HashAll | None = None,
+    reuse: Reuse[Place] = NOTHING,
+) -> list[RankFile]:
     """Lay out the files of one rank.
 
     The boxes are spread over about as many `files` as are asked for. With `pack`, boxes of a native checkpoint are stored packed
-    where that is smaller.
+    where that is smaller; with `hashes`, its chunks have hashes. What it takes over (`reuse`) is not laid out.
     """
-    shares = _spread(part.boxes, files)
+    places = {(one.name, one.box.start, one.box.stop): one for one in part.boxes}
+    changed = [one for place, one in places.items() if place not in reuse.chunks and place not in reuse.moved]
+    moved = [one for place, one in places.items() if place in reuse.moved]
+    # As in one process: what only moved is expected to stay, and is not mixed with what changes.
+    shares = [
+        *(_spread(changed, files) if changed or not (moved or reuse.linked) else []),
+        *(_spread(moved, files) if moved else []),
+    ]
     if format == "dcp":
         given = [(i, share, {} if i else part.values) for i, share in enumerate(shares)]
         return [_dcp_file(f"__{part.rank}_{i}.distcp", share, values) for i, share, values in given if share or values]
     rounds = [ones for share in shares for ones in _once_each(share)]
     laid_out = []
+    names = reuse.names_of_rank(part.rank, part.size) if reuse.taken else iter(())
     for turn, ones in enumerate(rounds):
-        if format == "native":
+        if reuse.taken:
+            key = next(names)
+        elif format == "native":
             again = f"-{turn + 1:05}" if turn else ""
             key = f"data-{part.rank + 1:05}-of-{part.size:05}{again}.safetensors"
         else:
             key = f"shard-{part.rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
-        laid_out.append(_safetensors_file(key, ones, part.metadata, strict=format == "safetensors", pack=pack))
+        laid_out.append(_safetensors_file(key, ones, part.metadata, strict=format == "safetensors", pack=pack, hashes=hashes))
     return laid_out
 
 
@@ -145,7 +189,13 @@ def _once_each(boxes: Sequence[BoxToWrite]) -> list[list[BoxToWrite]]:
 
 
 def _safetensors_file(
-    key: str, ones: Sequence[BoxToWrite], metadata: Mapping[str, str], *, strict: bool, pack: Pack | None
+    key: str,
+    ones: Sequence[BoxToWrite],
+    metadata: Mapping[str, str],
+    *,
+    strict: bool,
+    pack: Pack | None,
+    hashes: HashAll | None,
 ) -> RankFile:
     problems = [f"{one.name}: {problem}" for one in ones if (problem := name_problem(one.name))]
     if strict:
@@ -155,7 +205,7 @@ def _safetensors_file(
     texts = dict(metadata)
     if strict or any(one.box.shape != one.shape for one in ones):
         texts |= sharding_texts(ones)
-    file = box_file(key, ones, texts, fields={} if strict else OWN, pack=pack)
+    file = box_file(key, ones, texts, fields={} if strict else OWN, pack=pack, hashes=hashes)
     return RankFile(file.layout.plan, file.chunks)
 
 

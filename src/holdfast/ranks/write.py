@@ -23,6 +23,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.commit.linked import linked_or_copied
 from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, NewFile
 from holdfast.engine.planned_store import PlannedStore
@@ -31,12 +32,25 @@ from holdfast.engine.stream import write_stream
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import NotCommitted
+from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.torch.write import lay_out_torch_zip
-from holdfast.ranks.files import Contents, DcpIndex, Part, RankFile, Receipt, index_files, is_part, rank_files
+from holdfast.plan.saves import LinkedFile
+from holdfast.ranks.files import (
+    NOTHING,
+    Contents,
+    DcpIndex,
+    Part,
+    RankFile,
+    Receipt,
+    index_files,
+    is_part,
+    linked_receipts,
+    rank_files,
+)
 from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described
-from holdfast.stores.files import make_parents
+from holdfast.stores.files import Files, make_parents
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.path_files import system_files
@@ -131,14 +145,19 @@ def write_files(
     threads: int,
     progress: Progress | None = None,
     block: int | None = None,
+    reuse: Reuse[Place] = NOTHING,
 ) -> list[Receipt]:
-    """Write the files of one rank, all at once; on other ranks than the first one `into` is the name of the folder."""
-    if not files:
+    """Write the files of one rank, all at once; on other ranks than the first one `into` is the name of the folder.
+
+    What it takes over is linked first. The receipt of a file that had to be copied says that it is not linked.
+    """
+    if not files and not reuse.linked:
         return []
     system = system_files()
     folder = system.open_directory(into) if isinstance(into, str) else -1
+    taken = linked_receipts(reuse)
     receipts: dict[str, Receipt] = {}
-    each = max(threads // len(files), 1)
+    each = max(threads // max(len(files), 1), 1)
 
     def create(key: str) -> NewFile:
         if isinstance(into, str):
@@ -155,6 +174,8 @@ def write_files(
 
     sinks: list[NewFile] = []
     try:
+        for receipt, file in zip(taken, reuse.linked, strict=True):
+            receipt.linked = _link(file, into, system, folder=folder, path=path, durable=durable)
         sinks.extend(create(file.plan.key) for file in files)
         run_all([task(file, sink) for file, sink in zip(files, sinks, strict=True)], threads)
     except BaseException:
@@ -164,7 +185,23 @@ def write_files(
     finally:
         if isinstance(into, str):
             system.close(folder)
-    return [receipts[file.plan.key] for file in files]
+    return [*taken, *(receipts[file.plan.key] for file in files)]
+
+
+def _link(file: LinkedFile, into: Publishing | str, system: Files, *, folder: int, path: str, durable: bool) -> bool:
+    """Take over a file of the base; whether by a link."""
+    with refusing("opening the base", file.folder):
+        base = system.open_directory(file.folder)
+    try:
+        if not isinstance(into, str):
+            return into.transaction.link(file.key, file.nbytes, folder=base)
+        label = f"{path}/{file.key}"
+        with refusing("taking over a file of the base", label):
+            made, linked = linked_or_copied(system, file.key, file.nbytes, source_at=base, at=folder, label=label)
+            made.finish(durable=durable)
+        return linked
+    finally:
+        system.close(base)
 
 
 def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, dcp_index: DcpIndex) -> None:
@@ -177,7 +214,7 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
             raise NotCommitted(f"rank {rank} did not write what was planned for it", file=publishing.path)
         if rank:
             for receipt in receipts:
-                folder.join(receipt.key, receipt.nbytes)
+                folder.join(receipt.key, receipt.nbytes, linked=receipt.linked)
     everything = [receipt for receipts in delivered for receipt in receipts]
     folder.seal_data()
     for index in index_files(publishing.format, contents, everything, dcp_index=dcp_index):

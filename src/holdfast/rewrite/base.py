@@ -10,7 +10,7 @@ another file system, costs nothing but a note: everything is written then. One t
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.core.content_hash import HASH, Hashed
@@ -20,9 +20,10 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.hashes import tensor_hashes, unchanged
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument, HoldfastError, Unsupported
-from holdfast.formats.native.base import Base, Reuse
+from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
 
@@ -46,7 +47,7 @@ class OpenBase:
     threads: int | None = None
     block: int | None = None
 
-    def take_over(self, tensors: Mapping[str, LazyTensor]) -> Reuse:
+    def take_over(self, tensors: Mapping[str, LazyTensor]) -> Reuse[str]:
         """What of these tensors the base has already. Reads as much of them as is needed to know."""
         if self.base is None:
             return Reuse(notes=self.notes)
@@ -60,6 +61,19 @@ class OpenBase:
         found = unchanged(pieces, recorded, threads=self.threads, block=self.block)
         changed = {of[key] for key in pieces if key not in found}
         return self.base.reuse(set(of.values()) - changed)
+
+    def take_over_boxes(self, boxes: Sequence[BoxToWrite]) -> Reuse[Place]:
+        """What of these boxes of one rank the base has already."""
+        if self.base is None:
+            return Reuse(notes=self.notes)
+        given = {(one.name, one.box.start, one.box.stop): one for one in boxes}
+        there, files = self.base.boxes({place: (one.tensor.dtype.name, one.shape) for place, one in given.items()})
+        keys = {f"{number}": place for number, place in enumerate(there)}
+        known = {key: recorded_chunks([there[place]], self.base.manifest.hash) for key, place in keys.items()}
+        recorded = {key: hashed[0] for key, hashed in known.items() if hashed is not None}
+        tensors = {key: given[keys[key]].tensor for key in recorded}
+        found = unchanged(tensors, recorded, threads=self.threads, block=self.block)
+        return self.base.reuse_chunks({keys[key]: (there[keys[key]],) for key in keys if key in found}, files)
 
     def hashes(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, Hashed]:
         """The hashes of tensors that are stored packed."""

@@ -283,8 +283,8 @@ class DirectoryTransaction(_Transaction):
         (self._note(key, taken) if same else self._keep(key, taken)).complete = True
         return same
 
-    def join(self, key: str, nbytes: int) -> None:
-        """Take in a file that another process wrote into the new folder and has synced; it must have this length."""
+    def join(self, key: str, nbytes: int, *, linked: bool = False) -> None:
+        """Take in a file that another process wrote into the new folder, or `linked`, and has synced; it must have this length."""
         target, temporary = self._working()
         label = f"{self.path.rstrip('/')}/{key}"
         self._check_key(key, label)
@@ -294,7 +294,7 @@ class DirectoryTransaction(_Transaction):
                 what = "is not there" if found is None else f"is a {found.kind} of {found.nbytes:,} bytes"
                 raise refusal(f"a file of another rank should have {nbytes:,} bytes and {what}", label, errno.EIO)
             taken = NewFile(target.files, target.files.open(key, at=temporary.descriptor), path=label)
-        self._keep(key, taken).complete = True
+        (self._note(key, taken) if linked else self._keep(key, taken)).complete = True
 
     def _keep(self, key: str, file: NewFile) -> NewFile:
         """Note a file that was made, and give it the permissions of what it replaces."""

@@ -11,13 +11,19 @@
 
 New files have names that come after those that are taken over. Which file has which tensor is said by the manifest and by the
 Hugging Face index. A program that asks neither and reads all files in the order of their names meets the living one last.
+
+Of a group each rank decides for its own boxes, without asking the others: it takes over files in which all that the base names are
+boxes of its own. Where the ranks are those of the step before, that is every file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import msgspec
 
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, Hashed
@@ -26,7 +32,7 @@ from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
 from holdfast.plan.saves import LinkedFile
 
-__all__ = ["Base", "Reuse", "parts_of", "recorded_chunks"]
+__all__ = ["Base", "Place", "Reuse", "parts_of", "recorded_chunks"]
 
 MANY = 16
 """Small files that a directory may have of older steps."""
@@ -35,19 +41,25 @@ SMALL = 64
 """A small file has less than one part in so many of all living bytes."""
 
 NUMBER = re.compile(r"data-(\d+)-of-")
+TURN = re.compile(r"_(\d+)\.safetensors")
+
+K = TypeVar("K", bound=Hashable)
+
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+"""A name, and the lowest and the highest corner of a box."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reuse:
-    """What a new directory takes over of its base."""
+class Reuse(Generic[K]):
+    """What a new directory takes over of its base: tensors by their names, or boxes of them by their places."""
 
     linked: tuple[LinkedFile, ...] = ()
-    chunks: Mapping[str, tuple[StoredChunk, ...]] | None = None
-    """The tensors that stay where they are. `file` is a number in `linked`."""
-    moved: frozenset[str] = frozenset()
-    """Tensors that did not change, and are written again because of the file that they were in."""
+    chunks: Mapping[K, tuple[StoredChunk, ...]] = field(default_factory=dict)
+    """Those that stay where they are. `file` is a number in `linked`."""
+    moved: frozenset[K] = frozenset()
+    """Those that did not change, and are written again because of the file that they were in."""
     taken: frozenset[str] = frozenset()
-    """Names of files that a new one may not have."""
+    """Names of files that a new one of a rank may not have: all those of the base, since other ranks take over others."""
     notes: tuple[str, ...] = ()
     """What a person should know: why nothing is taken over."""
 
@@ -58,12 +70,16 @@ class Reuse:
     def names(self, count: int) -> list[str]:
         """So many names of new files, each after those that are taken over."""
         number = max((int(found[1]) for file in self.linked if (found := NUMBER.match(file.key))), default=0)
+        return [f"data-{i + 1:05}-of-{number + count:05}.safetensors" for i in range(number, number + count)]
+
+    def names_of_rank(self, rank: int, size: int) -> Iterator[str]:
+        """Names of new files of a rank, without end: after those that it takes over, and none that another may take over."""
+        stem = f"data-{rank + 1:05}-of-{size:05}"
+        turn = max((int(found[1]) for file in self.linked if (found := TURN.search(file.key))), default=0)
         while True:
-            last = number + count
-            wanted = [f"data-{i + 1:05}-of-{last:05}.safetensors" for i in range(number, last)]
-            if self.taken.isdisjoint(wanted):
-                return wanted
-            number += 1
+            turn += 1
+            if (name := f"{stem}_{turn:05}.safetensors") not in self.taken:
+                yield name
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,24 +102,42 @@ class Base:
                 for number, (chunk, hashed) in enumerate(zip(stored.chunks, known, strict=True)):
                     yield name, number, _elements(tensor, chunk), hashed
 
-    def reuse(self, same: Collection[str]) -> Reuse:
+    def boxes(self, boxes: Mapping[Place, tuple[str, tuple[int, ...]]]) -> tuple[dict[Place, StoredChunk], set[int]]:
+        """Of these boxes of a rank, each with dtype and shape of its tensor, those that the base has; and files of no others."""
+        found: dict[Place, StoredChunk] = {}
+        files = set(range(len(self.manifest.files)))
+        for name, stored in self.manifest.tensors.items():
+            for chunk in stored.chunks:
+                start, stop = chunk.start or (0,) * len(stored.shape), chunk.stop or stored.shape
+                place, inside = (name, start, stop), _files_of([chunk])
+                if boxes.get(place) == (stored.dtype, stored.shape) and len(inside) == 1:
+                    found[place] = msgspec.structs.replace(chunk, start=start, stop=stop)
+                elif place not in boxes and any(part.bytes[0] < part.bytes[1] for part in parts_of(chunk)):
+                    files -= inside
+        return found, files
+
+    def reuse(self, same: Collection[str]) -> Reuse[str]:
         """What is taken over where the tensors of these names did not change."""
         chunks = {name: self.manifest.tensors[name].chunks for name in self.manifest.tensors if name in same}
-        living = self._living(chunks, range(len(self.manifest.files)))
+        return self.reuse_chunks(chunks, range(len(self.manifest.files)))
+
+    def reuse_chunks(self, chunks: Mapping[K, Sequence[StoredChunk]], files: Iterable[int]) -> Reuse[K]:
+        """What is taken over where these did not change, of these files."""
+        living = self._living(chunks, files)
         small = [number for number, nbytes in living.items() if nbytes * SMALL < sum(living.values())]
         if len(small) > MANY:
             living = self._living(chunks, living.keys() - set(small))
         numbers = {number: place for place, number in enumerate(sorted(living))}
-        stay = {name: own for name, own in chunks.items() if _files_of(own) <= numbers.keys()}
-        files = [self.manifest.files[number] for number in numbers]
+        stay = {key: tuple(own) for key, own in chunks.items() if _files_of(own) <= numbers.keys()}
+        kept = [self.manifest.files[number] for number in numbers]
         return Reuse(
-            tuple(LinkedFile(file.name, file.nbytes, self.folder) for file in files),
-            {name: tuple(in_files(chunk, numbers) for chunk in own) for name, own in stay.items()},
+            tuple(LinkedFile(file.name, file.nbytes, self.folder) for file in kept),
+            {key: tuple(in_files(chunk, numbers) for chunk in own) for key, own in stay.items()},
             frozenset(chunks.keys() - stay.keys()),
-            frozenset(file.name for file in files),
+            frozenset(file.name for file in self.manifest.files),
         )
 
-    def _living(self, chunks: Mapping[str, Sequence[StoredChunk]], files: Iterable[int]) -> dict[int, int]:
+    def _living(self, chunks: Mapping[K, Sequence[StoredChunk]], files: Iterable[int]) -> dict[int, int]:
         """The files that are taken over, of these, and the living bytes in each.
 
         A tensor in two files, one of which is not taken over, is written again, and so counts in the other no more.

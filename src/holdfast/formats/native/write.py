@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -103,7 +103,7 @@ Pack = Callable[[Mapping[str, LazyTensor]], Mapping[str, SparseParts]]
 HashAll = Callable[[Mapping[str, LazyTensor]], Mapping[str, Hashed]]
 """Hashes tensors now: those that are stored packed, whose elements do not pass by when they are written."""
 
-TakeOver = Callable[[Mapping[str, LazyTensor]], Reuse]
+TakeOver = Callable[[Mapping[str, LazyTensor]], Reuse[str]]
 """From the tensors that would be written to those that are there already."""
 
 
@@ -125,8 +125,8 @@ def lay_out_native(
     """
     kept = _what_is_kept(state)
     written = kept.sharing.written
-    reuse = take_over(written) if take_over else Reuse()
-    there = reuse.chunks or {}
+    reuse = take_over(written) if take_over else NOTHING
+    there = reuse.chunks
     new = {name: tensor for name, tensor in written.items() if name not in there}
     packed = without_clashes(pack(new), list(written)) if pack else {}
     known = hashes({name: new[name] for name in packed}) if hashes else {}
@@ -178,10 +178,10 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
     return _whole_plan(state, kept, [file.layout for file in files], chunks=chunks)
 
 
-NOTHING = Reuse()
+NOTHING: Reuse[str] = Reuse()
 
 
-def _whole_plan(state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, reuse: Reuse = NOTHING) -> SavePlan:
+def _whole_plan(state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, reuse: Reuse[str] = NOTHING) -> SavePlan:
     """The plan of a directory of which this process writes everything."""
     most = Limits().header_nbytes
     if any(file.header_nbytes > most for file in files):
@@ -220,6 +220,10 @@ class BoxFile:
     packed: Mapping[str, SparseParts]
     label: str
     """What stands before the names of its entries where their checksums are looked up."""
+    hashed: bool = False
+    """Whether its chunks have hashes."""
+    known: Mapping[str, Hashed] = field(default_factory=dict)
+    """Those of the boxes that are stored packed."""
 
     def chunks(self, crcs: Mapping[str, int], number: int = 0) -> Iterator[tuple[str, StoredChunk]]:
         """The chunks in it, for the manifest in which it is the file of this number; each with its box."""
@@ -232,8 +236,12 @@ class BoxFile:
                     lambda entry: crcs[self.label + entry],
                     box=one.box,
                     parts=self.packed.get(one.name),
+                    hashed=self._hash(one, crcs) if self.hashed else None,
                 ),
             )
+
+    def _hash(self, one: BoxToWrite, crcs: Mapping[str, int]) -> Hashed:
+        return self.known.get(one.name) or hash_in(crcs, self.label + one.name, one.tensor.nbytes)
 
 
 def box_file(
@@ -244,12 +252,19 @@ def box_file(
     fields: Mapping[str, object] = OWN,
     label: str = "",
     pack: Pack | None = None,
+    hashes: HashAll | None = None,
 ) -> BoxFile:
-    """Lay out one data file. `texts` go into its metadata, `fields` into its record; boxes are packed where `pack` says so."""
+    """Lay out one data file. `texts` go into its metadata, `fields` into its record; boxes are packed where `pack` says so.
+
+    With `hashes`, its chunks have their hashes.
+    """
     packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
     entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
-    layout = plan_file(key, [carried(entry, part) for entry, part in entries.items()], texts, fields=fields, label=label)
-    return BoxFile(layout, tuple(ones), packed, label)
+    known = hashes({one.name: one.tensor for one in ones if one.name in packed}) if hashes else {}
+    plain = {one.name for one in ones if one.name not in packed} if hashes else frozenset()
+    pieces = [carried(entry, part) for entry, part in entries.items()]
+    layout = plan_file(key, pieces, texts, fields=fields, label=label, hashed=plain)
+    return BoxFile(layout, tuple(ones), packed, label, hashes is not None, known)
 
 
 def sharding_texts(ones: Iterable[BoxToWrite]) -> dict[str, str]:

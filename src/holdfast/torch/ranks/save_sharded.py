@@ -11,6 +11,7 @@ import torch.distributed as dist
 from holdfast.core.arguments import one_of, patterns, understood
 from holdfast.core.tensor import LazyTensor
 from holdfast.ranks.files import FORMATS
+from holdfast.rewrite.base import check_shares
 from holdfast.rewrite.formats import check_sparse
 from holdfast.rewrite.state import Stateful, state_and_path, state_dicts
 from holdfast.stores.paths import local_path
@@ -40,6 +41,8 @@ def save_sharded(
     deadline: float = DEADLINE,
     when_busy: Literal["wait", "refuse"] = "wait",
     sparse: str = "never",
+    base: str | os.PathLike[str] | None = None,
+    hashes: bool = False,
 ) -> SavedShards:
     """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
 
@@ -57,7 +60,8 @@ def save_sharded(
     or does not call this at all, is given up with `RankLost`. What was at `path` stays until the new one is whole.
 
     A save that another one of this process is in the way of waits for it, or is refused on all ranks (`when_busy`).
-    `sparse` is as for `holdfast.save`: every rank decides for the boxes that it writes, in a native checkpoint.
+    `sparse`, `base` and `hashes` are as for `holdfast.save`: every rank decides for its boxes, in a native checkpoint.
+    Where the ranks and the placements are those of the base, what did not change is linked.
     """
     course = Course()
     state, path = state_and_path(state, path)
@@ -73,6 +77,8 @@ def save_sharded(
         threads=threads,
         progress=progress,
         sparse=sparse,
+        base=None if base is None else os.path.abspath(local_path(base)),
+        hashes=hashes,
     )
     job = _job(asked, course, group=group, deadline=deadline)
 
@@ -105,6 +111,8 @@ def async_save_sharded(
     max_host_memory: int | None = None,
     when_busy: Literal["wait", "refuse"] = "wait",
     sparse: str = "never",
+    base: str | os.PathLike[str] | None = None,
+    hashes: bool = False,
 ) -> SaveHandle:
     """As `save_sharded`, and the caller trains on while it is written.
 
@@ -128,6 +136,8 @@ def async_save_sharded(
         threads=threads,
         progress=progress,
         sparse=sparse,
+        base=None if base is None else os.path.abspath(local_path(base)),
+        hashes=hashes,
     )
     job = _job(asked, course, group=group, deadline=deadline)
     before: Versions = []
@@ -163,6 +173,7 @@ def async_save_sharded(
 def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadline: float) -> Job:
     """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
     check_sparse(asked.path, asked.format, asked.sparse)
+    check_shares(asked.path, asked.format, asked.base, asked.hashes)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
     course.open.callback(ranks.close)

@@ -17,7 +17,7 @@ An error on any rank at any step reaches every rank as the same `RanksFailed`. B
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
@@ -34,11 +34,12 @@ from holdfast.errors import CannotHold
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json import encode_tree
-from holdfast.ranks.files import Part, Receipt, rank_files, unkept_notes
+from holdfast.ranks.files import NOTHING, Part, Receipt, rank_files, unkept_notes
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, Place, message, put_together, with_sums
 from holdfast.ranks.write import Publishing, open_folder, publish, rehearse_contents, rehearse_value, write_files
+from holdfast.rewrite.base import open_base
 from holdfast.rewrite.state import describe_state
 from holdfast.torch.cuda.stage import Copies
 from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flatten
@@ -86,6 +87,10 @@ class Asked:
     threads: int | None
     progress: Progress | None
     sparse: str
+    base: str | None = None
+    """An older checkpoint, of which unchanged files are taken over."""
+    hashes: bool = False
+    """Whether hashes are recorded, so that this may be a base; with a base they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +153,18 @@ class SavedShards:
     path: str
     format: str
     nbytes: int
-    """Bytes that this rank wrote."""
+    """Bytes of the files of this rank."""
     files: tuple[tuple[str, int], ...]
     """Each of its files and its length."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
+    shared_nbytes: int = 0
+    """How many of the bytes are those of files that the base has, too: they were not written, and take no room."""
+
+    @property
+    def new_nbytes(self) -> int:
+        """Bytes that this rank wrote."""
+        return self.nbytes - self.shared_nbytes
 
 
 class Task(msgspec.Struct):
@@ -299,11 +311,12 @@ def write(planned: Planned) -> SavedShards:
     """Write this rank's part and, together, publish."""
     job, copies = planned.job, None if planned.staged is None else planned.staged.copies
     receipts: list[Receipt] = []
+    more: list[str] = []
     local: bytes | Exception
     try:
         if planned.failed is not None:
             raise planned.failed
-        receipts = _written(planned, copies)
+        receipts = _written(planned, copies, more)
         local = msgspec.msgpack.encode(receipts)
     except Exception as error:
         local = error
@@ -315,26 +328,39 @@ def write(planned: Planned) -> SavedShards:
         return [b""] * len(messages)
 
     job.ranks.agree(local, decide)
-    notes = (*planned.notes, *(() if copies is None else copies.notes()))
+    notes = (*planned.notes, *more, *(() if copies is None else copies.notes()))
     files = tuple((receipt.key, receipt.nbytes) for receipt in receipts)
-    return SavedShards(job.asked.path, job.asked.format, sum(nbytes for _, nbytes in files), files, notes)
+    shared = sum(receipt.nbytes for receipt in receipts if receipt.linked)
+    return SavedShards(job.asked.path, job.asked.format, sum(nbytes for _, nbytes in files), files, notes, shared)
 
 
-def _written(planned: Planned, copies: Copies | None) -> list[Receipt]:
+def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[Receipt]:
+    """Write this rank's files; what a person should know goes to `notes`."""
     asked, threads = planned.job.asked, planned.job.count_threads()
     wanted = parse_wanted(asked.sparse)
     if copies is not None:
         copies.wait()
         threads = asked.threads or min(threads, THREADS_BEHIND)
     pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
+    block = None if copies is None else BLOCK_BEHIND
+    hashes, reuse = None, NOTHING
+    if asked.base is not None or asked.hashes:
+        with closing(open_base(asked.base, planned.job.place, threads=threads, block=block)) as base:
+            hashes, reuse = base.hashes, base.take_over_boxes(planned.part.boxes)
+    notes += reuse.notes
     # One file for every few threads, each with enough in it.
     count = max(1, min(threads // THREADS_A_FILE, planned.part.nbytes // FILE_NBYTES))
-    return write_files(
-        rank_files(asked.format, planned.part, files=count, pack=pack),
+    receipts = write_files(
+        rank_files(asked.format, planned.part, files=count, pack=pack, hashes=hashes, reuse=reuse),
         planned.publishing or planned.folder,
         path=asked.path,
         durable=asked.durable,
         threads=threads,
         progress=asked.progress,
-        block=None if copies is None else BLOCK_BEHIND,
+        block=block,
+        reuse=reuse,
     )
+    copied = len(reuse.linked) - sum(receipt.linked for receipt in receipts)
+    if copied:
+        notes.append(f"the file system gave no second name to {copied:,} files of the base: they were copied")
+    return receipts
