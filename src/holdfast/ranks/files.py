@@ -140,11 +140,10 @@ def rank_files(
     places = {(one.name, one.box.start, one.box.stop): one for one in part.boxes}
     changed = [one for place, one in places.items() if place not in reuse.chunks and place not in reuse.moved]
     moved = [one for place, one in places.items() if place in reuse.moved]
-    # As in one process: what only moved is expected to stay, and is not mixed with what changes.
-    shares = [
-        *(_spread(changed, files) if changed or not (moved or reuse.linked) else []),
-        *(_spread(moved, files) if moved else []),
-    ]
+    # As in one process: what only moved is not mixed with what changes.
+    shares = _spread(moved, files) if moved else []
+    if changed or not (moved or reuse.linked):
+        shares += _spread(changed, files)
     if format == "dcp":
         given = [(i, share, {} if i else part.values) for i, share in enumerate(shares)]
         return [_dcp_file(f"__{part.rank}_{i}.distcp", share, values) for i, share, values in given if share or values]

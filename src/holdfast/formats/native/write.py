@@ -137,8 +137,8 @@ def lay_out_native(
         pieces = [carried(entry, part) for given in entries for entry, part in given.items()]
         return fill_shards(pieces, max_shard_size or SHARD_NBYTES) if pieces else []
 
-    # What only moved is expected to stay, and is not mixed with what changes.
-    shards = shards_of(name for name in new if name not in reuse.moved) + shards_of(name for name in new if name in reuse.moved)
+    # What only moved is expected to stay. It is not mixed with what changes, and has the lower numbers, which the next step keeps.
+    shards = shards_of(name for name in new if name in reuse.moved) + shards_of(name for name in new if name not in reuse.moved)
     if not shards and not reuse.linked:
         shards = [[]]
     keys = reuse.names(len(shards))
