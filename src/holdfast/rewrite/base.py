@@ -1,6 +1,6 @@
 """The base of a save: an older native directory beside it, of which the new one takes over what did not change.
 
-    save(state, "run/step-2", base="run/step-1")
+    save(state, "step-2", base="step-1")
 
 The base is opened and checked as `open` would; then its hashes are compared with the tensors (`engine.hashes`), and what is the
 same is taken over (`formats.native.base`). A base that cannot be used, because it is torn, of another format, without hashes, or on
