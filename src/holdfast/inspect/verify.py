@@ -288,7 +288,7 @@ class Verification:
                 # The record that is damaged is found again among all of them.
             if kind == "native":
                 try:
-                    check_files(source)
+                    self._notes += check_files(source)
                 except HoldfastError as error:
                     self.refuse(path, error, ours=True)
         ranges = self._tensor_ranges(tensors, path)

@@ -49,7 +49,7 @@ from holdfast.formats.native.schema import (
 )
 from holdfast.formats.native.write import carried
 from holdfast.formats.recorded import restore
-from holdfast.formats.safetensors.read import read_header
+from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, addressable
 from holdfast.formats.strict_json import hexadecimal, pointer, quoted
 
@@ -340,9 +340,9 @@ def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
     return Box.whole(stored.shape) if chunk.start is None or chunk.stop is None else Box(chunk.start, chunk.stop)
 
 
-def check_files(source: Source) -> None:
+def check_files(source: Source) -> list[str]:
     """Check that the header of every data file is as it was written and says of each tensor what the manifest says, and that the
-    other files are as they were; reads headers and those.
+    other files are as they were; reads headers and those. Gives notes on what else is in them.
 
     Raises `MetadataError` or `Corrupted` for the first that does not.
     """
@@ -369,6 +369,21 @@ def check_files(source: Source) -> None:
             raise Corrupted("the header has lost the record that was written with it; get the file again", file=header.key)
     for other in manifest.others:
         _check_other(other, source)
+    return _dead_bytes(manifest, headers)
+
+
+def _dead_bytes(manifest: Parsed, headers: Sequence[Header]) -> list[str]:
+    """Notes on bytes in the data files that no tensor has: files that are shared with other steps (`formats.native.base`)."""
+    living = [0] * len(headers)
+    for stored in manifest.tensors.values():
+        for part in (part for chunk in stored.chunks for part in parts_of(chunk)):
+            living[part.file] += part.bytes[1] - part.bytes[0]
+    notes = []
+    for header, alive in zip(headers, living, strict=True):
+        dead = sum(entry.data_offsets[1] - entry.data_offsets[0] for entry in header.entries.values()) - alive
+        if dead > 0:
+            notes.append(f"{header.key}: {dead:,} bytes are of other steps that share the file, and not of this one")
+    return notes
 
 
 def _check_other(other: OtherFile, source: Source) -> None:
