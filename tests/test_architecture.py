@@ -261,7 +261,7 @@ def test_threads_are_started_in_one_place():
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in MODULES
-        if dotted(path) != "holdfast.engine.threads"
+        if dotted(path) != "holdfast.core.runtime"
         for node in run_time_nodes(ast.parse(path.read_text(), str(path)))
         if starts_threads(node)
     ]

@@ -39,15 +39,15 @@ def positive(text: str) -> int:
 
 def path(text: str) -> Path:
     """Something to read, or a file to write."""
-    return Path(target(text))
+    return Path(target(text))  # of a URL it takes a slash, which `place_of` gives back
 
 
 def target(text: str) -> str:
     """Where to write a checkpoint: as text, since a slash at its end says that it is a directory."""
     from holdfast.errors import BadPath
-    from holdfast.stores.paths import local_path
+    from holdfast.stores.paths import place_of
 
     try:
-        return local_path(text)
+        return place_of(text)
     except BadPath as error:
         raise argparse.ArgumentTypeError(error.message) from None

@@ -67,8 +67,22 @@ class Store(Protocol):
         """Whether it wants to be read by one thread, from front to back: going back may mean to begin again at the start."""
 
     @property
+    def requests(self) -> int:
+        """How many reads it wants under way at once because each is a journey, however short; 0 for one that is near."""
+
+    @property
     def gone(self) -> bool:
         """Whether something was missing that had been there: what was found here is not to be relied on."""
+
+    @property
+    def single(self) -> str | None:
+        """The only key; None where there are several, or none."""
+
+    def holds(self, key: str) -> bool:
+        """Whether there is something under a key. To ask for one may cost less than to list all."""
+
+    def expect(self, key: str, nbytes: int) -> bool:
+        """Take note of what an index says of a key. True where it is compared when the key is read first; else ask for `size`."""
 
     def list(self) -> Sequence[str]:
         """Every key, sorted."""
@@ -78,6 +92,9 @@ class Store(Protocol):
 
     def read(self, key: str, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on. Raises `Truncated` where they end too early."""
+
+    def peek(self, key: str, start: int, out: memoryview) -> None:
+        """`read`, of something short with more to be asked for around it: headers, indexes, pickles."""
 
     def reading(self) -> AbstractContextManager[None]:
         """A block of many reads. What has to be done after a read may wait for the last one."""
@@ -262,8 +279,32 @@ class BaseStore:
         return False
 
     @property
+    def requests(self) -> int:
+        return 0
+
+    @property
     def gone(self) -> bool:
         return False
+
+    @property
+    def single(self) -> str | None:
+        keys = self.list()
+        return keys[0] if len(keys) == 1 else None
+
+    def holds(self, key: str) -> bool:
+        return key in self.list()
+
+    def expect(self, key: str, nbytes: int) -> bool:
+        return False
+
+    def list(self) -> Sequence[str]:
+        raise NotImplementedError
+
+    def read(self, key: str, start: int, out: memoryview) -> None:
+        raise NotImplementedError
+
+    def peek(self, key: str, start: int, out: memoryview) -> None:
+        self.read(key, start, out)
 
     def reading(self) -> AbstractContextManager[None]:
         return nullcontext()

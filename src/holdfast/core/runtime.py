@@ -1,4 +1,4 @@
-"""What belongs to the process: its garbage collector, its locks over a fork, its memory by address."""
+"""What belongs to the process: its threads, its garbage collector, its locks over a fork, its memory by address."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ import ctypes
 import gc
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 from weakref import WeakSet
 
-__all__ = ["at_fork", "memory_at", "renewed", "resting_collector"]
+__all__ = ["at_fork", "memory_at", "renewed", "resting_collector", "start"]
+
+
+def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
+    """Call something on a thread of its own. None, and nothing done, where no thread can be started."""
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    try:
+        thread.start()
+    except RuntimeError:
+        # The limit of the system or the user (ulimit -u), or the program ends.
+        return None
+    return thread
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
 from holdfast.errors import Unsupported
-from holdfast.plan.coalesce import Policy
+from holdfast.plan.coalesce import FAR, MEMORY, Policy
 from holdfast.plan.reads import ReadPlan, plan_reads
 
 __all__ = ["OpenSource"]
@@ -37,11 +37,11 @@ class OpenSource:
     ) -> None:
         self.store = store
         self.limits = limits or Limits()
-        self.threads = threads or default_threads()
+        self.threads = threads or store.requests or default_threads()
         self.mapped = mapped
         self.verify = verify
         """Whether checksums that the file records are compared when a storage is read from end to end."""
-        self.policy = policy or Policy()
+        self.policy = policy or (FAR if store.requests else MEMORY)
         self.read_nbytes = 0
         """Bytes that were read for tensors so far."""
 
@@ -52,7 +52,7 @@ class OpenSource:
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         out = bytearray(max(stop - start, 0))
-        self.store.read(key, start, memoryview(out))
+        self.store.peek(key, start, memoryview(out))
         return bytes(out)
 
     def plan(self, requests: Sequence[Request]) -> ReadPlan:

@@ -7,7 +7,8 @@ ahead of the writing: the sum of a piece is needed behind it, and nobody waits f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from holdfast.core.crc import Sums, crc32
@@ -16,7 +17,7 @@ from holdfast.engine.threads import Beside, default_threads, run_all
 from holdfast.errors import SaveError
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 
-__all__ = ["Writer", "write_stream"]
+__all__ = ["Told", "Writer", "write_stream"]
 
 BLOCK_NBYTES = 4 << 20
 PARALLEL_NBYTES = 32 << 20
@@ -31,26 +32,48 @@ class Writer(Protocol):
     def write(self, data: bytes | memoryview, /) -> object: ...
 
 
-def write_stream(plan: FilePlan, target: Writer) -> None:
-    """Write all segments in order, and flush the target if it can. Raises `SaveError` where data changed between two readings."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A writer that tells how much it was given."""
+
+    file: Writer
+    progress: Callable[[int], None]
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        done = self.file.write(data)
+        self.progress(done if type(done) is int else memoryview(data).nbytes)
+        return done
+
+    def flush(self) -> None:
+        finish = getattr(self.file, "flush", None)
+        if callable(finish):
+            finish()
+
+
+def write_stream(plan: FilePlan, target: Writer, *, known: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Write all segments in order, and flush the target if it can. Gives the CRC-32 of each piece of data, by its label.
+
+    `known` are those of files that were written before. Raises `SaveError` where data changed between two readings.
+    """
     foreseen = _sums(plan) if _asks_ahead(plan) else {}
-    crcs = dict(foreseen)
-    known: list[bytes] = []
+    crcs = {**(known or {}), **foreseen}
+    own = {segment.label for segment in plan.segments if isinstance(segment, Data | Memory)}
+    texts: list[bytes] = []
 
     def flush() -> None:
-        if known:
-            write_all(target, b"".join(known))
-            known.clear()
+        if texts:
+            write_all(target, b"".join(texts))
+            texts.clear()
 
     for segment in plan.segments:
         match segment:
             case Literal():
-                known.append(segment.data)
+                texts.append(segment.data)
             case Late():
                 made = segment.make(crcs)
                 if len(made) != segment.nbytes:
                     raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
-                known.append(made)
+                texts.append(made)
             case Hole():
                 flush()
                 for start in range(0, segment.nbytes, len(ZEROS)):
@@ -68,6 +91,7 @@ def write_stream(plan: FilePlan, target: Writer) -> None:
     finish = getattr(target, "flush", None)
     if callable(finish):
         finish()
+    return {label: crcs[label] for label in own}
 
 
 def _asks_ahead(plan: FilePlan) -> bool:

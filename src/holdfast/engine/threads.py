@@ -17,6 +17,8 @@ from concurrent.futures import Future
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
+from holdfast.core.runtime import start
+
 __all__ = ["Beside", "default_threads", "run_all", "start"]
 
 T = TypeVar("T")
@@ -25,17 +27,6 @@ T = TypeVar("T")
 def default_threads(processes: int = 1) -> int:
     """Enough to keep the memory bus busy and some reads waiting; more only contend. Of as many processes as share the machine."""
     return max(1, min(16, 2 * (os.cpu_count() or 1) // max(processes, 1)))
-
-
-def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
-    """Call something on a thread of its own. None, and nothing done, where no thread can be started."""
-    thread = threading.Thread(target=run, name=name, daemon=daemon)
-    try:
-        thread.start()
-    except RuntimeError:
-        # The limit of the system or the user (ulimit -u), or the program ends.
-        return None
-    return thread
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:

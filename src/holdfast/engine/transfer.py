@@ -117,8 +117,11 @@ def transfer(
 ) -> None:
     """Do all reads, in tasks of about so many bytes. Raises the first error after all threads have stopped."""
     jobs = list(work)
-    threads = threads if sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
-    scratch, step = Scratch(), step or cached_nbytes(threads, TASK_NBYTES)
+    far = any(store.requests for store, _, _ in jobs)
+    threads = threads if far or sum(reads.nbytes for _, reads, _ in jobs) >= INLINE_NBYTES else 1
+    # Where each read is a journey, each is a task: none waits for another.
+    nbytes, step = (1, TASK_NBYTES) if far else (nbytes, step or cached_nbytes(threads, TASK_NBYTES))
+    scratch = Scratch()
     todo = (task for job in jobs for task in tasks(*job, scratch=scratch, nbytes=nbytes, step=step))
     run_reads(todo, threads, stores=[store for store, _, _ in jobs])
 

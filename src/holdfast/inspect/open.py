@@ -23,7 +23,9 @@ from holdfast.errors import BadArgumentType, HoldfastError, Replaced, StoreError
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
-from holdfast.stores.paths import check_binary, local_path
+from holdfast.stores.paths import check_binary, place_of
+from holdfast.stores.remote.store import RemoteStore
+from holdfast.stores.remote.url import Url
 
 __all__ = ["Openable", "open", "opened", "read"]
 
@@ -43,13 +45,15 @@ def open(
     verify: bool = True,
     limits: Limits | None = None,
     threads: int | None = None,
+    store: object | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
 
-    `path` is a file, a directory, the bytes themselves, or a seekable binary file object. With `mmap=True` arrays are
-    views of the mapped file (copied on write) where their layout allows, and checksums are not looked at. Otherwise, where the
-    file records a checksum and the whole of what it covers is read, it is compared (`verify=False` opts out). `limits` raises
-    what a file may cost; `threads` bounds the parallel reads.
+    `path` is a file, a directory, the bytes themselves, a seekable binary file object, or the URL of an object or a prefix in an
+    object store (`s3://`, `gs://`, `az://`). `store` is an obstore store to use in place of one from the environment; `path` may
+    then be a key in it. With `mmap=True` arrays are views of the mapped file (copied on write) where their layout allows, and
+    checksums are not looked at. Otherwise, where the file records a checksum and the whole of what it covers is read, it is
+    compared (`verify=False` opts out). `limits` raises what a file may cost; `threads` bounds the parallel reads.
     """
     limits = limits or Limits()
 
@@ -58,7 +62,7 @@ def open(
         return _described(source)
 
     try:
-        return steady(path, limits, describe)
+        return steady(path, limits, describe, store=store)
     except ZipError as error:
         if isinstance(path, str | os.PathLike) and str(path).endswith(".distcp"):
             # Several archives, one behind the other, of which the index beside them knows the places.
@@ -84,34 +88,35 @@ def _described(source: Source) -> Checkpoint:
         return Checkpoint(source, detect(source).describe(source), again=_described)
 
 
-def steady(path: Openable, limits: Limits, look: Callable[[Store], T]) -> T:
+def steady(path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None) -> T:
     """What `look` makes of the store at a path; it takes the store over. An error closes it.
 
     A directory may be replaced meanwhile, and what is left of the old one is removed file by file: where a file was gone that had
     been there, whatever was found is forgotten, and the path opened again.
     """
     for _ in range(TRIES):
-        store = store_of(path, limits)
+        opened = store_of(path, limits, store=store)
         try:
-            made = look(store)
+            made = look(opened)
         except BaseException as error:
-            store.close()
-            if not isinstance(error, HoldfastError) or not store.gone:
+            opened.close()
+            if not isinstance(error, HoldfastError) or not opened.gone:
                 raise
             continue
-        if not store.gone:
+        if not opened.gone:
             return made
-        store.close()
+        opened.close()
     message = f"the folder was replaced {TRIES} times while it was opened; open it when fewer saves go there"
-    raise Replaced(message, file=store.name)
+    raise Replaced(message, file=opened.name)
 
 
-def store_of(path: Openable, limits: Limits) -> Store:
-    """The store behind anything that `open` takes."""
+def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> Store:
+    """The store behind anything that `open` takes; with an object store that the caller has made, `path` is a key in it."""
     if isinstance(path, bytes | bytearray | memoryview):
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
-        return _local(local_path(path), limits)
+        where = place_of(path, store)
+        return RemoteStore(where, limits=limits) if isinstance(where, Url) else _local(where, limits)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         check_binary(path, "rb")
         return FileObjectStore(path)

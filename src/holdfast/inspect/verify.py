@@ -36,7 +36,8 @@ from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 
 __all__ = ["Damage", "Problem", "VerifyReport", "verify"]
 
@@ -130,13 +131,13 @@ def verify(
         check.one(src)
         return check.report(f"<{type(src).__name__}>")
     try:
-        path = local_path(src)
+        path = place_of(src)
     except BadPath as error:
         check.refuse(str(src), error)
         return check.report(str(src))
     for _ in range(TRIES):
         check = Verification(limits or Limits(), workers, progress)
-        if os.path.isdir(path):
+        if not isinstance(path, Url) and os.path.isdir(path):
             check.directory(path)
         else:
             check.one(path)

@@ -22,6 +22,7 @@ import numpy as np
 from holdfast.core.arrays import Ints
 
 __all__ = [
+    "FAR",
     "HEADERS",
     "MEMORY",
     "PAGE_LOCKED",
@@ -55,6 +56,9 @@ class Policy:
 
 MEMORY = Policy()
 """Tensors and slices of them, to arrays of any strides."""
+
+FAR = Policy(free_gap=64 << 10, max_gap=1 << 20, over_read=0.1, alone=4 << 20, block=8 << 20)
+"""Object stores, where a request is a journey of 20 ms or more: as long as it takes to read a megabyte."""
 
 RECORDS = Policy(free_gap=16 << 10, max_gap=16 << 10, over_read=0.0, block=4 << 20)
 """Whole records of an archive, between which are headers and padding: below 200 bytes in almost all files."""

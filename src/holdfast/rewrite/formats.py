@@ -23,6 +23,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Outlined, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.commit.remote import save_id
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sparse_choice import choose, parse_wanted
@@ -34,6 +35,7 @@ from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
+from holdfast.stores.remote.url import Url
 
 __all__ = [
     "DIRECTORIES",
@@ -110,7 +112,8 @@ def format_for(path: str, format: str | None, options: Options) -> str:
         found = NAMES[format]
     else:
         raise Unsupported(f"{format!r} is no format that can be written; use torch, safetensors or native", found=format)
-    if found == "safetensors" and (options.max_shard_size is not None or path.endswith("/") or os.path.isdir(path)):
+    folder = path.endswith("/") or (not isinstance(path, Url) and os.path.isdir(path))
+    if found == "safetensors" and (options.max_shard_size is not None or folder):
         return "safetensors-dir"
     return found
 
@@ -160,8 +163,14 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
                 pack=pack,
                 hashes=None if base is None else base.hashes,
                 take_over=None if base is None else base.take_over,
+                save=save_name(path),
             )
     raise Unsupported(f"{format!r} is no format that can be written", found=format)
+
+
+def save_name(path: str) -> str:
+    """What names of data files carry: the id of the save in an object store; nothing in a directory, which is replaced whole."""
+    return save_id() if isinstance(path, Url) else ""
 
 
 def is_replaceable(name: str) -> bool:

@@ -37,10 +37,12 @@ from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan, without_hashes
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
+from holdfast.rewrite.uploaded import put_plan
 from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.path_files import system_files
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 
 __all__ = [
     "MAX_MEMORY",
@@ -55,6 +57,9 @@ __all__ = [
     "unchanged",
     "write_plan",
 ]
+
+ENDLESS = 1 << 62
+"""What is free in an object store."""
 
 MAX_MEMORY = "1GiB"
 """What verbs keep to that make a checkpoint of a checkpoint, unless told otherwise. They read back what they wrote, too."""
@@ -123,10 +128,11 @@ class Saved:
         """The lines of `explain` but for the notes."""
         count, enough = len(self.files), self.done or self.free_nbytes >= self.new_nbytes
         shared = f", {self.shared_nbytes:,} of them shared with the base" if self.shared_nbytes else ""
+        room = f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH")
         return [
             f"→ {self.path} ({self.format})",
             f"write  {self.nbytes:,} bytes in {count:,} file{'s' if count != 1 else ''}{shared}",
-            f"space  {self.free_nbytes:,} bytes free" + ("" if enough else ": NOT ENOUGH"),
+            *([room] if self.free_nbytes < ENDLESS else []),
         ]
 
 
@@ -160,6 +166,8 @@ def planned_fields(plan: SavePlan, target: str) -> PlannedFields:
 
 def _free(target: str) -> int:
     """What is free where a target goes."""
+    if isinstance(target, Url):
+        return ENDLESS
     # Following every link of a path is slow, and the system does it by itself for all but the last.
     place = target.rstrip("/") or target
     parent = os.path.dirname(os.path.realpath(place) if os.path.islink(place) else place) or os.curdir
@@ -289,10 +297,10 @@ def rewritten(
         # Blocks are read by the threads that write them.
         source = stack.enter_context(opened(src, threads=1, limits=limits))
         if in_place is None:
-            where = Destination(local_path(dst), format, writing)
+            where = Destination(place_of(dst), format, writing)
         else:
             where = _destination(source, dst, in_place=in_place, format=format, writing=writing, writable=writable)
-        if beside and os.path.realpath(where.path) == os.path.realpath(source.path):
+        if beside and _same(where.path, source.path):
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
@@ -329,11 +337,21 @@ def _becomes_model(source: Checkpoint, where: Destination, options: Options, cop
     return where.format == "safetensors" or (where.format is None and options.sparse == "never" and not other)
 
 
+def _same(one: str, other: str) -> bool:
+    if isinstance(one, Url) or isinstance(other, Url):
+        return one == other
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
 def check_target(path: str, *, directory: bool, writing: Writing) -> None:
     """Raise `NotCommitted` for a target that cannot be had, before anything is read. A dry run may have any in a folder that is."""
     _free(path)
     if writing.dry_run:
         return
+    if isinstance(path, Url):
+        if writing.resume:
+            raise Unsupported("resume=True takes over files of a directory; a save to an object store begins anew", file=path)
+        return  # the save itself looks, with the same requests
     target = open_target(system_files(), path)
     try:
         overwrite = not directory if writing.overwrite is None else writing.overwrite
@@ -364,7 +382,7 @@ def _destination(
         raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
     if dst is None and source.source.store.place() != ("file", os.path.realpath(source.path)):
         raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
-    path = source.path if dst is None else local_path(dst)
+    path = source.path if dst is None else place_of(dst)
     if dst is not None and os.path.realpath(path) != os.path.realpath(source.path):
         return Destination(path, format, writing)
     if format is None and source.format not in (*NAMES.values(), *writable):
@@ -440,7 +458,17 @@ def write_plan(
         sink.complete = True
         return receipt.crcs
 
-    if plan.directory:
+    if isinstance(path, Url):
+        put_plan(
+            plan,
+            path,
+            overwrite=writing.overwrite,
+            read_back=writing.read_back,
+            crcs=crcs,
+            progress=progress,
+            before_commit=before_commit,
+        )
+    elif plan.directory:
         staging = Staging(path, plan, durable=writing.durable, files=files) if writing.resume else None
         try:
             if staging is not None:

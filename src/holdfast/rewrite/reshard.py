@@ -30,6 +30,7 @@ from holdfast.errors import BadPlacement
 from holdfast.formats.native.write import lay_out_split
 from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
+from holdfast.rewrite.formats import save_name
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state
 
@@ -83,8 +84,8 @@ def parse_rule(text: str) -> Rule:
     return Rule(pattern.strip(), axes)
 
 
-def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]) -> SavePlan:
-    """The plan of a native directory with a file for each rank of the mesh."""
+def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule], *, save: str = "") -> SavePlan:
+    """The plan of a native directory with a file for each rank of the mesh; `save` as for `data_name`."""
     known = ", ".join(mesh)
     problems = [f"rule {r.pattern!r}: the mesh has no axis {a!r}, only {known}" for r in rules for a in r.axes if a not in mesh]
     used: set[int] = set()
@@ -113,7 +114,7 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]
                 written[name].add(box)
                 own[name] = box
         parts.append(own)
-    return lay_out_split(state, parts)
+    return lay_out_split(state, parts, save=save)
 
 
 def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, int], *, axes: Mapping[str, int]) -> Box:
@@ -172,7 +173,7 @@ def plan_reshard(
 
     def lay_out(source: Checkpoint, where: Destination) -> Planned[Saved]:
         state = describe_state(source, limits=limits)
-        plan = replace(lay_out_reshard(state, grid, parsed), holds=state.tensors)
+        plan = replace(lay_out_reshard(state, grid, parsed, save=save_name(where.path)), holds=state.tensors)
         return Planned(plan, Saved(**planned_fields(plan, where.path)), where.writing, reads=stores_of(state))
 
     return rewritten(src, dst, lay_out, directory=True, writing=writing, limits=limits)

@@ -16,7 +16,7 @@ import io
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -25,14 +25,14 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
-from holdfast.engine.stream import Writer, write_stream
+from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.rewrite.base import check_shares, not_shared, open_base
 from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, plan_save
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
-from holdfast.stores.paths import check_binary, content_and_path, local_path
+from holdfast.stores.paths import check_binary, content_and_path, place_of
 
 __all__ = ["save", "to_bytes"]
 
@@ -57,6 +57,7 @@ def save(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
+    store: object | None = None,
 ) -> Saved:
     """Save a state: nested dicts, lists and tuples of arrays, tensors, lazy tensors and plain values; or an open checkpoint.
 
@@ -74,6 +75,9 @@ def save(
     `dst` may be a binary file object as well, anything with `write`: the format is then `format`, or what the suffix of its name
     says. It is written from front to back, so a save that fails has written a part; `to_bytes` gives the bytes themselves.
 
+    `dst` may be the URL of an object or a prefix in an object store (`s3://`, `gs://`, `az://`), or with `store`, an obstore store,
+    a key in it. It is published by one request with a condition.
+
     With `durable=False` nothing is flushed to disk: a killed process still leaves the old or the new, a power cut may not.
 
     Raises `CannotHold` with every problem when the format cannot hold the state, `NotCommitted` when the save failed and
@@ -84,13 +88,13 @@ def save(
     writing = Writing(
         overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
     )
-    older = None if base is None else local_path(base)
+    older = None if base is None else place_of(base)
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
         check_shares("", "a file object", older, hashes)
         described = describe_state(state, metadata=metadata, limits=limits)
         return _stream(described, cast(Writer, path), format=format, options=options, writing=writing, progress=progress)
     plan = partial(
-        _plan, state, local_path(path), format=format, metadata=metadata, options=options, writing=writing, limits=limits
+        _plan, state, place_of(path, store), format=format, metadata=metadata, options=options, writing=writing, limits=limits
     )
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
@@ -149,24 +153,6 @@ def _stream(
         if store.changed():
             raise SaveError(f"the source {store.name!r} changed while it was read; what was written is of no use", file=where)
     return replace(report, done=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """A writer that tells how much it was given."""
-
-    file: Writer
-    progress: Progress
-
-    def write(self, data: bytes | memoryview, /) -> object:
-        done = self.file.write(data)
-        self.progress(done if type(done) is int else memoryview(data).nbytes)
-        return done
-
-    def flush(self) -> None:
-        finish = getattr(self.file, "flush", None)
-        if callable(finish):
-            finish()
 
 
 def _plan(

@@ -24,8 +24,9 @@ import re
 
 from holdfast.errors import BadArgumentType, BadPath, NotAPath
 from holdfast.stores.platform import DRIVES
+from holdfast.stores.remote.url import is_url, url_of
 
-__all__ = ["AnyPath", "check_binary", "content_and_path", "found_path", "local_path"]
+__all__ = ["AnyPath", "check_binary", "content_and_path", "found_path", "local_path", "place_of"]
 
 AnyPath = str | os.PathLike[str]
 
@@ -66,6 +67,12 @@ def local_path(path: object) -> str:
         user = re.split(r"[/\\]", text)[0]
         raise _refused(f"there is no home of {user[:SHOWN]!r}; a file of that name is given by its absolute path", text)
     return _slashed(home)
+
+
+def place_of(path: object, store: object | None = None) -> str:
+    """A path on this machine, or the `Url` of something in an object store; with a `store`, `path` is a key in it."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    return url_of(text, store) if isinstance(text, str) and (store is not None or is_url(text)) else local_path(path)
 
 
 def found_path(path: str) -> str:

@@ -69,8 +69,22 @@ class Virtual(BaseStore):
         return None if self._over is None else self._over.block_nbytes
 
     @property
+    def requests(self) -> int:
+        return 0 if self._over is None else self._over.requests
+
+    @property
     def gone(self) -> bool:
         return self._over is not None and self._over.gone
+
+    @property
+    def single(self) -> str | None:
+        return super().single if self._over is None else self._over.single
+
+    def holds(self, key: str) -> bool:
+        return super().holds(key) if self._over is None else self._over.holds(key)
+
+    def expect(self, key: str, nbytes: int) -> bool:
+        return self._over is not None and self._over.expect(key, nbytes)
 
     def list(self) -> Sequence[str]:
         return sorted(self._entries) if self._over is None else self._over.list()
@@ -93,6 +107,13 @@ class Virtual(BaseStore):
             raise Truncated(f"wanted bytes {start} to {stop} of {nbytes}", file=key, offset=nbytes)
         if out.nbytes:
             entry.read(start, out)
+
+    def peek(self, key: str, start: int, out: memoryview) -> None:
+        store = self.below(key)
+        if store is None:
+            self.read(key, start, out)
+        else:
+            store.peek(key, start, out)
 
     def map(self, key: str) -> memoryview | None:
         store = self.below(key)

@@ -124,7 +124,7 @@ class NativeDirectory:
 
     def matches(self, source: Source) -> bool:
         """Whether there is a `holdfast.json` at the top, whatever is in it: a damaged one is damaged, not another format."""
-        return MANIFEST in source.store.list()
+        return source.store.holds(MANIFEST)
 
     def describe(self, source: Source) -> Description:
         """Read the manifest and check everything that it says; only lengths are asked of the files."""
@@ -149,13 +149,14 @@ def read_manifest(source: Source) -> Parsed:
         manifest = parse_manifest(raw, source.limits)
         check_names(manifest.files, "files")
         check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
-        present = set(source.store.list())
-        missing = [file.name for file in manifest.files if file.name not in present]
+        near = [file for file in manifest.files if not source.store.expect(file.name, file.nbytes)]
+        present = set(source.store.list()) if near else set()
+        missing = [file.name for file in near if file.name not in present]
         if missing:
             shown = ", ".join(map(quoted, missing[:5]))
             raise StoreError(f"the manifest names files that are not there: {shown}", found=tuple(missing))
         check_tensors(manifest, source.limits)
-    for file in manifest.files:
+    for file in near:
         found = source.store.size(file.name)
         if found != file.nbytes:
             wrong = Truncated if found < file.nbytes else MetadataError
@@ -388,7 +389,7 @@ def _dead_bytes(manifest: Parsed, headers: Sequence[Header]) -> list[str]:
 
 def _check_other(other: OtherFile, source: Source) -> None:
     """Compare a file that no tensor depends on with what the manifest says of it."""
-    if other.name not in source.store.list():
+    if not source.store.holds(other.name):
         raise Corrupted(f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name)
     found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
     if f"{found:08x}" != other.crc32:

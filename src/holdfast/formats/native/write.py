@@ -75,6 +75,7 @@ __all__ = [
     "TakeOver",
     "box_file",
     "carried",
+    "data_name",
     "lay_out_index",
     "lay_out_native",
     "lay_out_split",
@@ -107,6 +108,15 @@ TakeOver = Callable[[Mapping[str, LazyTensor]], Reuse[str]]
 """From the tensors that would be written to those that are there already."""
 
 
+def data_name(number: int, count: int, save: str = "") -> str:
+    """What a data file is called; in an object store it carries the id of its save, so that no two saves write the same name.
+
+    >>> data_name(0, 4), data_name(0, 4, "5f3a")
+    ('data-00001-of-00004.safetensors', 'data-5f3a-00001-of-00004.safetensors')
+    """
+    return f"data-{save + '-' if save else ''}{number + 1:05}-of-{count:05}.safetensors"
+
+
 def lay_out_native(
     state: State,
     *,
@@ -114,6 +124,7 @@ def lay_out_native(
     pack: Pack | None = None,
     hashes: HashAll | None = None,
     take_over: TakeOver | None = None,
+    save: str = "",
 ) -> SavePlan:
     """The plan of a native directory, its data files with at most `max_shard_size` bytes of tensors.
 
@@ -141,7 +152,7 @@ def lay_out_native(
     shards = shards_of(name for name in new if name in reuse.moved) + shards_of(name for name in new if name not in reuse.moved)
     if not shards and not reuse.linked:
         shards = [[]]
-    keys = reuse.names(len(shards))
+    keys = [data_name(i, len(shards), save) for i in range(len(shards))] if save else reuse.names(len(shards))
     files = [plan_file(key, shard, {}, fields=OWN, hashed=plain) for key, shard in zip(keys, shards, strict=True)]
     first = len(reuse.linked)
     places = {entry: (number, place) for number, file in enumerate(files, first) for entry, place in file.places.items()}
@@ -154,10 +165,10 @@ def lay_out_native(
             hashed = known.get(name) or (hash_in(crcs, name, tensor.nbytes) if hashes else None)
             yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name), hashed=hashed)
 
-    return _whole_plan(state, kept, files, chunks=chunks, reuse=reuse)
+    return _whole_plan(state, kept, files, chunks=chunks, reuse=reuse, alone=bool(save))
 
 
-def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
+def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]], *, save: str = "") -> SavePlan:
     """The plan of a directory in which rank r of a mesh has the boxes `parts[r]`. All boxes of a tensor together tile it.
 
     Tensors that share memory are stored once, under the first of their names; boxes of the others are left out.
@@ -168,28 +179,29 @@ def lay_out_split(state: State, parts: Sequence[Mapping[str, Box]]) -> SavePlan:
     for rank, boxes in enumerate(parts):
         own = {name: box for name, box in boxes.items() if name in written}
         ones = [BoxToWrite.cut(name, written[name], box) for name, box in own.items()]
-        key = f"data-{rank + 1:05}-of-{len(parts):05}.safetensors"
-        files.append(box_file(key, ones, sharding_texts(ones), label=f"{rank} "))
+        files.append(box_file(data_name(rank, len(parts), save), ones, sharding_texts(ones), label=f"{rank} "))
 
     def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
         for number, file in enumerate(files):
             yield from file.chunks(crcs, number)
 
-    return _whole_plan(state, kept, [file.layout for file in files], chunks=chunks)
+    return _whole_plan(state, kept, [file.layout for file in files], chunks=chunks, alone=bool(save))
 
 
 NOTHING: Reuse[str] = Reuse()
 
 
-def _whole_plan(state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, reuse: Reuse[str] = NOTHING) -> SavePlan:
-    """The plan of a directory of which this process writes everything."""
+def _whole_plan(
+    state: State, kept: _Kept, files: Sequence[FileLayout], *, chunks: Chunks, reuse: Reuse[str] = NOTHING, alone: bool
+) -> SavePlan:
+    """The plan of a directory of which this process writes everything; `alone`, without an index for others (`lay_out_index`)."""
     most = Limits().header_nbytes
     if any(file.header_nbytes > most for file in files):
         raise CannotHold(CANNOT, [f"the header of a data file would be longer than {most:,} bytes"])
     listed = [*reuse.files, *(DataFile(file.plan.key, file.plan.nbytes) for file in files)]
     tensors = {name: (tensor.dtype.name, tensor.shape) for name, tensor in kept.sharing.written.items()}
     labels = [key for file in files for key in known_later(file.plan.segments)]
-    index = lay_out_index(listed, tensors, chunks, labels=labels, fields=kept.fields, metadata=state.metadata)
+    index = lay_out_index(listed, tensors, chunks, labels=labels, fields=kept.fields, metadata=state.metadata, alone=alone)
     plans, notes = tuple(file.plan for file in files), (*kept.notes, *reuse.notes)
     return SavePlan("native", plans, notes, directory=True, index=index, linked=reuse.linked)
 
@@ -285,12 +297,14 @@ def lay_out_index(
     labels: Collection[str] = (),
     fields: Mapping[str, object],
     metadata: Mapping[str, str],
+    alone: bool = False,
 ) -> tuple[FilePlan, ...]:
     """What makes data files a native directory, in the order in which it is written: the manifest is last.
 
     `tensors` are dtype and shape of each. `labels` are those of the data whose checksums are not known yet: with any, the manifest
     is one late segment, whose length does not depend on them. `fields` are those of `formats.recorded`. There is an index for
-    `transformers` where it could read the files: where every tensor is whole, in one file, and not packed.
+    `transformers` where it could read the files: where every tensor is whole, in one file, and not packed; and not with `alone`, in
+    an object store, where the index would be the one name that two saves at once both write.
 
     Raises `CannotHold` where the manifest would be longer than a reader takes.
     """
@@ -310,7 +324,7 @@ def lay_out_index(
         }
 
     blank = stored(dict.fromkeys(labels, 0))
-    others = _index_for_others(files, blank)
+    others = [] if alone else _index_for_others(files, blank)
     beside = _other_files(others)
 
     hashed = any(chunk.hash is not None for tensor in blank.values() for chunk in tensor.chunks)

@@ -34,10 +34,9 @@ class Pt2Archive:
     name = "pt2"
 
     def matches(self, source: Source) -> bool:
-        keys = source.store.list()
-        if len(keys) != 1:
+        key = source.store.single
+        if key is None:
             return False
-        (key,) = keys
         size = source.store.size(key)
         if size < END.size:
             return False

@@ -148,9 +148,9 @@ class SafetensorsFile:
 
     def matches(self, source: Source) -> bool:
         """Whether exactly one file was opened and it begins like safetensors, whatever it is called."""
-        keys = source.store.list()
+        key = source.store.single
         try:
-            return len(keys) == 1 and begins_like_safetensors(source, keys[0])
+            return key is not None and begins_like_safetensors(source, key)
         except FormatError:
             return False
 

@@ -39,10 +39,10 @@ class TorchLegacy:
 
     def matches(self, source: Source) -> bool:
         """The magic number, whatever protocol wrote it, is among the first bytes."""
-        keys = source.store.list()
-        if len(keys) != 1:
+        key = source.store.single
+        if key is None:
             return False
-        head = source.bytes(keys[0], 0, min(64, source.store.size(keys[0])))
+        head = source.bytes(key, 0, min(64, source.store.size(key)))
         return MAGIC_BYTES in head or str(MAGIC).encode() in head
 
     def describe(self, source: Source) -> Description:
@@ -189,10 +189,10 @@ class TorchTar:
     name = "torch-tar"
 
     def matches(self, source: Source) -> bool:
-        keys = source.store.list()
-        if len(keys) != 1 or source.store.size(keys[0]) < BLOCK_NBYTES:
+        key = source.store.single
+        if key is None or source.store.size(key) < BLOCK_NBYTES:
             return False
-        head = source.bytes(keys[0], 0, BLOCK_NBYTES)
+        head = source.bytes(key, 0, BLOCK_NBYTES)
         return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
 
     def describe(self, source: Source) -> Description:

@@ -61,8 +61,8 @@ class TorchScript(TorchZip):
 
 
 def begins_like_zip(source: Source) -> bool:
-    keys = source.store.list()
-    return len(keys) == 1 and source.store.size(keys[0]) >= 4 and source.bytes(keys[0], 0, 4) == b"PK\3\4"
+    key = source.store.single
+    return key is not None and source.store.size(key) >= 4 and source.bytes(key, 0, 4) == b"PK\3\4"
 
 
 def describe_script(source: Source, key: str, archive: Archive) -> Description:

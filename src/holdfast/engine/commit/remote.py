@@ -1,0 +1,247 @@
+"""The commit in an object store: data under names of their own, and one object that makes them a checkpoint.
+
+An object store has no rename and no directories. It has objects that are there wholly or not at all, and puts with a condition:
+
+    1  data objects, whose names carry the id of this save: two savers of one step never write the same name
+    2  everything that the index does not depend on
+    3  the index, `holdfast.json`, last: created if there is none, or put in place of exactly the one that was there
+
+Before 3 nobody finds anything: a prefix without an index is nothing. After it everything is there. What was replaced goes last.
+
+**The lost answer.** A put may succeed and its answer be lost. It is sent again, and then something is there already: what was put
+first. So an answer is never believed to be a refusal. What is there is read back and compared: if it is ours, the save is done; if
+it is another's, that save has won, and this one is `NotCommitted`; if nothing is there, it is put again; and if nobody can say, it
+is `DurabilityUncertain`, and the data stays.
+
+**Conditions.** A store that takes no notice of them would let the last saver win without anybody knowing. Each bucket is tried
+once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from holdfast.engine.commit.target import refusal
+from holdfast.engine.stream import Writer
+from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError
+from holdfast.stores.remote.client import Bucket, Taken, bucket_of
+from holdfast.stores.remote.url import Url
+
+__all__ = ["INSIST", "ObjectSave", "PrefixSave", "check_conditions", "save_id"]
+
+INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"
+"""Set in the environment, this lets saves go to a store that ignores conditions."""
+
+TRIES = 5
+"""How often the index is put while nobody can say whether it is there."""
+
+SAVE: Final = "holdfast-save"
+"""The attribute of an object that says which save wrote it."""
+
+Write = Callable[[Writer], None]
+"""Writes the content of one object, from front to back."""
+
+
+def save_id() -> str:
+    """A name that no other save has."""
+    return secrets.token_hex(8)
+
+
+def check_conditions(bucket: Bucket, url: Url) -> None:
+    """Try whether the store refuses to create what is there. Raises `NotCommitted` where it does not, unless the user insists."""
+    if bucket.conditions is None:
+        probe = f"{url.key}.holdfast-probe-{save_id()}"
+        try:
+            with suppress(Taken):
+                bucket.put(probe, b"1", create=True)
+            try:
+                bucket.put(probe, b"2", create=True)
+                bucket.conditions = False
+            except Taken:
+                bucket.conditions = True
+        except StoreError as error:
+            raise refusal(f"the store cannot be written to: {error.message}", url, error.errno) from None
+        finally:
+            with suppress(HoldfastError):
+                bucket.delete([probe])
+    if not bucket.conditions and not os.environ.get(INSIST):
+        raise refusal(
+            "the store takes no notice of conditions (If-None-Match), so two saves at once could mix or undo each other without "
+            f"anybody knowing; use another store, or set {INSIST}=1 where only one process ever saves",
+            url,
+            errno.ENOTSUP,
+        )
+
+
+class PrefixSave:
+    """A checkpoint of several objects below one prefix, published by the last of them: `index`."""
+
+    def __init__(self, url: Url, index: str, *, overwrite: bool) -> None:
+        self.url = url
+        self.index = index
+        self._overwrite = overwrite
+        self._bucket = bucket_of(url)
+        self._written: list[str] = []
+        self._before: str | None = None
+        """The etag of the index that is to be replaced."""
+
+    def begin(self) -> None:
+        """Look at what is there. Raises `NotCommitted` where it may not be replaced."""
+        check_conditions(self._bucket, self.url)
+        try:
+            found = self._bucket.head(self._key(self.index))
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise refusal(f"the target cannot be looked at: {error.message}", self.url, error.errno) from None
+            return
+        if not self._overwrite:
+            raise refusal("a checkpoint exists there; pass overwrite=True to replace it", self.url, errno.EEXIST)
+        self._before = found.etag
+
+    def write(self, name: str, nbytes: int, write: Write) -> None:
+        """Write one object, of those that nobody finds without the index."""
+        key = self._key(name)
+        self._written.append(key)
+        try:
+            with self._bucket.uploading(key, nbytes, attributes=None) as upload:
+                write(upload)
+        except StoreError as error:
+            raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
+
+    def commit(self, index: bytes) -> None:
+        """Publish. Raises `NotCommitted` where another save was faster, `DurabilityUncertain` where nobody can say."""
+        key, last = self._key(self.index), ""
+        for _ in range(TRIES):
+            try:
+                self._bucket.put(key, index, create=self._before is None, match=self._before)
+                return
+            except StoreError as error:
+                last = error.message
+            try:
+                there = self._bucket.whole(key, max(len(index), 1) + (1 << 20))
+            except StoreError as error:
+                if error.errno == errno.ENOENT and self._before is None:
+                    continue  # it is not there; the next try finds out whether it is on its way
+                last = error.message
+                continue
+            except HoldfastError:
+                raise self._lost() from None  # longer than ours
+            if bytes(there.data) == index:
+                return
+            if there.found.etag != self._before:
+                raise self._lost()
+        raise DurabilityUncertain(
+            f"nobody can say whether the save was published ({last}); its objects were left there. Open it to see, or save again",
+            file=self.url,
+        )
+
+    def _lost(self) -> HoldfastError:
+        return refusal("another save to the same place was published first; this one was given up", self.url, errno.EEXIST)
+
+    def give_up(self) -> None:
+        """Remove what was written and is not published. What cannot be removed now is found by `holdfast runs --gc`."""
+        with suppress(HoldfastError):
+            self._bucket.delete(self._written)
+        self._written.clear()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects of what was replaced; whoever reads them gets an error from now on."""
+        keep = set(self._written)
+        with suppress(HoldfastError):
+            self._bucket.delete([key for key in map(self._key, names) if key not in keep])
+
+    def _key(self, name: str) -> str:
+        return f"{self.url.key}/{name}" if self.url.key else name
+
+
+class ObjectSave:
+    """A checkpoint that is one object."""
+
+    AT_ONCE: Final = 64 << 20
+    """Up to this length the object is put by one request, which may have a condition."""
+
+    def __init__(self, url: Url, *, overwrite: bool) -> None:
+        self.url = url
+        self._overwrite = overwrite
+        self._bucket = bucket_of(url)
+        self._id = save_id()
+
+    def begin(self) -> None:
+        """Look at what is there. Raises `NotCommitted` where it may not be replaced."""
+        if self._overwrite:
+            return
+        check_conditions(self._bucket, self.url)
+        try:
+            self._bucket.head(self.url.key)
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise refusal(f"the target cannot be looked at: {error.message}", self.url, error.errno) from None
+            return
+        raise refusal("the object exists; pass overwrite=True to replace it", self.url, errno.EEXIST)
+
+    def write(self, nbytes: int, write: Write, before_commit: Callable[[], None]) -> None:
+        """Write and publish. Without `overwrite`, a long object is looked for again before it is there, which is no condition."""
+        attributes: Mapping[str, str] = {SAVE: self._id}
+        if not self._overwrite and nbytes <= self.AT_ONCE:
+            gathered = Gathered()
+            write(gathered)
+            before_commit()
+            self._create(bytes(gathered.content), attributes)
+            return
+        try:
+            with self._bucket.uploading(self.url.key, nbytes, attributes=attributes) as upload:
+                write(upload)
+                before_commit()
+                self.begin()
+        except StoreError as error:
+            if isinstance(error, HoldfastError) and error.file != self._bucket.url(self.url.key):
+                raise
+            self._uncertain(error)
+
+    def _create(self, content: bytes, attributes: Mapping[str, str]) -> None:
+        last: StoreError | None = None
+        for _ in range(TRIES):
+            try:
+                self._bucket.put(self.url.key, content, create=True, attributes=attributes)
+                return
+            except StoreError as error:
+                last = error
+            try:
+                there = self._bucket.get(self.url.key, 0, 1)
+            except StoreError as error:
+                if error.errno != errno.ENOENT:
+                    last = error
+                continue
+            if there.attributes.get(SAVE) == self._id:
+                return
+            raise refusal("another save to the same place was published first; this one was given up", self.url, errno.EEXIST)
+        assert last is not None
+        raise DurabilityUncertain(f"nobody can say whether the object was written ({last.message}); look at it", file=self.url)
+
+    def _uncertain(self, error: StoreError) -> None:
+        """An upload that failed at its end may be there all the same: look, and say so."""
+        try:
+            there = self._bucket.get(self.url.key, 0, 1)
+        except StoreError as second:
+            if second.errno == errno.ENOENT:
+                raise refusal(f"{error.message}; nothing was published", self.url, error.errno) from None
+            message = f"nobody can say whether the object was written ({error.message}); look at it"
+            raise DurabilityUncertain(message, file=self.url) from None
+        if there.attributes.get(SAVE) != self._id:
+            raise refusal(f"{error.message}; what was there is there still", self.url, error.errno) from None
+
+
+class Gathered:
+    """The content of a short object."""
+
+    def __init__(self) -> None:
+        self.content = bytearray()
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        self.content += data
+        return memoryview(data).nbytes

@@ -1,0 +1,126 @@
+"""`Url`: the place of an object, or of all objects below a prefix.
+
+A URL is text, and goes wherever a path goes. It never has credentials in it: those come from the environment, or with a client that
+the caller has made.
+
+    s3://bucket/run/step-1000      Amazon's S3 and everything that speaks like it (AWS_ENDPOINT_URL); s3a:// as well
+    gs://bucket/run/step-1000      Google Cloud Storage
+    az://container/run/step-1000   Azure Blob Storage (AZURE_STORAGE_ACCOUNT_NAME); abfs:// and abfss:// as well
+    memory://name/run/step-1000    a store in this process, for tests
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Self
+
+from holdfast.errors import BadPath
+
+__all__ = ["SCHEMES", "Url", "is_url", "join", "url_of"]
+
+SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
+
+URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
+"""One slash is what `pathlib.Path` leaves of two."""
+
+NAMES = {"s3a": "s3", "azure": "az"}
+"""Schemes that are another's name."""
+
+
+class Url(str):
+    """A place in a bucket: `s3://bucket/key`."""
+
+    client: object | None = None
+    """The obstore store that the caller gave, whose root is the bucket; None for one that is made from the environment."""
+
+    @property
+    def scheme(self) -> str:
+        return self.partition("://")[0]
+
+    @property
+    def root(self) -> str:
+        """The bucket: `s3://bucket`."""
+        scheme, _, rest = self.partition("://")
+        return f"{scheme}://{rest.partition('/')[0]}"
+
+    @property
+    def key(self) -> str:
+        """The place in the bucket, without a slash at its end; empty for the bucket itself."""
+        return self.partition("://")[2].partition("/")[2].rstrip("/")
+
+    def below(self, name: str) -> Self:
+        """The place of a name below this one."""
+        url = type(self)(f"{self.rstrip('/')}/{name}")
+        url.client = self.client
+        return url
+
+    def sibling(self, name: str) -> Self:
+        """The place of a name beside this one."""
+        url = type(self)(f"{self.rstrip('/').rpartition('/')[0]}/{name}")
+        url.client = self.client
+        return url
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrived, (str(self), self.client)
+
+
+def _arrived(text: str, client: object | None) -> Url:
+    url = Url(text)
+    url.client = client
+    return url
+
+
+def is_url(text: str) -> bool:
+    """Whether this is the URL of an object store, also one that `pathlib.Path` took a slash from.
+
+    >>> is_url("s3://bucket/x"), is_url("C:/x"), is_url("model.pt")
+    (True, False, False)
+    """
+    found = URL.match(text)
+    return found is not None and found[1].lower() in SCHEMES
+
+
+def url_of(text: str, client: object | None = None) -> Url:
+    """The URL that was given, in one spelling; or the place of a key in the bucket of a client.
+
+    >>> url_of("S3://bucket//run/step-1/")
+    's3://bucket/run/step-1'
+    """
+    if isinstance(text, Url) and client is None:
+        return text
+    found = URL.match(text)
+    if found is not None and found[1].lower() in SCHEMES:
+        scheme, bucket, key = found[1].lower(), found[2], found[3]
+        scheme = NAMES.get(scheme, scheme)
+    elif client is not None:
+        scheme, bucket, key = *_named(client), text
+    else:
+        raise _refused(f"{text[:200]!r} is no URL of an object store", text)
+    if "@" in bucket and not scheme.startswith("abfs"):
+        raise _refused("a URL holds no credentials; give them by the environment, or with store=", f"{scheme}://…")
+    if "?" in bucket or not bucket:
+        raise _refused(f"a bucket is missing: {scheme}://BUCKET/KEY", f"{scheme}://{bucket}")
+    parts = key.rstrip("/").split("/")
+    if "\0" in key or any(part in (".", "..") for part in parts):
+        raise _refused(f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", text)
+    url = Url(f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"))
+    url.client = client
+    return url
+
+
+def join(folder: str, name: str) -> str:
+    """A name in a folder, be it on this machine or in a bucket."""
+    return folder.below(name) if isinstance(folder, Url) else os.path.join(folder, name)
+
+
+def _named(client: object) -> tuple[str, str]:
+    """Scheme and bucket of a client, for people; nothing else of what it knows."""
+    scheme = {"S3Store": "s3", "GCSStore": "gs", "AzureStore": "az"}.get(type(client).__name__, "memory")
+    config = getattr(client, "config", None) or {}
+    bucket = next((config[name] for name in ("bucket", "container_name", "container") if config.get(name)), "store")
+    return scheme, str(bucket)
+
+
+def _refused(message: str, found: str) -> BadPath:
+    return BadPath(message, found=found)
