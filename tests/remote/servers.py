@@ -49,7 +49,15 @@ def weed(folder: Path) -> Iterator[int]:
     """SeaweedFS; its port for S3."""
     ports = free_ports(4)
     command = [program("weed") or "weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-    command += ["-master.telemetry=false", "-volume.max=8", "-filer", "-s3", "-s3.iam=false", "-s3.port.iceberg=0", "-s3.port.lance=0"]
+    command += [
+        "-master.telemetry=false",
+        "-volume.max=8",
+        "-filer",
+        "-s3",
+        "-s3.iam=false",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+    ]
     command += [
         f"-{name}={port}" for name, port in zip(("s3.port", "master.port", "volume.port", "filer.port"), ports, strict=True)
     ]

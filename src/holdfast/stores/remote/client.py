@@ -37,6 +37,9 @@ __all__ = ["Bucket", "Found", "Got", "Taken", "Upload", "bucket_of"]
 T = TypeVar("T")
 Buffer = bytes | memoryview
 
+RETRIES = 8
+"""How often the client repeats a request that may be repeated."""
+
 TRIES = 4
 """How often an answer that is not what was asked for is asked for again."""
 
@@ -199,7 +202,9 @@ class Bucket:
                 self.client, key, buffer_size=part, max_concurrency=UPLOADING, attributes=given
             ) as upload.file:  # fmt: skip
                 yield upload
-        except theirs.BaseError as error:
+        except HoldfastError:
+            raise
+        except (theirs.BaseError, OSError) as error:
             raise self.refused(error, key, "uploading it") from None
 
     def delete(self, keys: Sequence[str]) -> None:
@@ -423,7 +428,7 @@ def _made(url: Url) -> ObjectStore:
     if os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://") and url.scheme == "s3":
         options["allow_http"] = True
     retry: RetryConfig = {
-        "max_retries": 8,
+        "max_retries": RETRIES,
         "retry_timeout": timedelta(minutes=3),
         "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=10), "base": 2},
     }
