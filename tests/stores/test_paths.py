@@ -11,7 +11,7 @@ import torch
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.errors import BadPath, HoldfastError, NotAPath, NotCommitted, Refused, StoreError
+from holdfast.errors import BadPath, HoldfastError, NotAPath, NotCommitted, Refused, StoreError, Unsupported
 from holdfast.inspect.stats import stats
 from holdfast.pruning.prune import prune
 from holdfast.rewrite.reshard import reshard
@@ -19,8 +19,21 @@ from holdfast.stores.paths import found_path, local_path
 from holdfast.torch import async_save_sharded, load, load_into, load_sharded, save, save_sharded
 from holdfast.torch import open as open_torch
 
-URLS = ["s3://bucket/x", "gs://b/x.pt", "hf://org/model", "file:///tmp/x", "simplecache::s3://b/x", "S3://B/x", "a+b.c-1://x"]
-BAD = [*URLS, Path("s3://bucket/x"), "s3:/bucket", " s3://bucket/x", "C:\\x", "c:/x", "C:", "\\\\server\\x", "~no-such-user/x"]
+URLS = ["hf://org/model", "file:///tmp/x", "simplecache::s3://b/x", "a+b.c-1://x"]
+OBJECTS = ["s3://bucket/x", "S3://B/x", Path("s3://bucket/x"), "s3:/bucket/x", " s3://bucket/x"]
+BAD = [
+    *URLS,
+    Path("hf://bucket/x"),
+    "hf:/bucket",
+    " hf://bucket/x",
+    "s3://",
+    "s3://bucket/../x",
+    "C:\\x",
+    "c:/x",
+    "C:",
+    "\\\\server\\x",
+    "~no-such-user/x",
+]
 BAD += ["", "a\0b"]
 WRONG = [b"x", 5, None]
 
@@ -92,6 +105,21 @@ def test_what_is_no_path_is_refused_by_every_verb(verb: str, here: Path):
 
 
 @pytest.mark.parametrize("verb", VERBS)
+def test_an_object_store_that_is_not_there_is_an_error_and_no_folder(verb: str, here: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.setenv(name, "none")
+    monkeypatch.setattr("holdfast.stores.remote.client.RETRIES", 0)
+    for path in OBJECTS:
+        if "explained" in verb:
+            VERBS[verb](path)
+        else:
+            with pytest.raises((StoreError, NotCommitted, Unsupported)):
+                VERBS[verb](path)
+        assert os.listdir(here) == ["here.pt"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
 def test_what_is_no_text_is_a_type_error_of_ours(verb: str, here: Path):
     with pytest.raises(NotAPath, match="text") as caught:
         VERBS[verb](Bytes())
@@ -115,7 +143,7 @@ def test_reports_say_it_and_do_not_raise(path: str | Path):
 def test_the_sentence_about_a_url(path: str):
     with pytest.raises(BadPath) as caught:
         local_path(path)
-    expected = "without file://" if path.startswith("file:") else "object stores are not supported yet"
+    expected = "without file://" if path.startswith("file:") else "s3://, gs:// and az://"
     assert expected in str(caught.value)
 
 
@@ -141,7 +169,7 @@ COMMANDS = {
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_line_refuses_the_same(command: str, here: Path, capsys: pytest.CaptureFixture[str]):
-    for path in ("s3://bucket/x", "C:\\x", "~no-such-user/x", ""):
+    for path in ("hf://bucket/x", "C:\\x", "~no-such-user/x", ""):
         code = main([part.format(path) for part in COMMANDS[command]])
         told = capsys.readouterr()
         assert code == 2, path

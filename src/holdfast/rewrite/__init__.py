@@ -5,7 +5,9 @@ transform        changes of a state: keep, drop, rename, other dtypes
 rejoin           tensors that shared a storage before a format copied them share it again
 formats          the format of a path, and the plan of a state in it, opened by the reader before it is written
 companions       config and tokenizer files of a Hugging Face folder, which go where its weights go
-planned          what a verb is going to do: `Planned`, `Writing`, the result `Saved`; writes a plan and publishes it
+planned          what a verb is going to do: `Planned`, the result `Saved`; writes a plan and publishes it
+writing          how a plan is written: `Writing`
+uploaded         a plan carried out in an object store
 save             a state: to a path, a file object, or as bytes (`to_bytes`)
 convert          a checkpoint in another format (`convert`), or with changes (`edit`)
 share            sharing found again (`tie`), or bytes dropped (`compact`)

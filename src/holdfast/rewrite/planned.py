@@ -25,8 +25,6 @@ from typing import Generic, TypedDict, TypeVar
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State, Store
-from holdfast.core.quantities import Size
-from holdfast.engine.budget import Budget, budget, reading_threads
 from holdfast.engine.commit.resumable import Staging
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
@@ -38,6 +36,7 @@ from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan, without_hashes
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
 from holdfast.rewrite.uploaded import put_plan
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.path_files import system_files
@@ -63,35 +62,6 @@ ENDLESS = 1 << 62
 
 MAX_MEMORY = "1GiB"
 """What verbs keep to that make a checkpoint of a checkpoint, unless told otherwise. They read back what they wrote, too."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
-    """How a plan is written."""
-
-    overwrite: bool | None = False
-    """Whether what is there may be replaced. None: a file may, a directory may not."""
-    durable: bool = True
-    """Whether to wait for the disk."""
-    threads: int | None = None
-    read_back: bool = False
-    """Whether what was written is read again and compared before it is published."""
-    max_memory: Size | None = None
-    """Memory above the interpreter's own; None: a few blocks a thread."""
-    resume: bool = False
-    """Take over the finished files of an interrupted try at the same directory (engine/commit/resumable.py)."""
-    dry_run: bool = False
-    """Not at all: `carry_out` only looks."""
-
-    @property
-    def budget(self) -> Budget | None:
-        """What `max_memory` allows."""
-        return None if self.max_memory is None else budget(self.max_memory, self.threads)
-
-    @property
-    def reading_threads(self) -> int:
-        """How many threads may read before anything is written, in blocks that are not of our choice."""
-        return reading_threads(self.max_memory, self.threads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -459,15 +429,7 @@ def write_plan(
         return receipt.crcs
 
     if isinstance(path, Url):
-        put_plan(
-            plan,
-            path,
-            overwrite=writing.overwrite,
-            read_back=writing.read_back,
-            crcs=crcs,
-            progress=progress,
-            before_commit=before_commit,
-        )
+        put_plan(plan, path, writing, crcs=crcs, progress=progress, before_commit=before_commit)
     elif plan.directory:
         staging = Staging(path, plan, durable=writing.durable, files=files) if writing.resume else None
         try:

@@ -33,6 +33,7 @@ from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for,
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import check_binary, content_and_path, place_of
+from holdfast.stores.remote.url import Url
 
 __all__ = ["save", "to_bytes"]
 
@@ -170,6 +171,9 @@ def _plan(
     described = describe_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)
+    if isinstance(target, Url) and (base is not None or hashes):
+        described = replace(described, notes=(*described.notes, "steps in an object store share no bytes: it is written whole"))
+        base, hashes = None, False
     if writing.overwrite is False or found in DIRECTORIES:
         check_target(target, directory=found in DIRECTORIES, writing=writing)
     with ExitStack() as stack:

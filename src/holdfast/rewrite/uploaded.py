@@ -19,6 +19,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.formats.native.schema import MANIFEST, parse_manifest
 from holdfast.plan.saves import Data, FilePlan, SavePlan
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
@@ -28,9 +29,8 @@ __all__ = ["put_plan"]
 def put_plan(
     plan: SavePlan,
     url: Url,
+    writing: Writing,
     *,
-    overwrite: bool | None,
-    read_back: bool,
     crcs: dict[str, int],
     progress: Progress | None,
     before_commit: Callable[[], None] | None,
@@ -47,18 +47,18 @@ def put_plan(
     last = before_commit or _nothing
     if not plan.directory:
         (file,) = plan.files
-        single = ObjectSave(url, overwrite=overwrite is not False)
+        single = ObjectSave(url, overwrite=writing.overwrite is not False)
         single.begin()
         single.write(file.nbytes, content(file), last)
         return
     *others, index = (*plan.files, *plan.index)
-    save = PrefixSave(url, index.key, overwrite=bool(overwrite))
+    save = PrefixSave(url, index.key, overwrite=bool(writing.overwrite))
     save.begin()
-    replaced = _named(url) if overwrite else ()
+    replaced = _named(url) if writing.overwrite else ()
     try:
         for file in others:
             save.write(file.key, file.nbytes, content(file))
-            if read_back:
+            if writing.read_back:
                 check_uploaded(file, url, crcs)
         text = io.BytesIO()
         content(index)(text)

@@ -7,7 +7,8 @@ virtual          content that is made when it is read, alone or over another sto
 files            every file-system call of a save
 path_files       the same where no directory can be opened: Windows
 platform         what this system has, and what stands in for what it has not
-paths            from what a user gives to a path on this machine
+remote/          object stores: URLs, every request, objects as a store
+paths            from what a user gives to a path on this machine, or a URL
 
 What a store says of itself is in core/protocols: `Store`, and `BaseStore` for one that has nothing to say.
 """

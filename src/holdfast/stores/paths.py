@@ -1,16 +1,17 @@
-"""`local_path`: from what a user gives as the place of a checkpoint to a path on this machine, or a sentence that says why not.
+"""`place_of`: from what a user gives as the place of a checkpoint to a path on this machine, to a URL, or to a sentence why not.
 
 Every verb asks here first, whether it reads or writes, from Python and on the command line; so do the transactions and the stores
 below them. It is the one place that knows what a path is:
 
-    s3://bucket/x   gs://…   hf://…   file:///x     no path: something that is not on this machine, or not said as a path
+    s3://bucket/x   gs://…   az://…                 in an object store (`place_of`): a `Url`, for the verbs that take one
+    hf://…   file:///x                              no path: something that is not on this machine, or not said as a path
     s3:/bucket/x                                    the same after `pathlib.Path`, which takes one of the two slashes away
     C:\\x   C:/x   \\\\server\\x                       no path either, on a machine that has no drives; else C:/x, //server/x
     ~/x   ~user/x                                   in that user's home, as a shell has it
     ''                                              nothing; the current directory is '.'
 
 Without these rules each of them would be a strange new folder below the current directory. What really has such a name is given by
-its absolute path; `found_path` says so for names that were found on the disk. Object stores will be told apart here, too.
+its absolute path; `found_path` says so for names that were found on the disk.
 
 `holdfast.torch.save` and `load` are torch's functions, to which a path is what the system makes of it: they do not ask.
 """
@@ -132,7 +133,10 @@ def _elsewhere(text: str) -> BadPath:
     scheme = SCHEME.match(text)
     if scheme is not None and scheme[0].strip().lower() == "file:":
         return _refused(f"{text[:SHOWN]!r} is a URL; give the path alone, without file://", text)
-    message = "object stores are not supported yet; copy the checkpoint to or from a local path with the store's own tool"
+    if is_url(text):
+        message = "it cannot be used here; copy the checkpoint with `holdfast.convert` first"
+    else:
+        message = "of object stores, s3://, gs:// and az:// are understood"
     return _refused(f"{text[:SHOWN]!r} is a URL and no path on this machine: {message} ({named})", text)
 
 

@@ -4,5 +4,6 @@ transactions     `FileTransaction` and `DirectoryTransaction`: the steps, and wh
 target           the name that a save is for, its permissions, and the words why it could not be had; a file that is being written
 temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves
 linked           a finished file of another directory, under a second name; a copy where that cannot be had
+remote           the same in an object store: data under names of their own, one conditional put that publishes
 resumable        finished files of an interrupted conversion, kept for the next try
 """

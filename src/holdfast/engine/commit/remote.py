@@ -173,14 +173,15 @@ class ObjectSave:
 
     def begin(self) -> None:
         """Look at what is there. Raises `NotCommitted` where it may not be replaced."""
-        if self._overwrite:
-            return
-        check_conditions(self._bucket, self.url)
+        if not self._overwrite:
+            check_conditions(self._bucket, self.url)
         try:
             self._bucket.head(self.url.key)
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise refusal(f"the target cannot be looked at: {error.message}", self.url, error.errno) from None
+            return
+        if self._overwrite:
             return
         raise refusal("the object exists; pass overwrite=True to replace it", self.url, errno.EEXIST)
 
@@ -197,7 +198,8 @@ class ObjectSave:
             with self._bucket.uploading(self.url.key, nbytes, attributes=attributes) as upload:
                 write(upload)
                 before_commit()
-                self.begin()
+                if not self._overwrite:
+                    self.begin()
         except StoreError as error:
             if isinstance(error, HoldfastError) and error.file != self._bucket.url(self.url.key):
                 raise

@@ -69,8 +69,8 @@ class GgufFile:
     name = "gguf"
 
     def matches(self, source: Source) -> bool:
-        keys = source.store.list()
-        return len(keys) == 1 and _begins_like_gguf(source, keys[0])
+        key = source.store.single
+        return key is not None and _begins_like_gguf(source, key)
 
     def describe(self, source: Source) -> Description:
         (key,) = source.store.list()

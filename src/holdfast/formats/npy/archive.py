@@ -23,9 +23,8 @@ class NpyFile:
     name = "npy"
 
     def matches(self, source: Source) -> bool:
-        keys = source.store.list()
-        size = len(MAGIC)
-        return len(keys) == 1 and source.store.size(keys[0]) >= size and source.bytes(keys[0], 0, size) == MAGIC
+        key, size = source.store.single, len(MAGIC)
+        return key is not None and source.store.size(key) >= size and source.bytes(key, 0, size) == MAGIC
 
     def describe(self, source: Source) -> Description:
         from holdfast.formats.npy.read import describe_npy
@@ -40,10 +39,9 @@ class NpzArchive:
 
     def matches(self, source: Source) -> bool:
         """Whether one file was opened, a zip whose first record is an array: by its bytes, or by its name if compressed."""
-        keys = source.store.list()
-        if len(keys) != 1:
+        key = source.store.single
+        if key is None:
             return False
-        (key,) = keys
         size = source.store.size(key)
         head = source.bytes(key, 0, min(size, FIRST_NBYTES))
         if head == EMPTY:

@@ -1,0 +1,39 @@
+"""`Writing`: how a plan is written, the same for every verb."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.core.quantities import Size
+from holdfast.engine.budget import Budget, budget, reading_threads
+
+__all__ = ["Writing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writing:
+    """How a plan is written."""
+
+    overwrite: bool | None = False
+    """Whether what is there may be replaced. None: a file may, a directory may not."""
+    durable: bool = True
+    """Whether to wait for the disk."""
+    threads: int | None = None
+    read_back: bool = False
+    """Whether what was written is read again and compared before it is published."""
+    max_memory: Size | None = None
+    """Memory above the interpreter's own; None: a few blocks a thread."""
+    resume: bool = False
+    """Take over the finished files of an interrupted try at the same directory (engine/commit/resumable.py)."""
+    dry_run: bool = False
+    """Not at all: `carry_out` only looks."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What `max_memory` allows."""
+        return None if self.max_memory is None else budget(self.max_memory, self.threads)
+
+    @property
+    def reading_threads(self) -> int:
+        """How many threads may read before anything is written, in blocks that are not of our choice."""
+        return reading_threads(self.max_memory, self.threads)
