@@ -188,7 +188,7 @@ def test_either_order_of_state_and_path(tmp_path):
     state = {"w": np.arange(3)}
     assert holdfast.save(state, tmp_path / "a.pt").nbytes == holdfast.save(tmp_path / "b.pt", state).nbytes
     with pytest.raises(holdfast.errors.BadPath):
-        holdfast.save("s3://bucket/a.pt", state)
+        holdfast.save("hf://bucket/a.pt", state)
     with pytest.raises(holdfast.errors.NotAPath):
         holdfast.save(state, None)
 

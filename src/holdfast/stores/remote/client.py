@@ -361,7 +361,7 @@ class Loop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        start(self._loop.run_forever, name="holdfast-requests", daemon=True)
+        start(self._loop.run_forever, name="object-store requests", daemon=True)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
