@@ -81,7 +81,7 @@ def test_the_target_may_come_last(run, source, tmp_path):
     code, out, err = run("edit", source, "--keep", "model.w", tmp_path / "c.pt", tmp_path / "d.pt")
     assert (code, out) == (2, "")
     assert "unrecognized arguments" in err
-    code, out, err = run("edit", source, "--keep", "model.w", "s3://bucket/x")
+    code, out, err = run("edit", source, "--keep", "model.w", "hf://bucket/x")
     assert (code, out) == (2, "")
     assert "URL" in err
     assert run("compact", source, "--nothing", tmp_path / "c.pt")[0] == 2

@@ -205,7 +205,7 @@ def commands(folder: str) -> dict[str, object]:
         run("convert", b, os.path.join(folder, "split") + os.sep, "-q", "--max-shard-size", "8000"),
         run("diff", a, c, "-q"), run("diff", a, b, "-q"), run("edit", b, "--in-place", "--drop", "layers.1.*", "-q"),
         run("prune", b, os.path.join(folder, "p.safetensors"), "--rule", "*: 2:4", "-q"), run("stats", b, "-q", "--bins", "4"),
-        run("scan", folder), run("scan", a, "--sarif"), run("show", os.path.join(folder, "none.pt")), run("show", "s3://bucket/x"),
+        run("scan", folder), run("scan", a, "--sarif"), run("show", os.path.join(folder, "none.pt")), run("show", "hf://bucket/x"),
     ]  # fmt: skip
     with np.load(npz) as arrays:
         assert {name: digest(arrays[name].tobytes()) for name in arrays} == expected(2)

@@ -24,7 +24,6 @@ from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
-from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
 __all__ = ["Openable", "open", "opened", "read"]
@@ -116,7 +115,11 @@ def store_of(path: Openable, limits: Limits, *, store: object | None = None) -> 
         return MemoryStore({"bytes": path}, name="<bytes>")
     if isinstance(path, str | os.PathLike):
         where = place_of(path, store)
-        return RemoteStore(where, limits=limits) if isinstance(where, Url) else _local(where, limits)
+        if isinstance(where, Url):
+            from holdfast.stores.remote.store import RemoteStore
+
+            return RemoteStore(where, limits=limits)
+        return _local(where, limits)
     if isinstance(path, io.IOBase) or all(hasattr(path, name) for name in ("read", "seek", "tell")):
         check_binary(path, "rb")
         return FileObjectStore(path)

@@ -14,6 +14,7 @@ does not read (docs/design/014-what-is-written-opens.md).
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +24,6 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Outlined, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.commit.remote import save_id
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sparse_choice import choose, parse_wanted
@@ -170,7 +170,7 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
 
 def save_name(path: str) -> str:
     """What names of data files carry: the id of the save in an object store; nothing in a directory, which is replaced whole."""
-    return save_id() if isinstance(path, Url) else ""
+    return secrets.token_hex(8) if isinstance(path, Url) else ""
 
 
 def is_replaceable(name: str) -> bool:

@@ -35,7 +35,6 @@ from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan, without_hashes
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
-from holdfast.rewrite.uploaded import put_plan
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
@@ -429,6 +428,8 @@ def write_plan(
         return receipt.crcs
 
     if isinstance(path, Url):
+        from holdfast.rewrite.uploaded import put_plan
+
         put_plan(plan, path, writing, crcs=crcs, progress=progress, before_commit=before_commit)
     elif plan.directory:
         staging = Staging(path, plan, durable=writing.durable, files=files) if writing.resume else None
