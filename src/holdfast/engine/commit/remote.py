@@ -144,7 +144,7 @@ class PrefixSave:
         return refusal("another save to the same place was published first; this one was given up", self.url, errno.EEXIST)
 
     def give_up(self) -> None:
-        """Remove what was written and is not published. What cannot be removed now is found by `holdfast runs --gc`."""
+        """Remove what was written and is not published. What cannot be removed now is left to the sweep of the run."""
         with suppress(HoldfastError):
             self._bucket.delete(self._written)
         self._written.clear()

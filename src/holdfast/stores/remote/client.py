@@ -322,7 +322,7 @@ class Bucket:
             return Unsupported(f"{doing}: the store does not support it", file=url)
         elif isinstance(error, theirs.UnknownConfigurationKeyError | ValueError):
             code, message = errno.EINVAL, f"{doing}: the client cannot be set up so"
-        elif "416" in str(error) or "range" in str(error).lower():
+        elif PAST_THE_END.search(str(error)):
             return Truncated("the object ends before what was to be read", file=url)
         raised = kind(message, file=url)
         raised.errno = code
@@ -333,6 +333,7 @@ STATUS = re.compile(
     r"status code: (\d{3}[^:<{]*)|(timed? ?out|dns|connect(?:ion)?[a-z ]*(?:refused|reset|closed|error))", re.IGNORECASE
 )
 CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
+PAST_THE_END = re.compile(r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+")
 CREDENTIALS = re.compile(r"credential|InstanceMetadata|169\.254|metadata\.google", re.IGNORECASE)
 
 
