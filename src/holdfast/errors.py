@@ -7,7 +7,8 @@
     │   ├── PickleError (UnpicklingError)   the pickle stream breaks a rule of the closed interpreter
     │   ├── ZipError                        the archive breaks a rule of the strict zip reader
     │   ├── HeaderError                     a JSON header or index breaks its schema
-    │   └── MetadataError                   sizes, strides, offsets or indices that cannot be true
+    │   ├── MetadataError                   sizes, strides, offsets or indices that cannot be true
+    │   └── ReplicasDiffer                  ranks have different values of a tensor that each of them has whole
     ├── LimitExceeded (ValueError)          the file may be honest, but costs more than `Limits` allows: raise one
     ├── UnsafePath (ValueError)             a name inside the file points outside of what was opened
     ├── Corrupted (OSError)                 a checksum does not match: get the file again
@@ -72,6 +73,7 @@ __all__ = [
     "RanksRefused",
     "Refused",
     "Replaced",
+    "ReplicasDiffer",
     "SaveError",
     "StoreError",
     "Truncated",
@@ -145,6 +147,10 @@ class HeaderError(FormatError):
 
 class MetadataError(FormatError):
     """A tensor claims sizes, strides, offsets or indices that cannot be true."""
+
+
+class ReplicasDiffer(FormatError):
+    """Ranks have different values of what should be one tensor: nobody can say which one is true."""
 
 
 class LimitExceeded(HoldfastError, ValueError):

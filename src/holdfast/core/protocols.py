@@ -222,6 +222,9 @@ class Description:
     changed: tuple[Corrupted, ...] = ()
     """What is not as it was written, and is no reason to refuse the rest: another program's edit, or damage. For `verify`."""
 
+    archives: tuple[str, ...] = ()
+    """Keys of the zips that a directory was put together from. Of equal replicas one is read, so tensors need not lie in all."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:

@@ -7,6 +7,7 @@ dcp/             directories of `torch.distributed.checkpoint`
 pt2/             exported programs
 npy/             numpy's array files, and zips of them
 gguf/            the files of llama.cpp
+rank_files/      folders in which every rank left a `.pt` of its own
 pickle/, zip/    the closed interpreter and the strict archive under them
 tree_json/       nested states as typed JSON
 detect           which of them is this?

@@ -269,12 +269,14 @@ class Verification:
         zipped = begins_like_zip(source)
         tensors: Mapping[str, LazyTensor] = {}
         kind = "torch-zip"
+        archives: tuple[str, ...] = ()
         with located(file=path), resting_collector():
             try:
                 found = detect(source)
                 kind = found.name
                 description = found.describe(source)
                 kind, tensors = description.format, dict(description.tensors)
+                archives = description.archives
                 self._notes += description.notes
                 for change in description.changed:
                     self.refuse(path, change)
@@ -297,8 +299,10 @@ class Verification:
         if kind == "dcp":
             # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
             keys = [key for key in source.store.list() if key.endswith(".distcp")]
-        if zipped:
-            _add_records(ranges, source, keys[0], arrays=kind == NPZ)
+        if archives:
+            keys = list(archives)
+        for key in archives or keys[:zipped]:
+            _add_records(ranges, source, key, arrays=kind == NPZ)
         self._sweep(source, ranges, keys, path=path)
         self._formats.append(kind)
         self._files += [(os.path.basename(path) if _label(path, key) == path else key, source.store.size(key)) for key in keys]
@@ -348,7 +352,7 @@ class Verification:
         for number, at in enumerate(others):
             # What is unpacked from damaged parts says nothing new.
             if damaged.isdisjoint(at.tensors):
-                self._settle(at, inflated.outcome(number) if inflated is not None else None, path)
+                self._settle(at, inflated.outcome(number) if inflated is not None else None, path, file=path)
         for number, span in enumerate(between, len(known)):
             missed = sweep.outcome(number)
             if isinstance(missed, HoldfastError):
@@ -361,9 +365,9 @@ class Verification:
                 outcome = error
             self._settle(at, outcome, path)
 
-    def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str) -> None:
-        """Enter the outcome of one range into the report."""
-        file, names = _label(path, at.span.key), tuple(at.tensors)
+    def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str, *, file: str = "") -> None:
+        """Enter the outcome of one range into the report, under the file that it lies in, or the one that is given."""
+        file, names = file or _label(path, at.span.key), tuple(at.tensors)
         if isinstance(outcome, HoldfastError):
             self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
             return

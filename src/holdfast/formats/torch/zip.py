@@ -20,7 +20,7 @@ from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.table import StorageId, Storages, TorchTable
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 
-__all__ = ["Payloads", "PickleReader", "TorchZip", "begins_like_zip", "record_bytes"]
+__all__ = ["Payloads", "PickleReader", "TorchZip", "begins_like_zip", "record_bytes", "saved_archive"]
 
 
 TEXT_NBYTES = 64
@@ -40,18 +40,24 @@ class TorchZip:
 
     def describe(self, source: Source) -> Description:
         (key,) = source.store.list()
-        archive = read_archive(source, key)
-        if not archive.prefix:
-            # torch reads the folder of the first record, whatever lies beside it: what we show would not be what it loads.
-            raise ZipError("the records of a checkpoint lie in one top folder; these do not", file=key)
+        archive = saved_archive(source, key)
         if archive.get("constants.pkl") is not None:
             return describe_script(source, key, archive)
-        if archive.get("data.pkl") is None:
-            raise FormatError("a zip archive without data.pkl: not a checkpoint that torch wrote")
         reader = PickleReader(source, key, archive)
         tree, nbytes = reader.read("data.pkl", "data/")
         named = name_tensors(tree, source.limits, nbytes)
         return Description(self.name, named.tensors, tree, reader.foreign(), (*reader.notes, *named.notes), reader.metadata)
+
+
+def saved_archive(source: Source, key: str) -> Archive:
+    """The archive of a file that torch wrote: a checkpoint, or a TorchScript archive."""
+    archive = read_archive(source, key)
+    if not archive.prefix:
+        # torch reads the folder of the first record, whatever lies beside it: what we show would not be what it loads.
+        raise ZipError("the records of a checkpoint lie in one top folder; these do not", file=key)
+    if archive.get("data.pkl") is None:
+        raise FormatError("a zip archive without data.pkl: not a checkpoint that torch wrote")
+    return archive
 
 
 class TorchScript(TorchZip):

@@ -1,0 +1,368 @@
+"""`model_world_size_N_rank_R.pt`: a state dict of each rank, as verl, SkyRL and oumi save one with FSDP.
+
+    model_world_size_8_rank_0.pt         {"model.embed_tokens.weight": DTensor, …, "rotary.inv_freq": a plain tensor}
+    optim_world_size_8_rank_0.pt         the optimizer's state dict, of DTensors as well
+    extra_state_world_size_8_rank_0.pt   random number states, a scheduler: every rank's own
+    fsdp_config.json, huggingface/       passed over
+
+The folder opens as its model. Where there is none, as its optimizer; and where there are extra states alone, each rank has its
+own under `rank_0`, `rank_1`, ….
+
+A pickled DTensor says everything: its mesh, its placements, the shape of the whole, and it has the local tensor. The interpreter
+shows these as inert records. They are believed as far as they agree: on all ranks of a mesh, with the names of the files, with the
+shapes of the local tensors; and the parts must cover the whole exactly once. A plain tensor is a replica.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.core.dtype import DType
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.errors import MetadataError, Unsupported, located
+from holdfast.formats.rank_files.assemble import Assembly, Leaf, Part, described, in_step, read_rank
+from holdfast.formats.rank_files.mesh import read_mesh
+from holdfast.formats.rank_files.placements import Cut, Mesh, local_boxes
+from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, by_what, check_complete, rank_sets, some
+from holdfast.formats.torch.tensors import brief, checked_ints, checked_shape
+
+__all__ = ["RankFiles"]
+
+NUMBER = r"0|[1-9][0-9]{0,17}"
+PATTERN = re.compile(rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<world>{NUMBER})_rank_(?P<rank>{NUMBER})\.pt")
+
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+ORDER = (MODEL, OPTIMIZER)
+"""What a folder opens as: the first of these that is there."""
+
+UNDERSTOOD = frozenset(
+    {
+        "DTensor",
+        "DTensorSpec",
+        "TensorMeta",
+        "ShardOrderEntry",
+        "DeviceMesh",
+        "_MeshLayout",
+        "_FlatLayout",
+        "Shard",
+        "_StridedShard",
+    }
+    | {"Replicate", "Partial", "_Partial"}
+)
+"""Classes of `torch.distributed` that are read here, and so are not foreign."""
+
+
+class RankFiles:
+    """A folder of rank files with DTensors."""
+
+    name = "rank-files"
+
+    def matches(self, source: Source) -> bool:
+        """Whether names and the content of one file say so. One file of several, opened by itself, is a file."""
+        keys = source.store.list()
+        sets = rank_sets(keys, PATTERN)
+        if not sets or "holdfast.json" in keys or ".metadata" in keys:
+            return False
+        name = source.store.name.replace("\\", "/")
+        if len(keys) == 1 and sets[0].world != 1 and name.rsplit("/", 1)[-1] == keys[0]:
+            return False
+        chosen = _main(sets)
+        return begins_like_torch(source, chosen.files[chosen.ranks[0]])
+
+    def describe(self, source: Source) -> Description:
+        sets = by_what(rank_sets(source.store.list(), PATTERN))
+        chosen = _main(sets.values())
+        check_complete(chosen)
+        files = [read_rank(source, rank, chosen.files[rank]) for rank in chosen.ranks]
+        beside = [what for what in sets if what != chosen.what]
+        notes = [f"the {chosen.what} files of {chosen.world:,} rank{'s' if chosen.world > 1 else ''}, put together"]
+        if beside:
+            notes.append(f"beside them lie files of {some(sorted(beside))}, which are no part of what is shown")
+        metadata = {"world_size": str(chosen.world), "what": chosen.what}
+        understood = [f.what for file in files for f in file.foreign if _is_ours(f.what)]
+        if chosen.what == EXTRA:
+            tree: object = {f"rank_{file.rank}": file.tree for file in files}
+            return described(self.name, tree, files, source=source, notes=notes, metadata=metadata)
+        joined = _Joined(source, chosen)
+        tree = in_step(files, joined.leaf, depth=source.limits.depth)
+        if joined.differing:
+            names = some([repr(name[:80]) for name in joined.differing])
+            notes.append(f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}")
+        return described(
+            self.name, tree, files, source=source, understood=understood, notes=notes, metadata=metadata,
+            unequal=joined.assembly.unequal,
+        )  # fmt: skip
+
+
+def _main(sets: Iterable[RankSet]) -> RankSet:
+    """The set that a folder opens as."""
+
+    def place(found: RankSet) -> tuple[int, bool, str]:
+        return ORDER.index(found.what) if found.what in ORDER else len(ORDER), found.what == EXTRA, found.what
+
+    return min(sets, key=place)
+
+
+def _is_ours(what: Global) -> bool:
+    return what.module.startswith("torch.distributed.") and what.name in UNDERSTOOD
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a DTensor says of itself on one rank."""
+
+    shape: tuple[int, ...]
+    dtype: DType
+    mesh: Mesh
+    cuts: tuple[Cut, ...]
+    local: LazyTensor
+    traits: Traits
+
+
+class _Joined:
+    """Joins what the ranks have at one place of their trees."""
+
+    def __init__(self, source: Source, ranks: RankSet) -> None:
+        self._source, self._ranks = source, ranks
+        self._meshes: dict[Mesh, Mesh] = {}
+        self._read: dict[int, Mesh] = {}
+        """By the record that it was read from; all of them live as long as the trees do."""
+        self.assembly = Assembly(source)
+        self.differing: list[str] = []
+
+    def leaf(self, name: str, values: Leaf) -> object:
+        """One value for all ranks."""
+        found = {rank: _unwrapped(value) for rank, value in values.items()}
+        first = next(iter(found.values()))
+        kinds = {rank: _kind(value) for rank, value in found.items()}
+        if len(set(kinds.values())) > 1:
+            other = next(rank for rank, kind in kinds.items() if kind != _kind(first))
+            raise MetadataError(
+                f"{_kind(first)} on rank {next(iter(found))}, and {kinds[other]} on rank {other}: the files are of two runs",
+                tensor=name,
+            )
+        if isinstance(first, Opaque) and _is_dtensor(first):
+            return self._dtensor(name, {rank: value for rank, value in found.items() if isinstance(value, Opaque)})
+        if isinstance(first, LazyTensor):
+            self._everywhere(name, found)
+            return self.assembly.replica(name, [(rank, v) for rank, v in found.items() if isinstance(v, LazyTensor)])
+        if isinstance(first, Composite):
+            self._everywhere(name, found)
+            return self._composite(name, {rank: v for rank, v in found.items() if isinstance(v, Composite)})
+        if len(found) < self._ranks.world or any(_differ(first, value) for value in found.values()):
+            self.differing.append(name)
+        return first
+
+    def _everywhere(self, name: str, found: Mapping[int, object]) -> None:
+        if len(found) < self._ranks.world:
+            absent = next(rank for rank in self._ranks.ranks if rank not in found)
+            raise MetadataError(
+                f"a plain tensor is on rank {next(iter(found))} and not on rank {absent}: it is no replica, or the files are of "
+                "two runs",
+                tensor=name,
+            )
+
+    def _composite(self, name: str, found: Mapping[int, Composite]) -> Composite:
+        first = next(iter(found.values()))
+        for rank, other in found.items():
+            if (other.kind, other.shape, set(other.parts)) != (first.kind, first.shape, set(first.parts)):
+                raise MetadataError(f"a {first.kind} tensor is another one on rank {rank}", tensor=name)
+            if any(_differ(value, other.attributes.get(key)) for key, value in first.attributes.items()):
+                raise MetadataError(f"a {first.kind} tensor has other attributes on rank {rank}", tensor=name)
+        parts = {
+            part: self.assembly.replica(f"{name}.{part}", [(rank, other.parts[part]) for rank, other in found.items()])
+            for part in first.parts
+        }
+        return replace(first, parts=parts)
+
+    def _dtensor(self, name: str, found: Mapping[int, Opaque]) -> LazyTensor:
+        with located(tensor=name):
+            claims = {rank: self._claim(value, rank) for rank, value in found.items()}
+            self._check_meshes(claims)
+            first = next(iter(claims.values()))
+            parts: list[Part] = []
+            for rank, claim in claims.items():
+                if (claim.shape, claim.dtype) != (first.shape, first.dtype):
+                    raise MetadataError(
+                        f"the tensor is {first.dtype} {list(first.shape)} by rank {next(iter(claims))} and {claim.dtype} "
+                        f"{list(claim.shape)} by rank {rank}: the files are of two runs",
+                        expected=first.shape,
+                        found=claim.shape,
+                    )
+                parts += _parts(rank, claim)
+            return self.assembly.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
+
+    def _check_meshes(self, claims: Mapping[int, Claim]) -> None:
+        """Every rank of a mesh must say the same: mesh and placements."""
+        by_mesh: dict[int, dict[int, Claim]] = {}
+        for rank, claim in claims.items():
+            by_mesh.setdefault(id(claim.mesh), {})[rank] = claim
+        for members in by_mesh.values():
+            rank, first = next(iter(members.items()))
+            absent = next((r for r in first.mesh.ranks if r not in members), None)
+            if absent is not None:
+                has = (
+                    "has another mesh" if absent in claims else "does not have it" if absent in self._ranks.files else "has no file"
+                )
+                raise MetadataError(
+                    f"its mesh on rank {rank} has {len(first.mesh.ranks):,} ranks, and rank {absent} of these {has}: files of two "
+                    "runs lie in one folder, or are not all here",
+                    found=absent,
+                )
+            for other, claim in members.items():
+                if claim.cuts != first.cuts:
+                    raise MetadataError(f"it is placed in one way on rank {rank} and in another on rank {other}")
+
+    def _claim(self, value: Opaque, rank: int) -> Claim:
+        spec, local = _slot(value, "_spec"), _unwrapped(_slot(value, "_local_tensor"))
+        if not isinstance(spec, Opaque) or spec.name != "DTensorSpec":
+            raise MetadataError("a DTensor without its spec", found=brief(spec))
+        if not isinstance(local, LazyTensor):
+            kind = f"{local.module}.{local.name}" if isinstance(local, Opaque) else type(local).__name__
+            raise Unsupported(f"the local part of this DTensor is a {kind[:128]}, and not a plain tensor", found=rank)
+        shape, dtype, grad = self._outline(value, spec)
+        mesh = self._mesh(spec.attribute("mesh"), rank)
+        cuts = _cuts(spec, len(shape), len(mesh.shape))
+        parameter = any(state.get("_is_param") is True for state in value.states())
+        traits = Traits(requires_grad=grad, parameter=parameter, conj=local.traits.conj, neg=local.traits.neg)
+        return Claim(shape, dtype, mesh, cuts, local, traits)
+
+    def _outline(self, value: Opaque, spec: Opaque) -> tuple[tuple[int, ...], DType, bool]:
+        """Shape and dtype of the whole, and whether it requires a gradient: as the tensor says, and its spec."""
+        match value.args:
+            case (_, DType() as dtype, size, stride, _, _, _, bool(grad)):
+                shape = checked_shape(size, self._source.limits)
+                checked_ints(stride, "stride", len(shape))
+            case _:
+                raise MetadataError("a DTensor that was pickled in a way that torch does not", found=len(value.args))
+        meta = spec.attribute("tensor_meta")
+        said = meta.args[:1] if isinstance(meta, Opaque) and meta.args else (shape,)
+        if checked_shape(said[0], self._source.limits) != shape:
+            raise MetadataError("a DTensor whose spec has another shape", expected=shape, found=brief(said[0]))
+        return shape, dtype, grad
+
+    def _mesh(self, record: object, rank: int) -> Mesh:
+        if not isinstance(record, Opaque) or record.name != "DeviceMesh":
+            raise MetadataError("a DTensor without a mesh", found=brief(record))
+        known = self._read.get(id(record))
+        if known is None:
+            made = read_mesh(record, rank)
+            if max(made.ranks) >= self._ranks.world:
+                raise MetadataError(
+                    f"a mesh with rank {max(made.ranks):,}, and the names of the files say {self._ranks.world:,} ranks: the files "
+                    "are of two runs, or were renamed",
+                    expected=self._ranks.world,
+                    found=max(made.ranks),
+                )
+            # One object for equal meshes: they are compared for every tensor of every rank.
+            known = self._read[id(record)] = self._meshes.setdefault(made, made)
+        return known
+
+
+def _parts(rank: int, claim: Claim) -> Sequence[Part]:
+    at = claim.mesh.coordinate(rank)
+    if at is None:
+        if claim.local.size:
+            raise MetadataError(f"rank {rank} is not in the mesh, and has a part of the tensor nevertheless", found=rank)
+        return []
+    boxes = local_boxes(claim.shape, claim.mesh.shape, at, claim.cuts)
+    sizes = tuple(max(own.stop[d] for _, own in boxes) for d in range(len(claim.shape)))
+    if claim.local.shape != sizes:
+        raise MetadataError(
+            f"rank {rank} has a part of {list(claim.local.shape)}, and by mesh and placements it has {list(sizes)} of "
+            f"{list(claim.shape)}",
+            expected=sizes,
+            found=claim.local.shape,
+        )
+    if len(boxes) == 1:
+        return [Part(rank, boxes[0][0], claim.local)]
+    return [Part(rank, whole, claim.local[own.slices]) for whole, own in boxes]
+
+
+def _unwrapped(value: object) -> object:
+    """A DTensor out of the parameter that it is the data of."""
+    if isinstance(value, Opaque) and value.module == "torch._utils" and value.name.startswith("_rebuild_parameter") and value.args:
+        return value.args[0]
+    return value
+
+
+def _is_dtensor(value: Opaque) -> bool:
+    return value.name == "DTensor" and value.module.startswith("torch.distributed.")
+
+
+def _kind(value: object) -> str:
+    """What a value is, in words; two of one kind can be joined."""
+    if isinstance(value, Opaque):
+        return "a DTensor" if _is_dtensor(value) else f"an object of {value.module[:64]}.{value.name[:64]}"
+    match value:
+        case LazyTensor():
+            return "a plain tensor"
+        case Composite():
+            return "a tensor of several parts"
+        case dict() | list() | tuple():
+            return f"a {type(value).__name__}"
+        case _:
+            return "a value"
+
+
+PLAIN_VALUES = (bool, int, float, str, bytes, type(None), DType)
+
+
+def _differ(first: object, other: object) -> bool:
+    """Whether two values are known to be different."""
+    if type(first) is not type(other):
+        return True
+    # NaN is no other value than NaN.
+    return isinstance(first, PLAIN_VALUES) and first != other and not (first != first and other != other)
+
+
+def _slot(value: Opaque, name: str) -> object:
+    """An attribute of a pickled tensor subclass: its state is a pair of its dict and its slots."""
+    return value.attribute(name)
+
+
+def _cuts(spec: Opaque, rank: int, axes: int) -> tuple[Cut, ...]:
+    """The cuts of placements, in the order in which they are made."""
+    placements = spec.attribute("placements")
+    if not isinstance(placements, tuple) or len(placements) != axes:
+        raise MetadataError(f"a mesh of {axes} dimensions needs as many placements", found=brief(placements))
+    cuts: list[Cut] = []
+    for axis, placement in enumerate(placements):
+        kind = placement.name if isinstance(placement, Opaque) else type(placement).__name__
+        if not isinstance(placement, Opaque) or kind not in ("Shard", "_StridedShard", "Replicate"):
+            if kind in ("Partial", "_Partial", "_MaskPartial", "_NormPartial"):
+                raise Unsupported(
+                    f"its placement is {kind}: every rank has a summand, and the sum was never made; redistribute it before "
+                    "the save"
+                )
+            raise Unsupported(f"a placement {kind[:64]!r} that is not known")
+        if kind == "Replicate":
+            continue
+        dim, split = placement.attribute("dim"), placement.attribute("split_factor") if kind == "_StridedShard" else 1
+        if type(dim) is not int or not 0 <= dim < rank:
+            raise MetadataError(f"a placement cuts dimension {brief(dim)} of a tensor that has {rank}", found=brief(dim))
+        if type(split) is not int or split < 1:
+            raise MetadataError("a strided placement without a split factor", found=brief(split))
+        cuts.append(Cut(dim, axis, split))
+    return _ordered(cuts, spec.attribute("shard_order"))
+
+
+def _ordered(cuts: Sequence[Cut], order: object) -> tuple[Cut, ...]:
+    """The cuts in the order that a spec names, which is that of the mesh's dimensions unless it says otherwise."""
+    if not isinstance(order, tuple):
+        return tuple(cuts)
+    wanted: list[tuple[int, int]] = []
+    for entry in order:
+        match entry.args if isinstance(entry, Opaque) else entry:
+            case (int(dim), tuple() as axes):
+                wanted += [(dim, axis) for axis in axes if type(axis) is int]
+            case _:
+                raise MetadataError("an order of shards that torch does not write", found=brief(entry))
+    known = {(cut.dim, cut.axis): cut for cut in cuts}
+    if sorted(wanted) != sorted(known):
+        raise MetadataError("an order of shards that is not that of the placements", found=brief(order))
+    return tuple(known[pair] for pair in wanted)

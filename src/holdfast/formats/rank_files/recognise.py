@@ -1,0 +1,102 @@
+"""Which files of a folder are the ranks of one save.
+
+A name says what is in a file, how many ranks there were, and which one wrote it. That is a claim: the numbers are compared with the
+files that are there, and never counted up to. The content of one file is looked at, too: a folder whose names fit and whose files
+are something else is left to other formats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from holdfast.core.protocols import Source
+from holdfast.errors import FormatError
+
+__all__ = ["RankSet", "begins_like_torch", "by_what", "check_complete", "rank_sets", "some"]
+
+SHOWN = 5
+"""Ranks, files or names that a message lists."""
+
+ZIP = b"PK\3\4"
+
+
+@dataclass(slots=True)
+class RankSet:
+    """Files that were written together, one a rank."""
+
+    what: str
+    """What is in them: `model`, `optim`."""
+    world: int
+    """How many there should be."""
+    files: dict[int, str] = field(default_factory=dict)
+    """The key of each rank's file."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return sorted(self.files)
+
+
+def rank_sets(keys: Iterable[str], pattern: re.Pattern[str]) -> list[RankSet]:
+    """The sets of files whose names are of this form. Its groups are `what`, `world` and `rank`.
+
+    Numbers with leading zeros are no numbers here, so that no two names mean one rank.
+
+    >>> pattern = re.compile("(?P<what>[a-z]+)_(?P<world>[0-9]+)_(?P<rank>[0-9]+).pt")
+    >>> [(found.what, found.world, found.ranks) for found in rank_sets(["model_2_0.pt", "model_2_1.pt", "config.json"], pattern)]
+    [('model', 2, [0, 1])]
+    """
+    found: dict[tuple[str, int], RankSet] = {}
+    for key in keys:
+        match = pattern.fullmatch(key)
+        if match is not None:
+            what, world, rank = match["what"], int(match["world"]), int(match["rank"])
+            found.setdefault((what, world), RankSet(what, world)).files[rank] = key
+    return list(found.values())
+
+
+def check_complete(found: RankSet) -> None:
+    """Raise where a rank is missing, or one is there that cannot be. Costs what the files cost, whatever number a name has."""
+    beyond = [rank for rank in found.ranks if rank >= found.world]
+    if beyond:
+        message = f"the name says {found.world:,} ranks, so there is no rank {beyond[0]:,}: files of two runs lie in one folder"
+        raise FormatError(message, file=found.files[beyond[0]], expected=found.world, found=beyond[0])
+    count = found.world - len(found.files)
+    if count:
+        absent = list(islice((rank for rank in range(found.world) if rank not in found.files), SHOWN))
+        which = some([str(rank) for rank in absent], count)
+        raise FormatError(
+            f"{len(found.files):,} of {found.world:,} {found.what} files are here, and with rank {which} a part of most tensors is "
+            "missing: get all files of the save into one folder",
+            expected=found.world,
+            found=len(found.files),
+        )
+
+
+def begins_like_torch(source: Source, key: str) -> bool:
+    """Whether a file begins like one of `torch.save`, whatever it is called."""
+    return source.store.size(key) >= len(ZIP) and source.bytes(key, 0, len(ZIP)) == ZIP
+
+
+def some(names: Sequence[str], count: int | None = None) -> str:
+    """Some names, for a message, and how many more there are."""
+    count = len(names) if count is None else count
+    shown = ", ".join(names[:SHOWN])
+    return shown if count <= min(len(names), SHOWN) else f"{shown} and {count - min(len(names), SHOWN):,} more"
+
+
+def by_what(sets: Iterable[RankSet]) -> Mapping[str, RankSet]:
+    """The sets by what is in them. Raises where there are two of one kind: nobody could say which one is meant."""
+    found: dict[str, RankSet] = {}
+    for one in sets:
+        other = found.setdefault(one.what, one)
+        if other is not one:
+            raise FormatError(
+                f"{one.what} files of {other.world:,} and of {one.world:,} ranks lie in one folder, so they are of two runs; "
+                "move one of them elsewhere",
+                expected=other.world,
+                found=one.world,
+            )
+    return found
