@@ -19,7 +19,9 @@ import os
 import stat
 import threading
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Protocol, cast
 from weakref import WeakValueDictionary
@@ -142,7 +144,7 @@ class Handle:
 
 
 class LocalStore(BaseStore):
-    """A file, or a directory and what is in it.
+    """A file, a directory and what is in it, or those files of a directory whose names fit: `actor/optim_*.pt`.
 
     `instead_of` is the path that a directory stands in for, where a save was cut off while it was replaced (`recover`).
     """
@@ -159,8 +161,9 @@ class LocalStore(BaseStore):
         self._folder: Folder | None = None
         try:
             self._absolute = os.path.abspath(self.name)
-            if stat.S_ISDIR(os.stat(self.name).st_mode):
-                self._folder = open_folder(self.name, instead_of=instead_of)
+            self._root, self._only = _chosen(self.name)
+            if self._only or stat.S_ISDIR(os.stat(self.name).st_mode):
+                self._folder = open_folder(self._root, instead_of=instead_of)
         except (OSError, UnicodeEncodeError) as error:
             raise _refused(self.name, error) from None
         self._directory = self._folder is not None
@@ -178,7 +181,8 @@ class LocalStore(BaseStore):
         with self._lock:
             if self._keys is None:
                 try:
-                    self._keys = self._bound().list(self._max_files)
+                    found = self._bound().list(self._max_files)
+                    self._keys = [key for key in found if "/" not in key and fnmatchcase(key, self._only)] if self._only else found
                 except Replaced:
                     self._gone = True
                     raise
@@ -282,7 +286,7 @@ class LocalStore(BaseStore):
         return _arrived, (self._absolute, self._max_files, stamps)
 
     def _label(self, key: str) -> str:
-        return os.path.join(self.name, key) if self._directory else self.name
+        return os.path.join(self._root, key) if self._directory else self.name
 
     def _was_closed(self) -> Closed:
         return Closed("the checkpoint was closed; open it again to read from it", file=self.name)
@@ -366,6 +370,17 @@ class LocalStore(BaseStore):
             gone.errno = error.errno
             return gone
         return _refused(label, error)
+
+
+def _chosen(path: str) -> tuple[str, str]:
+    """The directory that is opened, and the pattern for its files: none where all are meant, or a file has the star in its name."""
+    folder, pattern = os.path.split(path)
+    if "*" not in pattern or os.path.lexists(path):
+        return path, ""
+    with suppress(OSError), os.scandir(folder or ".") as entries:
+        if any(fnmatchcase(entry.name, pattern) for entry in entries):
+            return folder or ".", pattern
+    return path, ""
 
 
 def _arrived(path: str, max_files: int, stamps: Mapping[str, Stamp]) -> LocalStore:

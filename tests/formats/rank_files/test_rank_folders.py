@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -69,7 +70,7 @@ def test_a_folder_opens_as_its_model(actor):
     with holdfast.open(actor) as ckpt:
         assert ckpt.format == "rank-files"
         assert not ckpt.foreign
-        assert any("extra_state, optim" in note for note in ckpt.notes)
+        assert any("optim_world_size_4_rank_*.pt" in note for note in ckpt.notes)
         same(ckpt, EXPECTED)
         assert np.array_equal(ckpt["embed.weight"][5:9, 1:3].numpy(), EXPECTED["embed.weight"][5:9, 1:3].numpy())
 
@@ -164,6 +165,19 @@ def test_padding_is_no_part_of_a_tensor(tmp_path):
 
 
 def test_an_optimizer_by_itself(actor, tmp_path):
+    path = actor / "optim_world_size_4_rank_*.pt"
+    with holdfast.open(path) as ckpt:
+        assert list(ckpt) == ["state.0.step", "state.0.exp_avg", "state.0.exp_avg_sq"]
+        again = pickle.loads(pickle.dumps(ckpt))
+        assert torch.equal(again["state.0.exp_avg"].torch(), whole(10, 4) / 3)
+        assert torch.equal(pickle.loads(pickle.dumps(ckpt["state.0.step"])).torch(), torch.tensor(3.0))
+    assert holdfast.verify(path).ok
+    holdfast.convert(path, tmp_path / "optim.pt")
+    assert holdfast.diff(path, tmp_path / "optim.pt").same
+    with pytest.raises(holdfast.HoldfastError, match="no such file"):
+        holdfast.open(actor / "nothing_*.pt")
+    with holdfast.open(actor / "extra_state_*") as ckpt:
+        assert ckpt.tree["rank_2"]["lr"] == {"last": 2}
     for file in actor.glob("model_*"):
         file.unlink()
     with holdfast.open(actor) as ckpt:

@@ -5,8 +5,8 @@
     extra_state_world_size_8_rank_0.pt   random number states, a scheduler: every rank's own
     fsdp_config.json, huggingface/       passed over
 
-The folder opens as its model. Where there is none, as its optimizer; and where there are extra states alone, each rank has its
-own under `rank_0`, `rank_1`, ….
+The folder opens as its model, and others by a star: `actor/optim_world_size_8_rank_*.pt`. Of extra states each rank has its own, so
+they stand under `rank_0`, `rank_1`, ….
 
 A pickled DTensor says everything: its mesh, its placements, the shape of the whole, and it has the local tensor. The interpreter
 shows these as inert records. They are believed as far as they agree: on all ranks of a mesh, with the names of the files, with the
@@ -78,10 +78,10 @@ class RankFiles:
         chosen = _main(sets.values())
         check_complete(chosen)
         files = [read_rank(source, rank, chosen.files[rank]) for rank in chosen.ranks]
-        beside = [what for what in sets if what != chosen.what]
+        beside = [f"{what}_world_size_{found.world}_rank_*.pt" for what, found in sets.items() if what != chosen.what]
         notes = [f"the {chosen.what} files of {chosen.world:,} rank{'s' if chosen.world > 1 else ''}, put together"]
         if beside:
-            notes.append(f"beside them lie files of {some(sorted(beside))}, which are no part of what is shown")
+            notes.append(f"beside them lie {some(sorted(beside))}, which open under these names with the star")
         metadata = {"world_size": str(chosen.world), "what": chosen.what}
         understood = [f.what for file in files for f in file.foreign if _is_ours(f.what)]
         if chosen.what == EXTRA:
