@@ -9,6 +9,7 @@ from . import (
     cases_directories,
     cases_gguf,
     cases_old,
+    cases_rank_files,
     cases_resources,
     cases_safetensors,
     cases_tensors,
@@ -29,6 +30,7 @@ CLASSES: dict[str, list[Case]] = {
     "distributed checkpoints": cases_dcp.CASES,
     "numpy arrays": cases_arrays.CASES,
     "gguf": cases_gguf.CASES,
+    "rank files": cases_rank_files.CASES,
 }
 
 ALL: list[Case] = [case for cases in CLASSES.values() for case in cases]

@@ -26,7 +26,11 @@ from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.rank_files.replicas import Copy, Replicas
 from holdfast.formats.torch.zip import PickleReader, saved_archive
 
-__all__ = ["Assembly", "Join", "Leaf", "Part", "RankFile", "described", "in_step", "read_rank"]
+__all__ = ["Allowance", "Assembly", "Join", "Leaf", "Part", "RankFile", "described", "in_step", "read_rank"]
+
+
+EXPLAINED = 1024
+"""Parts of which two are looked for that overlap; the search is quadratic where all of them do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +145,11 @@ def _uncovered(whole: Box, boxes: Mapping[Box, Sequence[Part]]) -> str:
     if outside is not None:
         return f"the part of rank {boxes[outside][0].rank} lies outside of the tensor"
     ordered = list(boxes)
-    pair = first_overlap(ordered)
+    pair = first_overlap(ordered) if len(ordered) <= EXPLAINED else None
     if pair is not None:
         first, second = (boxes[ordered[at]][0].rank for at in pair)
         return f"the parts of ranks {first} and {second} overlap and are not the same, so nobody can say which one is true"
-    return "the parts of all ranks do not cover the tensor: some of its elements are nowhere"
+    return "the parts of all ranks do not cover the tensor exactly once"
 
 
 Leaf = Mapping[int, object]
@@ -155,51 +159,63 @@ Join = Callable[[str, Leaf], object]
 """What becomes of one place, by its dotted name and what each rank has there."""
 
 
-class _Walk:
-    """Goes through the trees of all ranks in step."""
+FREE_STEPS = 10_000
+"""Steps that are allowed however small the files."""
 
-    def __init__(self, files: Sequence[RankFile], most_depth: int) -> None:
-        self.files = files
-        self.most_depth = most_depth
-        # A container that all ranks refer to a thousand times costs a thousand steps; what was stored pays for that many.
-        self.left = 10_000 + sum(file.nbytes for file in files)
+CHARACTERS_A_STEP = 16
+"""Of a name: a key is stored once and stands in the name of everything below it."""
+
+
+class Allowance:
+    """Steps that going through the files may take: as many as they have bytes.
+
+    Whatever many places refer to (a container, a mesh, a way of cutting) is stored once and gone through wherever it stands.
+    """
+
+    def __init__(self, files: Sequence[RankFile]) -> None:
+        self._left = FREE_STEPS + sum(file.nbytes for file in files)
 
     def spend(self, count: int) -> None:
-        self.left -= count
-        if self.left < 0:
-            raise LimitExceeded("the files refer to the same containers too often to be put together")
+        self._left -= count
+        if self._left < 0:
+            raise LimitExceeded("the files refer to the same things too often to be put together")
 
 
-def in_step(files: Sequence[RankFile], join: Join, *, depth: int) -> object:
+def in_step(files: Sequence[RankFile], join: Join, allowance: Allowance, *, depth: int) -> object:
     """One tree out of the trees of all ranks: containers as the first rank has them, leaves by `join`.
 
     A key that some ranks lack is a place, too. What is no dict, list or tuple on all of them is a leaf.
     """
-    return _joined(_Walk(files, depth), {file.rank: file.tree for file in files}, (), join)
+    return _Walk(join, allowance, depth).joined({file.rank: file.tree for file in files}, ())
 
 
-def _joined(walk: _Walk, values: Leaf, path: tuple[str, ...], join: Join) -> object:
-    walk.spend(1)
-    if len(path) > walk.most_depth:
-        raise LimitExceeded(f"the state nests deeper than Limits(depth={walk.most_depth})", expected=walk.most_depth)
-    first = next(iter(values.values()))
-    if isinstance(first, dict) and all(isinstance(value, dict) for value in values.values()):
-        keys: dict[object, None] = {}
-        for value in values.values():
-            walk.spend(len(value) if isinstance(value, dict) else 0)
-            keys.update(dict.fromkeys(value if isinstance(value, dict) else ()))
-        return refilled(first, {key: _joined(walk, _at(values, key), (*path, _step(key)), join) for key in keys})
-    kind = type(first)
-    if kind in (list, tuple) and isinstance(first, list | tuple) and all(type(value) is kind for value in values.values()):
-        rows = {rank: value for rank, value in values.items() if isinstance(value, list | tuple)}
-        walk.spend(sum(map(len, rows.values())))
-        longest = max(map(len, rows.values()))
-        made = [
-            _joined(walk, {rank: row[at] for rank, row in rows.items() if at < len(row)}, (*path, str(at)), join)
-            for at in range(longest)
-        ]
-        return made if kind is list else tuple(made)
-    return join(".".join(path), values)
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    join: Join
+    allowance: Allowance
+    most_depth: int
+
+    def joined(self, values: Leaf, path: tuple[str, ...]) -> object:
+        self.allowance.spend(len(values))
+        if len(path) > self.most_depth:
+            raise LimitExceeded(f"the state nests deeper than Limits(depth={self.most_depth})", expected=self.most_depth)
+        first = next(iter(values.values()))
+        if isinstance(first, dict) and all(isinstance(value, dict) for value in values.values()):
+            keys: dict[object, None] = {}
+            for value in values.values():
+                self.allowance.spend(len(value) if isinstance(value, dict) else 0)
+                keys.update(dict.fromkeys(value if isinstance(value, dict) else ()))
+            return refilled(first, {key: self.joined(_at(values, key), (*path, _step(key))) for key in keys})
+        kind = type(first)
+        if kind in (list, tuple) and isinstance(first, list | tuple) and all(type(value) is kind for value in values.values()):
+            rows = {rank: value for rank, value in values.items() if isinstance(value, list | tuple)}
+            made = [
+                self.joined({rank: row[at] for rank, row in rows.items() if at < len(row)}, (*path, str(at)))
+                for at in range(max(map(len, rows.values())))
+            ]
+            return made if kind is list else tuple(made)
+        self.allowance.spend(sum(map(len, path)) // CHARACTERS_A_STEP)
+        return self.join(".".join(path), values)
 
 
 def _at(values: Leaf, key: object) -> Leaf:

@@ -19,12 +19,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from holdfast.core.box import Box
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.errors import MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Assembly, Leaf, Part, described, in_step, read_rank
+from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, Part, described, in_step, read_rank
 from holdfast.formats.rank_files.mesh import read_mesh
 from holdfast.formats.rank_files.placements import Cut, Mesh, local_boxes
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, by_what, check_complete, rank_sets, some
@@ -38,6 +39,9 @@ PATTERN = re.compile(rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<worl
 MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
 ORDER = (MODEL, OPTIMIZER)
 """What a folder opens as: the first of these that is there."""
+
+PIECE_STEPS = 32
+"""What one piece of a tensor costs: it is sliced, compared and kept. A DTensor takes some 500 bytes, and has one or a few."""
 
 UNDERSTOOD = frozenset(
     {
@@ -87,8 +91,9 @@ class RankFiles:
         if chosen.what == EXTRA:
             tree: object = {f"rank_{file.rank}": file.tree for file in files}
             return described(self.name, tree, files, source=source, notes=notes, metadata=metadata)
-        joined = _Joined(source, chosen)
-        tree = in_step(files, joined.leaf, depth=source.limits.depth)
+        allowance = Allowance(files)
+        joined = _Joined(source, chosen, allowance)
+        tree = in_step(files, joined.leaf, allowance, depth=source.limits.depth)
         if joined.differing:
             names = some([repr(name[:80]) for name in joined.differing])
             notes.append(f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}")
@@ -126,11 +131,13 @@ class Claim:
 class _Joined:
     """Joins what the ranks have at one place of their trees."""
 
-    def __init__(self, source: Source, ranks: RankSet) -> None:
-        self._source, self._ranks = source, ranks
+    def __init__(self, source: Source, ranks: RankSet, allowance: Allowance) -> None:
+        self._source, self._ranks, self._allowance = source, ranks, allowance
         self._meshes: dict[Mesh, Mesh] = {}
         self._read: dict[int, Mesh] = {}
         """By the record that it was read from; all of them live as long as the trees do."""
+        self._boxes: dict[tuple[object, ...], tuple[tuple[Box, Box], ...]] = {}
+        """Which boxes a rank has: most tensors are cut alike."""
         self.assembly = Assembly(source)
         self.differing: list[str] = []
 
@@ -193,8 +200,31 @@ class _Joined:
                         expected=first.shape,
                         found=claim.shape,
                     )
-                parts += _parts(rank, claim)
+                parts += self._parts(rank, claim)
             return self.assembly.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
+
+    def _parts(self, rank: int, claim: Claim) -> Sequence[Part]:
+        at = claim.mesh.coordinate(rank)
+        if at is None:
+            if claim.local.size:
+                raise MetadataError(f"rank {rank} is not in the mesh, and has a part of the tensor nevertheless", found=rank)
+            return []
+        key = (claim.shape, claim.mesh.shape, at, claim.cuts)
+        boxes = self._boxes.get(key)
+        if boxes is None:
+            boxes = self._boxes[key] = local_boxes(*key)
+        self._allowance.spend(PIECE_STEPS * len(boxes))
+        sizes = tuple(max(own.stop[d] for _, own in boxes) for d in range(len(claim.shape)))
+        if claim.local.shape != sizes:
+            raise MetadataError(
+                f"rank {rank} has a part of {list(claim.local.shape)}, and by mesh and placements it has {list(sizes)} of "
+                f"{list(claim.shape)}",
+                expected=sizes,
+                found=claim.local.shape,
+            )
+        if len(boxes) == 1:
+            return [Part(rank, boxes[0][0], claim.local)]
+        return [Part(rank, whole, claim.local[own.slices]) for whole, own in boxes]
 
     def _check_meshes(self, claims: Mapping[int, Claim]) -> None:
         """Every rank of a mesh must say the same: mesh and placements."""
@@ -218,7 +248,7 @@ class _Joined:
                     raise MetadataError(f"it is placed in one way on rank {rank} and in another on rank {other}")
 
     def _claim(self, value: Opaque, rank: int) -> Claim:
-        spec, local = _slot(value, "_spec"), _unwrapped(_slot(value, "_local_tensor"))
+        spec, local = value.attribute("_spec"), _unwrapped(value.attribute("_local_tensor"))
         if not isinstance(spec, Opaque) or spec.name != "DTensorSpec":
             raise MetadataError("a DTensor without its spec", found=brief(spec))
         if not isinstance(local, LazyTensor):
@@ -235,22 +265,31 @@ class _Joined:
         """Shape and dtype of the whole, and whether it requires a gradient: as the tensor says, and its spec."""
         match value.args:
             case (_, DType() as dtype, size, stride, _, _, _, bool(grad)):
-                shape = checked_shape(size, self._source.limits)
-                checked_ints(stride, "stride", len(shape))
+                shape = self._shape(size)
+                if not isinstance(stride, tuple) or len(stride) != len(shape):
+                    raise MetadataError("a DTensor whose strides do not fit its shape", found=brief(stride))
+                checked_ints(stride, "stride")
             case _:
                 raise MetadataError("a DTensor that was pickled in a way that torch does not", found=len(value.args))
         meta = spec.attribute("tensor_meta")
         said = meta.args[:1] if isinstance(meta, Opaque) and meta.args else (shape,)
-        if checked_shape(said[0], self._source.limits) != shape:
+        if self._shape(said[0]) != shape:
             raise MetadataError("a DTensor whose spec has another shape", expected=shape, found=brief(said[0]))
         return shape, dtype, grad
+
+    def _shape(self, size: object) -> tuple[int, ...]:
+        # Its length first: one long tuple may be the shape of many.
+        if not isinstance(size, tuple) or len(size) > self._source.limits.rank:
+            raise MetadataError("the shape of a DTensor is none", found=brief(size))
+        return checked_shape(size, self._source.limits)
 
     def _mesh(self, record: object, rank: int) -> Mesh:
         if not isinstance(record, Opaque) or record.name != "DeviceMesh":
             raise MetadataError("a DTensor without a mesh", found=brief(record))
         known = self._read.get(id(record))
         if known is None:
-            made = read_mesh(record, rank)
+            self._allowance.spend(self._ranks.world)
+            made = read_mesh(record, rank, self._ranks.world)
             if max(made.ranks) >= self._ranks.world:
                 raise MetadataError(
                     f"a mesh with rank {max(made.ranks):,}, and the names of the files say {self._ranks.world:,} ranks: the files "
@@ -261,26 +300,6 @@ class _Joined:
             # One object for equal meshes: they are compared for every tensor of every rank.
             known = self._read[id(record)] = self._meshes.setdefault(made, made)
         return known
-
-
-def _parts(rank: int, claim: Claim) -> Sequence[Part]:
-    at = claim.mesh.coordinate(rank)
-    if at is None:
-        if claim.local.size:
-            raise MetadataError(f"rank {rank} is not in the mesh, and has a part of the tensor nevertheless", found=rank)
-        return []
-    boxes = local_boxes(claim.shape, claim.mesh.shape, at, claim.cuts)
-    sizes = tuple(max(own.stop[d] for _, own in boxes) for d in range(len(claim.shape)))
-    if claim.local.shape != sizes:
-        raise MetadataError(
-            f"rank {rank} has a part of {list(claim.local.shape)}, and by mesh and placements it has {list(sizes)} of "
-            f"{list(claim.shape)}",
-            expected=sizes,
-            found=claim.local.shape,
-        )
-    if len(boxes) == 1:
-        return [Part(rank, boxes[0][0], claim.local)]
-    return [Part(rank, whole, claim.local[own.slices]) for whole, own in boxes]
 
 
 def _unwrapped(value: object) -> object:
@@ -309,6 +328,9 @@ def _kind(value: object) -> str:
             return "a value"
 
 
+LONG = 1024
+"""Characters at both ends of a text that are compared."""
+
 PLAIN_VALUES = (bool, int, float, str, bytes, type(None), DType)
 
 
@@ -318,11 +340,6 @@ def _differ(first: object, other: object) -> bool:
         return True
     # NaN is no other value than NaN.
     return isinstance(first, PLAIN_VALUES) and first != other and not (first != first and other != other)
-
-
-def _slot(value: Opaque, name: str) -> object:
-    """An attribute of a pickled tensor subclass: its state is a pair of its dict and its slots."""
-    return value.attribute(name)
 
 
 def _cuts(spec: Opaque, rank: int, axes: int) -> tuple[Cut, ...]:
@@ -355,10 +372,12 @@ def _ordered(cuts: Sequence[Cut], order: object) -> tuple[Cut, ...]:
     """The cuts in the order that a spec names, which is that of the mesh's dimensions unless it says otherwise."""
     if not isinstance(order, tuple):
         return tuple(cuts)
+    if len(order) > len(cuts):
+        raise MetadataError("an order of shards that is not that of the placements", found=brief(order))
     wanted: list[tuple[int, int]] = []
     for entry in order:
         match entry.args if isinstance(entry, Opaque) else entry:
-            case (int(dim), tuple() as axes):
+            case (int(dim), tuple() as axes) if len(axes) <= len(cuts):
                 wanted += [(dim, axis) for axis in axes if type(axis) is int]
             case _:
                 raise MetadataError("an order of shards that torch does not write", found=brief(entry))

@@ -22,19 +22,19 @@ from holdfast.formats.torch.tensors import brief, checked_ints
 
 __all__ = ["read_mesh"]
 
-MOST_RANKS = 1 << 20
-"""Of a mesh: more than anybody has, and read in a moment."""
+MOST_AXES = 64
+"""Dimensions of a mesh, and what one may be made of."""
 
 Axis = tuple[tuple[int, ...], tuple[int, ...]]
 """Lengths and strides of one dimension; several where it was made of several."""
 
 
-def read_mesh(record: Opaque, rank: int) -> Mesh:
-    """The ranks of a mesh: up to torch 2.9 a tensor of them; later a layout over a list of all ranks."""
+def read_mesh(record: Opaque, rank: int, world: int) -> Mesh:
+    """The mesh that a rank of so many wrote. Costs what the ranks cost, whatever the record says."""
     ranks = record.attribute("mesh")
-    mesh = Mesh(ranks.shape, _numbers(ranks)) if isinstance(ranks, LazyTensor) else _laid_out(record, rank)
+    mesh = Mesh(ranks.shape, _numbers(ranks, world)) if isinstance(ranks, LazyTensor) else _laid_out(record, rank, world)
     said, coordinate = record.attribute("_coordinate_on_dim"), mesh.coordinate(rank)
-    if isinstance(said, tuple | list) and coordinate is not None and tuple(said) != coordinate:
+    if coordinate is not None and isinstance(said, tuple | list) and (len(said) != len(coordinate) or tuple(said) != coordinate):
         raise MetadataError(
             f"this file was written by the rank at {brief(said)} of its mesh, and its name says rank {rank}, which is at "
             f"{coordinate}: it was renamed, or files of two runs lie in one folder",
@@ -44,10 +44,10 @@ def read_mesh(record: Opaque, rank: int) -> Mesh:
     return mesh
 
 
-def _laid_out(record: Opaque, rank: int) -> Mesh:
-    axes = _axes(record.attribute("_layout"))
+def _laid_out(record: Opaque, rank: int, world: int) -> Mesh:
+    axes = _axes(record.attribute("_layout"), world)
     everyone = record.attribute("_rank_map")
-    known = _numbers(everyone) if isinstance(everyone, LazyTensor) else ()
+    known = _numbers(everyone, world) if isinstance(everyone, LazyTensor) else ()
     offsets = [0]
     for lengths, strides in axes:
         for n, stride in zip(lengths, strides, strict=True):
@@ -72,36 +72,45 @@ def _base(record: Opaque, rank: int, known: Sequence[int], *, shape: Sequence[in
     return known.index(rank) - offsets[at]
 
 
-def _axes(layout: object) -> list[Axis]:
+def _axes(layout: object, world: int) -> list[Axis]:
     """The dimensions of a mesh."""
     if not isinstance(layout, Opaque):
         raise MetadataError("a mesh without its ranks", found=brief(layout))
     axes = layout.attribute("axes")
-    if isinstance(axes, tuple):
+    if isinstance(axes, tuple) and len(axes) <= MOST_AXES:
         pairs = [(a.attribute("shape"), a.attribute("stride")) for a in axes if isinstance(a, Opaque)]
     else:
         # torch 2.10 to 2.12 have the lengths and strides of all dimensions in two tuples.
         shape, stride = layout.attribute("shape"), layout.attribute("stride")
         shapes, strides = (x if isinstance(x, tuple) else (x,) for x in (shape, stride))
-        if len(shapes) != len(strides):
+        if len(shapes) != len(strides) or len(shapes) > MOST_AXES:
             raise MetadataError("a layout with lengths and strides that do not fit each other", found=brief(shape))
         pairs = list(zip(shapes, strides, strict=True))
     found: list[Axis] = []
     count = 1
     for shape, stride in pairs:
-        lengths = checked_ints(shape if isinstance(shape, tuple) else (shape,), "mesh layout")
-        steps = checked_ints(stride if isinstance(stride, tuple) else (stride,), "mesh layout", len(lengths))
+        inner, steps = (x if isinstance(x, tuple) else (x,) for x in (shape, stride))
+        if len(inner) != len(steps) or len(inner) > MOST_AXES:
+            raise MetadataError("a layout with lengths and strides that do not fit each other", found=brief(shape))
+        lengths, steps = checked_ints(inner, "mesh layout"), checked_ints(steps, "mesh layout")
         count *= math.prod(lengths)
-        if not 0 < count <= MOST_RANKS or max(steps, default=0) > MOST_RANKS:
-            raise MetadataError(f"a mesh of {count:,} ranks", found=count)
+        if not 0 < count <= world:
+            raise _too_many(count, world)
         found.append((lengths, steps))
     if isinstance(axes, tuple) and len(found) != len(axes):
         raise MetadataError("a layout with something in it that is no dimension", found=len(axes))
     return found
 
 
-def _numbers(tensor: LazyTensor) -> tuple[int, ...]:
+def _too_many(count: int, world: int) -> MetadataError:
+    message = f"a mesh of {count:,} ranks, and the names of the files say {world:,}: the files are of two runs, or were renamed"
+    return MetadataError(message, expected=world, found=count)
+
+
+def _numbers(tensor: LazyTensor, world: int) -> tuple[int, ...]:
     """A tensor of rank numbers. It is read: it says where elements are, and is none of the state's."""
-    if tensor.dtype.kind not in ("int", "uint") or tensor.size > MOST_RANKS:
-        raise MetadataError(f"a mesh of {tensor.size:,} ranks as {tensor.dtype}", found=tensor.shape[:8])
+    if tensor.size > world:
+        raise _too_many(tensor.size, world)
+    if tensor.dtype.kind not in ("int", "uint"):
+        raise MetadataError(f"a mesh of ranks as {tensor.dtype}", found=tensor.shape[:8])
     return tuple(int(rank) for rank in tensor.read().reshape(-1))

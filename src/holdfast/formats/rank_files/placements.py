@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from itertools import product
 
 from holdfast.core.box import Box
@@ -25,7 +24,7 @@ from holdfast.errors import LimitExceeded, MetadataError
 
 __all__ = ["Cut", "Mesh", "local_boxes"]
 
-MOST_RUNS = 4096
+MOST_RUNS = 1024
 """Runs that one rank has of one tensor. FSDP over tensor parallelism makes one, or a few where lengths are uneven."""
 
 Run = tuple[int, int]
@@ -68,7 +67,6 @@ class Cut:
     """Pieces that are cut first; each of them is cut over the ranks."""
 
 
-@lru_cache(maxsize=4096)
 def local_boxes(shape: tuple[int, ...], mesh: tuple[int, ...], at: tuple[int, ...], cuts: tuple[Cut, ...]) -> tuple[
     tuple[Box, Box], ...
 ]:  # fmt: skip
