@@ -1,7 +1,7 @@
 """The mesh of a pickled DTensor: which ranks it has, in which order. An inert record, read and checked.
 
     up to torch 2.9     mesh          a tensor of rank numbers, in the shape of the mesh
-    2.10 on             _rank_map     a row of all ranks, and
+    2.10 on             _rank_map     a row of all ranks, later also as plain numbers (`_flatten_rank_map`), and
                         _layout       lengths and strides of the dimensions in it
 
 A part of a mesh (`mesh["fsdp"]`) has the layout of its own dimensions over the row of all ranks. It is as many meshes as there are
@@ -46,8 +46,12 @@ def read_mesh(record: Opaque, rank: int, world: int) -> Mesh:
 
 def _laid_out(record: Opaque, rank: int, world: int) -> Mesh:
     axes = _axes(record.attribute("_layout"), world)
-    everyone = record.attribute("_rank_map")
-    known = _numbers(everyone, world) if isinstance(everyone, LazyTensor) else ()
+    everyone, row = record.attribute("_rank_map"), record.attribute("_flatten_rank_map")
+    if isinstance(row, tuple) and len(row) <= world:
+        # The same, without a read.
+        known = checked_ints(row, "mesh")
+    else:
+        known = _numbers(everyone, world) if isinstance(everyone, LazyTensor) else ()
     offsets = [0]
     for lengths, strides in axes:
         for n, stride in zip(lengths, strides, strict=True):
