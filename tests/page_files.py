@@ -107,6 +107,26 @@ def hugging_face(path: str) -> None:
     (Path(path) / "README.md").write_text("# A model\n")
 
 
+def rank_files(path: str) -> None:
+    """What verl saves on four ranks."""
+    from tests.dtensor import Replicate, Shard
+    from tests.rank_folders import save_ranks, sharded
+
+    place, rows = Path(path), torch.arange(1.0, 41).reshape(10, 4)
+    model = {
+        "embed.weight": (rows, [Shard(0)]),
+        "mlp.up.weight": (rows[:6], [Shard(0)]),
+        "norm.weight": (torch.ones(4), [Replicate()]),
+    }
+    save_ranks(place, (4,), {**model, "rotary.scale": torch.tensor([0.5])})
+    save_ranks(
+        place, (4,), lambda rank, mesh: {"state": {0: {"step": torch.tensor(3.0), "exp_avg": sharded(rows, mesh, [Shard(0)])}}},
+        what="optim",
+    )  # fmt: skip
+    (place / "huggingface").mkdir()
+    (place / "huggingface" / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
+
+
 def copies(path: str) -> None:
     """Two tensors that hold the same."""
     holdfast.save({"x": np.arange(1000.0), "y": np.arange(1000.0)}, path)
@@ -117,6 +137,7 @@ MAKERS: dict[str, Callable[[str], None]] = {
     "copies.safetensors": copies,
     "last.ckpt": lightning,
     "llama": hugging_face,
+    "actor_of_ranks": rank_files,
     "new.safetensors": new,
     "old.pt": old,
     "rows.pt": rows,

@@ -86,7 +86,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def format(self) -> str:
         """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`, `native`, `npy`,
-        `npz`, `gguf` or `gguf-dir`."""
+        `npz`, `gguf`, `gguf-dir` or `rank-files`."""
         return self._description.format
 
     @property

@@ -116,7 +116,10 @@ def detect(source: Source) -> Format:
     keys = source.store.list()
     if not keys:
         raise StoreError("the folder is empty", file=source.store.name)
-    inner = [key.partition("/")[0] for key in keys if key.endswith("/.metadata")]
+    from holdfast.formats.rank_files.dtensors import PATTERN
+
+    halves = (key.partition("/") for key in keys)
+    inner = sorted({folder for folder, _, name in halves if name == ".metadata" or PATTERN.fullmatch(name)})
     if inner:
         raise UnknownFormat(f"no checkpoint in this folder itself; its folder {inner[0]!r} has one, open that", found=inner[:3])
     if len(keys) > 1:

@@ -13,7 +13,7 @@ from tests.rank_folders import StridedShard, as_rank, cut, rank_file, save_ranks
 
 import holdfast
 import holdfast.torch
-from holdfast.errors import FormatError, MetadataError, ReplicasDiffer, Unsupported
+from holdfast.errors import FormatError, MetadataError, ReplicasDiffer, UnknownFormat, Unsupported
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -191,6 +191,12 @@ def test_an_optimizer_by_itself(actor, tmp_path):
         assert ckpt.tree["rank_2"]["lr"] == {"last": 2}
 
 
+def test_a_folder_of_such_folders_says_so(actor):
+    (actor.parent / "latest.txt").write_text("1")
+    with pytest.raises(UnknownFormat, match="its folder 'actor' has one"):
+        holdfast.open(actor.parent)
+
+
 def test_one_rank_is_all_there_is(tmp_path):
     folder = save_ranks(tmp_path / "m", (1,), {"w": (whole(3, 2), [Shard(0)]), "b": torch.ones(1)})
     for path in (folder, rank_file(folder, 0, 1)):
@@ -362,7 +368,7 @@ def test_what_the_ranks_say_must_fit(tmp_path):
     expect(
         folder("renamed", lambda p: rank_file(p, 1, 2).write_bytes(rank_file(other, 1, 4).read_bytes())),
         MetadataError,
-        "rank 3, and",
+        "a mesh of 4 ranks",
     )
     expect(
         folder("shape", lambda p: save_ranks(p, (2,), {**good, "w": (whole(6, 2), [Shard(0)])}, ranks=[1])),

@@ -31,7 +31,7 @@ from holdfast.formats.rank_files.placements import Cut, Mesh, local_boxes
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, by_what, check_complete, rank_sets, some
 from holdfast.formats.torch.tensors import brief, checked_ints, checked_shape
 
-__all__ = ["RankFiles"]
+__all__ = ["PATTERN", "RankFiles"]
 
 NUMBER = r"0|[1-9][0-9]{0,17}"
 PATTERN = re.compile(rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<world>{NUMBER})_rank_(?P<rank>{NUMBER})\.pt")
