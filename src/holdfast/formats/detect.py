@@ -13,7 +13,7 @@ __all__ = ["detect", "formats"]
 def formats() -> Iterator[Format]:
     """The formats, in the order in which they are tried. Each is imported when its turn comes: to open a `.pt` takes one."""
     # Files of torch.save, each with a rank in its name; also where there is one alone, which is then all there is.
-    from holdfast.formats.rank_files.dtensors import RankFiles
+    from holdfast.formats.rank_files.recognise import RankFiles
 
     yield RankFiles()
 
@@ -116,7 +116,7 @@ def detect(source: Source) -> Format:
     keys = source.store.list()
     if not keys:
         raise StoreError("the folder is empty", file=source.store.name)
-    from holdfast.formats.rank_files.dtensors import PATTERN
+    from holdfast.formats.rank_files.recognise import PATTERN
 
     halves = (key.partition("/") for key in keys)
     inner = sorted({folder for folder, _, name in halves if name == ".metadata" or PATTERN.fullmatch(name)})

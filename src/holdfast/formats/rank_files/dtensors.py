@@ -15,8 +15,7 @@ shapes of the local tensors; and the parts must cover the whole exactly once. A 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
@@ -28,17 +27,10 @@ from holdfast.errors import MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, Part, described, in_step, read_rank
 from holdfast.formats.rank_files.mesh import read_mesh
 from holdfast.formats.rank_files.placements import Cut, Mesh, local_boxes
-from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, by_what, check_complete, rank_sets, some
+from holdfast.formats.rank_files.recognise import EXTRA, PATTERN, RankSet, by_what, check_complete, main_set, rank_sets, some
 from holdfast.formats.torch.tensors import brief, checked_ints, checked_shape
 
-__all__ = ["PATTERN", "RankFiles"]
-
-NUMBER = r"0|[1-9][0-9]{0,17}"
-PATTERN = re.compile(rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<world>{NUMBER})_rank_(?P<rank>{NUMBER})\.pt")
-
-MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
-ORDER = (MODEL, OPTIMIZER)
-"""What a folder opens as: the first of these that is there."""
+__all__ = ["describe"]
 
 PIECE_STEPS = 32
 """What one piece of a tensor costs: it is sliced, compared and kept. A DTensor takes some 500 bytes, and has one or a few."""
@@ -60,56 +52,31 @@ UNDERSTOOD = frozenset(
 """Classes of `torch.distributed` that are read here, and so are not foreign."""
 
 
-class RankFiles:
-    """A folder of rank files with DTensors."""
-
-    name = "rank-files"
-
-    def matches(self, source: Source) -> bool:
-        """Whether names and the content of one file say so. One file of several, opened by itself, is a file."""
-        keys = source.store.list()
-        sets = rank_sets(keys, PATTERN)
-        if not sets or "holdfast.json" in keys or ".metadata" in keys:
-            return False
-        name = source.store.name.replace("\\", "/")
-        if len(keys) == 1 and sets[0].world != 1 and name.rsplit("/", 1)[-1] == keys[0]:
-            return False
-        chosen = _main(sets)
-        return begins_like_torch(source, chosen.files[chosen.ranks[0]])
-
-    def describe(self, source: Source) -> Description:
-        sets = by_what(rank_sets(source.store.list(), PATTERN))
-        chosen = _main(sets.values())
-        check_complete(chosen)
-        files = [read_rank(source, rank, chosen.files[rank]) for rank in chosen.ranks]
-        beside = [f"{what}_world_size_{found.world}_rank_*.pt" for what, found in sets.items() if what != chosen.what]
-        notes = [f"the {chosen.what} files of {chosen.world:,} rank{'s' if chosen.world > 1 else ''}, put together"]
-        if beside:
-            notes.append(f"beside them lie {some(sorted(beside))}, which open under these names with the star")
-        metadata = {"world_size": str(chosen.world), "what": chosen.what}
-        understood = [f.what for file in files for f in file.foreign if _is_ours(f.what)]
-        if chosen.what == EXTRA:
-            tree: object = {f"rank_{file.rank}": file.tree for file in files}
-            return described(self.name, tree, files, source=source, notes=notes, metadata=metadata)
-        allowance = Allowance(files)
-        joined = _Joined(source, chosen, allowance)
-        tree = in_step(files, joined.leaf, allowance, depth=source.limits.depth)
-        if joined.differing:
-            names = some([repr(name[:80]) for name in joined.differing])
-            notes.append(f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}")
-        return described(
-            self.name, tree, files, source=source, understood=understood, notes=notes, metadata=metadata,
-            unequal=joined.assembly.unequal,
-        )  # fmt: skip
-
-
-def _main(sets: Iterable[RankSet]) -> RankSet:
-    """The set that a folder opens as."""
-
-    def place(found: RankSet) -> tuple[int, bool, str]:
-        return ORDER.index(found.what) if found.what in ORDER else len(ORDER), found.what == EXTRA, found.what
-
-    return min(sets, key=place)
+def describe(source: Source, format: str) -> Description:
+    """The main set of rank files in a folder, put together."""
+    sets = by_what(rank_sets(source.store.list(), PATTERN))
+    chosen = main_set(sets.values())
+    check_complete(chosen)
+    files = [read_rank(source, rank, chosen.files[rank]) for rank in chosen.ranks]
+    beside = [f"{what}_world_size_{found.world}_rank_*.pt" for what, found in sets.items() if what != chosen.what]
+    notes = [f"the {chosen.what} files of {chosen.world:,} rank{'s' if chosen.world > 1 else ''}, put together"]
+    if beside:
+        notes.append(f"beside them lie {some(sorted(beside))}, which open under these names with the star")
+    metadata = {"world_size": str(chosen.world), "what": chosen.what}
+    understood = [f.what for file in files for f in file.foreign if _is_ours(f.what)]
+    if chosen.what == EXTRA:
+        tree: object = {f"rank_{file.rank}": file.tree for file in files}
+        return described(format, tree, files, source=source, notes=notes, metadata=metadata)
+    allowance = Allowance(files)
+    joined = _Joined(source, chosen, allowance)
+    tree = in_step(files, joined.leaf, allowance, depth=source.limits.depth)
+    if joined.differing:
+        names = some([repr(name[:80]) for name in joined.differing])
+        notes.append(f"values that are no tensors differ between ranks, and those of the first rank are shown: {names}")
+    return described(
+        format, tree, files, source=source, understood=understood, notes=notes, metadata=metadata,
+        unequal=joined.assembly.unequal,
+    )  # fmt: skip
 
 
 def _is_ours(what: Global) -> bool:

@@ -12,15 +12,33 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from holdfast.core.protocols import Source
+from holdfast.core.protocols import Description, Source
 from holdfast.errors import FormatError
 
-__all__ = ["RankSet", "begins_like_torch", "by_what", "check_complete", "rank_sets", "some"]
+__all__ = [
+    "EXTRA",
+    "PATTERN",
+    "RankFiles",
+    "RankSet",
+    "begins_like_torch",
+    "by_what",
+    "check_complete",
+    "main_set",
+    "rank_sets",
+    "some",
+]
 
 SHOWN = 5
 """Ranks, files or names that a message lists."""
 
 ZIP = b"PK\3\4"
+
+NUMBER = r"0|[1-9][0-9]{0,17}"
+PATTERN = re.compile(rf"(?P<what>[A-Za-z0-9_.-]*[A-Za-z0-9])_world_size_(?P<world>{NUMBER})_rank_(?P<rank>{NUMBER})\.pt")
+
+MODEL, OPTIMIZER, EXTRA = "model", "optim", "extra_state"
+ORDER = (MODEL, OPTIMIZER)
+"""What a folder opens as: the first of these that is there."""
 
 
 @dataclass(slots=True)
@@ -100,3 +118,35 @@ def by_what(sets: Iterable[RankSet]) -> Mapping[str, RankSet]:
                 found=one.world,
             )
     return found
+
+
+def main_set(sets: Iterable[RankSet]) -> RankSet:
+    """The set that a folder opens as."""
+
+    def place(found: RankSet) -> tuple[int, bool, str]:
+        return ORDER.index(found.what) if found.what in ORDER else len(ORDER), found.what == EXTRA, found.what
+
+    return min(sets, key=place)
+
+
+class RankFiles:
+    """A folder of rank files with DTensors. What reads one (`dtensors`) is imported when there is one."""
+
+    name = "rank-files"
+
+    def matches(self, source: Source) -> bool:
+        """Whether names and the content of one file say so. One file of several, opened by itself, is a file."""
+        keys = source.store.list()
+        sets = rank_sets(keys, PATTERN)
+        if not sets or "holdfast.json" in keys or ".metadata" in keys:
+            return False
+        name = source.store.name.replace("\\", "/")
+        if len(keys) == 1 and sets[0].world != 1 and name.rsplit("/", 1)[-1] == keys[0]:
+            return False
+        chosen = main_set(sets)
+        return begins_like_torch(source, chosen.files[chosen.ranks[0]])
+
+    def describe(self, source: Source) -> Description:
+        from holdfast.formats.rank_files.dtensors import describe
+
+        return describe(source, self.name)
