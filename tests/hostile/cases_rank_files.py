@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, ReplicasDiffer, UnknownFormat, Unsupported
 from tests.formats.zip.craft import Item, build
 
-from .case import Case, either, foreign, opens, refused
+from .case import Case, Check, either, foreign, opens, refused
 from .craft_pickle import (
     APPENDS,
     BUILD,
@@ -138,11 +138,27 @@ def no_sums(pickle: bytes, data: bytes) -> bytes:
     return build([*records(pickle, {"0": data + data}), Item("archive/data/m", struct.pack("<2i", 0, 1))])
 
 
+def four(*more: bytes) -> Callable[[Path], Path]:
+    """Four ranks on a mesh of 2 × 2, a row each, in the order that the spec has; as torch 2.10 to 2.12 write the mesh."""
+    layout = made("m", "_MeshLayout", text("shape"), ints(2, 2), text("stride"), ints(2, 1))
+    ranks = tensor(storage("m", 4, "IntStorage"), (4,), (1,))
+    square = made("torch.distributed.device_mesh", "DeviceMesh", text("_layout"), layout, text("_rank_map"), ranks)
+    row = dtensor(of=square, placements=tuple_of(shard(), shard()), local=tensor(storage(), (1, 2), (2, 1)), more=more)
+    pickle = stream(dict_of(text("w"), row))
+    return folder({name(i, 4): archive(pickle, (0, 1, 2, 3), struct.pack("<4f", i, i, 9, 9)) for i in range(4)})
+
+
+def rows(*values: int) -> Check:
+    return lambda ckpt: ckpt["w"].numpy()[:, 0].tolist() == list(values)
+
+
 WHOLE = stream(dict_of(text("w"), tensor(storage("0", 8), offset=1)))
 
 CASES: list[Case] = [
     opens("ranks-honest", two(dtensor()), lambda ckpt: ckpt["w"].numpy().tolist() == [[1, 2], [3, 4], [1, 2], [3, 4]]),
     opens("ranks-nothing-foreign", two(dtensor()), lambda ckpt: not ckpt.foreign and list(ckpt) == ["w"]),
+    opens("ranks-honest-layout", four(), rows(0, 1, 2, 3)),
+    opens("ranks-honest-order", four(text("shard_order"), tuple_of(tuple_of(integer(0), ints(1, 0)))), rows(0, 2, 1, 3)),
     refused("ranks-a-billion-in-a-name", folder({name(0, 10**9): archive(stream(EMPTY_DICT))}), FormatError),
     refused("ranks-a-number-beyond-all", folder({name(3, 10**17): archive(stream(EMPTY_DICT))}), FormatError),
     refused("ranks-none", folder({name(0, 0): archive(stream(EMPTY_DICT)), "x": b""}), FormatError),

@@ -345,6 +345,13 @@ def test_verbs(actor, tmp_path):
     assert torch.equal(holdfast.torch.slices(actor)["embed.weight"][2:7], EXPECTED["embed.weight"][2:7])
 
 
+def test_into_a_module(actor):
+    module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(10, 4), "proj": torch.nn.Linear(10, 4, bias=False)})
+    holdfast.torch.load_into(module, actor, strict=False)
+    assert torch.equal(module["embed"].weight, EXPECTED["embed.weight"])
+    assert torch.equal(module["proj"].weight, EXPECTED["proj.weight"])
+
+
 def test_what_the_ranks_say_must_fit(tmp_path):
     tensor = whole(8, 2)
     good = {"w": (tensor, [Shard(0)]), "b": torch.ones(1)}
