@@ -37,7 +37,7 @@ from .craft_pickle import (
 )
 from .craft_torch import records, storage, tensor, torch_zip
 
-__all__ = ["CASES"]
+__all__ = ["CASES", "HONEST"]
 
 TENSOR, PLACEMENTS = "torch.distributed.tensor", "torch.distributed.tensor.placement_types"
 SPEC = "torch.distributed.tensor._dtensor_spec"
@@ -152,11 +152,13 @@ def rows(*values: int) -> Check:
     return lambda ckpt: ckpt["w"].numpy()[:, 0].tolist() == list(values)
 
 
+HONEST = two(dtensor())
+
 WHOLE = stream(dict_of(text("w"), tensor(storage("0", 8), offset=1)))
 
 CASES: list[Case] = [
-    opens("ranks-honest", two(dtensor()), lambda ckpt: ckpt["w"].numpy().tolist() == [[1, 2], [3, 4], [1, 2], [3, 4]]),
-    opens("ranks-nothing-foreign", two(dtensor()), lambda ckpt: not ckpt.foreign and list(ckpt) == ["w"]),
+    opens("ranks-honest", HONEST, lambda ckpt: ckpt["w"].numpy().tolist() == [[1, 2], [3, 4], [1, 2], [3, 4]]),
+    opens("ranks-nothing-foreign", HONEST, lambda ckpt: not ckpt.foreign and list(ckpt) == ["w"]),
     opens("ranks-honest-layout", four(), rows(0, 1, 2, 3)),
     opens("ranks-honest-order", four(text("shard_order"), tuple_of(tuple_of(integer(0), ints(1, 0)))), rows(0, 2, 1, 3)),
     refused("ranks-a-billion-in-a-name", folder({name(0, 10**9): archive(stream(EMPTY_DICT))}), FormatError),
@@ -204,6 +206,13 @@ CASES: list[Case] = [
         name(1): archive(stream(dict_of(text("w"), tensor(storage()))), data=ROWS[::-1])}), ReplicasDiffer),
     refused("ranks-a-replica-that-differs-inside", folder({
         name(0): no_sums(WHOLE, ROWS), name(1): no_sums(WHOLE, ROWS[:12] + b"\0\0\0\1")}), ReplicasDiffer),
+    refused("ranks-parts-of-something-else", two(made("evil", "ShardedTensor", text("shards"), tensor(storage()))), Unsupported),
+    refused("ranks-parts-inside-of-others", two(call("evil", "outer", call("evil", "inner", tensor(storage())))), Unsupported),
+    opens("ranks-an-object-that-holds-itself", both(stream(dict_of(
+        text("w"), named("evil", "Ring") + EMPTY_TUPLE + NEWOBJ + put(0) + dict_of(text("self"), get(0)) + BUILD)))),
+    either("ranks-one-dict-in-many-objects", both(shared(
+        EMPTY_DICT + MARK + b"".join(integer(i) + NONE for i in range(5000)) + SETITEMS,
+        made("evil", "Thing", text("all"), get(0))))),
     refused("ranks-a-dtensor-and-a-plain-one", two(dtensor(), tensor(storage())), MetadataError),
     opens("ranks-code-is-not-run", two(SYSTEM), foreign("os.system")),
     either("ranks-doubled-containers", both(stream(doubled(40, EMPTY_DICT)))),

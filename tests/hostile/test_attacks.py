@@ -6,11 +6,13 @@ import json
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from .cases import ALL, CLASSES
+from .cases_rank_files import HONEST
 from .cases_resources import BOMBS
 from .craft_pickle import PERSID, dict_of, stream, text
 from .craft_torch import legacy, state, tar, torch_zip, torchscript
@@ -33,6 +35,8 @@ def warm() -> None:
     golden = [lambda path=path: path for path in sorted(GOLDEN.iterdir())]
     made = [torch_zip(state()), legacy(state(legacy_ids=True)), tar(stream(dict_of(text("w"), text("7"), PERSID)))]
     warm_up([*golden, *(lambda raw=raw: raw for raw in made)])
+    with tempfile.TemporaryDirectory() as place:
+        warm_up([lambda: HONEST(Path(place))])
 
 
 def assert_expected(case, outcome: Outcome) -> None:

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from holdfast.core.box import Box
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tree import contents
 from holdfast.errors import MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, Part, described, in_step, read_rank
 from holdfast.formats.rank_files.mesh import read_mesh
@@ -127,9 +129,28 @@ class _Joined:
         if isinstance(first, Composite):
             self._everywhere(name, found)
             return self._composite(name, {rank: v for rank, v in found.items() if isinstance(v, Composite)})
+        if isinstance(first, Opaque) and len(self._ranks.files) > 1 and self._has_tensors(first):
+            raise Unsupported(
+                f"{_kind(first)} with tensors in it: nothing says how the parts that ranks have of it go together", tensor=name
+            )
         if len(found) < self._ranks.world or any(_differ(first, value) for value in found.values()):
             self.differing.append(name)
         return first
+
+    def _has_tensors(self, value: Opaque) -> bool:
+        """Whether there is a tensor inside of an object that was not built."""
+        seen: set[int] = set()
+        waiting: list[object] = [value]
+        while waiting:
+            inside = contents(waiting.pop()) or []
+            fresh = [children for owner, children in inside if id(owner) not in seen]
+            seen |= {id(owner) for owner, _ in inside}
+            for _, child in chain.from_iterable(fresh):
+                self._allowance.spend(1)
+                if isinstance(child, LazyTensor):
+                    return True
+                waiting.append(child)
+        return False
 
     def _everywhere(self, name: str, found: Mapping[int, object]) -> None:
         if len(found) < self._ranks.world:
