@@ -191,6 +191,14 @@ def test_an_optimizer_by_itself(actor, tmp_path):
         assert ckpt.tree["rank_2"]["lr"] == {"last": 2}
 
 
+def test_what_was_merged_is_what_the_folder_is(actor):
+    holdfast.save({"w": np.ones(3)}, actor / "model.safetensors")
+    with holdfast.open(actor) as ckpt:
+        assert list(ckpt) == ["w"]
+    with holdfast.open(actor / "model_world_size_4_rank_*.pt") as ckpt:
+        same(ckpt, EXPECTED)
+
+
 def test_a_folder_of_such_folders_says_so(actor):
     (actor.parent / "latest.txt").write_text("1")
     with pytest.raises(UnknownFormat, match="its folder 'actor' has one"):
