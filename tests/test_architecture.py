@@ -221,6 +221,7 @@ FRAMEWORKS = {
     "holdfast.integrations.jax": ["jax"],
     "holdfast.integrations.lightning": ["lightning"],
     "holdfast.integrations.sglang": ["sglang"],
+    "holdfast.integrations.torchtitan": ["torchtitan.components.checkpointer"],
     "holdfast.integrations.vllm": ["vllm"],
     "holdfast.jax": ["jax"],
 }

@@ -4,7 +4,8 @@ dcp          torch's distributed checkpoint: `Reader` and `Writer` for `dcp.load
 jax          `load` onto the devices of a mesh; its short name is `holdfast.jax`
 lightning    `HoldfastIO` for the `plugins` of Lightning's Trainer and Fabric
 sglang       `HoldfastLoader`, a class for its `load_format`
+torchtitan   `Checkpointer` for the `checkpoint` of its configuration
 vllm         `HoldfastLoader`, and `register`: the entry point by which vLLM knows `--load-format holdfast`
 
-weights has what the last two share.
+weights has what the loaders of vLLM and SGLang share.
 """
