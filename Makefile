@@ -50,6 +50,7 @@ test-all: check
 test-integrations:
 	@$(MAKE) --no-print-directory VENV=.venv-integrations .venv-integrations/.full
 	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check --requirement requirements/integrations.txt
+	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check --no-deps --requirement requirements/integrations-alone.txt
 	@.venv-integrations/bin/python -m pytest --timeout 300 tests/integrations tests/ranks/test_dcp_storage.py tests/ranks/test_dcp_torch.py $(ARGS)
 
 matrix:

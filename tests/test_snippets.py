@@ -42,6 +42,8 @@ NOT_RUN = Counter(
         ("docs/coming-from.md", "needs Lightning"): 1,
         ("docs/integrations.md", "needs JAX"): 1,
         ("docs/integrations.md", "needs Lightning"): 1,
+        ("docs/integrations.md", "needs TorchTitan"): 1,
+        ("docs/integrations.md", "needs a GPU"): 1,
         ("docs/integrations.md", "needs transformers"): 1,
     }
 )

@@ -19,6 +19,7 @@ import holdfast
 
 pytest.importorskip("torchtitan.components.checkpointer")
 
+from tests.integrations.page import run_page
 from tests.pages import ROOT
 
 pytestmark = pytest.mark.timeout(300)
@@ -131,3 +132,12 @@ def test_a_save_that_fails_is_told_to_all(ran: dict[int, Ran]):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_is_not_there_is_said(ranks: int, ran: dict[int, Ran]):
     assert ran[ranks]["missing"] == ["DoesNotFit", "FileNotFoundError"]
+
+
+def test_the_page():
+    from holdfast.integrations.torchtitan import Checkpointer
+
+    checkpoint = run_page("needs TorchTitan")["checkpoint"]
+    assert type(checkpoint) is Checkpointer.Config
+    assert (checkpoint.format, checkpoint.background, checkpoint.keep_latest_k) == ("native", True, 3)
+    assert checkpoint._owner is Checkpointer

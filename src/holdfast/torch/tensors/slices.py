@@ -1,4 +1,4 @@
-"""`slices`: a checkpoint as programs want it that load models piece by piece (transformers, diffusers, vLLM, SGLang).
+"""`slices`: a checkpoint as programs want it that load models piece by piece (transformers, vLLM, SGLang).
 
 They know the objects that `safetensors.safe_open(…).get_slice(name)` gives: a shape, a dtype, and `[…]` that reads. Here these
 come out of any format: a DCP step, a `.pt`, a native directory, a split model. Nothing is read before it is asked for, and then
