@@ -22,6 +22,7 @@ NOT_OURS = {
     *("per_rank", "values", "check_replicas"),  # of `holdfast.torch.save_sharded`
     *("mmap", "verify", "out", "copy", "progress", "keep_tree", "find_renamed", "names"),  # of no command
     *("base", "hashes", "shardings", "store"),  # of `save`, `holdfast.jax.load` and `open`, which no command is for
+    *("last_save_in_hf", "initial_load_in_hf"),  # of TorchTitan's configuration
     *("seed", "item", "nbytes"),  # of a rule; of a repr
 }
 LIMITS = set(holdfast.Limits.__dataclass_fields__)
