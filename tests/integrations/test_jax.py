@@ -235,12 +235,17 @@ def test_a_dtype_by_patterns(mesh: Mesh, tmp_path: Path):
         holdfast.jax.load(tmp_path / "x.safetensors", dtype="float64")
 
 
-def test_integers_that_jax_would_cut_are_refused(tmp_path: Path):
+def test_numbers_that_jax_would_cut_are_refused(tmp_path: Path):
     torch.save({"steps": torch.tensor([1, 2**31 - 1]), "seed": torch.tensor(2**40)}, tmp_path / "x.pt")
+    torch.save({"w": torch.tensor([1 / 3, torch.inf], dtype=torch.float64)}, tmp_path / "y.pt")
     assert holdfast.jax.load(tmp_path / "x.pt", keep="steps")["steps"].tolist() == [1, 2**31 - 1]
     with pytest.raises(Unsupported, match="32 bits") as caught:
         holdfast.jax.load(tmp_path / "x.pt")
     assert caught.value.tensor == "seed"
+    assert holdfast.jax.load(tmp_path / "y.pt", keep="w")["w"].tolist() == [np.float32(1 / 3), np.inf]
+    torch.save({"huge": torch.tensor([1e300], dtype=torch.float64)}, tmp_path / "y.pt")
+    with pytest.raises(Unsupported, match="32 bits"):
+        holdfast.jax.load(tmp_path / "y.pt")
     with jax.enable_x64(True):
         assert int(holdfast.jax.load(tmp_path / "x.pt")["seed"]) == 2**40
 

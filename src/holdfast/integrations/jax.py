@@ -81,7 +81,7 @@ def load(
 
     `keep`, `drop` and `dtype` are as in `holdfast.convert`: patterns of dotted names, and what floating-point tensors are cast to.
     Dicts of any kind come back as plain ones, and a pickled module as a dict of what it holds. Other values are as `holdfast.open`
-    gives them. Without `jax_enable_x64` JAX has no 64 bits: numbers are rounded as `jnp.asarray` does, and integers that do not fit
+    gives them. Without `jax_enable_x64` JAX has no 64 bits: numbers are rounded as `jnp.asarray` does, and those that do not fit
     are an error.
     """
     casts = casts_of(dtype)
@@ -267,9 +267,13 @@ def _as(array: np.ndarray, lazy: LazyTensor, dtype: DType) -> np.ndarray:
     if dtype is not lazy.dtype:
         return cast(array.reshape(-1), dtype).reshape(array.shape)
     held = _held(dtype)
-    if held != array.dtype and dtype.kind in ("int", "uint") and array.size:
-        most = np.iinfo(held.str)
-        if array.min() < most.min or array.max() > most.max:
-            advice = "jax.config.update('jax_enable_x64', True) before any array is made, or leave it out (drop=…)"
-            raise Unsupported(f"integers that do not fit into 32 bits, and JAX has no more here: {advice}", tensor=lazy.name)
-    return array.astype(held, copy=False)
+    if held == array.dtype:
+        return array
+    with np.errstate(over="ignore"):
+        made = array.astype(held)
+    # Numbers may be rounded. An integer is to be the same, and what was finite is not to become infinite.
+    whole = dtype.kind in ("int", "uint")
+    if not (np.array_equal(made, array) if whole else np.array_equal(np.isinf(made), np.isinf(array))):
+        advice = "jax.config.update('jax_enable_x64', True) before any array is made, or leave it out (drop=…)"
+        raise Unsupported(f"numbers that do not fit into 32 bits, and JAX has no more here: {advice}", tensor=lazy.name)
+    return made

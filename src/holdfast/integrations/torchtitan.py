@@ -17,7 +17,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -232,9 +234,10 @@ class Checkpointer(BaseCheckpointManager):  # type: ignore[misc]  # TorchTitan i
                 kept += self._resumable(step) is not None
                 continue
             gone = os.path.join(self.folder, temporary_name(f"step-{step}"))
-            # By one rename: what is left of a step is never taken for one.
-            os.rename(self._path(step), gone)
-            start(lambda gone=gone: shutil.rmtree(gone, ignore_errors=True), name="holdfast-purge")  # type: ignore[misc]  # lambda with a default
+            # By one rename: what is left of a step is never taken for one. Where it cannot be removed, the next save tries again.
+            with suppress(OSError):
+                os.rename(self._path(step), gone)
+                start(partial(shutil.rmtree, gone, ignore_errors=True), name="holdfast-purge")
 
 
 def _rank() -> int:

@@ -15,6 +15,7 @@ import torch
 
 from holdfast.core.arguments import flag, text
 from holdfast.errors import BadArgument
+from holdfast.stores.paths import local_path
 from holdfast.torch.tensors.slices import slices
 
 __all__ = ["Options"]
@@ -35,7 +36,7 @@ class Options:
 
     def path(self, model: str | os.PathLike[str]) -> str:
         """Where the weights are of a model that lies at a path."""
-        found = str(self._own.get("path", model))
+        found = local_path(str(self._own.get("path", model)))
         if not os.path.exists(found):
             advice = "name one by --model-loader-extra-config '{\"path\": …}'; nothing is downloaded"
             raise BadArgument(f"the loader reads checkpoints on disk, and {found!r} is none: {advice}", found=found)
