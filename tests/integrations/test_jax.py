@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import holdfast
-from holdfast.errors import BadArgument, BadArgumentType, CannotHold, Corrupted, DoesNotFit, Unsupported
+from holdfast.errors import BadArgument, BadArgumentType, CannotHold, Corrupted, DoesNotFit, LimitExceeded, Unsupported
 
 jax = pytest.importorskip("jax")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -137,12 +137,34 @@ def _free_port() -> int:
 
 def test_tied_tensors_are_one_array(mesh: Mesh, tmp_path: Path):
     tied = torch.randn(8, 8)
-    torch.save({"a": tied, "b": tied, "c": tied.T}, tmp_path / "x.pt")
+    torch.save({"a": tied, "b": tied.detach(), "c": tied.T, "d": tied}, tmp_path / "x.pt")
+    rows, columns = NamedSharding(mesh, P("data")), NamedSharding(mesh, P(None, "data"))
     with holdfast.open(tmp_path / "x.pt") as checkpoint:
-        found = holdfast.jax.load(checkpoint, NamedSharding(mesh, P("data")), drop="c")
+        found = holdfast.jax.load(checkpoint, rows, drop="c")
         assert checkpoint.source.read_nbytes == 8 * 8 * 4
     assert found["a"] is found["b"]
-    assert np.array_equal(holdfast.jax.load(tmp_path / "x.pt")["c"], tied.T)
+    assert found["a"] is found["d"]
+    apart = holdfast.jax.load(tmp_path / "x.pt", {"a": rows, "d": columns, "*": None})
+    assert (apart["a"].sharding, apart["d"].sharding) == (rows, columns)
+    assert np.array_equal(apart["c"], tied.T)
+
+
+def test_one_state_dict_in_two_places(mesh: Mesh, tmp_path: Path):
+    """Each place has its names, and its sharding."""
+    weights = {"w": torch.randn(8, 4)}
+    torch.save({"model": weights, "ema": weights}, tmp_path / "x.pt")
+    rows, whole = NamedSharding(mesh, P("data")), NamedSharding(mesh, P())
+    found = holdfast.jax.load(tmp_path / "x.pt", {"model": rows, "ema": whole})
+    assert (found["model"]["w"].sharding, found["ema"]["w"].sharding) == (rows, whole)
+
+
+def test_a_state_that_is_no_tree_is_refused(tmp_path: Path):
+    state: object = [torch.ones(1)]
+    for _ in range(40):
+        state = [state, state]
+    torch.save({"a": state}, tmp_path / "x.pt")
+    with pytest.raises(LimitExceeded):
+        holdfast.jax.load(tmp_path / "x.pt")
 
 
 def test_many_tensors_are_read_a_batch_at_a_time(mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -28,14 +28,15 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.patterns import glob, matcher
+from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import Composite, LazyTensor
-from holdfast.core.tree import module_contents
+from holdfast.core.tree import Path, module_contents, step
 from holdfast.engine.casting import cast
-from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, Unsupported
+from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
 from holdfast.inspect.open import Openable, opened, read
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.state import MOST_VISITS, describe_state
 from holdfast.rewrite.transform import Casts, Edits, casts_of, transform
 
 __all__ = ["load"]
@@ -88,10 +89,11 @@ def load(
     with opened(path, limits=limits, threads=threads, verify=verify) as checkpoint:
         state = transform(describe_state(checkpoint), Edits(keep=tuple(keep), drop=tuple(drop)), limits)
         tensors: dict[str, LazyTensor] = {}
-        _mapped(state.tree, lambda tensor: tensors.setdefault(tensor.name, tensor))
+        depth = (limits or Limits()).depth
+        _mapped(state, depth, tensors.setdefault)
         wanted = _placed(tensors, _chooser(shardings, tensors, checkpoint.path), casts)
         arrays = dict(_made(_planned(dict.fromkeys(wanted.values()), checkpoint.path)))
-        return _mapped(state.tree, lambda tensor: arrays[wanted[tensor.name]])
+        return _mapped(state, depth, lambda name, tensor: arrays[wanted[name]])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,34 +124,36 @@ class Wanted:
         return jax.make_array_from_callback(shape, self.sharding, part, dtype=_held(self.dtype))
 
 
-def _mapped(tree: object, leaf: Callable[[LazyTensor], object]) -> object:
-    """The same tree with plain dicts in it, and what `leaf` makes of every tensor."""
-    made: dict[int, object] = {}
+def _mapped(state: State, depth: int, leaf: Callable[[str, LazyTensor], object]) -> object:
+    """The tree of a state with plain dicts in it, and what `leaf` makes of every tensor and its name."""
+    names = {path: name for name, path in state.paths.items()}
+    left = MOST_VISITS
+    seen: set[int] = set()
 
-    def walk(value: object) -> object:
-        if isinstance(value, LazyTensor):
-            return leaf(value)
-        if not isinstance(value, dict | list | tuple | Opaque | Composite):
-            return value
-        if id(value) not in made:
-            made[id(value)] = inside(value)
-        return made[id(value)]
-
-    def inside(value: object) -> object:
+    def walk(value: object, path: Path, again: bool) -> object:
+        nonlocal left
+        left -= again
+        if left < 0:
+            raise LimitExceeded("this state refers to the same containers too often to be a tree of JAX", expected=MOST_VISITS)
+        if isinstance(value, dict | list | tuple | Opaque):
+            again = again or id(value) in seen
+            seen.add(id(value))
         match value:
+            case LazyTensor():
+                return leaf(names.get(path, value.name), value)
             case dict():
-                return {key: walk(inner) for key, inner in value.items()}
+                return {key: walk(inner, (*path, step(key)), again) for key, inner in value.items()}
             case list() | tuple() if type(value) in (list, tuple):
-                return type(value)([walk(inner) for inner in value])
-            case Opaque() if (module := module_contents(value)) is not None:
-                return {key: walk(inner) for _, children in module for key, inner in children if inner is not None}
+                return type(value)([walk(inner, (*path, at), again) for at, inner in enumerate(value)])
+            case Opaque() if (module := module_contents(value)) is not None and len(path) <= depth:
+                return {key: walk(one, (*path, key), again) for _, children in module for key, one in children if one is not None}
             case Composite():
                 part = next(iter(value.parts.values())).name
                 advice = f"leave it out (drop={part.rpartition('.')[0]!r}), or have its parts from holdfast.open"
                 raise Unsupported(f"a {value.kind} tensor, of which JAX has no kind; {advice}", tensor=part)
         return value
 
-    return walk(tree)
+    return walk(state.tree, (), False)
 
 
 def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, Wanted]:
