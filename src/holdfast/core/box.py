@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import sub
 
-__all__ = ["Box"]
+__all__ = ["Box", "run_boxes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +105,36 @@ class Box:
                 start[axis], stop[axis] = begin, begin + size
                 begin += size
                 yield Box(tuple(start), tuple(stop))
+
+
+def run_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements [start, stop) of a tensor in C order, as boxes: one after the other, at most 2 · rank − 1 of them.
+
+    A run takes the rest of a row, then whole rows, then the beginning of a row; and so in each dimension.
+
+    >>> [box.slices for box in run_boxes((4, 3), 2, 10)]
+    [(slice(0, 1, None), slice(2, 3, None)), (slice(1, 3, None), slice(0, 3, None)), (slice(3, 4, None), slice(0, 1, None))]
+    """
+    if not 0 <= start <= stop <= math.prod(shape):
+        raise ValueError(f"a tensor of {tuple(shape)} has no elements {start} to {stop}")
+    return list(_run_boxes((), tuple(shape), start, stop)) if start < stop else []
+
+
+def _run_boxes(at: tuple[int, ...], shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """The same of a tensor that lies at a place of one with more dimensions."""
+    upper = tuple(n + 1 for n in at)
+    if start == 0 and stop == math.prod(shape):
+        yield Box((*at, *(0,) * len(shape)), (*upper, *shape))
+        return
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        yield from _run_boxes((*at, first), shape[1:], head, tail)
+        return
+    if head:
+        yield from _run_boxes((*at, first), shape[1:], head, row)
+        first += 1
+    if first < last:
+        yield Box((*at, first, *(0,) * (len(shape) - 1)), (*upper, last, *shape[1:]))
+    if tail:
+        yield from _run_boxes((*at, last), shape[1:], 0, tail)
