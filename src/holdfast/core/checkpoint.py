@@ -86,7 +86,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def format(self) -> str:
         """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`, `native`, `npy`,
-        `npz`, `gguf`, `gguf-dir` or `rank-files`."""
+        `npz`, `gguf`, `gguf-dir` `rank-files` or `deepspeed`."""
         return self._description.format
 
     @property
@@ -107,6 +107,16 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def notes(self) -> tuple[str, ...]:
         """Sentences about what is odd in this file."""
         return self._description.notes
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Keys at the top of the tree that are no part of the model, where the format knows: the optimizer, the state of a run."""
+        return self._description.beside
+
+    def model_names(self, prefix: str = "") -> list[str]:
+        """The names that begin so, without what stands `beside` the model, unless the prefix leads there."""
+        beside = tuple(f"{key}." for key in self.beside if not prefix.startswith(f"{key}."))
+        return [name for name in self if name.startswith(prefix) and not (beside and name.startswith(beside))]
 
     @property
     def metadata(self) -> Mapping[str, str]:

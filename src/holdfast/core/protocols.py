@@ -225,6 +225,10 @@ class Description:
     archives: tuple[str, ...] = ()
     """Keys of the zips that a directory was put together from. Of equal replicas one is read, so tensors need not lie in all."""
 
+    beside: tuple[str, ...] = ()
+    """Keys at the top of the tree that are no part of the model, where a format knows: the optimizer, the state of a run. Who wants
+    a model (`convert`, `load_into`, `slices`) leaves them out, unless they are named."""
+
 
 @dataclass(frozen=True, slots=True)
 class State:

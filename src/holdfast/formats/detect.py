@@ -55,6 +55,10 @@ def formats() -> Iterator[Format]:
 
     yield GgufDirectory()
 
+    from holdfast.formats.rank_files.zero import ZeroDirectory
+
+    yield ZeroDirectory()
+
 
 PLAIN = ("safetensors", "npy", "gguf")
 """Formats of one file that torch does not know."""

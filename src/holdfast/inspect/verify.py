@@ -13,6 +13,7 @@ too, each by itself; and where the directory as a whole does not open, all of th
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -303,6 +304,8 @@ class Verification:
             keys = list(archives)
         for key in archives or keys[:zipped]:
             _add_records(ranges, source, key, arrays=kind == NPZ)
+        if archives:
+            _fold_into_records(ranges)
         self._sweep(source, ranges, keys, path=path)
         self._formats.append(kind)
         self._files += [(os.path.basename(path) if _label(path, key) == path else key, source.store.size(key)) for key in keys]
@@ -412,6 +415,28 @@ def _add_records(ranges: dict[object, Range], source: OpenSource, key: str, *, a
             span = Span(key, record.start, record.nbytes)
             length = None if record.stored else record.content_nbytes
             ranges[key, record.start, record.nbytes] = Range(span, name[cut:], record.crc32, source.store, content_nbytes=length)
+
+
+def _fold_into_records(ranges: dict[object, Range]) -> None:
+    """Let the record that a range without a checksum lies in stand for it: tensors may be cut from a row that is one record."""
+    records: dict[str, list[Range]] = {}
+    for at in ranges.values():
+        if at.crc32 is not None and at.content_nbytes is None:
+            records.setdefault(at.span.key, []).append(at)
+    starts = {}
+    for key, own in records.items():
+        own.sort(key=lambda at: at.span.start)
+        starts[key] = [at.span.start for at in own]
+    for place, at in list(ranges.items()):
+        number = bisect_right(starts.get(at.span.key, ()), at.span.start) - 1
+        if at.crc32 is None and number >= 0:
+            record = records[at.span.key][number]
+            if at.span.stop <= record.span.stop and at.store is record.store:
+                record.tensors += at.tensors
+                del ranges[place]
+    for own in records.values():
+        for at in own:
+            at.tensors = list(dict.fromkeys(at.tensors))
 
 
 def _gaps(spans: list[Span], sizes: Mapping[str, int]) -> Iterator[Span]:

@@ -156,7 +156,7 @@ def lay_out_conversion(
 ) -> Planned[Conversion]:
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
     target, within = where.path, where.writing.budget
-    described = describe_state(source, limits=limits)
+    described = describe_state(source, limits=limits, whole=bool(edits.keep))
     chosen, left = select(source, described, selection or Selection())
     losses: dict[DType, Losses] = {}
     options = where.options(options)
@@ -165,7 +165,7 @@ def lay_out_conversion(
     if metadata:
         state = _with_metadata(state, metadata, found, path=source.path)
     plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
-    plan = replace(plan, notes=(*source.notes, *left, *plan.notes))
+    plan = replace(plan, notes=(*source.notes, *described.notes, *left, *plan.notes))
     tensors = plan.tensors()
     reads = [_read_cost(tensor) for tensor in tensors]
     report = Conversion(

@@ -51,15 +51,26 @@ SHOWN = 3
 """Tensors that a note names."""
 
 
-def describe_state(state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None) -> State:
-    """Describe a state without copying its data. Arrays in the tree of an open checkpoint are plain values, as they were."""
+def describe_state(
+    state: object, *, metadata: Mapping[str, str] | None = None, limits: Limits | None = None, whole: bool = False
+) -> State:
+    """Describe a state without copying its data. Arrays in the tree of an open checkpoint are plain values, as they were.
+
+    Of a checkpoint that says what stands beside its model (`Checkpoint.beside`), the model is described; `whole` takes it all.
+    """
     limits = limits or Limits()
     arrays: Arrays = "tensors"
+    left: tuple[str, ...] = ()
     if isinstance(state, Checkpoint):
         # What a torch file says about itself (its version, its byte order) is true of that file only.
         own = state.metadata if state.format in OWN_METADATA else {}
         metadata = {**own, **(metadata or {})}
-        state, arrays = state.tree, "values"
+        beside = () if whole else state.beside
+        if beside and isinstance(state.tree, dict):
+            left = (f"left out: what stands beside the model, under {', '.join(map(repr, beside))}; keep= takes it by its names",)
+            state, arrays = {key: value for key, value in state.tree.items() if key not in beside}, "values"
+        else:
+            state, arrays = state.tree, "values"
     else:
         state = state_dicts(state)
     walk = Walk(_leaf(arrays), limits, _remarks())
@@ -67,7 +78,7 @@ def describe_state(state: object, *, metadata: Mapping[str, str] | None = None, 
     if walk.problems:
         raise CannotHold("this state cannot be saved", walk.problems)
     named = name_tensors(tree, limits, MOST_VISITS)
-    return State(tree, named.tensors, named.paths, dict(metadata or {}), walk.notes())
+    return State(tree, named.tensors, named.paths, dict(metadata or {}), (*left, *walk.notes()))
 
 
 def _leaf(arrays: Arrays) -> Leaf:

@@ -5,6 +5,9 @@ assemble     a rank's file, read by the closed interpreter; parts of several fil
 replicas     what several ranks have: equal, or refused when it is read
 placements   which part of a tensor a rank has, by its mesh and placements
 mesh         the mesh of a pickled DTensor, as the versions of torch write it
+flat         rows of elements that are cut into tensors
+steps        which of several steps in a folder is meant: the one that `latest` names
+zero         DeepSpeed's folders, stages 1 to 3; zero_parts has where each parameter lies
 dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors
 
 A further kind is a `Format` (`matches`, `describe`) in a module of its own, and two lines in `formats/detect`. It goes

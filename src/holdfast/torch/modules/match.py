@@ -58,9 +58,9 @@ class Names:
         self.prefix = prefix
         self.offered = [name for name in checkpoint if name.startswith(prefix)]
         """All of them, as the checkpoint calls them."""
-        self.left = dict.fromkeys(name[len(prefix) :] for name in self.offered)
-        """Those that nobody asked for yet."""
-        self._all = frozenset(self.left)
+        self.left = dict.fromkeys(name[len(prefix) :] for name in checkpoint.model_names(prefix))
+        """Those that nobody asked for yet; nobody has to ask for what stands beside a model."""
+        self._all = frozenset(name[len(prefix) :] for name in self.offered)
 
     def __contains__(self, name: object) -> bool:
         return name in self._all

@@ -80,7 +80,7 @@ class Slices(Mapping[str, Slice]):
 
     def __init__(self, path: Openable, *, prefix: str, mmap: bool, verify: bool, limits: Limits | None) -> None:
         self._checkpoint = open_checkpoint(path, mmap=mmap, verify=verify, limits=limits)
-        self._names = [name for name in self._checkpoint if name.startswith(prefix)]
+        self._names = self._checkpoint.model_names(prefix)
         self._prefix = prefix
 
     def __getitem__(self, name: str) -> Slice:

@@ -1,0 +1,371 @@
+"""DeepSpeed's folders: the weights in full precision under their names, and everything else beside them.
+
+    run/latest                                             the step that is meant, where a run is opened
+    run/global_step9/mp_rank_00_model_states.pt            stages 1 and 2: the model in 16 bits, shapes, buffers, counters
+    …/zero_pp_rank_R_mp_rank_00_model_states.pt            stage 3: the same a rank, without the parameters
+    …/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt     the rank's part of weights in full precision, and of moments
+
+What opens is the model that was trained. Its names are those of the module, so that it converts to what a model loads:
+
+    emb.weight                            full precision, put together from all ranks; what is not trained as it is stored
+    deepspeed.module.emb.weight           the 16 bits that stages 1 and 2 store besides
+    deepspeed.optimizer.exp_avg.…         moments by the names of their parameters; `state` and `param_groups` as they are
+    deepspeed.state.global_steps          the rest of the first model file: counters, configuration, what the program added
+
+Tied parameters stay tied. Newer files list them; of older ones, names are tied whose entries in the module are one tensor. Frozen
+parameters are taken from the module where no list has them: files of stage 1 have none.
+
+Model-parallel ranks and experts are not put together: such a folder is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from holdfast.core.opaque import Opaque
+from holdfast.core.protocols import Description, Source
+from holdfast.core.sharing import identity
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import FormatError, MetadataError, Unsupported, located
+from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
+from holdfast.formats.rank_files.flat import Row, Stretch, cut
+from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
+from holdfast.formats.rank_files.steps import chosen_step
+from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
+
+__all__ = ["BESIDE", "ZeroDirectory"]
+
+LATEST = "latest"
+BESIDE = "deepspeed"
+"""What is no weight of the model stands under this name."""
+
+MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_)?mp_rank_(?P<mp>\d{2,4})_model_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>0|[1-9]\d{0,8})_mp_rank_(?P<mp>\d{2,4})_?optim_states\.pt")
+OTHER = re.compile(r"(?:layer_\d+.*[-_]model_states|expp_rank_\d+.*optim_states)\.pt")
+"""Layers of a pipeline, and experts."""
+
+TAKEN = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names")
+"""What of a model file is shown as tensors, and not once more among the rest."""
+
+
+@dataclass(slots=True)
+class Files:
+    """The files of one step, by what they are."""
+
+    whole: str | None = None
+    """The model of stages 1 and 2."""
+    models: dict[int, str] = field(default_factory=dict)
+    """Those of stage 3."""
+    optimizers: dict[int, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
+    mp: set[int] = field(default_factory=set)
+    """Model-parallel ranks."""
+    twice: list[str] = field(default_factory=list)
+    """Files of a rank that has another one."""
+
+
+class ZeroDirectory:
+    """A step of DeepSpeed, or a run with a file `latest`."""
+
+    name = "deepspeed"
+
+    def matches(self, source: Source) -> bool:
+        found = _steps(source.store.list())
+        return any(begins_like_torch(source, key) for files in found.values() for key in _some_model(files))
+
+    def describe(self, source: Source) -> Description:
+        steps = _steps(source.store.list())
+        step = chosen_step(source, [folder for folder, files in steps.items() if _some_model(files)], LATEST)
+        files = steps[step]
+        _check_files(files)
+        return _Step(source, files).description(step)
+
+
+def _steps(keys: Iterable[str]) -> dict[str, Files]:
+    """The files of each step: of the opened folder itself, or of the folders in it."""
+    found: dict[str, Files] = {}
+    for key in keys:
+        folder, _, name = key.rpartition("/")
+        if "/" in folder or not name.endswith(".pt"):
+            continue
+        model, optimizer, other = MODEL.fullmatch(name), OPTIMIZER.fullmatch(name), OTHER.fullmatch(name)
+        if not (model or optimizer or other):
+            continue
+        files = found.setdefault(folder, Files())
+        if model is not None:
+            files.mp.add(int(model["mp"]))
+            if model["rank"] is None:
+                files.whole = files.whole or key
+            else:
+                _put(files.models, int(model["rank"]), key, files)
+        elif optimizer is not None:
+            files.mp.add(int(optimizer["mp"]))
+            _put(files.optimizers, int(optimizer["rank"]), key, files)
+        else:
+            files.others.append(key)
+    return found
+
+
+def _put(ranks: dict[int, str], rank: int, key: str, files: Files) -> None:
+    if ranks.setdefault(rank, key) != key:
+        files.twice.append(key)
+
+
+def _some_model(files: Files) -> list[str]:
+    return [key for key in (files.whole, *files.models.values()) if key is not None][:1]
+
+
+def _check_files(files: Files) -> None:
+    """Raise where the names alone say that this cannot be put together."""
+    if files.others:
+        raise Unsupported(
+            "experts and the layers of a pipeline have files of their own, which this does not put together; open the files one by "
+            f"one: {some(files.others)}",
+            found=tuple(files.others[:5]),
+        )
+    if len(files.mp) > 1:
+        ranks = [f"mp_rank_{rank:02d}" for rank in sorted(files.mp)]
+        raise Unsupported(
+            f"the model is split over model-parallel ranks ({some(ranks)}) by rules that the files do not say; open the files one "
+            "by one, or convert it with the program that wrote it",
+            found=tuple(ranks[:5]),
+        )
+    if files.twice:
+        raise FormatError("a rank has two files of one kind: files of two saves lie in one folder", file=files.twice[0])
+    if files.whole is not None and files.models:
+        key = files.models[min(files.models)]
+        raise FormatError(f"{files.whole} has a whole model, and this one a rank of stage 3: they are of two saves", file=key)
+
+
+class _Step:
+    """One step, read."""
+
+    def __init__(self, source: Source, files: Files) -> None:
+        self.limits = source.limits
+        self.assembly = Assembly(source)
+        self.notes: list[str] = []
+        self._made: dict[int, object] = {}
+        """By identity, what was made of a container. The trees of the files keep them."""
+        models = {0: files.whole} if files.whole is not None else files.models
+        self.models = [read_rank(source, rank, key) for rank, key in sorted(models.items())]
+        self.optimizers: list[Optimizer] = []
+        self.files = list(self.models)
+        for rank, key in sorted(files.optimizers.items()):
+            file = read_rank(source, rank, key)
+            self.optimizers.append(optimizer_of(file))
+            self.files.append(file)
+        self.said = [_said(file) for file in self.models]
+        self._check_ranks(files)
+
+    @property
+    def own(self) -> Source:
+        return self.assembly.source
+
+    def _check_ranks(self, files: Files) -> None:
+        split = bool(files.models)
+        if self.optimizers:
+            first = self.optimizers[0]
+            if (first.stage == 3) is not split:
+                kind = "stage 3" if split else "stage 1 or 2"
+                raise FormatError(
+                    f"it is of stage {first.stage}, and the model files are of {kind}: they are of two saves", file=first.key
+                )
+            world = first.partitions
+            check_complete(RankSet("optimizer", world, files.optimizers))
+            if split:
+                check_complete(RankSet("model", world, files.models))
+        elif split:
+            raise FormatError("the optimizer files are missing, and with them the weights: a model file of stage 3 has none")
+        for file, said in zip(self.models[1:], self.said[1:], strict=True):
+            for key in ("global_steps", "param_shapes", "frozen_param_shapes"):
+                if said.get(key) != self.said[0].get(key):
+                    raise FormatError(
+                        f"{key} differs from that of rank {self.models[0].rank}: they are of two saves", file=file.key
+                    )
+
+    def description(self, step: str) -> Description:
+        weights, optimizer = self._weights()
+        kept: dict[object, object] = {}
+        if len(self.models) == 1 and self.models[0].rank == 0 and not self._split:
+            kept["module"] = self._moved(self.said[0]["module"], "module")
+        kept["optimizer"] = optimizer
+        kept["state"] = self._moved({key: value for key, value in self.said[0].items() if key not in TAKEN}, "state")
+        beside = BESIDE
+        while any(name == beside or name.startswith(f"{beside}.") for name in weights):
+            beside += "#2"
+        stage = self.optimizers[0].stage if self.optimizers else 0
+        metadata = {"zero_stage": str(stage), "ranks": str(max(1, len(self.optimizers)))} | ({"step": step} if step else {})
+        found = described(
+            ZeroDirectory.name, {**weights, beside: kept}, self.files, source=self.own, notes=self.notes, metadata=metadata,
+            unequal=self.assembly.unequal,
+        )  # fmt: skip
+        return replace(found, beside=(beside,))
+
+    @property
+    def _split(self) -> bool:
+        return bool(self.optimizers) and self.optimizers[0].stage == 3
+
+    def _weights(self) -> tuple[dict[str, LazyTensor], dict[object, object]]:
+        """The model in full precision by its names, in the order of the module; and what the optimizer keeps."""
+        masters: dict[str, LazyTensor] = {}
+        optimizer: dict[object, object] = {}
+        if self.optimizers:
+            with located(file=self.models[0].key):
+                shapes = shapes_of(self.said[0].get("param_shapes"), "param_shapes", self.limits)
+            groups = flat_groups(self.optimizers, shapes)
+            for number in range(len(groups.places)):
+                masters |= groups.tensors(number, [one.masters[number] for one in self.optimizers], source=self.own)
+            optimizer = self._optimizer(groups)
+        else:
+            self.notes.append("there are no optimizer files, so these are the weights as the model had them, and no others")
+        with located(file=self.models[0].key):
+            frozen = self._frozen()
+            return self._named(masters, frozen), optimizer
+
+    def _frozen(self) -> dict[str, LazyTensor]:
+        """Parameters that are not trained: whole in stages 1 and 2, cut as all others are in stage 3."""
+        listed, fragments = self.said[0].get("frozen_param_shapes"), [said.get("frozen_param_fragments") for said in self.said]
+        if not listed:
+            return {}
+        (shapes,) = shapes_of(listed, "frozen_param_shapes", self.limits)
+        found = {}
+        for name, shape in shapes.items():
+            parts = [part for own in fragments if isinstance(own, dict) and isinstance(part := own.get(name), LazyTensor)]
+            with located(tensor=name):
+                if len(parts) != len(self.models):
+                    raise MetadataError("not every model file has its part of this frozen parameter")
+                found[name] = self._frozen_tensor(name, shape, parts)
+        return found
+
+    def _frozen_tensor(self, name: str, shape: tuple[int, ...], parts: Sequence[LazyTensor]) -> LazyTensor:
+        if not self._split:
+            if parts[0].shape != shape:
+                raise MetadataError(
+                    f"a frozen parameter of {list(parts[0].shape)}, and its shape is said to be {list(shape)}",
+                    expected=shape, found=parts[0].shape,
+                )  # fmt: skip
+            return self.assembly.replica(name, [(0, parts[0])])
+        row = Row(parts)
+        size = LazyTensor("", row.dtype, shape, (), self.own).size
+        step = -(-size // len(parts))
+        if any(part.size != step for part in parts):
+            raise MetadataError(
+                f"parts of {', '.join(str(part.size) for part in parts[:5])} elements, and {len(parts)} ranks have {step} each of "
+                f"{size:,}",
+                expected=step, found=tuple(part.size for part in parts[:5]),
+            )  # fmt: skip
+        return cut(shape, [Stretch(row, 0, size)], row.dtype, source=self.own)
+
+    def _named(self, masters: Mapping[str, LazyTensor], frozen: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+        """Every name of the module with its tensor: of full precision, frozen, tied to one of these, or as the module has it."""
+        module = self.said[0]["module"]
+        entries = {name: value for name, value in module.items() if isinstance(name, str) and isinstance(value, LazyTensor)}
+        listed = self.said[0].get("shared_params")
+        tied = {str(name): str(other) for name, other in listed.items()} if isinstance(listed, dict) else {}
+        known = {**masters, **frozen}
+        firsts = {_same(entry): name for name, entry in reversed(entries.items()) if name in known}
+        found: dict[str, LazyTensor] = {}
+        lost = []
+        for name, entry in entries.items():
+            other = name if name in known else tied.get(name, firsts.get(_same(entry), name))
+            if other in known:
+                found[name] = known[other]
+            elif self._split and self._is_placeholder(name, entry):
+                lost.append(name)
+            else:
+                found[name] = self._buffer(name)
+        found |= {name: tensor for name, tensor in known.items() if name not in found}
+        found |= {name: known[other] for name, other in tied.items() if name not in found and other in known}
+        if lost:
+            self.notes.append(f"the files have no elements of {some([repr(name[:80]) for name in lost])}, which the module lists")
+        return found
+
+    def _is_placeholder(self, name: str, entry: LazyTensor) -> bool:
+        """Whether an empty entry stands for a parameter whose elements are with the optimizer: a buffer may be empty as well."""
+        buffers = self.said[0].get("buffer_names")
+        return entry.size == 0 and not (isinstance(buffers, list | tuple | set) and name in buffers)
+
+    def _buffer(self, name: str) -> LazyTensor:
+        """What every model file has whole, and has equal."""
+        copies = [
+            (file.rank, value)
+            for file, said in zip(self.models, self.said, strict=True)
+            if isinstance(value := said["module"].get(name), LazyTensor)
+        ]
+        if len(copies) != len(self.models):
+            raise MetadataError("not every model file has it", tensor=name)
+        return self.assembly.replica(name, copies)
+
+    def _optimizer(self, groups: FlatGroups) -> dict[object, object]:
+        """Rows by the names of the parameters in them; what is no row, by group, and equal on all ranks."""
+        moments: dict[object, dict[str, LazyTensor]] = {}
+        rest: dict[object, dict[object, object]] = {}
+        for number in range(len(groups.places)):
+            states = [one.states[number] for one in self.optimizers]
+            for key in states[0]:
+                values = [state.get(key) for state in states]
+                parts = [value for value in values if isinstance(value, LazyTensor)]
+                rows = len(parts) == len(values) and all(part.ndim == 1 for part in parts)
+                if rows and groups.lie_alike(number, parts):
+                    moments.setdefault(key, {}).update(groups.tensors(number, parts, source=self.own))
+                else:
+                    rest.setdefault(number, {})[key] = self._alike(f"{BESIDE}.optimizer.state.{number}.{key}", values)
+        base = self.optimizers[0].said.get("optimizer_state_dict" if groups.split else "base_optimizer_state")
+        settings = base.get("param_groups") if isinstance(base, dict) else None
+        others = {"state": rest, "param_groups": self._moved(settings, "param_groups")}
+        return {**moments, **{key: value for key, value in others.items() if value and key not in moments}}
+
+    def _alike(self, name: str, values: Sequence[object]) -> object:
+        """What all ranks have: a step, a flag. Where they differ they are not of one step, or nobody knows how they go together."""
+        first, key = values[0], self.optimizers[0].key
+        if all(isinstance(value, LazyTensor) for value in values):
+            copies = [
+                (one.rank, value) for one, value in zip(self.optimizers, values, strict=True) if isinstance(value, LazyTensor)
+            ]
+            made = self.assembly.replica(name, copies)
+            if made.size == 1 and name in self.assembly.unequal:
+                raise FormatError(f"{name} is not the same on all ranks: they are of two saves", file=key)
+            return made
+        if all(isinstance(value, int | float | str | bool | None) for value in values):
+            differing = next((one for one, value in zip(self.optimizers, values, strict=True) if value != first), None)
+            if differing is not None:
+                raise FormatError(f"{name} is not the same as on rank {self.optimizers[0].rank}: they are of two saves",
+                                  file=differing.key)  # fmt: skip
+        return first
+
+    def _moved(self, value: object, name: str) -> object:
+        """The same value with tensors that have the source of all others. What stands in several places is made once."""
+        if isinstance(value, LazyTensor):
+            return self.assembly.replica(name, [(0, value)])
+        if not isinstance(value, dict) and type(value) not in (list, tuple):
+            return value
+        if id(value) not in self._made:
+            # What contains itself meets itself as it is.
+            self._made[id(value)] = value
+            self._made[id(value)] = self._moved_inside(value, name)
+        return self._made[id(value)]
+
+    def _moved_inside(self, value: object, name: str) -> object:
+        if isinstance(value, dict):
+            return {key: self._moved(inner, f"{name}.{key if isinstance(key, str) else ''}") for key, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return type(value)(self._moved(inner, f"{name}.{at}") for at, inner in enumerate(value))
+        return value
+
+
+def _said(file: RankFile) -> dict[object, dict[object, object]]:
+    """The dict of a model file, with a module in it."""
+    said = file.tree
+    if not isinstance(said, dict) or not isinstance(said.get("module"), dict):
+        found = type(said).__name__ if not isinstance(said, Opaque) else str(said.what)
+        raise FormatError("not a model file of DeepSpeed: it has no dict `module`", file=file.key, found=found)
+    return said
+
+
+def _same(tensor: LazyTensor) -> object:
+    """Equal for entries of a module that are one tensor. Empty ones are placeholders of stage 3, told apart by their records."""
+    if tensor.size or not tensor.chunks:
+        return identity(tensor) if tensor.chunks else id(tensor)
+    return tensor.chunks[0].storage.label
