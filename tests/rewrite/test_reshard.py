@@ -10,9 +10,10 @@ import pytest
 import holdfast
 from holdfast.cli.main import main
 from holdfast.core.box import Box
+from holdfast.core.placement_rules import parse_rule
 from holdfast.core.tiling import tiles
 from holdfast.errors import BadPlacement
-from holdfast.rewrite.reshard import local_box, parse_mesh, parse_rule, reshard
+from holdfast.rewrite.reshard import local_box, parse_mesh, reshard
 
 STATE = {
     "layers.0.q": np.arange(48, dtype=np.float32).reshape(8, 6),

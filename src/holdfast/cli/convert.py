@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
@@ -45,6 +46,9 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--constants", action="store_true", help="of a package: with the constants of its programs")
     verb.add_argument("--sample-inputs", action="store_true", help="of a package: with the inputs that they were exported with")
     verb.add_argument("--dequantize", action="store_true", help="of GGUF: the numbers that its quantised blocks stand for")
+    verb.add_argument(
+        "--rule", metavar="RULE", action="append", default=[], help="of Megatron's ranks: how names were cut, as for reshard"
+    )
     verb.add_argument("--resume", action="store_true", help="to a directory: keep what an interrupted try finished")
     add_sparse(verb)
     add_writing(verb)
@@ -93,17 +97,19 @@ def _dtypes(words: Sequence[str]) -> dict[str, str]:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
+    from holdfast.inspect.open import open as open_checkpoint
     from holdfast.rewrite.convert import plan_conversion
     from holdfast.rewrite.formats import Options
     from holdfast.rewrite.models import Selection
 
-    planned = plan_conversion(
-        options.src, options.dst, format=options.format, edits=edits_of(options),
-        selection=Selection(options.model, options.constants, options.sample_inputs),
-        options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse),
-        copy_config=copy_config(options), writing=writing(options, resume=options.resume),
-    )  # fmt: skip
-    return carry_out(planned, "Converting", options, fields=conversion_fields, more=rate)
+    with open_checkpoint(options.src, rules=options.rule, threads=1) if options.rule else nullcontext(options.src) as source:
+        planned = plan_conversion(
+            source, options.dst, format=options.format, edits=edits_of(options),
+            selection=Selection(options.model, options.constants, options.sample_inputs),
+            options=Options(options.max_shard_size, keep_tree=True, sparse=options.sparse),
+            copy_config=copy_config(options), writing=writing(options, resume=options.resume),
+        )  # fmt: skip
+        return carry_out(planned, "Converting", options, fields=conversion_fields, more=rate)
 
 
 def rate(done: Conversion, seconds: float) -> str:

@@ -8,6 +8,7 @@ dtype, crc, digest     element types; checksums, and what a tensor holds in a fe
 content_hash           what identifies the bytes of a chunk, so that they need not be written twice
 tree, opaque           nested states, and what stands in them for values that are not built: globals, objects, sizes, devices
 patterns               globs on dotted names: which are meant, what they become
+placement_rules        which dimension of a tensor each axis of a mesh shards, by globs
 checkpoint             what `open` returns
 protocols, limits      the seams between layers: store, source, format; what a file may cost
 keys                   names of files that stay inside

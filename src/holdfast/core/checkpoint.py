@@ -86,7 +86,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def format(self) -> str:
         """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`, `native`, `npy`,
-        `npz`, `gguf`, `gguf-dir` `rank-files` or `deepspeed`."""
+        `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed` or `megatron`."""
         return self._description.format
 
     @property

@@ -20,6 +20,7 @@ from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
     from holdfast.core.dtype import DType
+    from holdfast.core.placement_rules import Rule
     from holdfast.core.tensor import LazyTensor
 
 __all__ = [
@@ -158,6 +159,10 @@ class Source(Protocol):
     @property
     def limits(self) -> Limits:
         """What a file may cost."""
+
+    @property
+    def rules(self) -> Sequence[str | Rule]:
+        """How tensors were cut, by their names, for a format that does not say so itself (`open(…, rules=…)`)."""
 
     @property
     def mapped(self) -> bool:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from holdfast.core.limits import Limits
+from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
@@ -34,8 +35,10 @@ class OpenSource:
         mapped: bool = False,
         verify: bool = True,
         policy: Policy | None = None,
+        rules: Sequence[str | Rule] = (),
     ) -> None:
         self.store = store
+        self.rules = tuple(rules)
         self.limits = limits or Limits()
         self.threads = threads or store.requests or default_threads()
         self.mapped = mapped
@@ -47,8 +50,9 @@ class OpenSource:
 
     def over(self, store: Store, *, threads: int | None = None) -> OpenSource:
         return OpenSource(
-            store, limits=self.limits, threads=threads or self.threads, mapped=self.mapped, verify=self.verify, policy=self.policy
-        )
+            store, limits=self.limits, threads=threads or self.threads, mapped=self.mapped, verify=self.verify, policy=self.policy,
+            rules=self.rules,
+        )  # fmt: skip
 
     def bytes(self, key: str, start: int, stop: int) -> bytes:
         out = bytearray(max(stop - start, 0))

@@ -7,19 +7,21 @@ import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar, cast
 
 import numpy as np
 
+from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Request, Source, Store, by_source
 from holdfast.core.quantities import shown
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadArgumentType, HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located
+from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
@@ -32,11 +34,14 @@ T = TypeVar("T")
 
 Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
 
+MEGATRON = "megatron"
+"""The format whose files do not say how tensors were cut."""
+
 TRIES = 10
 """How often a folder is opened again because it was replaced meanwhile; once is already a rare accident."""
 
 
-@understood
+@understood(rules=rules_of(Rule))
 def open(
     path: Openable,
     *,
@@ -45,6 +50,7 @@ def open(
     limits: Limits | None = None,
     threads: int | None = None,
     store: object | None = None,
+    rules: str | Rule | Iterable[str | Rule] = (),
 ) -> Checkpoint:
     """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
 
@@ -53,12 +59,19 @@ def open(
     then be a key in it. With `mmap=True` arrays are views of the mapped file (copied on write) where their layout allows, and
     checksums are not looked at. Otherwise, where the file records a checksum and the whole of what it covers is read, it is
     compared (`verify=False` opts out). `limits` raises what a file may cost; `threads` bounds the parallel reads.
+    `rules` say how tensors were cut in a folder of Megatron's ranks, in the words of `reshard`: "*.adapter.weight: tp=0"; they come
+    before those that it has for Megatron's own layers.
     """
     limits = limits or Limits()
+    given = tuple(cast("tuple[str | Rule, ...]", rules))
 
     def describe(store: Store) -> Checkpoint:
-        source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify)
-        return _described(source)
+        source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given)
+        checkpoint = _described(source)
+        if given and checkpoint.format != MEGATRON:
+            said = f"rules= are for folders of Megatron's ranks; this is {checkpoint.format}, which says itself how tensors lie"
+            raise BadArgument(said, file=checkpoint.path)
+        return checkpoint
 
     try:
         return steady(path, limits, describe, store=store)

@@ -16,13 +16,14 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.placement_rules import Rule, parse_rule
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.engine.write import Progress
@@ -34,18 +35,7 @@ from holdfast.rewrite.formats import save_name
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state
 
-__all__ = ["Rule", "parse_mesh", "parse_rule", "plan_reshard", "reshard"]
-
-REPLICATE = "replicate"
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """Names, and which dimension each axis of the mesh shards."""
-
-    pattern: str
-    axes: Mapping[str, int]
-    """From the name of a mesh axis to the dimension of the tensor; axes that are not here replicate."""
+__all__ = ["parse_mesh", "plan_reshard", "reshard"]
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -62,26 +52,6 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise BadPlacement(f"a mesh is written like 'dp=2,tp=4', with each name once and at least one rank; not {text!r}")
         mesh[name] = int(size)
     return mesh
-
-
-def parse_rule(text: str) -> Rule:
-    """A rule from text.
-
-    >>> parse_rule("*.weight: tp=0, dp=1")
-    Rule(pattern='*.weight', axes={'tp': 0, 'dp': 1})
-    """
-    pattern, colon, placed = text.rpartition(":")
-    axes: dict[str, int] = {}
-    if colon and placed.strip() != REPLICATE:
-        for part in placed.split(","):
-            name, equals, dimension = part.partition("=")
-            if not equals or not dimension.strip().lstrip("-").isdecimal() or name.strip() in axes:
-                colon = ""
-                break
-            axes[name.strip()] = int(dimension)
-    if not colon or not pattern.strip():
-        raise BadPlacement(f"a rule is written like '*.weight: tp=0' or 'norm.*: replicate', not {text!r}")
-    return Rule(pattern.strip(), axes)
 
 
 def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule], *, save: str = "") -> SavePlan:

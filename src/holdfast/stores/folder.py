@@ -34,6 +34,9 @@ GONE = frozenset({errno.ENOENT, errno.ESTALE})
 A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
 
+DEEPER = "mp_rank_"
+"""What a folder is called that is listed two folders down: `iter_0000200/mp_rank_00`, as Megatron's runs have them."""
+
 READ = os.O_RDONLY | ALWAYS | NO_WAIT
 
 
@@ -82,7 +85,8 @@ class Folder:
         return (found.st_dev, found.st_ino) == self._identity
 
     def list(self, most: int) -> Keys:
-        """Plain files here and one folder down. Hidden folders (`.git`) and unfinished saves are no part of a checkpoint.
+        """Plain files here and one folder down; of a run, those of its ranks two (`DEEPER`). Hidden folders (`.git`) and unfinished
+        saves are no part of a checkpoint.
 
         Raises `Replaced` where the directory was replaced meanwhile, since then some names may be gone already.
         """
@@ -101,8 +105,8 @@ class Folder:
         with self._entries(prefix) as entries:
             for entry in entries:
                 if entry.is_dir():
-                    if not entry.name.startswith(".") and not prefix:
-                        folders.append(entry.name + "/")
+                    if not entry.name.startswith(".") if not prefix else prefix.count("/") == 1 and entry.name.startswith(DEEPER):
+                        folders.append(f"{prefix}{entry.name}/")
                 elif entry.is_file() and not is_temporary(entry.name):
                     keys.append(prefix + entry.name)
                     if len(keys) > most:

@@ -23,6 +23,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
+from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Foreign, Request, Source, Store
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite, LazyTensor
@@ -198,6 +199,7 @@ class Window:
     """One item as a source of its own: what is at its ends was read at once, anything else is read when it is asked for."""
 
     mapped = False
+    rules: Sequence[str | Rule] = ()
 
     def __init__(
         self, source: Source, key: str, place: tuple[int, int], *, ends: int = END_READ_NBYTES, content: bytes | None = None

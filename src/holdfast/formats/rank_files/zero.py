@@ -30,6 +30,7 @@ from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
+from holdfast.formats.rank_files.beside import Moving, free_key
 from holdfast.formats.rank_files.flat import Row, Stretch, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
 from holdfast.formats.rank_files.steps import chosen_step
@@ -146,8 +147,7 @@ class _Step:
         self.limits = source.limits
         self.assembly = Assembly(source)
         self.notes: list[str] = []
-        self._made: dict[int, object] = {}
-        """By identity, what was made of a container. The trees of the files keep them."""
+        self._beside = Moving(self.assembly)
         models = {0: files.whole} if files.whole is not None else files.models
         self.models = [read_rank(source, rank, key) for rank, key in sorted(models.items())]
         self.optimizers: list[Optimizer] = []
@@ -189,12 +189,10 @@ class _Step:
         weights, optimizer = self._weights()
         kept: dict[object, object] = {}
         if len(self.models) == 1 and self.models[0].rank == 0 and not self._split:
-            kept["module"] = self._moved(self.said[0]["module"], "module")
+            kept["module"] = self._beside.moved(self.said[0]["module"], "module")
         kept["optimizer"] = optimizer
-        kept["state"] = self._moved({key: value for key, value in self.said[0].items() if key not in TAKEN}, "state")
-        beside = BESIDE
-        while any(name == beside or name.startswith(f"{beside}.") for name in weights):
-            beside += "#2"
+        kept["state"] = self._beside.moved({key: value for key, value in self.said[0].items() if key not in TAKEN}, "state")
+        beside = free_key(BESIDE, weights)
         stage = self.optimizers[0].stage if self.optimizers else 0
         metadata = {"zero_stage": str(stage), "ranks": str(max(1, len(self.optimizers)))} | ({"step": step} if step else {})
         found = described(
@@ -314,7 +312,7 @@ class _Step:
                     rest.setdefault(number, {})[key] = self._alike(f"{BESIDE}.optimizer.state.{number}.{key}", values)
         base = self.optimizers[0].said.get("optimizer_state_dict" if groups.split else "base_optimizer_state")
         settings = base.get("param_groups") if isinstance(base, dict) else None
-        others = {"state": rest, "param_groups": self._moved(settings, "param_groups")}
+        others = {"state": rest, "param_groups": self._beside.moved(settings, "param_groups")}
         return {**moments, **{key: value for key, value in others.items() if value and key not in moments}}
 
     def _alike(self, name: str, values: Sequence[object]) -> object:
@@ -334,25 +332,6 @@ class _Step:
                 raise FormatError(f"{name} is not the same as on rank {self.optimizers[0].rank}: they are of two saves",
                                   file=differing.key)  # fmt: skip
         return first
-
-    def _moved(self, value: object, name: str) -> object:
-        """The same value with tensors that have the source of all others. What stands in several places is made once."""
-        if isinstance(value, LazyTensor):
-            return self.assembly.replica(name, [(0, value)])
-        if not isinstance(value, dict) and type(value) not in (list, tuple):
-            return value
-        if id(value) not in self._made:
-            # What contains itself meets itself as it is.
-            self._made[id(value)] = value
-            self._made[id(value)] = self._moved_inside(value, name)
-        return self._made[id(value)]
-
-    def _moved_inside(self, value: object, name: str) -> object:
-        if isinstance(value, dict):
-            return {key: self._moved(inner, f"{name}.{key if isinstance(key, str) else ''}") for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return type(value)(self._moved(inner, f"{name}.{at}") for at, inner in enumerate(value))
-        return value
 
 
 def _said(file: RankFile) -> dict[object, dict[object, object]]:

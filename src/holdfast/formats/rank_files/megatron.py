@@ -1,0 +1,384 @@
+"""Megatron's folders: the parameters of tensor- and pipeline-parallel ranks, put together by rules.
+
+    run/latest_checkpointed_iteration.txt                  200, or release
+    run/iter_0000200/mp_rank_00/model_optim_rng.pt         tensor-parallel rank 0
+    …/mp_rank_01_003/model_optim_rng.pt                    tensor-parallel rank 1 of stage 3 of a pipeline
+
+The files do not say how a parameter was cut, so rules by names do, in the words of `reshard`: those of Megatron's own layers are
+below (`RULES`), and `open(…, rules=…)` puts others before them. What no rule names is a replica, and has to be equal on all ranks.
+So a parameter that was cut and has no rule is refused by its name, and never joined by guess.
+
+Two cuts are not what they look like. A gated layer (`swiglu`) has two matrices on top of each other, and each rank half of both:
+
+    rank 0  │ gate[0:2] up[0:2] │        whole  │ gate[0:2] gate[2:4] up[0:2] up[2:4] │
+    rank 1  │ gate[2:4] up[2:4] │
+
+The arguments of the run say whether it is one. Before version 1 of these files, queries, keys and values lay so, too.
+
+The stages of a pipeline count their layers from 0. They are renumbered by how many the stages before have, in the order in which a
+batch passes them; with `model0`, `model1`, … in a file, through the first part of all stages, then the second.
+
+What opens is the model, under the names that it has in the files. `megatron.…` has the rest: arguments, counters, and what each
+rank keeps of the optimizer, which goes by numbers and is not put together.
+
+Names and cuts as of `megatron/training/checkpointing.py` and `megatron/core/tensor_parallel/layers.py` of Megatron-LM 0.7 to 0.12.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.core.box import Box
+from holdfast.core.opaque import Opaque
+from holdfast.core.placement_rules import Rule, parse_rule
+from holdfast.core.protocols import Description, Source
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
+from holdfast.formats.rank_files.assemble import Assembly, Part, RankFile, described, read_rank
+from holdfast.formats.rank_files.beside import Moving, free_key
+from holdfast.formats.rank_files.recognise import begins_like_torch, some
+from holdfast.formats.rank_files.steps import chosen_step
+
+__all__ = ["BESIDE", "RULES", "MegatronDirectory"]
+
+POINTER = "latest_checkpointed_iteration.txt"
+BESIDE = "megatron"
+FILE = re.compile(
+    r"(?:(?P<step>[^/]+)/)?mp_rank_(?P<tp>\d{2,4})(?:_(?P<pp>\d{3}))?(?P<more>_\d{3})?/(?:model_optim_rng|model_rng)\.pt"
+)
+
+RULES = (
+    "*word_embeddings.weight: tp=0",
+    "*word_embeddings_for_head.weight: tp=0",
+    "*output_layer.weight: tp=0",
+    "*output_layer.bias: tp=0",
+    "*lm_head.bias: tp=0",
+    *(
+        f"*.{layer}.{what}: tp=0"
+        for layer in ("query_key_value", "query", "key_value", "linear_qkv", "linear_q", "linear_kv", "dense_h_to_4h", "linear_fc1")
+        for what in ("weight", "bias")
+    ),
+    *(f"*{layer}.weight: tp=1" for layer in ("attention.dense", ".linear_proj", ".dense_4h_to_h", ".linear_fc2")),
+)
+"""How Megatron's own layers are cut: by rows where outputs are split, by columns where inputs are."""
+
+GATED = ("dense_h_to_4h", "linear_fc1")
+JOINED = ("query_key_value", "key_value")
+"""What lay in three (or two) parts on each rank before version 1."""
+
+MODEL = re.compile(r"model(\d{0,3})")
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One file, and which rank of the grid it is of."""
+
+    tp: int
+    pp: int
+    file: RankFile
+
+    @property
+    def said(self) -> dict[object, object]:
+        if not isinstance(self.file.tree, dict):
+            raise FormatError("not a file of Megatron: it has no dict", file=self.file.key)
+        return self.file.tree
+
+    def argument(self, name: str) -> object:
+        """One of the arguments of the run, which are a pickled namespace; None where it is not said."""
+        args = self.said.get("args")
+        return args.attribute(name) if isinstance(args, Opaque) else args.get(name) if isinstance(args, dict) else None
+
+
+class MegatronDirectory:
+    """An iteration of Megatron, or a run with a file that names the latest."""
+
+    name = "megatron"
+
+    def matches(self, source: Source) -> bool:
+        found = next(iter(_steps(source.store.list()).values()), None)
+        return found is not None and begins_like_torch(source, next(iter(found.values())))
+
+    def describe(self, source: Source) -> Description:
+        steps = _steps(source.store.list())
+        step = chosen_step(source, list(steps), POINTER, named=_folder)
+        ranks = _grid(source, steps[step])
+        return _Iteration(source, ranks).description(step)
+
+
+def _folder(said: str) -> str:
+    """The folder of an iteration, as the pointer says it."""
+    return f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() and len(said) < 19 else said
+
+
+def _steps(keys: Iterable[str]) -> dict[str, dict[tuple[int, int | None, str], str]]:
+    found: dict[str, dict[tuple[int, int | None, str], str]] = {}
+    for key in keys:
+        match = FILE.fullmatch(key)
+        if match is not None:
+            place = int(match["tp"]), None if match["pp"] is None else int(match["pp"]), match["more"] or ""
+            found.setdefault(match["step"] or "", {})[place] = key
+    return found
+
+
+def _grid(source: Source, files: Mapping[tuple[int, int | None, str], str]) -> list[Rank]:
+    """Every rank's file, read. Raises where the grid has holes, or is another than the arguments say."""
+    experts = [key for (_, _, more), key in files.items() if more]
+    if experts:
+        raise Unsupported("ranks of experts are not put together; open the files one by one", file=experts[0])
+    flat = [key for (_, pp, _), key in files.items() if pp is None]
+    if flat and len(flat) < len(files):
+        raise FormatError("some files are of a pipeline and some are not: they are of two runs", file=flat[0])
+    ranks = [Rank(tp, pp or 0, read_rank(source, number, key)) for number, ((tp, pp, _), key) in enumerate(sorted(files.items()))]
+    first = ranks[0]
+    if first.argument("expert_model_parallel_size") not in (None, 1):
+        raise Unsupported("ranks of experts are not put together; open the files one by one", file=first.file.key)
+    sizes = max(rank.tp for rank in ranks) + 1, max(rank.pp for rank in ranks) + 1
+    for at, (name, size) in enumerate(zip(("tensor", "pipeline"), sizes, strict=True)):
+        said = first.argument(f"{name}_model_parallel_size")
+        if type(said) is int and said != size:
+            raise FormatError(
+                f"there are files of {size} {name}-parallel ranks, and the arguments of the run say {said}: get all files of one "
+                "save into one folder", file=first.file.key, expected=said, found=sizes[at],
+            )  # fmt: skip
+    if len(ranks) != sizes[0] * sizes[1]:
+        # Bounded by the files that are there, whatever numbers they have: each name has one hole before it at the most.
+        there = {(rank.tp, rank.pp) for rank in ranks}
+        near = ((tp, pp) for rank in ranks for tp in (rank.tp, rank.tp - 1, 0) for pp in (rank.pp, rank.pp - 1, 0))
+        absent = sorted({place for place in near if min(place) >= 0 and place not in there})
+        names = [f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if not flat else "") for tp, pp in absent]
+        raise FormatError(
+            f"{len(ranks)} of {sizes[0] * sizes[1]} ranks are here, and {some(names)} "
+            f"{'is' if len(names) == 1 else 'are'} missing: get all files of the save into one folder",
+            expected=sizes[0] * sizes[1], found=len(ranks),
+        )  # fmt: skip
+    for rank in ranks[1:]:
+        for key in ("iteration", "checkpoint_version"):
+            if _plain(rank.said.get(key)) != _plain(first.said.get(key)):
+                raise FormatError(f"{key} differs from that of {first.file.key}: they are of two saves", file=rank.file.key)
+    return ranks
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, int | float | str | None) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """A parameter as the tensor-parallel ranks of one stage have it."""
+
+    local: str
+    """What they call it, where layers are counted from 0."""
+    tensors: Sequence[tuple[Rank, LazyTensor]]
+    """In the order of the ranks."""
+
+
+class _Iteration:
+    """One iteration, read."""
+
+    def __init__(self, source: Source, ranks: Sequence[Rank]) -> None:
+        self.assembly = Assembly(source)
+        self.source = source
+        self.ranks = ranks
+        self.tp = max(rank.tp for rank in ranks) + 1
+        self.own = [_rule(given) for given in source.rules]
+        self.rules = [*self.own, *(parse_rule(text) for text in RULES)]
+        self._spare = 100_000 + sum(rank.file.nbytes for rank in ranks)
+
+    def description(self, step: str) -> Description:
+        parameters: dict[str, list[Copies]] = {}
+        for chunk in self._chunks():
+            for name, copies in chunk.items():
+                parameters.setdefault(name, []).append(copies)
+        if not parameters:
+            raise FormatError("not a file of Megatron: it has no model with tensors in it", file=self.ranks[0].file.key)
+        self._check_rules(parameters)
+        weights = {name: self._tensor(name, copies) for name, copies in parameters.items()}
+        moving = Moving(self.assembly)
+        kept = {
+            key: value for key, value in self.ranks[0].said.items() if not _is_model(key) and key not in ("optimizer", "rng_state")
+        }
+        rest: dict[object, object] = {key: moving.moved(value) for key, value in kept.items()}
+        own = {
+            rank.file.key.split("/")[-2]: {
+                key: moving.moved(rank.said[key]) for key in ("optimizer", "rng_state") if key in rank.said
+            }
+            for rank in self.ranks
+        }
+        rest |= {"ranks": {name: value for name, value in own.items() if value}}
+        beside = free_key(BESIDE, weights)
+        metadata = {"tensor_parallel": str(self.tp), "pipeline_parallel": str(len(self.ranks) // self.tp)}
+        found = described(
+            MegatronDirectory.name, {**weights, beside: rest}, [rank.file for rank in self.ranks], source=self.assembly.source,
+            metadata=metadata | ({"step": step} if step else {}), unequal=self.assembly.unequal,
+        )  # fmt: skip
+        return replace(found, beside=(beside,))
+
+    # Layers
+
+    def _chunks(self) -> list[dict[str, Copies]]:
+        """What each stage has, by names that count the layers of the whole model; in the order in which a batch passes."""
+        keys = [key for key in self.ranks[0].said if _is_model(key)]
+        keys.sort(key=lambda key: (len(str(key)), str(key)))
+        local = [self._stage(key, pp) for key in keys for pp in range(len(self.ranks) // self.tp)]
+        if len(local) < 2:
+            return local
+        before: dict[str, int] = {}
+        found = []
+        for chunk in local:
+            numbers: dict[str, set[int]] = {}
+            for name in chunk:
+                split = _layer(name)
+                if split is not None:
+                    numbers.setdefault(split[0], set()).add(split[1])
+            offsets = {}
+            for stem, own in numbers.items():
+                start = before.get(stem, 0)
+                if own == set(range(len(own))):
+                    offsets[stem] = start
+                elif own != set(range(start, start + len(own))):
+                    raise MetadataError(
+                        f"a stage has layers {some([str(n) for n in sorted(own)])} under {stem[:80]!r}, which do not count up from "
+                        "0: nobody can say which ones of the whole model they are",
+                        found=tuple(sorted(own)[:5]),
+                    )
+                before[stem] = start + len(own)
+            found.append({_renumbered(name, offsets): copies for name, copies in chunk.items()})
+        said = self.ranks[0].argument("num_layers")
+        if len(before) == 1 and type(said) is int and sum(before.values()) != said:
+            raise FormatError(
+                f"all stages together have {sum(before.values())} layers, and the arguments of the run say {said}",
+                file=self.ranks[0].file.key, expected=said, found=sum(before.values()),
+            )  # fmt: skip
+        return found
+
+    def _stage(self, key: object, pp: int) -> dict[str, Copies]:
+        """The parameters of a stage, or of one part of it, on all its tensor-parallel ranks."""
+        own = sorted((rank for rank in self.ranks if rank.pp == pp), key=lambda rank: rank.tp)
+        flats = []
+        for rank in own:
+            with located(file=rank.file.key):
+                flat: dict[str, LazyTensor] = {}
+                self._flatten(rank.said.get(key), "", flat, depth=self.source.limits.depth)
+                flats.append(flat)
+        found = {}
+        for rank, flat in zip(own[1:], flats[1:], strict=True):
+            differing = sorted(flat.keys() ^ flats[0].keys())
+            if differing:
+                raise MetadataError(
+                    f"one of {own[0].file.key} and this file has it and the other has not: they are of two runs",
+                    file=rank.file.key, tensor=differing[0][:200],
+                )  # fmt: skip
+        for name in flats[0]:
+            found[name] = Copies(name, [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)])
+        return found
+
+    def _flatten(self, value: object, path: str, found: dict[str, LazyTensor], *, depth: int) -> None:
+        """The tensors in nested dicts under dotted names; states that layers keep besides are no tensors."""
+        self._spare -= 1
+        if self._spare < 0 or depth < 0:
+            raise LimitExceeded("the model refers to the same containers too often, or nests too deep, to be gone through")
+        if isinstance(value, LazyTensor):
+            found[path] = value
+        elif isinstance(value, dict):
+            for key, inner in value.items():
+                if isinstance(key, str):
+                    self._flatten(inner, f"{path}.{key}" if path else key, found, depth=depth - 1)
+
+    # Tensors
+
+    def _check_rules(self, names: Mapping[str, object]) -> None:
+        """A rule of the caller that matches nothing is a mistake."""
+        for rule in self.own:
+            if not any(fnmatch.fnmatchcase(name, rule.pattern) for name in names):
+                raise BadPlacement(f"rule {rule.pattern!r} matches no tensor")
+
+    def _tensor(self, name: str, copies: Sequence[Copies]) -> LazyTensor:
+        tensors = [pair for each in copies for pair in each.tensors]
+        rule = next((rule for rule in self.rules if fnmatch.fnmatchcase(name, rule.pattern)), None)
+        if rule is None or not rule.axes or self.tp == 1:
+            return self.assembly.replica(name, [(rank.file.rank, tensor) for rank, tensor in tensors])
+        with located(tensor=name):
+            axis, first = rule.axes["tp"], tensors[0][1]
+            for rank, tensor in tensors:
+                if tensor.shape != first.shape or tensor.dtype is not first.dtype:
+                    raise MetadataError(
+                        f"it is {first.dtype} {list(first.shape)} on one rank and {tensor.dtype} {list(tensor.shape)} on another",
+                        file=rank.file.key, expected=first.shape, found=tensor.shape,
+                    )  # fmt: skip
+            if not -first.ndim <= axis < first.ndim:
+                raise BadPlacement(f"rule {rule.pattern!r}: a tensor of {list(first.shape)} has no dimension {axis}")
+            axis %= first.ndim
+            blocks = 1 if rule in self.own else self._blocks(name)
+            length, uneven = divmod(first.shape[axis], blocks)
+            if uneven:
+                raise MetadataError(f"{first.shape[axis]} rows are not {blocks} matrices", found=first.shape)
+            shape = (*first.shape[:axis], first.shape[axis] * self.tp, *first.shape[axis + 1 :])
+            parts = [
+                Part(rank.file.rank, *_block(tensor, axis, length, number=block, at=(block * self.tp + rank.tp) * length))
+                for rank, tensor in tensors
+                for block in range(blocks)
+            ]
+            return self.assembly.tensor(name, first.dtype, shape, parts=parts, traits=first.traits)
+
+    def _blocks(self, name: str) -> int:
+        """How many matrices are on top of each other, of each of which a rank has its part."""
+        layer, first = name.split(".")[-2] if "." in name else "", self.ranks[0]
+        args = first.said.get("args")
+        if layer in GATED:
+            if args is None:
+                raise Unsupported(
+                    "the file has no arguments of the run, which would say whether this layer is gated; say how it is cut: "
+                    f"rules=['*.{layer}.weight: tp=0'] where it is not",
+                    file=first.file.key,
+                )
+            gated = any(first.argument(key) is True for key in ("swiglu", "gated_linear_unit", "geglu"))
+            return 2 if gated or isinstance(first.argument("glu_activation"), str) else 1
+        version = first.said.get("checkpoint_version", 0)
+        if layer in JOINED and not (isinstance(version, int | float) and version >= 1):
+            return 3 if layer == "query_key_value" else 2
+        groups = first.argument("num_query_groups")
+        grouped = first.argument("group_query_attention") is True and type(groups) is int and groups < self.tp
+        if grouped and layer in ("query_key_value", "linear_qkv", "linear_kv", "key_value"):
+            raise Unsupported(f"{groups} groups of keys on {self.tp} ranks: some ranks have the same, which is not put together")
+        return 1
+
+
+def _rule(given: str | Rule) -> Rule:
+    rule = parse_rule(given) if isinstance(given, str) else given
+    if set(rule.axes) - {"tp"}:
+        raise BadPlacement(f"rule {rule.pattern!r}: Megatron's files are cut over 'tp' alone")
+    return rule
+
+
+def _block(tensor: LazyTensor, axis: int, length: int, *, number: int, at: int) -> tuple[Box, LazyTensor]:
+    """A block of a rank's rows, and where in the whole it belongs."""
+    offsets = [0] * tensor.ndim
+    offsets[axis] = at
+    own = (slice(None),) * axis + (slice(number * length, (number + 1) * length),)
+    part = tensor[own]
+    return Box.at(offsets, part.shape), replace(part, traits=tensor.traits)
+
+
+def _is_model(key: object) -> bool:
+    return isinstance(key, str) and MODEL.fullmatch(key) is not None
+
+
+def _layer(name: str) -> tuple[str, int] | None:
+    """What stands before the number of a layer, and the number."""
+    words = name.split(".")
+    at = next((at for at in range(len(words) - 1) if words[at] == "layers" and words[at + 1].isdecimal()), None)
+    if at is None or len(words[at + 1]) > 9:
+        return None
+    return ".".join(words[: at + 1]), int(words[at + 1])
+
+
+def _renumbered(name: str, offsets: Mapping[str, int]) -> str:
+    split = _layer(name)
+    if split is None or not offsets.get(split[0]):
+        return name
+    stem, number = split
+    rest = name[len(f"{stem}.{number}") :]
+    return f"{stem}.{number + offsets[stem]}{rest}"
