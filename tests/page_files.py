@@ -13,6 +13,8 @@ from torch import nn
 
 import holdfast
 import holdfast.torch
+from tests.formats.rank_files.megatron_folders import write as write_megatron
+from tests.formats.rank_files.zero_folders import Zero
 from tests.pages import ROOT
 
 
@@ -132,15 +134,30 @@ def copies(path: str) -> None:
     holdfast.save({"x": np.arange(1000.0), "y": np.arange(1000.0)}, path)
 
 
+def deepspeed(path: str) -> None:
+    """A step of ZeRO stage 3 on two ranks."""
+    numbers = torch.arange(55.0).reshape(11, 5)
+    groups = [{"embed.weight": numbers, "up.weight": numbers[:7] + 100}, {"up.bias": torch.arange(7.0)}]
+    zero = Zero(3, 2, groups, buffers={"rotary.scale": torch.ones(3)}, shared={"head.weight": "embed.weight"}, old=True)
+    zero.write(Path(path))
+
+
+def megatron(path: str) -> None:
+    """An iteration of Megatron on four ranks."""
+    write_megatron(Path(path), tp=2, pp=2)
+
+
 MAKERS: dict[str, Callable[[str], None]] = {
     "broken.pt": broken,
     "copies.safetensors": copies,
     "last.ckpt": lightning,
     "llama": hugging_face,
     "actor_of_ranks": rank_files,
+    "megatron-run": megatron,
     "new.safetensors": new,
     "old.pt": old,
     "rows.pt": rows,
     "trainer.pt": trainer,
     "tuned.safetensors": tuned,
+    "zero-run": deepspeed,
 }

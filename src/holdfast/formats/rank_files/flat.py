@@ -14,13 +14,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from holdfast.core.box import run_boxes
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Source
+from holdfast.core.protocols import Source, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import MetadataError
 
@@ -52,8 +52,8 @@ class Row:
         """The first element of each part, and the one after the last part."""
         return self._starts
 
-    def storages(self, start: int, stop: int) -> Iterator[tuple[Storage, int]]:
-        """The elements [start, stop), as storages that hold nothing else, each with how many it holds."""
+    def storages(self, start: int, stop: int, home: Store) -> Iterator[tuple[Storage, int]]:
+        """The elements [start, stop), as storages of a home that hold nothing else, each with how many it holds."""
         at = bisect_right(self._starts, start) - 1
         width = self.dtype.bits // 8
         while start < stop:
@@ -61,7 +61,7 @@ class Row:
             if until > start:
                 chunk = part.chunks[0]
                 first = chunk.offset // 8 + (start - self._starts[at]) * width
-                yield _range(chunk.storage, first, (until - start) * width), until - start
+                yield _range(chunk.storage, first, (until - start) * width, home=home), until - start
             start, at = until, at + 1
 
 
@@ -79,11 +79,10 @@ def cut(shape: tuple[int, ...], stretches: Iterable[Stretch], dtype: DType, *, s
     chunks: list[Chunk] = []
     strides, at = c_strides(shape, dtype.bits), 0
     for stretch in stretches:
-        for storage, count in stretch.row.storages(stretch.start, stretch.stop):
-            own = storage.moved(source.store)
+        for storage, count in stretch.row.storages(stretch.start, stretch.stop, source.store):
             for box in run_boxes(shape, at, at + count):
                 begin = sum(n * stride for n, stride in zip(box.start, strides, strict=True))
-                chunks.append(Chunk(box, own, begin - at * dtype.bits, strides))
+                chunks.append(Chunk(box, storage, begin - at * dtype.bits, strides))
             at += count
     if at != math.prod(shape):
         raise ValueError(f"{at} elements do not make a tensor of {shape}")
@@ -100,8 +99,9 @@ def _check_flat(part: LazyTensor) -> None:
         raise MetadataError("a part of a row is not one plain row of elements", found=(part.dtype.name, part.shape))
 
 
-def _range(storage: Storage, start: int, nbytes: int) -> Storage:
-    """A part of a storage as one of its own. All of it is itself, with the checksum that its file has."""
-    if start == 0 and nbytes == storage.nbytes:
-        return storage
-    return replace(storage, start=storage.start + start, nbytes=nbytes, crc32=None)
+def _range(storage: Storage, start: int, nbytes: int, *, home: Store) -> Storage:
+    """A part of a storage as one of its own. All of it has the checksum that its file has."""
+    crc = storage.crc32 if start == 0 and nbytes == storage.nbytes else None
+    place = storage.key, storage.start + start, nbytes
+    # Not `replace`: with many ranks these are 100,000.
+    return Storage(*place, storage.byteorder, crc, storage.location, storage.label, home=home)
