@@ -13,7 +13,7 @@ __all__ = ["detect", "formats"]
 def formats() -> Iterator[Format]:
     """The formats, in the order in which they are tried. Each is imported when its turn comes: to open a `.pt` takes one."""
     # Files of torch.save, each with a rank in its name; also where there is one alone, which is then all there is.
-    from holdfast.formats.rank_files.megatron import MegatronDirectory
+    from holdfast.formats.rank_files.megatron_files import MegatronDirectory
     from holdfast.formats.rank_files.recognise import RankFiles
 
     yield RankFiles()

@@ -8,7 +8,7 @@ mesh         the mesh of a pickled DTensor, as the versions of torch write it
 flat         rows of elements that are cut into tensors
 steps        which of several steps in a folder is meant: the one that `latest` names
 beside       what stands beside the model in the files, as it is
-megatron     Megatron's folders: tensor- and pipeline-parallel ranks, put together by rules
+megatron     Megatron's folders: tensor- and pipeline-parallel ranks, put together by rules; megatron_files recognises them
 zero         DeepSpeed's folders, stages 1 to 3; zero_parts has where each parameter lies
 dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors
 

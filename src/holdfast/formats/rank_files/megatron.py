@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
@@ -39,17 +39,14 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, Part, RankFile, described, read_rank
 from holdfast.formats.rank_files.beside import Moving, free_key
-from holdfast.formats.rank_files.recognise import begins_like_torch, some
+from holdfast.formats.rank_files.megatron_files import FORMAT, Place, megatron_files
+from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.rank_files.steps import chosen_step
 
-__all__ = ["BESIDE", "RULES", "MegatronDirectory"]
+__all__ = ["BESIDE", "RULES", "describe"]
 
 POINTER = "latest_checkpointed_iteration.txt"
 BESIDE = "megatron"
-FILE = re.compile(
-    r"(?:(?P<step>[^/]+)/)?mp_rank_(?P<tp>\d{2,4})(?:_(?P<pp>\d{3}))?(?P<more>_\d{3})?/(?:model_optim_rng|model_rng)\.pt"
-)
-
 RULES = (
     "*word_embeddings.weight: tp=0",
     "*word_embeddings_for_head.weight: tp=0",
@@ -92,20 +89,12 @@ class Rank:
         return args.attribute(name) if isinstance(args, Opaque) else args.get(name) if isinstance(args, dict) else None
 
 
-class MegatronDirectory:
-    """An iteration of Megatron, or a run with a file that names the latest."""
-
-    name = "megatron"
-
-    def matches(self, source: Source) -> bool:
-        found = next(iter(_steps(source.store.list()).values()), None)
-        return found is not None and begins_like_torch(source, next(iter(found.values())))
-
-    def describe(self, source: Source) -> Description:
-        steps = _steps(source.store.list())
-        step = chosen_step(source, list(steps), POINTER, named=_folder)
-        ranks = _grid(source, steps[step])
-        return _Iteration(source, ranks).description(step)
+def describe(source: Source) -> Description:
+    """The iteration that is meant, put together."""
+    steps = megatron_files(source.store.list())
+    step = chosen_step(source, list(steps), POINTER, named=_folder)
+    ranks = _grid(source, steps[step])
+    return _Iteration(source, ranks).description(step)
 
 
 def _folder(said: str) -> str:
@@ -113,17 +102,7 @@ def _folder(said: str) -> str:
     return f"iter_{int(said):07d}" if said.isascii() and said.isdecimal() and len(said) < 19 else said
 
 
-def _steps(keys: Iterable[str]) -> dict[str, dict[tuple[int, int | None, str], str]]:
-    found: dict[str, dict[tuple[int, int | None, str], str]] = {}
-    for key in keys:
-        match = FILE.fullmatch(key)
-        if match is not None:
-            place = int(match["tp"]), None if match["pp"] is None else int(match["pp"]), match["more"] or ""
-            found.setdefault(match["step"] or "", {})[place] = key
-    return found
-
-
-def _grid(source: Source, files: Mapping[tuple[int, int | None, str], str]) -> list[Rank]:
+def _grid(source: Source, files: Mapping[Place, str]) -> list[Rank]:
     """Every rank's file, read. Raises where the grid has holes, or is another than the arguments say."""
     experts = [key for (_, _, more), key in files.items() if more]
     if experts:
@@ -211,7 +190,7 @@ class _Iteration:
         beside = free_key(BESIDE, weights)
         metadata = {"tensor_parallel": str(self.tp), "pipeline_parallel": str(len(self.ranks) // self.tp)}
         found = described(
-            MegatronDirectory.name, {**weights, beside: rest}, [rank.file for rank in self.ranks], source=self.assembly.source,
+            FORMAT, {**weights, beside: rest}, [rank.file for rank in self.ranks], source=self.assembly.source,
             metadata=metadata | ({"step": step} if step else {}), unequal=self.assembly.unequal,
         )  # fmt: skip
         return replace(found, beside=(beside,))
