@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -224,3 +225,14 @@ def test_a_pointer_to_a_release(tmp_path: Path) -> None:
         holdfast.open(tmp_path)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("release\n")
     check(tmp_path, expected)
+
+
+def test_long_names_that_nest_are_refused(tmp_path: Path) -> None:
+    long = "x" * 200_000
+    tree: dict[str, object] = {str(n): torch.ones(1) for n in range(2000)}
+    for _ in range(40):
+        tree = {long: tree}
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save({"model": tree, "args": argparse.Namespace()}, tmp_path / "mp_rank_00" / "model_optim_rng.pt")
+    with pytest.raises(HoldfastError):
+        holdfast.open(tmp_path)

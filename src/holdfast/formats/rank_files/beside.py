@@ -18,23 +18,23 @@ class Moving:
         self._made: dict[int, tuple[object, object]] = {}
         """By identity: what was met, which is kept so that its number stays its own, and what was made of it."""
 
-    def moved(self, value: object, name: str = "") -> object:
-        """The same value; `name` is for messages."""
+    def moved(self, value: object) -> object:
+        """The same value. No names are made on the way: the keys of a file may be long, and nest."""
         if isinstance(value, LazyTensor):
-            return self._assembly.replica(name, [(0, value)])
+            return self._assembly.replica("", [(0, value)])
         if not isinstance(value, dict) and type(value) not in (list, tuple):
             return value
         if id(value) not in self._made:
             # What contains itself meets itself as it is.
             self._made[id(value)] = value, value
-            self._made[id(value)] = value, self._inside(value, name)
+            self._made[id(value)] = value, self._inside(value)
         return self._made[id(value)][1]
 
-    def _inside(self, value: object, name: str) -> object:
+    def _inside(self, value: object) -> object:
         if isinstance(value, dict):
-            return {key: self.moved(inner, f"{name}.{key if isinstance(key, str) else ''}") for key, inner in value.items()}
+            return {key: self.moved(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
-            return type(value)(self.moved(inner, f"{name}.{at}") for at, inner in enumerate(value))
+            return type(value)(map(self.moved, value))
         return value
 
 

@@ -36,6 +36,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.placement_rules import Rule, parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE
 from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, Part, RankFile, described, read_rank
 from holdfast.formats.rank_files.beside import Moving, free_key
@@ -164,7 +165,9 @@ class _Iteration:
         self.tp = max(rank.tp for rank in ranks) + 1
         self.own = [_rule(given) for given in source.rules]
         self.rules = [*self.own, *(parse_rule(text) for text in RULES)]
-        self._spare = 100_000 + sum(rank.file.nbytes for rank in ranks)
+        stored = sum(rank.file.nbytes for rank in ranks)
+        self._spare = 100_000 + stored
+        self._room = NAME_CHARACTERS_A_BYTE * stored + FREE_CHARACTERS
 
     def description(self, step: str) -> Description:
         parameters: dict[str, list[Copies]] = {}
@@ -257,8 +260,9 @@ class _Iteration:
     def _flatten(self, value: object, path: str, found: dict[str, LazyTensor], *, depth: int) -> None:
         """The tensors in nested dicts under dotted names; states that layers keep besides are no tensors."""
         self._spare -= 1
-        if self._spare < 0 or depth < 0:
-            raise LimitExceeded("the model refers to the same containers too often, or nests too deep, to be gone through")
+        self._room -= len(path)
+        if self._spare < 0 or self._room < 0 or depth < 0:
+            raise LimitExceeded("the model nests too deep, or refers to the same containers or long names too often")
         if isinstance(value, LazyTensor):
             found[path] = value
         elif isinstance(value, dict):

@@ -35,6 +35,7 @@ from holdfast.formats.rank_files.flat import Row, Stretch, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
 from holdfast.formats.rank_files.steps import chosen_step
 from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
+from holdfast.formats.torch.tensors import brief
 
 __all__ = ["BESIDE", "ZeroDirectory"]
 
@@ -189,9 +190,9 @@ class _Step:
         weights, optimizer = self._weights()
         kept: dict[object, object] = {}
         if len(self.models) == 1 and self.models[0].rank == 0 and not self._split:
-            kept["module"] = self._beside.moved(self.said[0]["module"], "module")
+            kept["module"] = self._beside.moved(self.said[0]["module"])
         kept["optimizer"] = optimizer
-        kept["state"] = self._beside.moved({key: value for key, value in self.said[0].items() if key not in TAKEN}, "state")
+        kept["state"] = self._beside.moved({key: value for key, value in self.said[0].items() if key not in TAKEN})
         beside = free_key(BESIDE, weights)
         stage = self.optimizers[0].stage if self.optimizers else 0
         metadata = {"zero_stage": str(stage), "ranks": str(max(1, len(self.optimizers)))} | ({"step": step} if step else {})
@@ -309,10 +310,10 @@ class _Step:
                 if rows and groups.lie_alike(number, parts):
                     moments.setdefault(key, {}).update(groups.tensors(number, parts, source=self.own))
                 else:
-                    rest.setdefault(number, {})[key] = self._alike(f"{BESIDE}.optimizer.state.{number}.{key}", values)
+                    rest.setdefault(number, {})[key] = self._alike(f"{BESIDE}.optimizer.state.{number}.{brief(key)}", values)
         base = self.optimizers[0].said.get("optimizer_state_dict" if groups.split else "base_optimizer_state")
         settings = base.get("param_groups") if isinstance(base, dict) else None
-        others = {"state": rest, "param_groups": self._beside.moved(settings, "param_groups")}
+        others = {"state": rest, "param_groups": self._beside.moved(settings)}
         return {**moments, **{key: value for key, value in others.items() if value and key not in moments}}
 
     def _alike(self, name: str, values: Sequence[object]) -> object:
