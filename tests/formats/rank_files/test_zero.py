@@ -146,6 +146,15 @@ def test_a_state_and_slices_ask_for_the_model_alone(tmp_path: Path) -> None:
         assert found["a.bias"].dtype is torch.bfloat16
 
 
+def test_a_state_of_a_rank_is_filled(tmp_path: Path) -> None:
+    zero = model(3, 3)
+    zero.write(tmp_path, "pytorch_model")
+    state = {"a.weight": torch.zeros(7, 5), "deepspeed.optimizer.exp_avg.a.weight": torch.zeros(7, 5)}
+    holdfast.torch.load_sharded(tmp_path, state, strict=False)
+    assert torch.equal(state["a.weight"], zero.weights["a.weight"])
+    assert torch.equal(state["deepspeed.optimizer.exp_avg.a.weight"], zero.moment(0)[0]["a.weight"])
+
+
 def test_every_record_is_verified(tmp_path: Path) -> None:
     step = model(3, 2).write(tmp_path)
     report = holdfast.verify(tmp_path)
