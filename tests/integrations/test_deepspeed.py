@@ -68,6 +68,26 @@ def test_moments_are_those_of_the_ranks(written: Path, stage: str) -> None:
             assert sum(found[name].torch().double().sum().item() for name in own) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("stage", ["stage2", "stage3"])
+def test_a_universal_checkpoint_holds_the_same(written: Path, stage: str) -> None:
+    """DeepSpeed puts moments together as well when it makes a universal checkpoint, so that each of them can be compared."""
+    step = written / stage / (written / stage / "latest").read_text().strip()
+    folder = written / f"{stage}-universal"
+    words = ["--input_folder", step, "--output_folder", folder, "--inject_missing_state", "--num_extract_workers", "1",
+             "--num_merge_workers", "1"]  # fmt: skip
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *map(str, words)], check=True, capture_output=True,
+        env={**os.environ, "DS_ACCELERATOR": "cpu"}, timeout=120,
+    )  # fmt: skip
+    with holdfast.open(folder) as universal, holdfast.open(step) as found:
+        for name in found.model_names():
+            assert torch.equal(universal[name].torch().float(), found[name].torch().float()), name
+        moments = [name for name in found if name.startswith("deepspeed.optimizer.exp_avg")]
+        assert len(moments) == 12
+        for name in moments:
+            assert torch.equal(universal[name].torch(), found[name].torch()), name
+
+
 def test_a_conversion_is_what_the_model_loads(written: Path) -> None:
     holdfast.convert(written / "stage3", written / "model.safetensors")
     merged = torch.load(written / "stage3.merged.pt")

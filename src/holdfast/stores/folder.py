@@ -34,8 +34,9 @@ GONE = frozenset({errno.ENOENT, errno.ESTALE})
 A_LINK = frozenset({errno.ELOOP, errno.ENOTDIR, errno.EMLINK})
 """What open(2) says of a link that it must not follow: Linux, of one on the way as well, and FreeBSD."""
 
-DEEPER = "mp_rank_"
-"""What a folder is called that is listed two folders down: `iter_0000200/mp_rank_00`, as Megatron's runs have them."""
+RANK, UNIVERSAL = "mp_rank_", "zero"
+"""What folders are called that are listed two folders down: `iter_0000200/mp_rank_00` of Megatron's runs, `zero/emb.weight` of
+DeepSpeed's universal checkpoints, and `global_step9/zero` of their runs."""
 
 READ = os.O_RDONLY | ALWAYS | NO_WAIT
 
@@ -85,8 +86,8 @@ class Folder:
         return (found.st_dev, found.st_ino) == self._identity
 
     def list(self, most: int) -> Keys:
-        """Plain files here and one folder down; of a run, those of its ranks two (`DEEPER`). Hidden folders (`.git`) and unfinished
-        saves are no part of a checkpoint.
+        """Plain files here and one folder down; those of ranks and of parameters two (`RANK`, `UNIVERSAL`). Hidden folders (`.git`)
+        and unfinished saves are no part of a checkpoint.
 
         Raises `Replaced` where the directory was replaced meanwhile, since then some names may be gone already.
         """
@@ -105,7 +106,7 @@ class Folder:
         with self._entries(prefix) as entries:
             for entry in entries:
                 if entry.is_dir():
-                    if not entry.name.startswith(".") if not prefix else prefix.count("/") == 1 and entry.name.startswith(DEEPER):
+                    if not entry.name.startswith(".") and (not prefix or _is_listed(prefix, entry.name)):
                         folders.append(f"{prefix}{entry.name}/")
                 elif entry.is_file() and not is_temporary(entry.name):
                     keys.append(prefix + entry.name)
@@ -168,6 +169,11 @@ class PathFolder(Folder):
 
     def open(self, key: str) -> OpenFile:
         return self._follow(check_key(key))
+
+
+def _is_listed(prefix: str, name: str) -> bool:
+    """Whether a folder in a folder is listed as well."""
+    return prefix.count("/") == 1 and (name.startswith(RANK) or name == UNIVERSAL or prefix == f"{UNIVERSAL}/")
 
 
 def open_folder(path: str, *, instead_of: str | None = None) -> Folder:

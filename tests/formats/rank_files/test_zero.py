@@ -110,6 +110,23 @@ def test_any_shapes_and_ranks(tmp_path: Path, zero: Zero) -> None:
     check(zero, tmp_path / "run")
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_universal_checkpoints(tmp_path: Path, stage: int) -> None:
+    zero = model(stage, 2)
+    step = zero.write_universal(tmp_path / "run" / "step_universal")
+    check(zero, step)
+    with pytest.raises(Unsupported, match="'step_universal' itself"):
+        holdfast.open(tmp_path / "run")
+    assert not holdfast.verify(step).unchecked
+    torch.save({"param": torch.ones(9)}, step / "zero" / "a.weight" / "fp32.pt")
+    if stage == 3:
+        with pytest.raises(MetadataError, match="9 elements"):
+            holdfast.open(step)
+    torch.save({"other": torch.ones(9)}, step / "zero" / "a.weight" / "fp32.pt")
+    with pytest.raises(MetadataError, match="no tensor"):
+        holdfast.open(step)
+
+
 def test_a_slice_reads_its_part(tmp_path: Path) -> None:
     zero = model(3, 3)
     zero.write(tmp_path)

@@ -79,6 +79,28 @@ class Zero:
             torch.save(self.model(0), step / "mp_rank_00_model_states.pt")
         return step
 
+    def write_universal(self, step: Path) -> Path:
+        """The same, as `ds_to_universal` makes it: of stage 3 with flat rows, and with copies of tied weights in 16 bits."""
+        if self.stage == 3:
+            for rank in range(self.world):
+                step.mkdir(parents=True, exist_ok=True)
+                torch.save(self.model(rank), step / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        else:
+            step.mkdir(parents=True)
+            torch.save(self.model(0), step / "mp_rank_00_model_states.pt")
+        kinds = {"fp32": list(self.groups), **{name: self.moment(number) for number, name in enumerate(self.moments)}}
+        for what, groups in kinds.items():
+            for name, tensor in ((name, tensor) for group in groups for name, tensor in group.items()):
+                (step / "zero" / name).mkdir(parents=True, exist_ok=True)
+                saved = {"param": tensor.reshape(-1) if self.stage == 3 else tensor, "cat_dim": 0}
+                torch.save(saved, step / "zero" / name / f"{what}.pt")
+                torch.save(torch.tensor(3.0), step / "zero" / name / "step.pt")
+        for name, other in self.shared.items() if self.stage != 3 else ():
+            (step / "zero" / name).mkdir()
+            torch.save({"param": self.weights[other].to(self.half)}, step / "zero" / name / "fp32.pt")
+        torch.save({"zero_stage": self.stage}, step / "zero" / "optimizer_state.pt")
+        return step
+
     # Rows, one element after the other.
 
     def row(self, group: Tensors) -> list[float]:

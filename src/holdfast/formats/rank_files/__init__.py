@@ -9,7 +9,7 @@ flat         rows of elements that are cut into tensors
 steps        which of several steps in a folder is meant: the one that `latest` names
 beside       what stands beside the model in the files, as it is
 megatron     Megatron's folders: tensor- and pipeline-parallel ranks, put together by rules; megatron_files recognises them
-zero         DeepSpeed's folders, stages 1 to 3; zero_parts has where each parameter lies
+zero         DeepSpeed's folders, stages 1 to 3; zero_parts has where each parameter lies, zero_universal what is merged
 dtensors     `model_world_size_N_rank_R.pt` of verl, SkyRL and oumi: pickled DTensors
 
 A further kind is a `Format` (`matches`, `describe`) in a module of its own, and two lines in `formats/detect`. It goes

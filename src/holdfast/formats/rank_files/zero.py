@@ -15,7 +15,7 @@ What opens is the model that was trained. Its names are those of the module, so 
 Tied parameters stay tied. Newer files list them; of older ones, names are tied whose entries in the module are one tensor. Frozen
 parameters are taken from the module where no list has them: files of stage 1 have none.
 
-Model-parallel ranks and experts are not put together: such a folder is refused.
+Model-parallel ranks and experts are not put together: such a folder is refused. Universal checkpoints are (`zero_universal`).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from holdfast.formats.rank_files.flat import Row, Stretch, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
 from holdfast.formats.rank_files.steps import chosen_step
 from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
+from holdfast.formats.rank_files.zero_universal import Universal, universal_files
 from holdfast.formats.torch.tensors import brief
 
 __all__ = ["BESIDE", "ZeroDirectory"]
@@ -82,7 +83,11 @@ class ZeroDirectory:
         step = chosen_step(source, [folder for folder, files in steps.items() if _some_model(files)], LATEST)
         files = steps[step]
         _check_files(files)
-        return _Step(source, files).description(step)
+        below = f"{step}/zero/" if step else "zero/"
+        universal = universal_files(source.store.list()) if not step else {}
+        if not universal and any(key.startswith(below) for key in source.store.list()):
+            raise Unsupported(f"a universal checkpoint; open its folder {step!r} itself", file=step or None)
+        return _Step(source, files, universal).description(step)
 
 
 def _steps(keys: Iterable[str]) -> dict[str, Files]:
@@ -144,7 +149,7 @@ def _check_files(files: Files) -> None:
 class _Step:
     """One step, read."""
 
-    def __init__(self, source: Source, files: Files) -> None:
+    def __init__(self, source: Source, files: Files, universal: Mapping[str, tuple[str, str]]) -> None:
         self.limits = source.limits
         self.assembly = Assembly(source)
         self.notes: list[str] = []
@@ -158,14 +163,24 @@ class _Step:
             self.optimizers.append(optimizer_of(file))
             self.files.append(file)
         self.said = [_said(file) for file in self.models]
+        self.universal = Universal(source, universal, self.assembly, shapes=self._shapes()) if universal else None
+        self.files += self.universal.files if self.universal is not None else []
+        self._split = bool(files.models)
+        """Whether this is stage 3, whose model files have no parameters."""
         self._check_ranks(files)
 
     @property
     def own(self) -> Source:
         return self.assembly.source
 
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of all parameters."""
+        with located(file=self.models[0].key):
+            groups = shapes_of(self.said[0].get("param_shapes") or [], "param_shapes", self.limits)
+        return {name: shape for group in groups for name, shape in group.items()}
+
     def _check_ranks(self, files: Files) -> None:
-        split = bool(files.models)
+        split = self._split
         if self.optimizers:
             first = self.optimizers[0]
             if (first.stage == 3) is not split:
@@ -177,6 +192,8 @@ class _Step:
             check_complete(RankSet("optimizer", world, files.optimizers))
             if split:
                 check_complete(RankSet("model", world, files.models))
+        elif self.universal is not None:
+            check_complete(RankSet("model", max(models := files.models or {0: ""}) + 1, models))
         elif split:
             raise FormatError("the optimizer files are missing, and with them the weights: a model file of stage 3 has none")
         for file, said in zip(self.models[1:], self.said[1:], strict=True):
@@ -202,10 +219,6 @@ class _Step:
         )  # fmt: skip
         return replace(found, beside=(beside,))
 
-    @property
-    def _split(self) -> bool:
-        return bool(self.optimizers) and self.optimizers[0].stage == 3
-
     def _weights(self) -> tuple[dict[str, LazyTensor], dict[object, object]]:
         """The model in full precision by its names, in the order of the module; and what the optimizer keeps."""
         masters: dict[str, LazyTensor] = {}
@@ -217,6 +230,8 @@ class _Step:
             for number in range(len(groups.places)):
                 masters |= groups.tensors(number, [one.masters[number] for one in self.optimizers], source=self.own)
             optimizer = self._optimizer(groups)
+        elif self.universal is not None:
+            masters, optimizer = self.universal.weights, self.universal.optimizer
         else:
             self.notes.append("there are no optimizer files, so these are the weights as the model had them, and no others")
         with located(file=self.models[0].key):
@@ -268,7 +283,8 @@ class _Step:
         found: dict[str, LazyTensor] = {}
         lost = []
         for name, entry in entries.items():
-            other = name if name in known else tied.get(name, firsts.get(_same(entry), name))
+            # What is tied is tied, also where a universal checkpoint has a copy of it in 16 bits.
+            other = tied[name] if tied.get(name) in known else name if name in known else firsts.get(_same(entry), name)
             if other in known:
                 found[name] = known[other]
             elif self._split and self._is_placeholder(name, entry):
