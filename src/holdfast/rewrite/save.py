@@ -49,6 +49,7 @@ def save(
     sparse: str = "never",
     base: str | os.PathLike[str] | None = None,
     hashes: bool = False,
+    store: object | None = None,
     format: str | None = None,
     overwrite: bool | None = None,
     durable: bool = True,
@@ -58,7 +59,6 @@ def save(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
-    store: object | None = None,
 ) -> Saved:
     """Save a state: nested dicts, lists and tuples of arrays, tensors, lazy tensors and plain values; or an open checkpoint.
 

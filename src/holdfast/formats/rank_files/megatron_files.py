@@ -26,6 +26,8 @@ class MegatronDirectory:
     name = FORMAT
 
     def matches(self, source: Source) -> bool:
+        if source.store.holds("holdfast.json"):
+            return False
         found = next(iter(megatron_files(source.store.list()).values()), None)
         return found is not None and begins_like_torch(source, next(iter(found.values())))
 

@@ -136,11 +136,13 @@ class RankFiles:
 
     def matches(self, source: Source) -> bool:
         """Whether names and the content of one file say so. One file of several, opened by itself, is a file."""
+        if source.store.holds("holdfast.json"):
+            return False
         keys = source.store.list()
         sets = rank_sets(keys, PATTERN)
         # What somebody made of them, and put beside them, is what the folder is; the files themselves still open by a star.
         merged = any("/" not in key and key.endswith((".safetensors", ".safetensors.index.json")) for key in keys)
-        if not sets or merged or "holdfast.json" in keys or ".metadata" in keys:
+        if not sets or merged or ".metadata" in keys:
             return False
         name = source.store.name.replace("\\", "/")
         if len(keys) == 1 and sets[0].world != 1 and name.rsplit("/", 1)[-1] == keys[0]:
