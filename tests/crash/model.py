@@ -300,6 +300,9 @@ class Model:
                 data = bytes(self._file(source).data[source_offset : source_offset + nbytes])
             return self.pwrite(target, memoryview(data), offset)
 
+    def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Nothing follows from it: any bytes that are not synced may be on disk."""
+
     def sync(self, descriptor: int) -> None:
         with self._turn:
             found = self.nodes[self.open_descriptors[descriptor]]

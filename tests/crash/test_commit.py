@@ -850,3 +850,24 @@ def test_no_descriptor_is_left_open(tmp_path: Path):
         with pytest.raises(NotCommitted):
             put_directory(tmp_path / "dir", overwrite=False)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("durable", [True, False])
+def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(tmp_path: Path, durable: bool):
+    """While the rest is summed and written; that it could not be told is nobody's failure: the fsync says what is wrong."""
+    told: list[tuple[int, int]] = []
+
+    class Begun(OsFiles):
+        def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
+            told.append((offset, nbytes))
+            super().begin_sync(descriptor, offset, nbytes)
+            raise OSError(errno.EIO, "input/output error")
+
+    data = bytes(1 << 20)
+    with FileTransaction(tmp_path / "model", durable=durable, files=Begun()) as t:
+        t.allocate(len(data) + 5)
+        t.write(0, data)
+        t.write(len(data), b"small")
+        t.commit()
+    assert (tmp_path / "model").read_bytes() == data + b"small"
+    assert told == ([(0, len(data))] if durable else [])

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 
@@ -37,9 +38,8 @@ HEAD_NBYTES = 64 << 10
 Bytes = bytes | bytearray | memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class Hashed:
-    """The hash of some bytes, and their head."""
+class Hashed(NamedTuple):
+    """The hash of some bytes, and their head. A tuple, since a hundred thousand of them are made several times in a save."""
 
     hash: int
     head: int | None

@@ -57,7 +57,7 @@ class PlannedFile:
             case Late():
                 made = self._made.get(at)
                 if made is None:
-                    made = self._made[at] = segment.make(self._crcs)
+                    made = self._made[at] = segment.make(self._crcs) if segment.blank is None else segment.blank
                 return made
             case Memory():
                 return segment.content

@@ -23,7 +23,7 @@ from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, sl
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
 from holdfast.errors import located
-from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory, Segment, hash_key, head_key
+from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Hole, Late, Literal, Memory, Segment
 
 __all__ = ["Progress", "Receipt", "Sink", "small_bytes", "write_file"]
 
@@ -108,7 +108,7 @@ def write_file(
             if isinstance(segment, Data) and segment.hashed:
                 label = segment.label
                 hashed = written.hashed.get(label) or written.hashes[label].done()
-                receipt.crcs[hash_key(label)], receipt.crcs[head_key(label)] = hashed.hash, hashed.head or 0
+                receipt.crcs[label + HASH_KEY], receipt.crcs[label + HEAD_KEY] = hashed.hash, hashed.head or 0
     known |= receipt.crcs
     for pieces in _joined_late(plan, offsets, known, written.made):
         sink.write(pieces[0], memoryview(pieces[1]))

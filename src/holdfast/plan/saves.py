@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from holdfast.core.tensor import LazyTensor
 
 __all__ = [
+    "HASH_KEY",
+    "HEAD_KEY",
     "Data",
     "FilePlan",
     "Hole",
@@ -29,24 +31,13 @@ __all__ = [
     "Memory",
     "SavePlan",
     "Segment",
-    "hash_key",
-    "head_key",
     "known_later",
     "without_hashes",
 ]
 
 HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
-"""What is put behind the label of data for its hash and its head. Half of a surrogate pair: no name that is saved has one."""
-
-
-def hash_key(label: str) -> str:
-    """Where the hash of data stands among the checksums."""
-    return label + HASH_KEY
-
-
-def head_key(label: str) -> str:
-    """Where the CRC-32 of its first bytes stands; 0 for data that has no head (`core.content_hash`)."""
-    return label + HEAD_KEY
+"""What is put behind the label of data for its hash and its head, which stand among the checksums; the head is 0 for data that has
+none (`core.content_hash`). Half of a surrogate pair: no name that is saved has one."""
 
 
 def without_hashes(sums: Mapping[str, int]) -> dict[str, int]:
@@ -73,7 +64,7 @@ class Data:
     label: str
     """What the file calls it; the key under which `Late` segments find its CRC. Unique in a plan."""
     hashed: bool = False
-    """Whether it is hashed as well: `hash_key` and `head_key` of the label are then known, too."""
+    """Whether it is hashed as well: hash and head are then known, too, under the label and `HASH_KEY`, `HEAD_KEY`."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,6 +102,8 @@ class Late:
     """From the CRC-32 of every `Data` and `Memory` segment of the plan, by label, to exactly `nbytes` bytes."""
     needs: str | None = None
     """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
+    blank: bytes | None = None
+    """What it is with 0 in the place of every checksum, where somebody has made that already."""
 
 
 Segment = Literal | Data | Memory | Hole | Late
@@ -123,7 +116,7 @@ def known_later(segments: Iterable[Segment]) -> list[str]:
         if isinstance(segment, Data | Memory):
             keys.append(segment.label)
             if isinstance(segment, Data) and segment.hashed:
-                keys += (hash_key(segment.label), head_key(segment.label))
+                keys += (segment.label + HASH_KEY, segment.label + HEAD_KEY)
     return keys
 
 

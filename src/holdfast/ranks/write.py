@@ -161,7 +161,7 @@ def write_files(
 
     def create(key: str) -> NewFile:
         if isinstance(into, str):
-            return NewFile(system, system.create(key, at=folder), path=f"{path}/{key}")
+            return NewFile(system, system.create(key, at=folder), path=f"{path}/{key}", durable=durable)
         return into.transaction.create(key)
 
     def task(file: RankFile, sink: NewFile) -> Callable[[], None]:

@@ -106,6 +106,9 @@ class Files(Protocol):
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
         """Copy some bytes from file to file inside the kernel (shared on disk where that is possible), and say how many."""
 
+    def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
+        """Have the disk begin with a range that will be synced; several threads call it. Nothing is promised."""
+
     def sync(self, descriptor: int) -> None:
         """fsync: come back when a file's bytes, or a directory's entries, would survive a power cut."""
 
@@ -202,6 +205,10 @@ class OsFiles:
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
         self._check()
         return platform.copy_range(source, target, nbytes, source_offset=source_offset, offset=offset)
+
+    def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
+        self._check()
+        platform.begin_sync(descriptor, offset, nbytes)
 
     def sync(self, descriptor: int) -> None:
         self._check()

@@ -41,6 +41,7 @@ __all__ = [
     "OPENS_DIRECTORIES",
     "READS_AT",
     "REMOVES_OPEN_FILES",
+    "begin_sync",
     "c_function",
     "called",
     "change_mode",
@@ -223,6 +224,25 @@ def sync(descriptor: int) -> None:
         else:
             return
     os.fsync(descriptor)
+
+
+_BEGIN_WRITING = 2
+"""SYNC_FILE_RANGE_WRITE of Linux: begin, and do not wait."""
+
+
+@cache
+def _sync_file_range() -> ctypes._NamedFuncPointer | None:
+    found = c_function("sync_file_range")
+    if found is not None:
+        found.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return found
+
+
+def begin_sync(descriptor: int, offset: int, nbytes: int) -> None:
+    """Have the disk begin with a range that was written. A hint: nothing is promised, and what fails shows when it is synced."""
+    call = _sync_file_range()
+    if call is not None:
+        call(descriptor, offset, nbytes, _BEGIN_WRITING)
 
 
 def sync_directory(path: str) -> None:

@@ -183,10 +183,14 @@ def open_target(files: Files, path: str) -> Target:
         raise
 
 
+BEGIN_NBYTES = 256 << 10
+"""A write of which the disk is told at once. Small ones wait for the others: a request a kilobyte would cost more than it gains."""
+
+
 class NewFile:
     """A file of a save. `allocate` first, then `write` and `copy` from any number of threads."""
 
-    def __init__(self, files: Files, descriptor: int, *, path: str) -> None:
+    def __init__(self, files: Files, descriptor: int, *, path: str, durable: bool = False) -> None:
         self.descriptor = descriptor
         """Open for reading and writing."""
         self.path = path
@@ -197,6 +201,8 @@ class NewFile:
         """Whether nothing more will be written to it, so that it may be finished when others need its descriptor."""
         self._files = files
         self._open = True
+        self._durable = durable
+        """Whether it will be synced: the disk then begins while the rest is summed, hashed and written."""
 
     def allocate(self, nbytes: int) -> None:
         """Give the file its length and, where the file system can promise them, its blocks: a full disk shows here, not later."""
@@ -211,6 +217,10 @@ class NewFile:
             write_all(self._files, self.descriptor, data, offset=offset)
         except OSError as error:
             raise self._refused(error, f"writing at byte {offset}") from error
+        nbytes = memoryview(data).nbytes
+        if self._durable and nbytes >= BEGIN_NBYTES:
+            with suppress(OSError):  # fsync reports it
+                self._files.begin_sync(self.descriptor, offset, nbytes)
 
     def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
         """Copy a range from another open file, inside the kernel where it can. `Truncated` where the source ends too early."""

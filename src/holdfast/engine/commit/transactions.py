@@ -137,7 +137,7 @@ class FileTransaction(_Transaction):
         return super().__enter__()
 
     def _begin(self, target: Target, temporary: Kept) -> None:
-        self._file = NewFile(target.files, temporary.descriptor, path=self.path)
+        self._file = NewFile(target.files, temporary.descriptor, path=self.path, durable=self.durable)
 
     @property
     def file(self) -> NewFile:
@@ -258,7 +258,7 @@ class DirectoryTransaction(_Transaction):
         label = f"{self.path.rstrip('/')}/{key}"
         self._check_key(key, label)
         with refusing("creating a file", label):
-            made = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label)
+            made = NewFile(target.files, target.files.create(key, at=temporary.descriptor), path=label, durable=self.durable)
         return self._keep(key, made)
 
     def adopt(self, key: str, source: str) -> None:

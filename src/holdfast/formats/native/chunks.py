@@ -28,7 +28,7 @@ from holdfast.core.sparse.storage import SparseParts, SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
-from holdfast.plan.saves import hash_key, head_key
+from holdfast.plan.saves import HASH_KEY, HEAD_KEY
 from holdfast.stores.virtual import Entry, Kept, Virtual
 
 __all__ = [
@@ -95,7 +95,7 @@ def hash_in(sums: Mapping[str, int], label: str, nbytes: int) -> Hashed:
     """The hash of data of this label, once it is written. What has no bytes has no data segment, and the hash of nothing."""
     if not nbytes:
         return hash_bytes(b"")
-    return Hashed(sums[hash_key(label)], sums[head_key(label)] if nbytes > HEAD_NBYTES else None)
+    return Hashed(sums[label + HASH_KEY], sums[label + HEAD_KEY] if nbytes > HEAD_NBYTES else None)
 
 
 def in_files(chunk: StoredChunk, numbers: Mapping[int, int]) -> StoredChunk:

@@ -204,7 +204,9 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
             else:
                 whole = _box_nbytes(name, stored, number, bits=bits)
             if chunk.hash is not None or chunk.head is not None:
-                _check_hash(name, manifest, number)
+                digits, head = chunk.hash, chunk.head
+                if manifest.hash is None or digits is None or not HASH.match(digits) or (head is not None and not CRC.match(head)):
+                    _explain_hash(name, manifest, number)
             if chunk.sparse is not None:
                 ranges += _check_packed(name, manifest, number, limits=limits)
                 continue
@@ -233,15 +235,14 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> i
     return (Box(start, stop).count * bits + 7) // 8
 
 
-def _check_hash(name: str, manifest: Parsed, number: int) -> None:
-    """Check the form of a hash, whatever its algorithm; nothing that is read depends on it."""
+def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
+    """Raise for a hash of a wrong form, whatever its algorithm; nothing that is read depends on it."""
     chunk = manifest.tensors[name].chunks[number]
     if manifest.hash is None or chunk.hash is None:
         _refuse(name, "a hash needs a manifest that names its algorithm, and a head needs a hash", "chunks", number)
     if not HASH.match(chunk.hash):
         _refuse(name, f"{quoted(chunk.hash)} is no hash in hexadecimal digits", "chunks", number, "hash")
-    if chunk.head is not None and not CRC.match(chunk.head):
-        _refuse(name, f"{quoted(chunk.head)} is no CRC-32 in eight digits", "chunks", number, "head")
+    _refuse(name, f"{quoted(chunk.head or '')} is no CRC-32 in eight digits", "chunks", number, "head")
 
 
 def _check_packed(name: str, manifest: Parsed, number: int, *, limits: Limits) -> list[tuple[int, int, int]]:

@@ -157,12 +157,15 @@ def lay_out_native(
     first = len(reuse.linked)
     places = {entry: (number, place) for number, file in enumerate(files, first) for entry, place in file.places.items()}
 
+    # Asked for three times, a hundred thousand of them.
+    nbytes = {entry: stop - start for entry, (_, (start, stop)) in places.items()} if hashes else {}
+
     def chunks(crcs: Mapping[str, int]) -> Iterator[tuple[str, StoredChunk]]:
-        for name, tensor in written.items():
+        for name in written:
             if name in there:
                 yield from ((name, chunk) for chunk in there[name])
                 continue
-            hashed = known.get(name) or (hash_in(crcs, name, tensor.nbytes) if hashes else None)
+            hashed = (known.get(name) or hash_in(crcs, name, nbytes[name])) if hashes else None
             yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name), hashed=hashed)
 
     return _whole_plan(state, kept, files, chunks=chunks, reuse=reuse, alone=bool(save))
@@ -337,7 +340,7 @@ def lay_out_index(
     most = Limits().index_nbytes
     if len(raw) > most:
         raise CannotHold(CANNOT, [f"the manifest would have {len(raw):,} bytes, more than {most:,}"])
-    manifest = Late(len(raw), lambda crcs: encoded(stored(crcs))) if labels else Literal(raw)
+    manifest = Late(len(raw), lambda crcs: encoded(stored(crcs)), blank=raw) if labels else Literal(raw)
     return (*others, FilePlan(MANIFEST, (manifest,)))
 
 
