@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core import content_hash
-from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes
+from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 
 PIECE, HEAD = 64, 24
 
@@ -74,6 +74,15 @@ def test_many_threads_at_once():
     for thread in threads:
         thread.join()
     assert found.done() == oracle(data, PIECE, HEAD)
+
+
+@pytest.mark.usefixtures("short")
+@given(st.binary(min_size=HEAD + 1, max_size=3 * PIECE), st.lists(st.integers(0, 400), max_size=6))
+def test_the_head_alone(data: bytes, cuts: list[int]):
+    found = ContentHash(len(data), whole=False)
+    for start, block in reversed(blocks_of(data, cuts)):
+        found.add(start, block)
+    assert found.done() == Hashed(None, oracle(data, PIECE, HEAD).head) == head_bytes(data)
 
 
 @pytest.mark.usefixtures("short")

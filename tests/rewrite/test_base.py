@@ -206,6 +206,30 @@ def test_a_change_behind_the_head_is_found(tmp_path: Path):
     assert linked(tmp_path / "2", tmp_path / "1")
 
 
+def test_what_changed_is_hashed_when_it_stands_still(tmp_path: Path):
+    """A large tensor that changed has a head and no hash; the next time it is the same it is written with one, and then shared."""
+    state = {"w": np.arange(50_000, dtype=np.float32), "frozen": np.arange(90_000, dtype=np.float32)}
+
+    def saved(step: int) -> tuple[dict[str, object], bool]:
+        done = after(tmp_path / f"{step - 1}", tmp_path / f"{step}", state)
+        check(tmp_path / f"{step}", state)
+        return manifest(tmp_path / f"{step}")["tensors"]["w"]["chunks"][0], "w" in done.crcs
+
+    first(tmp_path / "0", state)
+    for step in (1, 2):
+        state["w"] = state["w"] + 1
+        chunk, written = saved(step)
+        assert written
+        assert chunk["head"] == f"{hash_bytes(state['w'].tobytes()).head:08x}"
+        assert "hash" not in chunk
+    chunk, written = saved(3)
+    assert written
+    assert chunk["hash"] == f"{hash_bytes(state['w'].tobytes()).hash:032x}"
+    chunk, written = saved(4)
+    assert not written
+    assert linked(tmp_path / "4", tmp_path / "3") == {file.name for file in (tmp_path / "4").glob("data*")}
+
+
 def test_tied_empty_strided_and_nested(tmp_path: Path):
     weight = np.arange(4096, dtype=np.float32).reshape(64, 64)
     big = np.arange(200_000, dtype=np.int32).reshape(400, 500)

@@ -9,7 +9,8 @@ that a save may leave out what did not change, a manifest records beside it:
     head    CRC-32              of the first 64 KiB, where there are more than that
 
 A hash of a whole cannot be had from blocks that several threads see; one of the hashes of fixed pieces can. The head answers the
-common case, everything changed, after 64 KiB. It only ever says *different*; *the same* is for the hash to say.
+common case, everything changed, after 64 KiB. It only ever says *different*; *the same* is for the hash to say. What was different
+has a head and no hash: it will be different again, and hashing it would be in vain. When its head stands still, it gets its hash.
 
 XXH3 is no cryptographic hash: it finds changes, not forgeries. Whoever can choose the weights of a run can write its files, too.
 """
@@ -24,7 +25,7 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 
 from holdfast.core.crc import Sums, crc32
 
-__all__ = ["HASH", "HEAD_NBYTES", "PIECE_NBYTES", "ContentHash", "Hashed", "hash_bytes", "head_of"]
+__all__ = ["HASH", "HEAD_NBYTES", "PIECE_NBYTES", "ContentHash", "Hashed", "hash_bytes", "head_bytes"]
 
 HASH = "xxh3-128/1MiB"
 """What the manifest calls it."""
@@ -41,14 +42,15 @@ Bytes = bytes | bytearray | memoryview
 class Hashed(NamedTuple):
     """The hash of some bytes, and their head. A tuple, since a hundred thousand of them are made several times in a save."""
 
-    hash: int
+    hash: int | None
+    """None where only the head is known."""
     head: int | None
     """None where they are not more than a head."""
 
 
-def head_of(data: Bytes) -> int:
-    """The head of bytes of which these are the first."""
-    return crc32(memoryview(data)[:HEAD_NBYTES])
+def head_bytes(data: Bytes) -> Hashed:
+    """The head alone of bytes that are all here, and more than a head."""
+    return Hashed(None, crc32(memoryview(data)[:HEAD_NBYTES]))
 
 
 def hash_bytes(data: Bytes) -> Hashed:
@@ -77,12 +79,16 @@ class _Piece:
 
 
 class ContentHash:
-    """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`."""
+    """The hash of `nbytes` bytes. `add` every byte once, in blocks of any length and order, from any thread; then it is `done`.
 
-    __slots__ = ("_head", "_lock", "_nbytes", "_open", "_pieces")
+    Not `whole`: the head alone.
+    """
 
-    def __init__(self, nbytes: int) -> None:
+    __slots__ = ("_head", "_lock", "_nbytes", "_open", "_pieces", "_whole")
+
+    def __init__(self, nbytes: int, *, whole: bool = True) -> None:
         self._nbytes = nbytes
+        self._whole = whole
         self._pieces: list[bytes | None] = [None] * max(-(-nbytes // PIECE_NBYTES), 1)
         self._open: dict[int, _Piece] = {}
         self._head = Sums()
@@ -94,7 +100,7 @@ class ContentHash:
         stop = start + view.nbytes
         if start < HEAD_NBYTES < self._nbytes:
             self._head.add(start, view[: HEAD_NBYTES - start])
-        at = start
+        at = start if self._whole else stop
         while at < stop:
             number, inside = divmod(at, PIECE_NBYTES)
             end = min((number + 1) * PIECE_NBYTES, self._nbytes)
@@ -123,6 +129,8 @@ class ContentHash:
 
     def done(self) -> Hashed:
         """The hash, when all bytes have come. Raises `ValueError` where some have not."""
+        if not self._whole:
+            return Hashed(None, self._head.crc32())
         pieces = [xxh3_128_digest(b"")] if not self._nbytes else [piece for piece in self._pieces if piece is not None]
         if len(pieces) != len(self._pieces):
             raise ValueError("a hash was asked for before all bytes had come")

@@ -3,8 +3,8 @@
 1. The first 64 KiB of each are looked at. Where they differ, the tensor has changed, and nothing more of it is read.
 2. The others are read from end to end, in parallel, a few blocks at a time, and hashed.
 
-So a run in which everything changes pays for the heads alone; its hashes are computed when the bytes are written. What is in this
-process's memory is hashed where it lies; everything else is read as a save would read it (`engine.blocks`).
+So a run in which everything changes pays for the heads alone: what changed gets no hash either. What is in this process's memory
+is hashed where it lies; everything else is read as a save would read it (`engine.blocks`).
 """
 
 from __future__ import annotations
@@ -31,12 +31,16 @@ TOGETHER = 256
 
 def unchanged(
     tensors: Mapping[str, LazyTensor], recorded: Mapping[str, Hashed], *, threads: int | None = None, block: int | None = None
-) -> set[str]:
-    """The names of the tensors that have the hash that is recorded for them. Each name has a record."""
+) -> tuple[set[str], set[str]]:
+    """The names of the tensors that have the hash that is recorded for them, and of those that have another head.
+
+    Each name has a record. One without a hash is in neither where the head is the same: it may have changed, or not.
+    """
     heads = _heads({name: tensors[name] for name, known in recorded.items() if known.head is not None}, threads)
-    likely = {name: tensors[name] for name, known in recorded.items() if known.head is None or heads[name] == known.head}
+    changed = {name for name, head in heads.items() if head != recorded[name].head}
+    likely = {name: tensors[name] for name, known in recorded.items() if name not in changed and known.hash is not None}
     found = tensor_hashes(likely, threads=threads, block=block)
-    return {name for name, hashed in found.items() if hashed.hash == recorded[name].hash}
+    return {name for name, hashed in found.items() if hashed.hash == recorded[name].hash}, changed
 
 
 def tensor_hashes(tensors: Mapping[str, LazyTensor], *, threads: int | None = None, block: int | None = None) -> dict[str, Hashed]:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes
+from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums
 from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
@@ -73,7 +73,7 @@ class Written:
         label = segment.label
         if isinstance(segment, Data) and segment.hashed:
             if start == 0 and len(data) == segment.nbytes:
-                self.hashed[label] = hash_bytes(data)
+                self.hashed[label] = hash_bytes(data) if segment.hashed == "hash" else head_bytes(data)
             else:
                 self.hashes[label].add(start, data)
         return self.sums[label].add(start, data)
@@ -95,7 +95,7 @@ def write_file(
     offsets = plan.offsets()
     written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
     large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
-    written.hashes = {s.label: ContentHash(s.nbytes) for s in large}
+    written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
     sink.allocate(plan.nbytes)
     threads = threads or default_threads()
     work = _tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK_NBYTES))
@@ -108,7 +108,7 @@ def write_file(
             if isinstance(segment, Data) and segment.hashed:
                 label = segment.label
                 hashed = written.hashed.get(label) or written.hashes[label].done()
-                receipt.crcs[label + HASH_KEY], receipt.crcs[label + HEAD_KEY] = hashed.hash, hashed.head or 0
+                receipt.crcs[label + HASH_KEY], receipt.crcs[label + HEAD_KEY] = hashed.hash or 0, hashed.head or 0
     known |= receipt.crcs
     for pieces in _joined_late(plan, offsets, known, written.made):
         sink.write(pieces[0], memoryview(pieces[1]))

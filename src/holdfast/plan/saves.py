@@ -24,6 +24,7 @@ __all__ = [
     "HEAD_KEY",
     "Data",
     "FilePlan",
+    "Hashing",
     "Hole",
     "Late",
     "LinkedFile",
@@ -56,6 +57,10 @@ class Literal:
         return len(self.data)
 
 
+Hashing = str
+"""What is computed of data beside its CRC-32: nothing, its "head", or its "hash" with its head."""
+
+
 @dataclass(frozen=True, slots=True)
 class Data:
     """The elements of a tensor, in C order and little-endian. Packed types are packed, lowest bits first."""
@@ -63,8 +68,8 @@ class Data:
     tensor: LazyTensor
     label: str
     """What the file calls it; the key under which `Late` segments find its CRC. Unique in a plan."""
-    hashed: bool = False
-    """Whether it is hashed as well: hash and head are then known, too, under the label and `HASH_KEY`, `HEAD_KEY`."""
+    hashed: Hashing = ""
+    """Whether it is hashed as well, or its head alone: known then, too, under the label and `HASH_KEY`, `HEAD_KEY`."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ What of a state the formats of other programs have no place for, `unkept_notes` 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -158,7 +158,11 @@ def rank_files(
             key = f"data-{part.rank + 1:05}-of-{part.size:05}{again}.safetensors"
         else:
             key = f"shard-{part.rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
-        laid_out.append(_safetensors_file(key, ones, part.metadata, strict=format == "safetensors", pack=pack, hashes=hashes))
+        laid_out.append(
+            _safetensors_file(
+                key, ones, part.metadata, strict=format == "safetensors", pack=pack, hashes=hashes, changed=reuse.changed
+            )
+        )
     return laid_out
 
 
@@ -195,6 +199,7 @@ def _safetensors_file(
     strict: bool,
     pack: Pack | None,
     hashes: HashAll | None,
+    changed: Container[Place],
 ) -> RankFile:
     problems = [f"{one.name}: {problem}" for one in ones if (problem := name_problem(one.name))]
     if strict:
@@ -204,7 +209,7 @@ def _safetensors_file(
     texts = dict(metadata)
     if strict or any(one.box.shape != one.shape for one in ones):
         texts |= sharding_texts(ones)
-    file = box_file(key, ones, texts, fields={} if strict else OWN, pack=pack, hashes=hashes)
+    file = box_file(key, ones, texts, fields={} if strict else OWN, pack=pack, hashes=hashes, changed=changed)
     return RankFile(file.layout.plan, file.chunks)
 
 

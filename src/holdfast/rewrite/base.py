@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.core.content_hash import HASH, Hashed
 from holdfast.core.limits import Limits
@@ -58,9 +58,9 @@ class OpenBase:
             # No name has half of a surrogate pair.
             key = f"{name}\udc00{number}" if number else name
             pieces[key], recorded[key], of[key] = piece, hashed, name
-        found = unchanged(pieces, recorded, threads=self.threads, block=self.block)
-        changed = {of[key] for key in pieces if key not in found}
-        return self.base.reuse(set(of.values()) - changed)
+        found, changed = unchanged(pieces, recorded, threads=self.threads, block=self.block)
+        others = {of[key] for key in pieces if key not in found}
+        return replace(self.base.reuse(set(of.values()) - others), changed=frozenset(of[key] for key in changed))
 
     def take_over_boxes(self, boxes: Sequence[BoxToWrite]) -> Reuse[Place]:
         """What of these boxes of one rank the base has already."""
@@ -72,8 +72,9 @@ class OpenBase:
         known = {key: recorded_chunks([there[place]], self.base.manifest.hash) for key, place in keys.items()}
         recorded = {key: hashed[0] for key, hashed in known.items() if hashed is not None}
         tensors = {key: given[keys[key]].tensor for key in recorded}
-        found = unchanged(tensors, recorded, threads=self.threads, block=self.block)
-        return self.base.reuse_chunks({keys[key]: (there[keys[key]],) for key in keys if key in found}, files)
+        found, changed = unchanged(tensors, recorded, threads=self.threads, block=self.block)
+        reuse = self.base.reuse_chunks({keys[key]: (there[keys[key]],) for key in keys if key in found}, files)
+        return replace(reuse, changed=frozenset(keys[key] for key in changed))
 
     def hashes(self, tensors: Mapping[str, LazyTensor]) -> Mapping[str, Hashed]:
         """The hashes of tensors that are stored packed."""

@@ -58,6 +58,8 @@ class Reuse(Generic[K]):
     """Those that stay where they are. `file` is a number in `linked`."""
     moved: frozenset[K] = frozenset()
     """Those that did not change, and are written again because of the file that they were in."""
+    changed: frozenset[K] = frozenset()
+    """Those whose head shows that they changed: they get no hash, since they would change again."""
     taken: frozenset[str] = frozenset()
     """Names of files that a new one of a rank may not have: all those of the base, since other ranks take over others."""
     notes: tuple[str, ...] = ()
@@ -134,7 +136,7 @@ class Base:
             tuple(LinkedFile(file.name, file.nbytes, self.folder) for file in kept),
             {key: tuple(in_files(chunk, numbers) for chunk in own) for key, own in stay.items()},
             frozenset(chunks.keys() - stay.keys()),
-            frozenset(file.name for file in self.manifest.files),
+            taken=frozenset(file.name for file in self.manifest.files),
         )
 
     def _living(self, chunks: Mapping[K, Sequence[StoredChunk]], files: Iterable[int]) -> dict[int, int]:
@@ -157,10 +159,11 @@ class Base:
 
 
 def recorded_chunks(chunks: Sequence[StoredChunk], algorithm: str | None) -> list[Hashed] | None:
-    """The hashes of all these chunks, where they have them and by our algorithm; else None."""
-    if algorithm != HASH or any(chunk.hash is None or len(chunk.hash) != 32 for chunk in chunks):
+    """The hashes or heads of all these chunks, where they have them and by our algorithm; else None."""
+    if algorithm != HASH or any(chunk.hash is None and chunk.head is None for chunk in chunks):
         return None
-    return [Hashed(int(chunk.hash or "", 16), None if chunk.head is None else int(chunk.head, 16)) for chunk in chunks]
+    numbers = [[None if digits is None else int(digits, 16) for digits in (chunk.hash, chunk.head)] for chunk in chunks]
+    return [Hashed(hash, head) for hash, head in numbers]
 
 
 def parts_of(chunk: StoredChunk) -> list[StoredPart]:

@@ -80,7 +80,8 @@ def stored_chunk(
 ) -> StoredChunk:
     """A chunk as the manifest has it; without a box it is the whole tensor."""
     start, stop = (None, None) if box is None else (box.start, box.stop)
-    hash, head = (None, None) if hashed is None else (f"{hashed.hash:032x}", None if hashed.head is None else f"{hashed.head:08x}")
+    hash = None if hashed is None or hashed.hash is None else f"{hashed.hash:032x}"
+    head = None if hashed is None or hashed.head is None else f"{hashed.head:08x}"
     if parts is None:
         return StoredChunk(*_known(name, place, crc), start, stop, None, hash, head)
     values, where, starts = part_names(name)
@@ -91,10 +92,12 @@ def stored_chunk(
     return StoredChunk(file, span, f"{parts.crc32:08x}", start, stop, sparse, hash, head)
 
 
-def hash_in(sums: Mapping[str, int], label: str, nbytes: int) -> Hashed:
+def hash_in(sums: Mapping[str, int], label: str, nbytes: int, *, head_alone: bool = False) -> Hashed:
     """The hash of data of this label, once it is written. What has no bytes has no data segment, and the hash of nothing."""
     if not nbytes:
         return hash_bytes(b"")
+    if head_alone:
+        return Hashed(None, sums[label + HEAD_KEY])
     return Hashed(sums[label + HASH_KEY], sums[label + HEAD_KEY] if nbytes > HEAD_NBYTES else None)
 
 

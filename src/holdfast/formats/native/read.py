@@ -205,7 +205,8 @@ def check_tensors(manifest: Parsed, limits: Limits) -> None:
                 whole = _box_nbytes(name, stored, number, bits=bits)
             if chunk.hash is not None or chunk.head is not None:
                 digits, head = chunk.hash, chunk.head
-                if manifest.hash is None or digits is None or not HASH.match(digits) or (head is not None and not CRC.match(head)):
+                wrong = (digits is not None and not HASH.match(digits)) or (head is not None and not CRC.match(head))
+                if wrong or manifest.hash is None:
                     _explain_hash(name, manifest, number)
             if chunk.sparse is not None:
                 ranges += _check_packed(name, manifest, number, limits=limits)
@@ -238,9 +239,9 @@ def _box_nbytes(name: str, stored: StoredTensor, number: int, *, bits: int) -> i
 def _explain_hash(name: str, manifest: Parsed, number: int) -> NoReturn:
     """Raise for a hash of a wrong form, whatever its algorithm; nothing that is read depends on it."""
     chunk = manifest.tensors[name].chunks[number]
-    if manifest.hash is None or chunk.hash is None:
-        _refuse(name, "a hash needs a manifest that names its algorithm, and a head needs a hash", "chunks", number)
-    if not HASH.match(chunk.hash):
+    if manifest.hash is None:
+        _refuse(name, "a hash needs a manifest that names its algorithm", "chunks", number)
+    if chunk.hash is not None and not HASH.match(chunk.hash):
         _refuse(name, f"{quoted(chunk.hash)} is no hash in hexadecimal digits", "chunks", number, "hash")
     _refuse(name, f"{quoted(chunk.head or '')} is no CRC-32 in eight digits", "chunks", number, "head")
 

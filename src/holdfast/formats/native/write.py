@@ -23,7 +23,7 @@ What did not change since another directory is taken over from there (`formats.n
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -37,7 +37,7 @@ from holdfast.core.protocols import State
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import CannotHold
-from holdfast.formats.native.base import Reuse
+from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import entries_of, hash_in, stored_chunk, without_clashes
 from holdfast.formats.native.schema import (
     FORMAT,
@@ -63,7 +63,7 @@ from holdfast.formats.safetensors.write import (
     plan_file,
 )
 from holdfast.formats.tree_json import encode_tree
-from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan, known_later
+from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan, known_later
 
 __all__ = [
     "OWN",
@@ -141,7 +141,7 @@ def lay_out_native(
     new = {name: tensor for name, tensor in written.items() if name not in there}
     packed = without_clashes(pack(new), list(written)) if pack else {}
     known = hashes({name: new[name] for name in packed}) if hashes else {}
-    plain = new.keys() - packed.keys() if hashes else frozenset()
+    hashing = {name: "head" if name in reuse.changed else "hash" for name in new if name not in packed} if hashes else {}
 
     def shards_of(names: Iterable[str]) -> list[list[HeaderTensor]]:
         entries = (entries_of(name, new[name], packed.get(name)) for name in names)
@@ -153,7 +153,7 @@ def lay_out_native(
     if not shards and not reuse.linked:
         shards = [[]]
     keys = [data_name(i, len(shards), save) for i in range(len(shards))] if save else reuse.names(len(shards))
-    files = [plan_file(key, shard, {}, fields=OWN, hashed=plain) for key, shard in zip(keys, shards, strict=True)]
+    files = [plan_file(key, shard, {}, fields=OWN, hashed=hashing) for key, shard in zip(keys, shards, strict=True)]
     first = len(reuse.linked)
     places = {entry: (number, place) for number, file in enumerate(files, first) for entry, place in file.places.items()}
 
@@ -165,7 +165,9 @@ def lay_out_native(
             if name in there:
                 yield from ((name, chunk) for chunk in there[name])
                 continue
-            hashed = (known.get(name) or hash_in(crcs, name, nbytes[name])) if hashes else None
+            hashed = known.get(name)
+            if hashed is None and hashes:
+                hashed = hash_in(crcs, name, nbytes[name], head_alone=hashing[name] == "head")
             yield name, stored_chunk(name, places.__getitem__, crcs.__getitem__, parts=packed.get(name), hashed=hashed)
 
     return _whole_plan(state, kept, files, chunks=chunks, reuse=reuse, alone=bool(save))
@@ -235,8 +237,8 @@ class BoxFile:
     packed: Mapping[str, SparseParts]
     label: str
     """What stands before the names of its entries where their checksums are looked up."""
-    hashed: bool = False
-    """Whether its chunks have hashes."""
+    hashing: Mapping[str, Hashing] = field(default_factory=dict)
+    """Which boxes are hashed when they are written, and how."""
     known: Mapping[str, Hashed] = field(default_factory=dict)
     """Those of the boxes that are stored packed."""
 
@@ -251,12 +253,15 @@ class BoxFile:
                     lambda entry: crcs[self.label + entry],
                     box=one.box,
                     parts=self.packed.get(one.name),
-                    hashed=self._hash(one, crcs) if self.hashed else None,
+                    hashed=self._hash(one, crcs),
                 ),
             )
 
-    def _hash(self, one: BoxToWrite, crcs: Mapping[str, int]) -> Hashed:
-        return self.known.get(one.name) or hash_in(crcs, self.label + one.name, one.tensor.nbytes)
+    def _hash(self, one: BoxToWrite, crcs: Mapping[str, int]) -> Hashed | None:
+        how = self.hashing.get(one.name)
+        if how is None:
+            return self.known.get(one.name)
+        return hash_in(crcs, self.label + one.name, one.tensor.nbytes, head_alone=how == "head")
 
 
 def box_file(
@@ -268,18 +273,21 @@ def box_file(
     label: str = "",
     pack: Pack | None = None,
     hashes: HashAll | None = None,
+    changed: Container[Place] = (),
 ) -> BoxFile:
     """Lay out one data file. `texts` go into its metadata, `fields` into its record; boxes are packed where `pack` says so.
 
-    With `hashes`, its chunks have their hashes.
+    With `hashes`, its chunks have their hashes; those that `changed`, their heads.
     """
     packed = without_clashes(pack({one.name: one.tensor for one in ones}), [one.name for one in ones]) if pack else {}
     entries = {entry: part for one in ones for entry, part in entries_of(one.name, one.tensor, packed.get(one.name)).items()}
     known = hashes({one.name: one.tensor for one in ones if one.name in packed}) if hashes else {}
-    plain = {one.name for one in ones if one.name not in packed} if hashes else frozenset()
+    alone = {one.name for one in ones if (one.name, one.box.start, one.box.stop) in changed}
+    named = [one.name for one in ones if one.name not in packed] if hashes else []
+    hashing = {name: "head" if name in alone else "hash" for name in named}
     pieces = [carried(entry, part) for entry, part in entries.items()]
-    layout = plan_file(key, pieces, texts, fields=fields, label=label, hashed=plain)
-    return BoxFile(layout, tuple(ones), packed, label, hashes is not None, known)
+    layout = plan_file(key, pieces, texts, fields=fields, label=label, hashed=hashing)
+    return BoxFile(layout, tuple(ones), packed, label, hashing, known)
 
 
 def sharding_texts(ones: Iterable[BoxToWrite]) -> dict[str, str]:
@@ -330,7 +338,7 @@ def lay_out_index(
     others = [] if alone else _index_for_others(files, blank)
     beside = _other_files(others)
 
-    hashed = any(chunk.hash is not None for tensor in blank.values() for chunk in tensor.chunks)
+    hashed = any(chunk.hash or chunk.head for tensor in blank.values() for chunk in tensor.chunks)
     version, hash = (HASHED_VERSION, HASH) if hashed else (VERSION, msgspec.UNSET)
 
     def encoded(listed: dict[str, StoredTensor]) -> bytes:

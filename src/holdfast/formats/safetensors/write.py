@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -34,7 +34,7 @@ from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, About, Recor
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
-from holdfast.plan.saves import Data, FilePlan, Late, Literal, SavePlan, Segment
+from holdfast.plan.saves import Data, FilePlan, Hashing, Late, Literal, SavePlan, Segment
 
 __all__ = [
     "ORDER",
@@ -96,6 +96,9 @@ class FileLayout:
     """First byte of each tensor in the file, and the byte after its last."""
 
 
+NOT_HASHED: Mapping[str, Hashing] = {}
+
+
 def plan_file(
     key: str,
     pieces: Iterable[HeaderTensor],
@@ -103,7 +106,7 @@ def plan_file(
     *,
     fields: Mapping[str, object],
     label: str = "",
-    hashed: Container[str] = (),
+    hashed: Mapping[str, Hashing] = NOT_HASHED,
 ) -> FileLayout:
     """Lay out one file; `fields` go into its record, beside the checksums. The tensors of the names `hashed` are hashed, too.
 
@@ -141,7 +144,7 @@ def plan_file(
     length = len(head) + late.nbytes + len(tail)
     start = PREFIX_NBYTES + length
     segments: list[Segment] = [Literal(length.to_bytes(PREFIX_NBYTES, "little") + head), late, Literal(tail)]
-    segments += [Data(piece.tensor, label + piece.name, piece.name in hashed) for piece in filled]
+    segments += [Data(piece.tensor, label + piece.name, hashed.get(piece.name, "")) for piece in filled]
     places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in entries.items()}
     return FileLayout(FilePlan(key, tuple(segments)), length, places)
 
