@@ -16,6 +16,7 @@
     │   └── Replaced                        another checkpoint has taken the place of the one that was opened: open it again
     ├── Unsupported (NotImplementedError)   well-formed, but not something we can turn into what was asked for
     ├── NoSuchTensor (KeyError)             the name is not in the checkpoint; near names are suggested
+    ├── NoSuchStep (KeyError)               the run has no whole step of this number
     ├── BadIndex (IndexError)               an index that numpy would refuse too, or one that we cannot do lazily
     ├── SaveError (OSError)                 a save did not do what it should
     │   ├── NotCommitted                    nothing changed at the target; what was there is intact
@@ -63,6 +64,7 @@ __all__ = [
     "HoldfastWarning",
     "LimitExceeded",
     "MetadataError",
+    "NoSuchStep",
     "NoSuchTensor",
     "NotAPath",
     "NotCommitted",
@@ -181,6 +183,12 @@ class NoSuchTensor(HoldfastError, KeyError):
     """The name is not in the checkpoint."""
 
     # KeyError shows the repr of its argument; a sentence reads better as a sentence.
+    __str__ = HoldfastError.__str__
+
+
+class NoSuchStep(HoldfastError, KeyError):
+    """The run has no whole step of this number."""
+
     __str__ = HoldfastError.__str__
 
 

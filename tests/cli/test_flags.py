@@ -24,6 +24,8 @@ NOT_OURS = {
     *("base", "hashes", "shardings", "store"),  # of `save`, `holdfast.jax.load` and `open`, which no command is for
     *("last_save_in_hf", "initial_load_in_hf"),  # of TorchTitan's configuration
     *("seed", "item", "nbytes"),  # of a rule; of a repr
+    *("hours", "days", "minutes", "mode"),  # of rules of a run, which are texts at a shell
+    *("step", "metrics", "mtbf"),  # of `holdfast.Run`
 }
 LIMITS = set(holdfast.Limits.__dataclass_fields__)
 """They are said as `Limits(files=…)`, which is for programs."""

@@ -292,6 +292,10 @@ class Model:
             self._called(f"pwrite {offset}+{len(data)}")
             return len(data)
 
+    def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
+        with self._turn:
+            return bytes(self._file(descriptor).data[offset : offset + nbytes])
+
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
         with self._turn:
             if source < FIRST_DESCRIPTOR:

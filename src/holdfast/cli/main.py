@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from holdfast.cli import compact, completion, convert, edit, package, prune, reshard, stats, tie, values
+from holdfast.cli import compact, completion, convert, edit, package, pin, prune, reshard, runs, stats, tie, values
 from holdfast.cli.text import clip, escape, print_lines
 from holdfast.cli.values import positive
 
@@ -309,6 +309,9 @@ def parser() -> Parser:
     compact.add_arguments(
         _verb(verbs, "compact", "drop bytes that no tensor reaches", description=compact.DESCRIPTION, examples=compact.EXAMPLES)
     )
+    runs.add_arguments(_verb(verbs, "runs", "list the steps of a run", description=runs.DESCRIPTION, examples=runs.EXAMPLES))
+    pin.add_arguments(_verb(verbs, "pin", "keep a step of a run", description=pin.DESCRIPTION, examples=pin.EXAMPLES))
+    pin.add_unpin_arguments(_verb(verbs, "unpin", "leave it to the rules", description=pin.UNPIN, examples=pin.UNPIN_EXAMPLES))
     completion.add_arguments(
         _verb(verbs, "completion", "teach a shell", description=completion.DESCRIPTION, examples=completion.EXAMPLES)
     )

@@ -31,6 +31,7 @@ from holdfast.errors import CannotHold, HoldfastError, Unsupported, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.write import lay_out_safetensors
+from holdfast.formats.seal import SEAL
 from holdfast.formats.torch.write import archive_name, lay_out_torch_zip
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.base import OpenBase
@@ -175,7 +176,7 @@ def save_name(path: str) -> str:
 
 def is_replaceable(name: str) -> bool:
     """Whether a file in a directory belongs to a checkpoint, so that a save with `overwrite=True` may replace it."""
-    return name.endswith((".safetensors", ".safetensors.index.json")) or name == "holdfast.json"
+    return name.endswith((".safetensors", ".safetensors.index.json")) or name in ("holdfast.json", SEAL)
 
 
 Outline = tuple[DType, tuple[int, ...]]

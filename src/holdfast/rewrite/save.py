@@ -35,7 +35,7 @@ from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import check_binary, content_and_path, place_of
 from holdfast.stores.remote.url import Url
 
-__all__ = ["save", "to_bytes"]
+__all__ = ["plan_saving", "save", "to_bytes"]
 
 
 @understood
@@ -95,7 +95,7 @@ def save(
         described = describe_state(state, metadata=metadata, limits=limits)
         return _stream(described, cast(Writer, path), format=format, options=options, writing=writing, progress=progress)
     plan = partial(
-        _plan, state, place_of(path, store), format=format, metadata=metadata, options=options, writing=writing, limits=limits
+        plan_saving, state, place_of(path, store), format=format, metadata=metadata, options=options, writing=writing, limits=limits
     )
     # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
     with resting_collector():
@@ -156,7 +156,7 @@ def _stream(
     return replace(report, done=True)
 
 
-def _plan(
+def plan_saving(
     state: object,
     target: str,
     *,
@@ -168,6 +168,7 @@ def _plan(
     writing: Writing,
     limits: Limits | None,
 ) -> Planned[Saved]:
+    """Lay out a save to a path that is not begun."""
     described = describe_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)

@@ -7,7 +7,7 @@ passes with its code as it is. What to do about it is `engine/commit/transaction
 Names are relative to an open directory (`at`), so a parent that is moved during a save cannot lead it elsewhere. Nothing here
 follows a link but `resolve`, which is asked once, before anything is written.
 
-What loops (on a short write, on a short copy) stands beside the object and goes through it: `write_all`, `copy_all`.
+What loops (on a short write, read or copy) stands beside the object and goes through it: `write_all`, `read_all`, `copy_all`.
 
 A save belongs to the process that began it. A lock (flock) belongs to what is open, which a forked child shares, so that it would
 hold a lock of its parent's for as long as it lives. Therefore a lock is given back before its descriptor is closed, a child closes
@@ -39,6 +39,7 @@ __all__ = [
     "entry_of",
     "is_temporary",
     "make_parents",
+    "read_all",
     "split_path",
     "write_all",
 ]
@@ -102,6 +103,9 @@ class Files(Protocol):
 
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
         """Write some of the bytes at an offset, and say how many."""
+
+    def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
+        """Read some bytes from an offset on, at most so many; none at the end."""
 
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
         """Copy some bytes from file to file inside the kernel (shared on disk where that is possible), and say how many."""
@@ -201,6 +205,10 @@ class OsFiles:
     def pwrite(self, descriptor: int, data: memoryview, offset: int) -> int:
         self._check()
         return platform.write_some(descriptor, data, offset)
+
+    def pread(self, descriptor: int, nbytes: int, offset: int) -> bytes:
+        self._check()
+        return platform.read_block(descriptor, nbytes, offset)
 
     def copy_range(self, source: int, target: int, nbytes: int, *, source_offset: int, offset: int) -> int:
         self._check()
@@ -315,6 +323,22 @@ def write_all(files: Files, descriptor: int, data: Buffer, *, offset: int) -> No
             # POSIX allows 0 only for an empty buffer; a loop that believed it would never end.
             raise OSError(errno.EIO, "the file system took none of the bytes and said no reason")
         done += count
+
+
+def read_all(files: Files, name: str, *, at: int, most: int) -> bytes | None:
+    """A small file as a whole; None where there is no plain file of this name, it is longer than `most`, or grows meanwhile."""
+    found = files.stat(name, at=at)
+    if found is None or found.kind != "file" or found.nbytes > most:
+        return None
+    descriptor = files.open(name, at=at)
+    try:
+        content = b""
+        # Nothing is allocated for a length that nobody has.
+        while block := files.pread(descriptor, found.nbytes + 1 - len(content), len(content)):
+            content += block
+        return content if len(content) == found.nbytes else None
+    finally:
+        files.close(descriptor)
 
 
 def copy_all(files: Files, source: int, target: int, *, nbytes: int, source_offset: int, offset: int) -> None:

@@ -1,0 +1,312 @@
+"""`holdfast runs`: the steps of a run in a table; what its rules would delete and why, and doing it.
+
+runs/llama  3 steps, 4.2 GiB  keep latest:2, best:val_loss:1
+   step    age      size       new  shared  val_loss  kept by
+   1000   3.1 h   1.4 GiB   1.4 GiB     0 B    2.3104  best:val_loss:1
+   2000   61 min  1.4 GiB  14.1 MiB  1.4 GiB   2.4027  latest:2
+   3000   2 min   …
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from holdfast.cli import values
+from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines, width
+
+if TYPE_CHECKING:
+    from holdfast.runs.lock import Holder
+    from holdfast.runs.record import Kept
+    from holdfast.runs.retention import Deleted, Fate
+    from holdfast.runs.rules import Rule
+    from holdfast.runs.steps import Found, RunFolder, Step
+
+__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+
+SCHEMA = 1
+"""Raised when a field changes its meaning or goes away."""
+
+DESCRIPTION = """\
+List the steps of a training run: those of a holdfast.Run, native directories, and directories of other trainers that were sealed.
+What is not whole is listed with the reason, and is never resumed from. Rules are those that the run wrote down, or --keep."""
+
+EXAMPLES = """\
+rules:
+  latest:3            the three newest
+  every:10000         multiples of 10000
+  best:val_loss:2     the two with the least val_loss; best:accuracy:1:max for the largest
+  within:24h          those of the last day of the run
+
+exit codes:
+  0  done
+  1  a step is not whole (without --plan and --prune)
+  2  an error
+
+examples:
+  holdfast runs runs/llama
+  holdfast runs runs/llama --plan                          what its rules would delete, and why not the rest
+  holdfast runs runs/llama --plan --keep latest:3 --keep every:10000
+  holdfast runs runs/llama --prune                         delete it
+  holdfast runs runs/llama --json | jq '.steps[] | select(.whole).step'
+"""
+
+METRICS = 4
+"""Metrics that the table has columns for."""
+
+
+def add_arguments(verb: argparse.ArgumentParser) -> None:
+    """What the verb takes."""
+    verb.add_argument("path", metavar="DIR", type=values.path, help="the directory of a run")
+    verb.add_argument("--keep", metavar="RULE", action="append", default=[], help="a rule, any number of times")
+    do = verb.add_mutually_exclusive_group()
+    do.add_argument("--plan", action="store_true", help="say what the rules would delete, and delete nothing")
+    do.add_argument("--prune", action="store_true", help="delete what the rules do not keep")
+    verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/cli.md)")
+    verb.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    found: Found
+    fate: Fate | None
+    new_nbytes: int
+    """Bytes of files that no earlier step has."""
+    shared_nbytes: int
+
+    @property
+    def step(self) -> Step | None:
+        return self.found.whole
+
+
+@dataclass(frozen=True)
+class Table:
+    """Everything that is printed."""
+
+    path: str
+    rows: Sequence[Row]
+    rules: Sequence[Rule]
+    writer: Holder | None
+    now: float
+    total_nbytes: int
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command; returns its exit code."""
+    from holdfast.errors import BadArgument, StoreError
+    from holdfast.runs.rules import read_rules
+    from holdfast.runs.steps import RunFolder
+
+    path = str(options.path)
+    folder = RunFolder(path)
+    if not options.path.is_dir():
+        raise StoreError("there is no such directory", file=path)
+    kept = _recorded(folder) if not options.keep else None
+    rules = read_rules(options.keep) if options.keep else kept.rules if kept is not None else ()
+    if (options.plan or options.prune) and not rules:
+        raise BadArgument("no rules say which steps go: the run wrote none down; give some, as --keep latest:3", found=path)
+    done = prune(folder, rules) if options.prune else None
+    gone = done.steps if done is not None else ()
+    table = look(folder, rules)
+    if options.json:
+        from holdfast.cli.document import print_json
+
+        print_json(document(table, gone))
+    elif options.prune:
+        print_lines(gone_lines(path, gone, done.notes if done is not None else ()))
+    elif options.plan:
+        print_lines(plan_lines(table))
+    else:
+        print_lines(lines(table))
+    torn = any(row.step is None for row in table.rows)
+    return 1 if torn and not options.plan and not options.prune else 0
+
+
+def prune(folder: RunFolder, rules: Collection[Rule]) -> Deleted:
+    """Delete what the rules do not keep. Refused while a run has the directory open: it does that itself, after each save."""
+    from holdfast.runs.lock import RunLock
+    from holdfast.runs.retention import retain
+    from holdfast.stores.path_files import system_files
+
+    lock = RunLock.take(system_files(), folder.path)
+    try:
+        return retain(folder, rules)
+    finally:
+        lock.close()
+
+
+def _recorded(folder: RunFolder) -> Kept | None:
+    from holdfast.runs.record import read_kept
+
+    with folder.opened() as (files, at):
+        return read_kept(files, at=at)
+
+
+def look(folder: RunFolder, rules: Collection[Rule]) -> Table:
+    """What is in a run's directory now."""
+    from holdfast.runs.lock import LOCK, who_writes
+    from holdfast.runs.record import read_pins
+    from holdfast.runs.retention import decide
+    from holdfast.runs.space import Sizes, Space
+
+    survey = folder.survey()
+    steps = [found.whole for found in survey if found.whole is not None]
+    with folder.opened() as (files, at):
+        pins = read_pins(files, at=at)
+        writer = who_writes(files, at=at) if files.stat(LOCK, at=at) is not None else None
+    now = time.time()
+    fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins, now=now)}
+    space, seen, rows = Space(folder), Sizes(), []
+    for found in survey:
+        own = space.sizes(found.whole) if found.whole is not None else {}
+        new = sum(size for identity, size in own.items() if identity not in seen)
+        seen.update(own)
+        fate = fates.get(found.whole.step) if found.whole is not None else None
+        rows.append(Row(found, fate, new, sum(own.values()) - new))
+    return Table(folder.path, rows, tuple(rules), writer, now, sum(seen.values()))
+
+
+def lines(table: Table) -> Iterator[Line]:
+    """The table."""
+    yield from _head(table)
+    metrics = _columns([row.step for row in table.rows if row.step is not None])
+    shares = any(row.shared_nbytes for row in table.rows)
+    cells = [_cells(row, metrics, shares=shares, now=table.now) for row in table.rows]
+    titles = ["step", "age", "size", *(["new", "shared"] if shares else []), *(clip(name, 20) for name in metrics), "kept by"]
+    wide = [max((width(row[i]) for row in [titles, *cells] if i < len(row)), default=0) for i in range(len(titles))]
+    if cells:
+        yield [(_aligned(titles, wide), "dim")]
+    for row, cell in zip(table.rows, cells, strict=True):
+        if row.step is None:
+            number = "-" if row.found.step is None else str(row.found.step)
+            yield [
+                (f"  {number:>{wide[0]}}", "name"),
+                ("  not whole", "error"),
+                (f"  {escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}", ""),
+            ]
+        else:
+            goes = row.fate is not None and row.fate.goes
+            yield [(_aligned(cell[:-1], wide), ""), (f"  {cell[-1]}", "error" if goes else "dim")]
+
+
+def _head(table: Table) -> Iterator[Line]:
+    whole = sum(row.step is not None for row in table.rows)
+    told = f"  {plural(whole, 'step')}, {nbytes(table.total_nbytes)}"
+    rules = ", ".join(map(str, table.rules))
+    yield [
+        (escape(clip(table.path, 400)), "title"),
+        (told, "size"),
+        (f"  keep {escape(clip(rules, 300))}" if rules else "  no rules: nothing is deleted", "dim"),
+    ]
+    if table.writer is not None:
+        yield [(f"  a run has it open: {escape(str(table.writer))}", "note")]
+
+
+def _columns(steps: Sequence[Step]) -> list[str]:
+    """The metrics that get a column: those that most steps have."""
+    counts: dict[str, int] = {}
+    for step in steps:
+        for name in step.metrics:
+            counts[name] = counts.get(name, 0) + 1
+    return sorted(counts, key=lambda name: (-counts[name], name))[:METRICS]
+
+
+def _cells(row: Row, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
+    step = row.step
+    if step is None:
+        return []
+    cells = [str(step.step), age(now - step.saved), nbytes(step.nbytes)]
+    if shares:
+        cells += [nbytes(row.new_nbytes), nbytes(row.shared_nbytes)]
+    cells += [f"{step.metrics[name]:.5g}" if name in step.metrics else "" for name in metrics]
+    return [*cells, "" if row.fate is None else "goes: no rule keeps it" if row.fate.goes else escape(clip(row.fate.why, 200))]
+
+
+def _aligned(cells: Sequence[str], wide: Sequence[int]) -> str:
+    shown = [escape(cell) for cell in cells]
+    return "".join(f"  {' ' * (room - width(cell))}{cell}" for cell, room in zip(shown, wide, strict=False))
+
+
+def age(seconds: float) -> str:
+    """How long ago.
+
+    >>> age(5), age(300), age(7300), age(864000), age(-60)
+    ('5 s', '5 min', '2.0 h', '10.0 d', 'in the future')
+    """
+    if seconds < -1:
+        return "in the future"
+    for unit, length, digits in (("s", 1, 0), ("min", 60, 0), ("h", 3600, 1)):
+        if seconds < 120 * length or (unit == "h" and seconds < 48 * length):
+            return f"{max(seconds, 0) / length:.{digits}f} {unit}"
+    return f"{seconds / 86400:.1f} d"
+
+
+def plan_lines(table: Table) -> Iterator[Line]:
+    """What the rules would do."""
+    yield from _head(table)
+    going = 0
+    for row in table.rows:
+        if row.fate is None or row.step is None:
+            continue
+        going += row.fate.goes
+        yield [
+            (f"  {'delete' if row.fate.goes else 'keep':<6}", "error" if row.fate.goes else "clean"),
+            (f"  step {row.step.step}", "name"),
+            (f"  {nbytes(row.step.nbytes)}", "size"),
+            (f"  {escape(clip(row.fate.why, 300))}", "dim"),
+        ]
+    for row in table.rows:
+        if row.step is None:
+            yield [("  leave ", "note"), (f"  {escape(clip(row.found.name, 60))}: {escape(clip(row.found.why, 300))}", "dim")]
+    yield [(f"  {plural(going, 'step')} would be deleted", "note" if going else "dim")]
+
+
+def gone_lines(path: str, gone: Sequence[Step], notes: Sequence[str]) -> Iterator[Line]:
+    """What was deleted, and what kept more from being deleted."""
+    for note in notes:
+        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
+    for step in gone:
+        yield [("deleted ", "error"), (f"step {step.step}", "name"), (f"  {nbytes(step.nbytes)}", "size")]
+    yield [(escape(clip(path, 400)), "title"), (f"  {plural(len(gone), 'step')} deleted", "dim")]
+
+
+def document(table: Table, gone: Sequence[Step]) -> dict[str, object]:
+    """The same as values that JSON has."""
+    return {
+        "schema": SCHEMA,
+        "path": table.path,
+        "keep": [str(rule) for rule in table.rules],
+        "nbytes": table.total_nbytes,
+        "writer": None if table.writer is None else {"pid": table.writer.pid, "host": table.writer.host},
+        "steps": [_row_document(row) for row in table.rows],
+        "deleted": [step.step for step in gone],
+    }
+
+
+def _row_document(row: Row) -> dict[str, object]:
+    step, fate = row.step, row.fate
+    return {
+        "name": row.found.name,
+        "step": row.found.step,
+        "whole": step is not None,
+        "why": row.found.why,
+        "saved": None if step is None else step.saved,
+        "nbytes": None if step is None else step.nbytes,
+        "new_nbytes": row.new_nbytes,
+        "shared_nbytes": row.shared_nbytes,
+        "metrics": {} if step is None else _numbers(step.metrics),
+        "kept_by": [] if fate is None else [str(rule) for rule in fate.rules],
+        "kept_also": [] if fate is None else list(fate.others),
+        "goes": fate is not None and fate.goes,
+    }
+
+
+def _numbers(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """JSON has no NaN."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics.items()}

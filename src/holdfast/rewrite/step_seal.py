@@ -1,0 +1,89 @@
+"""The seal of a step that Holdfast saves: one more file of the plan, written last, inside of the step's transaction.
+
+So a published step always has it. The data files stand in it with their sizes, because their checksums are in the manifest; files
+of the index stand in it with a digest, which is known when they are made: the seal is a late segment, of a length that is not
+late.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal
+from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
+
+__all__ = ["Stamp", "digest_of", "seal_file", "with_seal"]
+
+BLANK = "sha256:" + "0" * 64
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What a seal says beside the files."""
+
+    step: int
+    saved: float
+    """Seconds since 1970."""
+    metrics: Mapping[str, float]
+
+
+def digest_of(content: bytes) -> str:
+    """The digest of a small file, as a seal has it."""
+    return f"sha256:{hashlib.sha256(content).hexdigest()}"
+
+
+def with_seal(plan: SavePlan, stamp: Stamp) -> SavePlan:
+    """The same plan of a directory, sealed."""
+    made: dict[str, bytes] = {}
+    index = tuple(_noted(file, made) for file in plan.index)
+    data = [(file.key, file.nbytes) for file in plan.files]
+    last = [(file.key, file.nbytes) for file in index]
+
+    def digests(crcs: Mapping[str, int]) -> Mapping[str, str]:
+        return {file.key: digest_of(made.get(file.key) or _content(file, crcs)) for file in index}
+
+    return replace(plan, index=(*index, seal_file(data, last, stamp, digests=digests)))
+
+
+def seal_file(
+    data: Sequence[tuple[str, int]],
+    index: Sequence[tuple[str, int]],
+    stamp: Stamp,
+    *,
+    digests: Callable[[Mapping[str, int]], Mapping[str, str]],
+) -> FilePlan:
+    """The seal of these files, by name and length. `digests` are those of the index, from the checksums of the data."""
+
+    def text(known: Mapping[str, str]) -> bytes:
+        files = [*(SealedFile(key, nbytes, None) for key, nbytes in data)]
+        files += [SealedFile(key, nbytes, known.get(key, BLANK)) for key, nbytes in index]
+        return encode_seal(Seal(stamp.step, stamp.saved, stamp.metrics, tuple(files)))
+
+    return FilePlan(SEAL, (Late(len(text({})), lambda crcs: text(digests(crcs))),))
+
+
+def _noted(file: FilePlan, made: dict[str, bytes]) -> FilePlan:
+    """The same file, whose content is noted when it is made: the manifest of a large state is not made twice."""
+    if len(file.segments) != 1 or not isinstance(file.segments[0], Late):
+        return file
+    late = file.segments[0]
+
+    def make(crcs: Mapping[str, int]) -> bytes:
+        made[file.key] = late.make(crcs)
+        return made[file.key]
+
+    return FilePlan(file.key, (replace(late, make=make),))
+
+
+def _content(file: FilePlan, crcs: Mapping[str, int]) -> bytes:
+    parts = []
+    for segment in file.segments:
+        if isinstance(segment, Literal):
+            parts.append(segment.data)
+        elif isinstance(segment, Late):
+            parts.append(segment.make(crcs))
+        else:
+            raise TypeError("files of an index are literal or late")
+    return b"".join(parts)

@@ -1,0 +1,158 @@
+"""A checkpoint into a state that is there: arrays are filled where they are, other values are replaced.
+
+    into        {"w": array, "step": 0}                 checkpoint   {"w": LazyTensor, "step": 900}
+    afterwards  {"w": the same array, filled, "step": 900}
+
+Everything is compared before anything is read: names that one side lacks, shapes and dtypes that differ, all of them in one
+error. Dicts and lists are changed in place, and objects with `load_state_dict` are handed theirs; tuples, and a state that is no
+container, are given back new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.protocols import Request, by_source
+from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tree import Path, dotted, step
+from holdfast.errors import DoesNotFit, Unsupported
+from holdfast.rewrite.state import Stateful, is_stateful
+
+__all__ = ["fill", "loaded"]
+
+
+@dataclass(slots=True)
+class Fit:
+    """What was found while two trees were compared."""
+
+    requests: list[Request] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an object that keeps a state is to be given."""
+
+    keeps: Stateful
+    own: object
+    """Its state dict as it is."""
+    made: object
+
+
+def loaded(checkpoint: Checkpoint) -> object:
+    """All of a checkpoint, with arrays in the places of its tensors."""
+    fit = Fit()
+    tree = _new(checkpoint.tree, fit)
+    _read(fit)
+    return tree
+
+
+def fill(into: object, checkpoint: Checkpoint) -> object:
+    """Fill a state from a checkpoint, and give it back. Raises `DoesNotFit` before anything was changed."""
+    fit = Fit()
+    made = _fitted(into, checkpoint.tree, (), fit)
+    if fit.missing or fit.unexpected or fit.mismatched:
+        raise DoesNotFit(
+            _said(fit), missing=fit.missing, unexpected=fit.unexpected, mismatched=fit.mismatched, file=checkpoint.path
+        )
+    _read(fit)
+    return _placed(into, made)
+
+
+def _read(fit: Fit) -> None:
+    for source, requests in by_source(fit.requests).items():
+        source.read(requests)
+
+
+def _new(found: object, fit: Fit) -> object:
+    match found:
+        case LazyTensor():
+            out = found.empty()
+            fit.requests.append(Request(found, out))
+            return out
+        case Composite():
+            raise Unsupported(f"a {found.kind} tensor has no array; use holdfast.torch.Run", found=found.kind)
+        case dict():
+            return {key: _new(value, fit) for key, value in found.items()}
+        case list() | tuple():
+            return type(found)(_new(value, fit) for value in found) if type(found) in (list, tuple) else found
+    return found
+
+
+def _fitted(into: object, found: object, path: Path, fit: Fit) -> object:
+    """What is to stand in the place of `into`: itself, where it is filled in place."""
+    if isinstance(into, np.ndarray) and isinstance(found, LazyTensor):
+        _ask(into, found, path, fit)
+        return into
+    if is_stateful(into):
+        keeps = cast(Stateful, into)
+        own = keeps.state_dict()
+        return Held(keeps, own, _fitted(own, found, path, fit))
+    if hasattr(into, "__dlpack__") and not isinstance(into, np.ndarray | np.generic):
+        fit.mismatched[dotted(path)] = f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
+        return into
+    if isinstance(into, Mapping) and isinstance(found, Mapping):
+        fit.missing += [dotted((*path, step(key))) for key in into if key not in found]
+        fit.unexpected += [dotted((*path, step(key))) for key in found if key not in into]
+        return {key: _fitted(value, found[key], (*path, step(key)), fit) for key, value in into.items() if key in found}
+    if isinstance(into, list | tuple) and isinstance(found, list | tuple) and type(into) in (list, tuple):
+        if len(into) != len(found):
+            fit.mismatched[dotted(path)] = f"{len(into)} items, and the step has {len(found)}"
+            return into
+        return [_fitted(one, other, (*path, i), fit) for i, (one, other) in enumerate(zip(into, found, strict=True))]
+    if isinstance(into, Mapping | list | tuple | np.ndarray) and type(into) is not type(found) and into is not None:
+        fit.mismatched[dotted(path)] = f"a {type(into).__name__}, and the step has {_kind(found)}"
+        return into
+    return _new(found, fit)
+
+
+def _ask(into: np.ndarray, found: LazyTensor, path: Path, fit: Fit) -> None:
+    if into.shape != found.shape:
+        fit.mismatched[dotted(path)] = f"its shape is {list(into.shape)}, and the step has {list(found.shape)}"
+    elif into.dtype != found.dtype.numpy:
+        fit.mismatched[dotted(path)] = f"its dtype is {into.dtype}, and the step has {found.dtype}"
+    elif not into.flags.writeable:
+        fit.mismatched[dotted(path)] = "it cannot be written to"
+    else:
+        fit.requests.append(Request(found, into))
+
+
+def _placed(into: object, made: object) -> object:
+    """Put what was made into the containers that were given."""
+    if isinstance(made, Held):
+        made.keeps.load_state_dict(cast(dict[str, object], _placed(made.own, made.made)))
+        return made.keeps
+    if isinstance(into, MutableMapping) and isinstance(made, dict):
+        for key, value in made.items():
+            into[key] = _placed(into[key], value)
+        return into
+    if isinstance(into, list) and isinstance(made, list) and len(into) == len(made):
+        into[:] = [_placed(one, other) for one, other in zip(into, made, strict=True)]
+        return into
+    if isinstance(into, tuple) and isinstance(made, list):
+        return tuple(_placed(one, other) for one, other in zip(into, made, strict=True))
+    if isinstance(into, np.generic) and isinstance(made, np.ndarray) and not made.ndim:
+        return made[()]
+    return made
+
+
+def _kind(found: object) -> str:
+    return "a tensor" if isinstance(found, LazyTensor) else f"a {type(found).__name__}"
+
+
+def _said(fit: Fit) -> str:
+    parts = [f"the step does not have {_some(fit.missing)}"] if fit.missing else []
+    parts += [f"only the step has {_some(fit.unexpected)}"] if fit.unexpected else []
+    parts += [f"{name}: {why}" for name, why in list(fit.mismatched.items())[:3]]
+    return f"the state and the step do not go together: {'; '.join(parts)}"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

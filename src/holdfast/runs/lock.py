@@ -1,0 +1,161 @@
+"""One writer a run: `.holdfast.lock` in its directory, held (flock) for as long as a Run is open for writing.
+
+The kernel gives a lock back when its process dies, whatever it dies of, so a file that can be locked is a dead run's: it is
+removed, and a new one made. It says who holds it, for the message that a second run gets. A reader never needs it.
+
+A fork closes what it inherits (stores/files.py), so that it does not hold the lock of a parent that died. Where a file system has
+no locks, the word in the file has to do: a process of this machine that is alive is believed, one of another machine is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import sys
+import time
+from contextlib import suppress
+
+import msgspec
+
+from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.commit.temporaries import NO_LOCKS, Kept, locked
+from holdfast.errors import NotCommitted
+from holdfast.stores.files import Files, read_all, write_all
+
+__all__ = ["LOCK", "RunLock", "who_writes"]
+
+LOCK = ".holdfast.lock"
+
+MOST = 4096
+"""Bytes that its text may have."""
+
+ATTEMPTS = 100
+"""How often a file is made again because another run took it away, or was as quick."""
+
+CANNOT_LOCK = NO_LOCKS | {errno.EBADF}
+"""With which NFS refuses to lock a file that is open for reading alone."""
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """Who holds a lock."""
+
+    pid: int
+    host: str
+    since: float
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"process {self.pid} on {self.host}, since {when}"
+
+
+class RunLock:
+    """The lock, held. `close` gives it back."""
+
+    def __init__(self, kept: Kept) -> None:
+        self._kept: Kept | None = kept
+
+    @classmethod
+    def take(cls, files: Files, path: str) -> RunLock:
+        """Take the lock of the run in this directory. Raises `NotCommitted` with the holder where another one lives."""
+        with refusing("taking the run's lock", path):
+            at = files.open_directory(path)
+            try:
+                for _ in range(ATTEMPTS):
+                    kept = _make(files, at) if _is_free(files, at, path) else None
+                    if kept is not None:
+                        return cls(kept)
+                raise OSError(errno.EAGAIN, "other runs take it as quickly")
+            except BaseException:
+                with suppress(OSError):
+                    files.close(at)
+                raise
+
+    def close(self) -> None:
+        """Give it back. In a fork it was not ours, and is the parent's still."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            with suppress(OSError):
+                if kept.in_place():
+                    kept.files.unlink(LOCK, at=kept.at)
+            with suppress(OSError):
+                kept.close()
+            with suppress(OSError):
+                kept.files.close(kept.at)
+
+
+def _is_free(files: Files, at: int, path: str) -> bool:
+    """Whether there is no lock file now; that of a dead run is removed. Raises where the holder lives."""
+    try:
+        descriptor = files.open(LOCK, at=at)
+    except FileNotFoundError:
+        return True
+    try:
+        kept = Kept(files, LOCK, at=at, descriptor=descriptor)
+        try:
+            alone = files.lock(descriptor)
+        except OSError as error:
+            if error.errno not in CANNOT_LOCK:
+                raise
+            alone = not _alive(who_writes(files, at=at))
+        if not alone:
+            raise _refused(who_writes(files, at=at), path)
+        if kept.in_place():
+            files.unlink(LOCK, at=at)
+        return True
+    finally:
+        with suppress(OSError):
+            files.close(descriptor)
+
+
+def _make(files: Files, at: int) -> Kept | None:
+    """The lock file, made and locked; None where another run was faster."""
+    try:
+        descriptor = files.create(LOCK, at=at)
+    except FileExistsError:
+        return None
+    kept = None
+    try:
+        if not locked(files, descriptor):
+            return None
+        found = Kept(files, LOCK, at=at, descriptor=descriptor)
+        if found.in_place():
+            text = msgspec.json.encode(Holder(os.getpid(), platform.node(), time.time()))
+            write_all(files, descriptor, text, offset=0)
+            kept = found
+        return kept
+    finally:
+        if kept is None:
+            with suppress(OSError):
+                files.close(descriptor)
+
+
+def who_writes(files: Files, *, at: int) -> Holder | None:
+    """What the lock file says; None where there is none, or it says nothing."""
+    try:
+        raw = read_all(files, LOCK, at=at, most=MOST)
+        return None if raw is None else msgspec.json.decode(raw, type=Holder)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _alive(holder: Holder | None) -> bool:
+    """Whether a process of this machine is there; of another machine nobody knows, and a run must be able to go on elsewhere."""
+    if holder is None or holder.host != platform.node() or holder.pid <= 0:
+        return False
+    if sys.platform == "win32":
+        return True  # where a signal of 0 would end it
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _refused(holder: Holder | None, path: str) -> NotCommitted:
+    who = "another process" if holder is None else str(holder)
+    return refusal(
+        f"another run writes into this directory: {who}; wait for it, or give this run a directory of its own", path, errno.EBUSY
+    )

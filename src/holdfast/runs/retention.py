@@ -1,0 +1,186 @@
+"""Retention: which steps go, why the others stay, and letting them go.
+
+`decide` is pure: whole steps, rules and pins in; for every step the reasons to keep it, and no reason means that it goes.
+
+    a rule             the union of what each rule keeps
+    pinned             `holdfast pin`
+    the newest         is never deleted by a rule; nor is the one that was saved last, where a run went back to an earlier step
+    the one before     not until the newest has been read back, byte by byte
+    in use             an export reads it
+
+Without rules nothing is deleted. `retain` runs after a step was published, and never before: it looks at the directory, decides,
+reads the newest back where the step before it is to go, and deletes (runs/delete.py). Steps that are not whole are not counted,
+and stay: what a crash may leave of our own is hidden and cleaned, so they are somebody's business.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.errors import HoldfastError
+from holdfast.inspect.verify import verify
+from holdfast.runs.delete import Hidden, clean, hide
+from holdfast.runs.record import Pin, read_pins, turn
+from holdfast.runs.rules import Facts, Rule, kept_by
+from holdfast.runs.steps import RunFolder, Step
+
+__all__ = ["Deleted", "Fate", "ReadBack", "decide", "read_back", "retain"]
+
+NO_PINS: Mapping[int, Pin] = {}
+
+ReadBack = Callable[[Step], bool]
+"""Whether every byte of a step is as it was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one step."""
+
+    step: Step
+    rules: tuple[Rule, ...] = ()
+    """Those that keep it."""
+    others: tuple[str, ...] = ()
+    """Other reasons to keep it, in words."""
+
+    @property
+    def goes(self) -> bool:
+        """Whether it is to be deleted."""
+        return not self.rules and not self.others
+
+    @property
+    def why(self) -> str:
+        """Why it stays, or that nothing keeps it."""
+        return ", ".join([*map(str, self.rules), *self.others]) or "no rule keeps it"
+
+
+@dataclass(frozen=True, slots=True)
+class Deleted:
+    """What retention did."""
+
+    steps: tuple[Step, ...]
+    """Those that were deleted."""
+    notes: tuple[str, ...] = ()
+    """What kept it from doing more."""
+
+
+def read_back(step: Step) -> bool:
+    """Whether every byte of a step is the one that was written, by its checksums."""
+    return verify(step.path).ok
+
+
+def decide(
+    steps: Sequence[Step],
+    rules: Collection[Rule],
+    *,
+    pins: Mapping[int, Pin] = NO_PINS,
+    now: float,
+    sure: Collection[int] = (),
+    busy: Mapping[int, str] | None = None,
+    coming: Facts | None = None,
+) -> list[Fate]:
+    """What becomes of each of these whole steps, which come in the order of their numbers.
+
+    `sure` are those that have been read back; `busy` are in use, with the words for it. `coming` is a step that is about to be
+    saved: rules count it, and it protects nothing, because it may never come.
+    """
+    if not steps:
+        return []
+    own = {one.step for one in steps}
+    counted: list[Facts] = [*steps, *([coming] if coming is not None and coming.step not in own else [])]
+    kept = kept_by(rules, counted, now=now)
+    newest, last = steps[-1], max(steps, key=lambda one: (one.saved, one.step))
+    fates = []
+    for at, one in enumerate(steps):
+        others = []
+        if not rules:
+            others.append("no rules are set")
+        if one.step in pins:
+            others.append(f"pinned: {pins[one.step].why}" if pins[one.step].why else "pinned")
+        if one is newest:
+            others.append("the newest")
+        elif one is last:
+            others.append("saved last")
+        if at == len(steps) - 2 and newest.step not in sure:
+            others.append(f"until step {newest.step} has been read back")
+        if busy and one.step in busy:
+            others.append(busy[one.step])
+        fates.append(Fate(one, kept[one.step], tuple(others)))
+    return fates
+
+
+def retain(
+    folder: RunFolder,
+    rules: Collection[Rule],
+    *,
+    sure: set[int] | None = None,
+    busy: Callable[[], Mapping[int, str]] = dict,
+    check: ReadBack = read_back,
+    coming: Facts | None = None,
+    most: int | None = None,
+    durable: bool = True,
+    now: Callable[[], float] = time.time,
+) -> Deleted:
+    """Delete what the rules do not keep, the oldest first, at most `most` steps.
+
+    `sure` are steps that have been read back already; what is read back now is added. Raises `HoldfastError` where the pins cannot
+    be read; what the file system refuses for one step is a note, and the others go.
+    """
+    if not rules:
+        return Deleted(())
+    sure = set() if sure is None else sure
+    notes: list[str] = []
+    gone: list[Step] = []
+    hidden: list[Hidden] = []
+    steps = folder.steps()
+    _be_sure(folder, steps, rules, sure=sure, check=check, coming=coming, now=now(), notes=notes)
+    with folder.opened() as (files, at):
+        try:
+            # Names are taken while nobody pins; nobody waits while gigabytes are unlinked.
+            with turn(folder):
+                pins = read_pins(files, at=at)
+                fates = decide(steps, rules, pins=pins, now=now(), sure=sure, busy=busy(), coming=coming)
+                for one in [fate.step for fate in fates if fate.goes][:most]:
+                    try:
+                        hidden.append(hide(files, one.name, at=at))
+                        gone.append(one)
+                    except FileNotFoundError:
+                        continue  # somebody else deleted it
+                    except OSError as error:
+                        notes.append(f"step {one.step} cannot be deleted: {error.strerror or error}")
+        finally:
+            for each in hidden:
+                each.remove(durable=durable)
+        clean(files, at=at)
+    return Deleted(tuple(gone), tuple(notes))
+
+
+def _be_sure(
+    folder: RunFolder,
+    steps: Sequence[Step],
+    rules: Collection[Rule],
+    *,
+    sure: set[int],
+    check: ReadBack,
+    coming: Facts | None,
+    now: float,
+    notes: list[str],
+) -> None:
+    """Read the newest back, where the step before it would go if that were done."""
+    if len(steps) < 2 or steps[-1].step in sure:
+        return
+    with folder.opened() as (files, at):
+        pins = read_pins(files, at=at)
+    newest, before = steps[-1], steps[-2]
+    fates = decide(steps, rules, pins=pins, now=now, sure={newest.step}, coming=coming)
+    if fates[-2].goes:
+        try:
+            good = check(newest)
+        except HoldfastError as error:
+            good = False
+            notes.append(error.message)
+        if good:
+            sure.add(newest.step)
+        else:
+            notes.append(f"step {newest.step} could not be read back, so step {before.step} stays; verify it: {newest.path}")

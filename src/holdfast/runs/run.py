@@ -1,0 +1,410 @@
+"""`Run`: the steps of one training run in one directory, saved, found again and kept from filling the disk.
+
+    run = holdfast.Run("runs/llama", keep=[Latest(3), Every(10_000), Best("val_loss", 2)], budget="4TB")
+    state = run.resume(into=state) or state
+    …
+    run.save(step, state, metrics={"val_loss": 2.1})
+
+A save, in order. Whatever fails before 4 leaves every old step as it was.
+
+    1  the run's lock, on the first save (runs/lock.py): a second run in the directory is refused while this one lives
+    2  the plan: every byte of the step is laid out, and its seal with step, time and metrics (rewrite/step_seal.py)
+    3  room for it (runs/space.py): enough, or refused, or waited for, or made by the rules
+    4  written beside its name and published by one rename (rewrite/planned.py)
+    5  only now retention (runs/retention.py), over whole steps
+
+Reading (`latest`, `best`, `run[step]`, iteration) takes no lock and changes nothing; it looks at the directory each time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+import warnings
+import weakref
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal, Self
+
+from holdfast.core.arguments import one_of, understood
+from holdfast.core.quantities import Size, byte_count, seconds, shown, whole_number
+from holdfast.engine.commit.target import refusal, refusing
+from holdfast.engine.write import Progress
+from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NoSuchStep, NotCommitted, SaveError
+from holdfast.formats.seal import LARGEST
+from holdfast.rewrite.formats import Options
+from holdfast.rewrite.planned import Planned, Saved, Writing
+from holdfast.rewrite.save import plan_saving
+from holdfast.rewrite.step_seal import Stamp, with_seal
+from holdfast.runs.delete import clean
+from holdfast.runs.fill import fill, loaded
+from holdfast.runs.lock import RunLock
+from holdfast.runs.record import Kept, Pin, pin_step, read_pins, unpin_step, write_kept
+from holdfast.runs.retention import Fate, decide, read_back, retain
+from holdfast.runs.rules import Best, Rule, read_rules
+from holdfast.runs.space import Space
+from holdfast.runs.steps import RunFolder, Step, step_name
+from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
+from holdfast.stores.files import make_parents
+from holdfast.stores.local import free_nbytes
+from holdfast.stores.path_files import system_files
+from holdfast.stores.paths import local_path
+
+__all__ = ["Coming", "Run"]
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""What a save is told when there is no room after all."""
+
+PAUSE_S = 5.0
+"""Between looks whether there is room now."""
+
+WhenFull = Literal["error", "evict", "pause"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """A step that is about to be saved, as rules see it."""
+
+    step: int
+    saved: float
+    metrics: Mapping[str, float]
+
+
+class Run:
+    """The steps of a training run in a directory of its own, which is made by the first save.
+
+    `keep` are rules (`Latest`, `Every`, `Best`, `Within`, or their texts); what any of them keeps is kept, and the rest is
+    deleted after each save. Without rules nothing is ever deleted. The newest step is never deleted, nor is the one before it
+    until the newest has been read back. `budget` is what all steps together may have ("4TB"). `when_full` says what a save does
+    where the budget or the disk has no room: "error" refuses it, "evict" lets the rules delete before it what they would delete
+    after it, "pause" waits and warns. In all cases the old steps are intact.
+    """
+
+    @understood(keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: Rule | str | Collection[Rule | str] = (),
+        budget: Size | None = None,
+        when_full: WhenFull = "error",
+        durable: bool = True,
+    ) -> None:
+        self.path = local_path(path)
+        self.keep: tuple[Rule, ...] = read_rules(keep)
+        self.budget = None if budget is None else byte_count(budget)
+        self.when_full = when_full
+        self.durable = durable
+        self.resumed: Step | None = None
+        """What `resume` loaded."""
+        self._folder = RunFolder(os.path.abspath(self.path))
+        self._space = Space(self._folder, self.budget)
+        self._process = os.getpid()
+        self._closed = False
+        self._lock: RunLock | None = None
+        self._held = ExitStack()
+        """What is given back when the run is closed, or dropped, or the program ends."""
+        self._finalize = weakref.finalize(self, self._held.close)
+        self._sure: set[int] = set()
+        """Steps that have been read back."""
+        self._times: list[SaveTimes] = []
+        self._failed = self._deleted = 0
+
+    # Looking.
+
+    def latest(self, *, deep: bool = False) -> Step | None:
+        """The newest step that is whole; None where there is none. With `deep`, one whose every byte has its checksum."""
+        found = self._folder.newest()
+        while deep and found is not None and not read_back(found):
+            found = self._folder.newest(below=found.step)
+        return found
+
+    def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> Step | None:
+        """The whole step with the least value of a metric, or the largest; of equal ones the later. NaN is never best."""
+        steps = self._folder.steps()
+        rule = Best(metric, 1, mode)
+        kept = decide(steps, [rule], now=time.time())
+        return next((fate.step for fate in kept if fate.rules), None)
+
+    def steps(self) -> list[Step]:
+        """All whole steps, the newest last."""
+        return self._folder.steps()
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._folder.steps())
+
+    def __len__(self) -> int:
+        return len(self._folder.steps())
+
+    def __bool__(self) -> bool:
+        """True, as of any object: a run without steps is a run."""
+        return True
+
+    def __getitem__(self, step: int) -> Step:
+        number = _step(step)
+        found = self._folder.get(number)
+        if found is None:
+            newest = self._folder.newest()
+            near = "it has none yet" if newest is None else f"the newest is {newest.step}"
+            raise NoSuchStep(f"this run has no whole step {number}; {near}", file=self.path, found=number)
+        return found
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and not isinstance(step, bool) and self._folder.get(step) is not None
+
+    def plan(self) -> list[Fate]:
+        """What the rules would do now: for every whole step why it is kept, or that it goes. Nothing is deleted."""
+        steps = self._folder.steps()
+        return decide(steps, self.keep, pins=self.pins(), now=time.time(), sure=self._sure, busy=self._busy())
+
+    def pins(self) -> Mapping[int, Pin]:
+        """The pinned steps."""
+        try:
+            with self._folder.opened() as (files, at):
+                return read_pins(files, at=at)
+        except FileNotFoundError:
+            return {}
+
+    def resume(self, into: object = None, *, deep: bool = False) -> object:
+        """Load the newest whole step into a state, and give that back; None where the run has no step yet.
+
+        Arrays are filled in place, other values are replaced by those of the step; names, shapes and dtypes must agree. Without a
+        state the step's own is given back, with new arrays. `run.resumed` is then the step. With `deep`, a step is passed over
+        whose bytes do not have their checksums.
+        """
+        found = self.latest(deep=deep)
+        if found is None:
+            return None
+        with found.open() as checkpoint:
+            state = loaded(checkpoint) if into is None else fill(into, checkpoint)
+        self.resumed = found
+        return state
+
+    def summary(self, *, mtbf: float | str | None = None) -> Summary:
+        """What saving cost so far, and how often to save where one failure is to be expected every `mtbf` ("6h")."""
+        expected = MTBF_S if mtbf is None else seconds(mtbf, "mtbf=")
+        return summarize(self._times, failed=self._failed, deleted=self._deleted, mtbf_s=expected)
+
+    # Keeping.
+
+    def pin(self, step: int, why: str = "") -> Pin:
+        """Keep a step whatever the rules say, and note why. Any process may, while the run goes on."""
+        return pin_step(self._folder, _step(step), why, durable=self.durable)
+
+    def unpin(self, step: int) -> Pin:
+        """Leave a step to the rules again."""
+        return unpin_step(self._folder, _step(step), durable=self.durable)
+
+    def prune(self) -> tuple[Step, ...]:
+        """Delete now what the rules do not keep; the steps that went. A save does that by itself."""
+        self._begin()
+        return self._retain()
+
+    # Saving.
+
+    @understood(step=lambda value, name: _step(value), metrics=lambda value, name: _metrics(value))
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        overwrite: bool = False,
+        sparse: str = "never",
+        max_shard_size: Size | None = None,
+        threads: int | None = None,
+        progress: Progress | None = None,
+    ) -> Step:
+        """Save a state as a step, then let the rules delete what they do not keep. Gives the step back.
+
+        The state is what `holdfast.save` takes. A step that is there already is refused, unless `overwrite=True`, or it is not
+        whole. Raises `NotCommitted` where nothing was published; what was there is intact.
+        """
+        began = time.perf_counter()
+        self._begin()
+        stamp = Stamp(step, time.time(), metrics or {})
+        path, replaced = self._place(step, overwrite=overwrite)
+        writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
+        options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
+        try:
+            with plan_saving(
+                state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None
+            ) as planned:
+                self._carry_out(_sealed(planned, stamp), Coming(step, stamp.saved, stamp.metrics), progress)
+        except HoldfastError:
+            self._failed += 1
+            raise
+        published = time.perf_counter() - began
+        saved = self._saved(step)
+        self._retain()
+        self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
+        return saved
+
+    def _carry_out(self, planned: Planned[Saved], coming: Coming, progress: Progress | None) -> None:
+        """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
+        while True:
+            self._make_room(planned.report.nbytes, coming)
+            free = free_nbytes(self._folder.path)
+            try:
+                replace(planned, report=replace(planned.report, free_nbytes=free)).run(progress)
+                return
+            except NotCommitted as error:
+                if error.errno not in FULL or not self._relieve(coming, error):
+                    raise
+
+    def _make_room(self, nbytes: int, coming: Coming) -> None:
+        lacking = self._space.lacking(nbytes)
+        if lacking and self.when_full == "evict":
+            self._retain(coming, enough=nbytes)
+            lacking = self._space.lacking(nbytes)
+        while lacking and self.when_full == "pause" and not self._space.hopeless(nbytes):
+            self._wait_for_room(lacking)
+            lacking = self._space.lacking(nbytes)
+        if lacking:
+            refused = refusal(
+                f"{lacking}; nothing was written, and every old step is intact", self._step_path(coming.step), errno.ENOSPC
+            )
+            refused.expected = nbytes
+            raise refused
+
+    def _relieve(self, coming: Coming, error: NotCommitted) -> bool:
+        """Whether something was done about a disk that turned out to be full."""
+        if self.when_full == "evict":
+            return bool(self._retain(coming, enough=0))
+        if self.when_full == "pause":
+            self._wait_for_room(error.message)
+            return True
+        return False
+
+    def _wait_for_room(self, lacking: str) -> None:
+        warnings.warn(f"saving into {self.path} waits for room: {lacking}", HoldfastWarning, stacklevel=5)
+        time.sleep(PAUSE_S)
+
+    def _retain(self, coming: Coming | None = None, *, enough: int | None = None) -> tuple[Step, ...]:
+        """Delete what no rule keeps. After a save, whatever stands in the way is a warning: the step is saved.
+
+        With `enough`, as many steps as make room for so many bytes, the oldest first; with 0, one.
+        """
+        before = self._deleted
+
+        def stop() -> bool:
+            return enough is not None and (self._deleted > before if not enough else not self._space.lacking(enough))
+
+        gone: list[Step] = []
+        try:
+            while not stop():
+                done = retain(
+                    self._folder,
+                    self.keep,
+                    sure=self._sure,
+                    busy=self._busy,
+                    coming=coming,
+                    most=None if enough is None else 1,
+                    durable=self.durable,
+                )
+                gone += done.steps
+                self._deleted += len(done.steps)
+                for note in done.notes:
+                    warnings.warn(f"{self.path}: {note}", HoldfastWarning, stacklevel=4)
+                if enough is None or not done.steps:
+                    break
+        except (HoldfastError, OSError) as error:
+            warnings.warn(f"no step of {self.path} was deleted: {error}", HoldfastWarning, stacklevel=4)
+        return tuple(gone)
+
+    def _begin(self) -> None:
+        """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
+        if self._process != os.getpid():
+            message = f"this run belongs to process {self._process}, of which this one is a fork; make a Run of its own here"
+            raise SaveError(message, file=self.path)
+        if self._closed:
+            raise Closed("this run was closed; make a new Run to save more steps", file=self.path)
+        if self._lock is not None:
+            return
+        path, files = self._folder.path, system_files()
+        with refusing("making the run's directory", self.path):
+            make_parents(os.path.join(path, "step"), durable=self.durable)
+        lock = RunLock.take(files, path)
+        self._held.callback(lock.close)
+        self._lock = lock
+        with refusing("preparing the run's directory", self.path), self._folder.opened() as (_, at):
+            clean(files, at=at)
+            write_kept(files, path, Kept(self.keep, self.budget), at=at, durable=self.durable)
+
+    def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool]:
+        """Where a step goes, and whether what is there may be replaced."""
+        path = self._step_path(step)
+        found = self._folder.get(step)
+        if found is not None and not overwrite:
+            message = f"step {step} is there already and whole; pass overwrite=True to replace it, or save another number"
+            raise refusal(message, found.path, errno.EEXIST)
+        if found is not None and found.path != path:
+            raise refusal(
+                f"step {step} is there under the name {found.name!r}; remove that to save another one", path, errno.EEXIST
+            )
+        # What is not whole is of no use to anybody, and must not keep a run that goes on from saving this step again.
+        return path, True
+
+    def _step_path(self, step: int) -> str:
+        return os.path.join(self._folder.path, step_name(step))
+
+    def _saved(self, step: int) -> Step:
+        found = self._folder.get(step)
+        if found is None:
+            raise SaveError("the step was published and is not there any more: somebody removed it", file=self._step_path(step))
+        self._sure.discard(step)
+        return found
+
+    def _note(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
+        self._times.append(SaveTimes(saved.step, stalled_s, took_s, saved.nbytes))
+
+    def _busy(self) -> Mapping[int, str]:
+        """Steps that are in use."""
+        return {}
+
+    # The end.
+
+    def close(self) -> None:
+        """Give the run's lock back. Looking goes on; saving needs a new Run."""
+        self._closed = True
+        self._lock = None
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.path!r}, keep {', '.join(map(str, self.keep)) or 'everything'}>"
+
+
+def _sealed(planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
+    """The same save with a seal."""
+    plan = with_seal(planned.plan, stamp)
+    files = tuple((file.key, file.nbytes) for file in (*plan.files, *plan.index))
+    return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=plan.nbytes))
+
+
+def _step(value: object) -> int:
+    return whole_number(value, "step=", least=0, most=LARGEST)
+
+
+def _metrics(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        raise BadArgumentType(f"metrics= takes numbers under names, not {shown(value)}", found=value)
+    found: dict[str, float] = {}
+    for name, number in value.items():
+        try:
+            if not isinstance(name, str) or isinstance(number, str | bytes | bool):
+                raise TypeError
+            found[name] = float(number)
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            message = f"metrics= takes numbers under names, and {shown(name)} is {shown(number)}"
+            raise BadArgumentType(message, found=value) from None
+    return found

@@ -1,0 +1,309 @@
+"""The steps in a run's directory: which folders count, under which number, and whether each is whole.
+
+    runs/llama/
+        step-00001000/          saved by a Run: data files, the manifest, and `holdfast.seal.json`, published by one rename
+        step-2000/              saved by `save` or `save_sharded` straight into the folder: no seal, whole by its manifest
+        checkpoint-3000/        another trainer's, sealed by `holdfast seal`
+        epoch=4.ckpt            and the same for one file, with `epoch=4.ckpt.seal.json` beside it
+
+1. One listing. A name `step-N` says its number; a seal inside that says another one means that somebody renamed the folder, and it
+   does not count. Any other folder counts under the number in its seal, whatever its name. Of two for one number the first in this
+   order does: as a Run would call it, `step-N` written otherwise, any other name.
+2. `newest` looks from the highest number down until one is whole: its seal has its own checksum, and every file that it lists is
+   there with its size. So it costs a listing, and one small file with a look at each file that this names.
+3. What is hidden never counts: saves in progress, steps that are being deleted, links. The one exception is what a crash caught
+   between two renames (`.step-….old` without a `step-…`): that is the step, and `open` finds it under its name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.engine.commit.temporaries import set_aside
+from holdfast.errors import HoldfastError, StoreError
+from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.seal import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.stores.files import Entry, Files, read_all
+from holdfast.stores.path_files import system_files
+
+__all__ = ["Found", "RunFolder", "Step", "step_name"]
+
+NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
+ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
+
+
+def step_name(step: int) -> str:
+    """What a Run calls the folder of a step.
+
+    >>> step_name(1000)
+    'step-00001000'
+    """
+    return f"step-{step:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step that was whole when it was looked at."""
+
+    step: int
+    path: str
+    saved: float
+    """When, in seconds since 1970."""
+    metrics: Mapping[str, float]
+    nbytes: int
+    """Bytes of its files."""
+    name: str
+    """In the run's directory."""
+    files: tuple[str, ...] = ()
+    """Their names."""
+
+    def open(self) -> Checkpoint:
+        """Open it, as `holdfast.open` does."""
+        return open_checkpoint(self.path)
+
+    def __str__(self) -> str:
+        told = "".join(f"  {name} {value:.4g}" for name, value in self.metrics.items())
+        return f"step {self.step}{told}  {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something in the directory that is a step, or would be one."""
+
+    name: str
+    step: int | None
+    """The number that its name or its seal says."""
+    whole: Step | None
+    why: str = ""
+    """What is wrong with it, where it is not whole."""
+
+
+class RunFolder:
+    """A run's directory. Every question is a new look; nothing is locked and nothing is changed."""
+
+    def __init__(self, path: str, files: Files | None = None) -> None:
+        self.path = path
+        self._own = files
+
+    @property
+    def files(self) -> Files:
+        """The file system, for the process that asks."""
+        return self._own or system_files()
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Files, int]]:
+        """The directory open. Raises `OSError` where there is none."""
+        files = self.files
+        at = files.open_directory(self.path)
+        try:
+            yield files, at
+        finally:
+            with suppress(OSError):
+                files.close(at)
+
+    def newest(self, *, below: int | None = None) -> Step | None:
+        """The whole step with the highest number, or with the highest below another; None where there is none."""
+        with self._looking() as look:
+            numbers = sorted(look.claims, reverse=True) if look else []
+            whole = (look.at(number) for number in numbers if look and (below is None or number < below))
+            return next(filter(None, whole), None)
+
+    def get(self, step: int) -> Step | None:
+        """The step of this number, if it is whole."""
+        with self._looking() as look:
+            return look.at(step) if look else None
+
+    def steps(self) -> list[Step]:
+        """All whole steps, the newest last."""
+        with self._looking() as look:
+            found = [look.at(number) for number in sorted(look.claims)] if look else []
+        return [step for step in found if step is not None]
+
+    def survey(self) -> list[Found]:
+        """Whatever is a step, or would be one, by number; what is wrong with each that is none."""
+        found: list[Found] = []
+        with self._looking() as look:
+            if look is None:
+                return []
+            for number in sorted(look.claims):
+                taken: Step | None = None
+                for name in look.claims[number]:
+                    seen = look.examine(name, number)
+                    if isinstance(seen, str):
+                        found.append(Found(name, number, None, seen))
+                    elif taken is not None:
+                        found.append(Found(name, number, None, f"{taken.name} is step {number} already"))
+                    else:
+                        taken = seen
+                        found.append(Found(name, number, seen))
+            found += [Found(name, None, None, why) for name, why in look.others.items()]
+        return found
+
+    @contextmanager
+    def _looking(self) -> Iterator[_Look | None]:
+        """One look; None where there is no directory."""
+        files = self.files
+        try:
+            at = files.open_directory(self.path)
+        except FileNotFoundError:
+            yield None
+            return
+        except OSError as error:
+            raise self._unseen(error) from error
+        try:
+            try:
+                look = _Look(self.path, files, at)
+            except OSError as error:
+                raise self._unseen(error) from error
+            yield look
+        finally:
+            with suppress(OSError):
+                files.close(at)
+
+    def _unseen(self, error: OSError) -> OSError:
+        if isinstance(error, HoldfastError):
+            return error
+        return StoreError(f"the run's directory cannot be looked at: {error.strerror or error}", file=self.path)
+
+
+class _Look:
+    """One look at the directory: names, and the numbers that they claim."""
+
+    def __init__(self, path: str, files: Files, at: int) -> None:
+        self.path, self.files, self._at = path, files, at
+        self.claims: dict[int, list[str]] = {}
+        """Names of folders by number, the one that counts first."""
+        self.others: dict[str, str] = {}
+        """Names of folders that look like steps and have no number, with the reason."""
+        self._seals: dict[str, Seal] = {}
+        names = files.list(at)
+        foreign: list[str] = []
+        asides: list[str] = []
+        for name in names:
+            if (own := NAMED.fullmatch(name)) is not None and int(own[1]) <= LARGEST:
+                self._claim(int(own[1]), name)
+            elif not name.startswith("."):
+                foreign.append(name)
+            elif ASIDE.fullmatch(name):
+                asides.append(name)
+        for name in asides:
+            self._stand_in(name)
+        for name in foreign:
+            self._look_inside(name)
+
+    def _claim(self, number: int, name: str) -> None:
+        claimed = self.claims.setdefault(number, [])
+        claimed.insert(0 if name == step_name(number) else len(claimed), name)
+
+    def _stand_in(self, name: str) -> None:
+        """A folder that was moved aside is the step, where that is not there and no other was."""
+        found = ASIDE.fullmatch(name)
+        assert found is not None  # whoever calls has looked
+        target = found[1]
+        longest = self.files.longest_name(self._at)
+        if self.files.stat(target, at=self._at) is None and set_aside(self.files, target, at=self._at, longest=longest) == [name]:
+            self._claim(int(target.removeprefix("step-")), name)
+
+    def _look_inside(self, name: str) -> None:
+        """A folder, or a file with a seal beside it, that has another name than ours."""
+        single = name.endswith(SUFFIX) and name != SEAL
+        try:
+            seal = self._seal_beside(name) if single else self._seal_inside(name)
+            if seal is None:
+                return
+        except HoldfastError as error:
+            self.others[name.removesuffix(SUFFIX) if single else name] = error.message
+            return
+        name = name.removesuffix(SUFFIX) if single else name
+        if seal.step is None:
+            self.others[name] = "its seal says no step"
+            return
+        self._seals[name] = seal
+        self._claim(seal.step, name)
+
+    def _seal_inside(self, name: str) -> Seal | None:
+        with self._opened(name) as folder:
+            if folder is None:
+                return None
+            raw = read_all(self.files, SEAL, at=folder, most=Limits().index_nbytes)
+        return None if raw is None else parse_seal(raw, Limits())
+
+    def _seal_beside(self, name: str) -> Seal | None:
+        raw = read_all(self.files, name, at=self._at, most=Limits().index_nbytes)
+        return None if raw is None else parse_seal(raw, Limits())
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[int | None]:
+        """A folder in the directory, open; None where this is no folder, or is gone."""
+        try:
+            folder = self.files.open_directory(name, at=self._at)
+        except OSError:
+            folder = None
+        try:
+            yield folder
+        finally:
+            if folder is not None:
+                with suppress(OSError):
+                    self.files.close(folder)
+
+    def at(self, number: int) -> Step | None:
+        """The whole step of a number."""
+        for name in self.claims.get(number, ()):
+            found = self.examine(name, number)
+            if isinstance(found, Step):
+                return found
+        return None
+
+    def examine(self, name: str, number: int) -> Step | str:
+        """The step in a folder, or what is wrong with it."""
+        try:
+            if name in self._seals:
+                single = self.files.stat(name, at=self._at)
+                if single is not None and single.kind == "file":
+                    return self._sealed(name, number, self._seals[name], self._at)
+            with self._opened(name) as folder:
+                if folder is None:
+                    return "no folder that can be opened (a link, or something else)"
+                raw = read_all(self.files, SEAL, at=folder, most=Limits().index_nbytes)
+                if raw is not None:
+                    return self._sealed(name, number, parse_seal(raw, Limits()), folder)
+                manifest = self.files.stat(MANIFEST, at=folder)
+            if manifest is None:
+                return "neither a seal nor a manifest: it was not written to its end"
+            return self._by_manifest(name, number, manifest)
+        except HoldfastError as error:
+            return error.message
+        except OSError as error:
+            return error.strerror or str(error)
+
+    def _sealed(self, name: str, number: int, seal: Seal, folder: int) -> Step | str:
+        if seal.step is not None and seal.step != number:
+            return f"it was renamed: its seal says step {seal.step}"
+
+        def size(key: str) -> int | None:
+            found = self.files.stat(key, at=folder)
+            return found.nbytes if found is not None and found.kind == "file" else None
+
+        for file, wrong in misfits(seal, size):
+            return f"{file}: {wrong}"
+        names = tuple(file.name for file in seal.files)
+        return Step(number, self._path(name), seal.saved, seal.metrics, seal.nbytes, name, names)
+
+    def _by_manifest(self, name: str, number: int, manifest: Entry) -> Step | str:
+        with open_checkpoint(self._path(name)) as checkpoint:
+            if checkpoint.format != "native":
+                return f"it has no seal and is {checkpoint.format}; `holdfast seal` makes it a step"
+            names = tuple(checkpoint.source.store.list())
+            return Step(number, self._path(name), manifest.changed_s, {}, checkpoint.stored_nbytes, name, names)
+
+    def _path(self, name: str) -> str:
+        """Where it is opened: what was moved aside, under the name that it had."""
+        aside = ASIDE.fullmatch(name)
+        return os.path.join(self.path, name if aside is None else aside[1])

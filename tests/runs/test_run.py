@@ -1,0 +1,370 @@
+"""`Run`: saving, resuming, keeping, room, and one writer at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast import Best, Every, Latest
+from holdfast.errors import BadArgument, BadArgumentType, Closed, DoesNotFit, HoldfastWarning, NotCommitted, SaveError
+from holdfast.runs import run as run_module
+
+
+def state(number: int, count: int = 600) -> dict[str, object]:
+    return {
+        "w": np.full(count, number, np.float32),
+        "opt": {"m": np.arange(4.0) + number, "groups": [{"lr": 0.1 * number}]},
+        "step": number,
+    }
+
+
+def numbers(run: holdfast.Run) -> list[int]:
+    return [step.step for step in run]
+
+
+def test_the_rules_apply_after_each_save(tmp_path: Path):
+    run = holdfast.Run(tmp_path, keep=[Latest(2), Every(10), Best("loss")])
+    for number in range(1, 16):
+        saved = run.save(number, state(number), metrics={"loss": abs(number - 5)})
+        assert saved.step == number
+        assert run.latest() == saved
+    assert numbers(run) == [5, 10, 14, 15]
+    assert run.best("loss").step == 5
+    assert run.best("loss", mode="max").step == 15
+    assert run.plan()[0].why == "best:loss:1"
+    assert run.prune() == ()
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".")] == [".holdfast.lock"]
+
+
+def test_the_step_before_goes_when_the_newest_was_read_back(tmp_path: Path):
+    run = holdfast.Run(tmp_path, keep=Latest(1))
+    for number in range(3):
+        run.save(number, state(number))
+    assert numbers(run) == [2]
+
+
+def test_the_step_before_stays_where_the_newest_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = holdfast.Run(tmp_path, keep=Latest(1))
+    run.save(1, state(1))
+    real = holdfast.runs.retention.verify
+
+    def damaged(path: str) -> object:
+        data = next(Path(path).glob("data-*"))
+        content = bytearray(data.read_bytes())
+        content[-1] ^= 1
+        data.write_bytes(content)
+        return real(path)
+
+    monkeypatch.setattr("holdfast.runs.retention.verify", damaged)
+    with pytest.warns(HoldfastWarning, match="step 2 could not be read back, so step 1 stays"):
+        run.save(2, state(2))
+    assert numbers(run) == [1, 2]
+
+
+def test_resume_fills_arrays_in_place(tmp_path: Path):
+    run = holdfast.Run(tmp_path)
+    assert run.resume(into=state(0)) is None
+    run.save(7, state(7))
+    into = state(0)
+    array, inner = into["w"], into["opt"]["m"]
+    assert run.resume(into=into) is into
+    assert (array[0], inner[1], into["step"], into["opt"]["groups"]) == (7, 8, 7, [{"lr": 0.1 * 7}])
+    assert run.resumed.step == 7
+    fresh = run.resume()
+    assert fresh["step"] == 7
+    assert isinstance(fresh["w"], np.ndarray)
+
+
+class Keeps:
+    """What has a state dict."""
+
+    def __init__(self) -> None:
+        self.value = np.zeros(3)
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.value = state["value"]
+        self.loaded = True
+
+
+def test_resume_hands_objects_their_state(tmp_path: Path):
+    run, one = holdfast.Run(tmp_path), Keeps()
+    one.value[:] = 5
+    run.save(1, {"model": one, "pair": (np.ones(2), 3)})
+    other = Keeps()
+    back = run.resume(into={"model": other, "pair": (np.zeros(2), 0)})
+    assert back["model"] is other
+    assert other.loaded
+    assert other.value.tolist() == [5, 5, 5]
+    assert back["pair"][1] == 3
+    assert back["pair"][0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("into", "says"),
+    [
+        ({"w": np.zeros(3, np.float32)}, "shape"),
+        ({"w": np.zeros(600, np.float64)}, "dtype"),
+        ({"v": np.zeros(600, np.float32)}, "the step does not have 'v'"),
+        ({"w": {"deeper": 1}}, "a dict, and the step has a tensor"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(tmp_path: Path, into: dict[str, object], says: str):
+    run = holdfast.Run(tmp_path)
+    run.save(1, {"w": np.ones(600, np.float32)})
+    with pytest.raises(DoesNotFit, match=says):
+        run.resume(into=into)
+    assert all(not value.any() for value in into.values() if isinstance(value, np.ndarray))
+
+
+def test_a_step_is_not_replaced_unasked(tmp_path: Path):
+    run = holdfast.Run(tmp_path)
+    run.save(1, state(1))
+    with pytest.raises(NotCommitted, match="step 1 is there already") as refused:
+        run.save(1, state(2))
+    assert refused.value.errno == errno.EEXIST
+    assert run.resume()["step"] == 1
+    run.save(1, state(2), overwrite=True)
+    assert run.resume()["step"] == 2
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "x", None, True, 1 << 63])
+def test_what_is_no_step(tmp_path: Path, step: object):
+    with pytest.raises(BadArgument):
+        holdfast.Run(tmp_path).save(step, state(1))
+
+
+@pytest.mark.parametrize("metrics", [3, {"loss": "low"}, {1: 2.0}, {"loss": None}, {"loss": np.zeros(2)}])
+def test_what_are_no_metrics(tmp_path: Path, metrics: object):
+    with pytest.raises(BadArgumentType, match="metrics="):
+        holdfast.Run(tmp_path).save(1, state(1), metrics=metrics)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_metrics_of_every_kind_come_back(tmp_path: Path):
+    run = holdfast.Run(tmp_path)
+    run.save(1, state(1), metrics={"a": np.float32(0.5), "b": 3, "c": float("nan"), "d": float("-inf")})
+    found = run.latest().metrics
+    assert (found["a"], found["b"], found["d"]) == (0.5, 3.0, float("-inf"))
+    assert found["c"] != found["c"]
+    assert run.best("c") is None
+
+
+def test_a_closed_run_saves_no_more_and_looks_on(tmp_path: Path):
+    with holdfast.Run(tmp_path) as run:
+        run.save(1, state(1))
+    with pytest.raises(Closed):
+        run.save(2, state(2))
+    assert run.latest().step == 1
+    assert not (tmp_path / ".holdfast.lock").exists()
+
+
+# Pins.
+
+
+def test_a_pinned_step_stays(tmp_path: Path):
+    run = holdfast.Run(tmp_path, keep=Latest(1))
+    run.save(1, state(1))
+    holdfast.Run(tmp_path).pin(1, "paper")
+    for number in (2, 3):
+        run.save(number, state(number))
+    assert numbers(run) == [1, 3]
+    assert run.pins()[1].why == "paper"
+    run.unpin(1)
+    assert [step.step for step in run.prune()] == [1]
+    with pytest.raises(holdfast.errors.NoSuchStep):
+        run.pin(99)
+    with pytest.raises(holdfast.errors.NoSuchStep):
+        run.unpin(1)
+
+
+# Room.
+
+
+def test_a_budget_refuses(tmp_path: Path):
+    run = holdfast.Run(tmp_path, keep=Latest(3), budget=20_000)
+    run.save(1, state(1, 3000))
+    with pytest.raises(NotCommitted, match="budget is used up") as refused:
+        run.save(2, state(2, 3000))
+    assert refused.value.errno == errno.ENOSPC
+    assert numbers(run) == [1]
+    assert sorted(name for name in os.listdir(tmp_path) if name.endswith(".tmp")) == []
+
+
+def test_evict_applies_the_rules_early(tmp_path: Path):
+    run = holdfast.Run(tmp_path, keep=Latest(2), budget=45_000, when_full="evict")
+    for number in range(1, 7):
+        run.save(number, state(number, 3000))
+        assert sum(step.nbytes for step in run) <= 45_000
+    assert numbers(run) == [5, 6]
+
+
+def test_evict_never_takes_the_newest_or_what_a_rule_keeps(tmp_path: Path):
+    run = holdfast.Run(tmp_path, keep=Latest(3), budget=30_000, when_full="evict")
+    run.save(1, state(1, 3000))
+    run.save(2, state(2, 3000))
+    with pytest.raises(NotCommitted, match="budget"):
+        run.save(3, state(3, 3000))
+    assert numbers(run) == [1, 2]
+    alone = holdfast.Run(tmp_path / "alone", keep=Latest(1), budget=20_000, when_full="evict")
+    alone.save(1, state(1, 3000))
+    with pytest.raises(NotCommitted, match="budget"):
+        alone.save(2, state(2, 3000))
+    assert numbers(alone) == [1]
+
+
+def test_pause_waits_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = holdfast.Run(tmp_path, budget=20_000, when_full="pause")
+    run.save(1, state(1, 3000))
+    waited = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            holdfast.runs.delete.hide(run._folder.files, "step-00000001", at=opened).remove()
+
+    opened = run._folder.files.open_directory(str(tmp_path))
+    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    with pytest.warns(HoldfastWarning, match="waits for room: the run's budget is used up"):
+        run.save(2, state(2, 3000))
+    assert len(waited) == 3
+    assert numbers(run) == [2]
+
+
+def test_pause_does_not_wait_for_what_never_comes(tmp_path: Path):
+    run = holdfast.Run(tmp_path, budget=1000, when_full="pause")
+    with pytest.raises(NotCommitted, match="budget"):
+        run.save(1, state(1, 3000))
+
+
+def test_a_disk_that_is_full_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was free is gone when the bytes are written: evict makes room and tries again, and then gives up."""
+    run = holdfast.Run(tmp_path, keep=Latest(1), when_full="evict")
+    monkeypatch.setattr("holdfast.runs.retention.verify", lambda path: type("Report", (), {"ok": False}))
+    run.save(1, state(1))
+    with pytest.warns(HoldfastWarning, match="read back"):
+        run.save(2, state(2))
+    for number in (3, 4):
+        holdfast.save(state(number), tmp_path / f"step-{number}")
+    tries = []
+
+    def full(descriptor: int, nbytes: int) -> None:
+        tries.append(nbytes)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("holdfast.stores.platform.reserve", full)
+    with pytest.warns(HoldfastWarning), pytest.raises(NotCommitted) as refused:
+        run.save(5, state(5))
+    assert refused.value.errno == errno.ENOSPC
+    assert numbers(run) == [3, 4]
+    assert len(tries) == 3
+
+
+# One writer.
+
+HOLD = """
+import sys, time, numpy as np, holdfast
+run = holdfast.Run(sys.argv[1])
+run.save(1, {"w": np.ones(3)})
+print("saved", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_second_run_is_refused_while_the_first_lives(tmp_path: Path):
+    first = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "saved\n"
+        run = holdfast.Run(tmp_path, keep=Latest(1))
+        assert run.latest().step == 1
+        run.pin(1, "while it goes on")
+        with pytest.raises(NotCommitted, match=f"process {first.pid} on ") as refused:
+            run.save(2, state(2))
+        assert refused.value.errno == errno.EBUSY
+        with pytest.raises(NotCommitted, match="another run writes"):
+            run.prune()
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+        assert (tmp_path / ".holdfast.lock").exists()
+        run.save(2, state(2))
+    finally:
+        first.kill()
+        first.wait()
+        first.stdout.close()
+    assert numbers(run) == [1, 2]
+
+
+def test_two_runs_of_one_process(tmp_path: Path):
+    first, second = holdfast.Run(tmp_path), holdfast.Run(tmp_path)
+    first.save(1, state(1))
+    with pytest.raises(NotCommitted, match=f"process {os.getpid()} on "):
+        second.save(2, state(2))
+    first.close()
+    second.save(2, state(2))
+    del second
+    holdfast.Run(tmp_path).save(3, state(3))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_fork_neither_holds_the_lock_nor_saves(tmp_path: Path):
+    run = holdfast.Run(tmp_path)
+    run.save(1, state(1))
+    ready, go = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        said = b"saved"
+        try:
+            run.save(2, state(2))
+        except SaveError as error:
+            said = b"refused" if "fork" in str(error) and run.latest().step == 1 else b"?"
+        os.write(ready[1], said)
+        os.read(go[0], 1)
+        os._exit(0)
+    try:
+        assert os.read(ready[0], 10) == b"refused"
+        with pytest.raises(NotCommitted, match="another run"):
+            holdfast.Run(tmp_path).save(3, state(3))
+        run.close()
+        holdfast.Run(tmp_path).save(3, state(3))
+    finally:
+        os.write(go[1], b"x")
+        os.waitpid(child, 0)
+        for end in (*ready, *go):
+            os.close(end)
+
+
+def test_summary(tmp_path: Path):
+    run = holdfast.Run(tmp_path, keep=Latest(1))
+    assert str(run.summary()) == "no step has been saved yet"
+    for number in range(3):
+        run.save(number, state(number))
+    found = run.summary(mtbf="6h")
+    assert (found.saves, found.failed, found.deleted) == (3, 0, 2)
+    assert found.interval_s == pytest.approx((2 * found.stalled_s * 21600) ** 0.5)
+    assert found.longest_stall_s >= found.stalled_s >= found.took_s > 0
+    assert found.nbytes >= 3 * 2400
+    with pytest.raises(NotCommitted):
+        run.save(2, state(2))
+
+
+def test_a_kill_while_steps_are_deleted_is_cleaned_by_the_next_run(tmp_path: Path):
+    run = holdfast.Run(tmp_path)
+    run.save(1, state(1))
+    run.close()
+    (tmp_path / "step-00000001").rename(tmp_path / ".deleted~step-00000001.0123456789abcdef.tmp")
+    (tmp_path / ".deleted~step-00000001.0123456789abcdef.tmp" / "rng").mkdir()
+    assert holdfast.Run(tmp_path).latest() is None
+    holdfast.Run(tmp_path).save(2, state(2))
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".deleted")] == []
+    assert time.time() - holdfast.Run(tmp_path).latest().saved < 3600
