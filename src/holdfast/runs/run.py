@@ -50,10 +50,9 @@ from holdfast.runs.steps import RunFolder, Step, step_name
 from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.stores.files import make_parents
 from holdfast.stores.local import free_nbytes
-from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import local_path
 
-__all__ = ["Coming", "Run"]
+__all__ = ["Coming", "Run", "open_for_writing"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a save is told when there is no room after all."""
@@ -325,15 +324,10 @@ class Run:
             raise Closed("this run was closed; make a new Run to save more steps", file=self.path)
         if self._lock is not None:
             return
-        path, files = self._folder.path, system_files()
         with refusing("making the run's directory", self.path):
-            make_parents(os.path.join(path, "step"), durable=self.durable)
-        lock = RunLock.take(files, path)
-        self._held.callback(lock.close)
-        self._lock = lock
-        with refusing("preparing the run's directory", self.path), self._folder.opened() as (_, at):
-            clean(files, at=at)
-            write_kept(files, path, Kept(self.keep, self.budget), at=at, durable=self.durable)
+            make_parents(os.path.join(self._folder.path, "step"), durable=self.durable)
+        self._lock = open_for_writing(self._folder, Kept(self.keep, self.budget), durable=self.durable)
+        self._held.callback(self._lock.close)
 
     def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool]:
         """Where a step goes, and whether what is there may be replaced."""
@@ -382,6 +376,20 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r}, keep {', '.join(map(str, self.keep)) or 'everything'}>"
+
+
+def open_for_writing(folder: RunFolder, kept: Kept, *, durable: bool) -> RunLock:
+    """Take the run's lock, remove what deletions of dead processes left, and write the rules down."""
+    files = folder.files
+    lock = RunLock.take(files, folder.path)
+    try:
+        with refusing("preparing the run's directory", folder.path), folder.opened() as (_, at):
+            clean(files, at=at)
+            write_kept(files, folder.path, kept, at=at, durable=durable)
+    except BaseException:
+        lock.close()
+        raise
+    return lock
 
 
 def _sealed(planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
