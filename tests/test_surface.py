@@ -20,7 +20,7 @@ SERIALIZATION = """
 """
 SHARED = "LocalShardsWrapper TensorProperties Weights group_weights get_complete metadata_from_torch metadata_to_torch"
 OURS = """
-    Loaded LoadedShards SaveHandle SavedShards TorchCheckpoint async_save_sharded free_host_memory install load_full load_into
+    Loaded LoadedShards Run SaveHandle SavedShards TorchCheckpoint async_save_sharded free_host_memory install load_full load_into
     load_sharded open package_program save_sharded slices Slices sparsity tensor_from_composite
     tensor_from_lazy torch_dtype uninstall
 """

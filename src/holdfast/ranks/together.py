@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import msgspec
 
+from holdfast.core.dtype import DTYPES
 from holdfast.errors import CannotHold
 from holdfast.ranks.files import Contents
 from holdfast.ranks.merge import differing, one_tree, say_different
@@ -68,6 +70,16 @@ class Together:
     """DCP: what is no tensor, and is written by each rank."""
     notes: Sequence[str]
     """What a person should know."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all boxes: about what the ranks are going to write."""
+        bits = {row.name: row.bits for row in DTYPES.rows}
+        return sum(
+            (prod(high - low for low, high in zip(start, stop, strict=True)) * bits[self.contents.tensors[name][0]] + 7) // 8
+            for boxes in self.boxes
+            for name, start, stop in boxes
+        )
 
 
 def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[str]) -> Together:

@@ -35,7 +35,7 @@ from holdfast.errors import NotCommitted
 from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.torch.write import lay_out_torch_zip
-from holdfast.plan.saves import LinkedFile
+from holdfast.plan.saves import FilePlan, LinkedFile
 from holdfast.ranks.files import (
     NOTHING,
     Contents,
@@ -50,12 +50,13 @@ from holdfast.ranks.files import (
 )
 from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described
+from holdfast.rewrite.step_seal import Stamp, digest_of, seal_file
 from holdfast.stores.files import Files, make_parents
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.path_files import system_files
 
-__all__ = ["Publishing", "open_folder", "publish", "rehearse_contents", "rehearse_value", "write_files"]
+__all__ = ["AsStep", "Publishing", "open_folder", "publish", "rehearse_contents", "rehearse_value", "write_files"]
 
 READ_AS = {"native": ("native",), "dcp": ("dcp",), "safetensors": ("safetensors", "safetensors-dir")}
 """What a finished folder is opened as. One safetensors file in a folder of its own is just that file."""
@@ -114,6 +115,15 @@ def _count(shape: tuple[int, ...]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class AsStep:
+    """What makes the checkpoint a step of a run. Asked of the first rank alone."""
+
+    stamp: Stamp
+    begin: Callable[[int], bool]
+    """Called with the number of bytes that are to be written, before a folder is made: whether what is there may be replaced."""
+
+
+@dataclass(frozen=True, slots=True)
 class Publishing:
     """On the first rank: the folder in which a checkpoint comes together, and what it is to hold."""
 
@@ -121,19 +131,25 @@ class Publishing:
     format: str
     transaction: DirectoryTransaction
     together: Together
+    stamp: Stamp | None = None
+    """What the seal says, where it is to be a step of a run."""
 
     def give_up(self) -> None:
         """Remove the folder, unless it was published."""
         self.transaction.__exit__(None, None, None)
 
 
-def open_folder(path: str, format: str, together: Together, *, durable: bool, overwrite: bool) -> Publishing:
+def open_folder(
+    path: str, format: str, together: Together, *, durable: bool, overwrite: bool, step: AsStep | None = None
+) -> Publishing:
     """Make the hidden folder beside the target, and the folders that lead to it."""
+    if step is not None:
+        overwrite = step.begin(together.nbytes)
     with refusing("making the folders that lead to it", path):
         make_parents(path, durable=durable)
     transaction = DirectoryTransaction(path, durable=durable, overwrite=overwrite, replaceable=is_part)
     transaction.__enter__()
-    return Publishing(path, format, transaction, together)
+    return Publishing(path, format, transaction, together, None if step is None else step.stamp)
 
 
 def write_files(
@@ -217,7 +233,26 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
                 folder.join(receipt.key, receipt.nbytes, linked=receipt.linked)
     everything = [receipt for receipts in delivered for receipt in receipts]
     folder.seal_data()
-    for index in index_files(publishing.format, contents, everything, dcp_index=dcp_index):
-        write_file(index, folder.create(index.key))
+    index = list(index_files(publishing.format, contents, everything, dcp_index=dcp_index))
+    if publishing.stamp is not None:
+        index.append(_seal(everything, tuple(index), publishing.stamp))
+    for file in index:
+        write_file(file, folder.create(file.key))
     check_folder(publishing.format, contents, folder.folder)
     folder.commit()
+
+
+def _seal(receipts: Sequence[Receipt], index: Sequence[FilePlan], stamp: Stamp) -> FilePlan:
+    """The seal of what all ranks have written, and of the index."""
+
+    def digests(crcs: Mapping[str, int]) -> Mapping[str, str]:
+        return {file.key: digest_of(_content(file)) for file in index}
+
+    data = [(receipt.key, receipt.nbytes) for receipt in receipts]
+    return seal_file(data, [(file.key, file.nbytes) for file in index], stamp, digests=digests)
+
+
+def _content(file: FilePlan) -> bytes:
+    out = io.BytesIO()
+    write_stream(file, out)
+    return out.getvalue()

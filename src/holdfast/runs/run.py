@@ -52,7 +52,7 @@ from holdfast.stores.files import make_parents
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.paths import local_path
 
-__all__ = ["Coming", "Run", "open_for_writing"]
+__all__ = ["Coming", "Run", "WhenFull", "open_for_writing", "read_metrics", "read_step"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a save is told when there is no room after all."""
@@ -143,7 +143,7 @@ class Run:
         return True
 
     def __getitem__(self, step: int) -> Step:
-        number = _step(step)
+        number = read_step(step)
         found = self._folder.get(number)
         if found is None:
             newest = self._folder.newest()
@@ -191,20 +191,21 @@ class Run:
 
     def pin(self, step: int, why: str = "") -> Pin:
         """Keep a step whatever the rules say, and note why. Any process may, while the run goes on."""
-        return pin_step(self._folder, _step(step), why, durable=self.durable)
+        return pin_step(self._folder, read_step(step), why, durable=self.durable)
 
     def unpin(self, step: int) -> Pin:
         """Leave a step to the rules again."""
-        return unpin_step(self._folder, _step(step), durable=self.durable)
+        return unpin_step(self._folder, read_step(step), durable=self.durable)
 
     def prune(self) -> tuple[Step, ...]:
         """Delete now what the rules do not keep; the steps that went. A save does that by itself."""
+        self._settle()
         self._begin()
         return self._retain()
 
     # Saving.
 
-    @understood(step=lambda value, name: _step(value), metrics=lambda value, name: _metrics(value))
+    @understood(step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value))
     def save(
         self,
         step: int,
@@ -224,6 +225,7 @@ class Run:
         whole. Raises `NotCommitted` where nothing was published; what was there is intact.
         """
         began = time.perf_counter()
+        self._settle()
         self._begin()
         stamp = Stamp(step, time.time(), metrics or {})
         path, replaced = self._place(step, overwrite=overwrite)
@@ -315,13 +317,16 @@ class Run:
             warnings.warn(f"no step of {self.path} was deleted: {error}", HoldfastWarning, stacklevel=4)
         return tuple(gone)
 
-    def _begin(self) -> None:
-        """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
+    def _settle(self) -> None:
+        """Raise what went wrong in the background since the last call, and what must not be done in this process any more."""
         if self._process != os.getpid():
             message = f"this run belongs to process {self._process}, of which this one is a fork; make a Run of its own here"
             raise SaveError(message, file=self.path)
         if self._closed:
             raise Closed("this run was closed; make a new Run to save more steps", file=self.path)
+
+    def _begin(self) -> None:
+        """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
         if self._lock is not None:
             return
         with refusing("making the run's directory", self.path):
@@ -363,16 +368,33 @@ class Run:
     # The end.
 
     def close(self) -> None:
-        """Give the run's lock back. Looking goes on; saving needs a new Run."""
-        self._closed = True
-        self._lock = None
-        self._held.close()
+        """Wait for what goes on in the background, and give the run's lock back. Looking goes on; saving needs a new Run.
+
+        Raises what went wrong in the background, when the lock is given back.
+        """
+        if self._closed:
+            return
+        try:
+            if self._process == os.getpid():
+                self._finish()
+        finally:
+            self._closed = True
+            self._lock = None
+            self._held.close()
+
+    def _finish(self) -> None:
+        """Wait for what goes on in the background, and raise what went wrong."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        try:
+            self.close()
+        except HoldfastError as late:
+            if error is None:
+                raise
+            warnings.warn(f"{self.path}: {late}", HoldfastWarning, stacklevel=2)  # what ended the block is more
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r}, keep {', '.join(map(str, self.keep)) or 'everything'}>"
@@ -399,11 +421,13 @@ def _sealed(planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
     return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=plan.nbytes))
 
 
-def _step(value: object) -> int:
+def read_step(value: object) -> int:
+    """The number of a step."""
     return whole_number(value, "step=", least=0, most=LARGEST)
 
 
-def _metrics(value: object) -> dict[str, float]:
+def read_metrics(value: object) -> dict[str, float]:
+    """Numbers under names, of any kind of number."""
     if not isinstance(value, Mapping):
         raise BadArgumentType(f"metrics= takes numbers under names, not {shown(value)}", found=value)
     found: dict[str, float] = {}

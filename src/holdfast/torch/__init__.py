@@ -7,6 +7,7 @@
 
     holdfast.torch.save_sharded(path, state)       from any number of ranks, for any other number to load (load_sharded);
                                                    while training goes on: async_save_sharded
+    holdfast.torch.Run(folder, keep=[…])           the steps of a training run: saved, found again, kept from filling the disk
     holdfast.torch.sparsity                        masks on models: a drop-in for torch.ao.pruning
 
 This package, and nothing else in Holdfast, imports torch: 2.4 to 2.15, whose differences `versions` knows. What needs
@@ -77,6 +78,7 @@ __all__ = [
     "Loaded",
     "LoadedShards",
     "LocalShardsWrapper",
+    "Run",
     "SaveHandle",
     "SavedShards",
     "Slices",
@@ -132,6 +134,7 @@ __all__ = [
 _WHERE = {
     "LoadedShards": "ranks.load_sharded",
     "LocalShardsWrapper": "ranks.local_shards",
+    "Run": "ranks.run",
     "SaveHandle": "ranks.background",
     "SavedShards": "ranks.saving",
     "TensorProperties": "export.shared_weights",

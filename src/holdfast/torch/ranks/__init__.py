@@ -6,6 +6,7 @@ replica_sums       the sums by which replicas are compared
 background         the rest of the chain on a thread, and a program that waits for it at its end
 staging            copies of what is saved, so that the caller may go on
 load_sharded       the call: one checkpoint for all, replicas read once and handed on
+run                `holdfast.torch.Run`: steps of a training run, saved and resumed by all ranks
 wanted             what one rank asks for; room for an optimizer that has no state yet
 group              how ranks talk: through the store, never by a collective
 shards             what part of a tensor this rank has

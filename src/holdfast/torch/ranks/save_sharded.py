@@ -20,7 +20,7 @@ from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.saving import Asked, Job, SavedShards, describe, plan, stage_described, stage_planned, write
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 
-__all__ = ["async_save_sharded", "save_sharded"]
+__all__ = ["async_save_sharded", "begin_asked", "save_asked", "save_sharded"]
 
 
 @understood(format=one_of(*FORMATS), values=one_of("agree", "first"), per_rank=patterns, when_busy=one_of("wait", "refuse"))
@@ -63,7 +63,6 @@ def save_sharded(
     `sparse`, `base` and `hashes` are as for `holdfast.save`: every rank decides for its boxes, in a native checkpoint.
     Where the ranks and the placements are those of the base, what did not change is linked.
     """
-    course = Course()
     state, path = state_and_path(state, path)
     asked = Asked(
         path=local_path(path),
@@ -80,16 +79,7 @@ def save_sharded(
         base=None if base is None else os.path.abspath(local_path(base)),
         hashes=hashes,
     )
-    job = _job(asked, course, group=group, deadline=deadline)
-
-    def content() -> object:
-        course.take_turn(when_busy, asked.path)
-        return state_dicts(state)
-
-    try:
-        return write(plan(describe(job, content)))
-    finally:
-        course.close()
+    return save_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy)
 
 
 @understood(format=one_of(*FORMATS), values=one_of("agree", "first"), per_rank=patterns, when_busy=one_of("wait", "refuse"))
@@ -122,7 +112,6 @@ def async_save_sharded(
     up to `max_host_memory` bytes of it, or half of what the machine has to give. This returns when the copies are under way: what
     the current stream is asked to do from then on comes behind them.
     """
-    course = Course()
     state, path = state_and_path(state, path)
     asked = Asked(
         path=local_path(path),
@@ -139,6 +128,43 @@ def async_save_sharded(
         base=None if base is None else os.path.abspath(local_path(base)),
         hashes=hashes,
     )
+    return begin_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy, max_host_memory=max_host_memory)
+
+
+def save_asked(
+    state: object,
+    asked: Asked,
+    *,
+    group: dist.ProcessGroup | None,
+    deadline: float,
+    when_busy: Literal["wait", "refuse"] = "wait",
+) -> SavedShards:
+    """Save what was asked for, with all ranks of a group."""
+    course = Course()
+    job = _job(asked, course, group=group, deadline=deadline)
+
+    def content() -> object:
+        course.take_turn(when_busy, asked.path)
+        return state_dicts(state)
+
+    try:
+        return write(plan(describe(job, content)))
+    finally:
+        course.close()
+
+
+def begin_asked(
+    state: object,
+    asked: Asked,
+    *,
+    group: dist.ProcessGroup | None,
+    deadline: float,
+    when_busy: Literal["wait", "refuse"] = "wait",
+    max_host_memory: int | None = None,
+    after: Callable[[SavedShards], None] | None = None,
+) -> SaveHandle:
+    """The same in the background. `after` is called there, on each rank, when the checkpoint is published."""
+    course = Course()
     job = _job(asked, course, group=group, deadline=deadline)
     before: Versions = []
 
@@ -152,6 +178,7 @@ def async_save_sharded(
         return stage(tensors, before, asked.path, threads=job.count_threads(), max_host_memory=max_host_memory)
 
     handed = False
+    rest: Callable[[], SavedShards]
     try:
         described = describe(job, content)
         if described.stages_first:
@@ -162,7 +189,14 @@ def async_save_sharded(
         else:
             planned = stage_planned(plan(described), copy)
             staged, rest = planned.staged, lambda: write(planned)
-        handle = begin(asked.path, course, rest, staged_nbytes=staged.nbytes if staged is not None else 0)
+
+        def to_the_end() -> SavedShards:
+            saved = rest()
+            if after is not None:
+                after(saved)
+            return saved
+
+        handle = begin(asked.path, course, to_the_end, staged_nbytes=staged.nbytes if staged is not None else 0)
         handed = True  # the thread ends it from here on
         return handle
     finally:

@@ -38,7 +38,7 @@ from holdfast.ranks.files import NOTHING, Part, Receipt, rank_files, unkept_note
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, Place, message, put_together, with_sums
-from holdfast.ranks.write import Publishing, open_folder, publish, rehearse_contents, rehearse_value, write_files
+from holdfast.ranks.write import AsStep, Publishing, open_folder, publish, rehearse_contents, rehearse_value, write_files
 from holdfast.rewrite.base import open_base
 from holdfast.rewrite.state import describe_state
 from holdfast.torch.cuda.stage import Copies
@@ -91,6 +91,8 @@ class Asked:
     """An older checkpoint, of which unchanged files are taken over."""
     hashes: bool = False
     """Whether hashes are recorded, so that this may be a base; with a base they are."""
+    step: AsStep | None = None
+    """Set where it is to be a step of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,7 @@ def plan(described: Described) -> Planned:
     def decide(messages: list[bytes]) -> list[bytes]:
         together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
         rehearse_contents(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
-        opened = open_folder(job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite)
+        opened = open_folder(job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step)
         job.open.callback(opened.give_up)
         publishing.append(opened)
         folder, notes = opened.transaction.folder, list(together.notes)

@@ -1,0 +1,296 @@
+"""`holdfast.torch.Run`: a `holdfast.Run` whose steps are saved by all ranks of a group, now or in the background.
+
+    run = holdfast.torch.Run("runs/llama", keep=[Latest(3)])           on every rank
+    run.resume(into=state)                                             the same step on all ranks, whatever number of them saved it
+    handle = run.async_save(step, state, metrics={"val_loss": 2.1})    returns when the tensors are copied
+
+Every rank calls the same methods. What concerns the directory (its lock, whether the step may be replaced, room, retention) is the
+first rank's business: it does it inside of the save, where its refusal reaches all ranks as the same error (saving.py). Ranks talk
+through the group's store and never through a collective, so that a save in the background does not meet the training's.
+
+A background save that failed is raised by the next call on this run, on every rank alike, and by `wait`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import torch.distributed as dist
+
+from holdfast.core.arguments import one_of, patterns, understood
+from holdfast.core.quantities import Size, byte_count
+from holdfast.errors import HoldfastError
+from holdfast.ranks.write import AsStep
+from holdfast.rewrite.state import Stateful
+from holdfast.rewrite.step_seal import Stamp
+from holdfast.runs.rules import Rule, read_rules
+from holdfast.runs.run import Coming, WhenFull, read_metrics, read_step
+from holdfast.runs.run import Run as PlainRun
+from holdfast.runs.steps import Step, step_name
+from holdfast.torch.ranks.background import SaveHandle
+from holdfast.torch.ranks.group import DEADLINE, ranks_of
+from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+from holdfast.torch.ranks.save_sharded import begin_asked, save_asked
+from holdfast.torch.ranks.saving import Asked, SavedShards
+from holdfast.torch.ranks.wanted import PerRank
+
+__all__ = ["Run"]
+
+
+class Answer(msgspec.Struct):
+    """The step that the first rank found, for all of them."""
+
+    step: int
+    name: str
+    saved: float
+    metrics: dict[str, float | str]
+    nbytes: int
+
+
+class Run(PlainRun):
+    """A `holdfast.Run` of all ranks of a group (the default one), or of a process without one.
+
+    As `holdfast.Run`; `group` and `deadline` are those of `save_sharded`.
+    """
+
+    @understood(keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count)
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: Rule | str | Collection[Rule | str] = (),
+        budget: Size | None = None,
+        when_full: WhenFull = "error",
+        durable: bool = True,
+        group: dist.ProcessGroup | None = None,
+        deadline: float = DEADLINE,
+    ) -> None:
+        super().__init__(path, keep=keep, budget=budget, when_full=when_full, durable=durable)
+        self.group = group
+        self.deadline = deadline
+        self._handle: SaveHandle | None = None
+
+    @understood(
+        step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value),
+        values=one_of("agree", "first"), per_rank=patterns,
+    )  # fmt: skip
+    def save(  # type: ignore[override]  # what several ranks need to say in addition, and no shards by size
+        self,
+        step: int,
+        state: Stateful | Mapping[str, object],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        overwrite: bool = False,
+        values: Literal["agree", "first"] = "agree",
+        per_rank: str | Sequence[str] = (),
+        check_replicas: bool = True,
+        sparse: str = "never",
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Step:
+        """Save the state of all ranks as a step; every rank calls it. The first rank then deletes what no rule keeps.
+
+        What a state may be, `values`, `per_rank` and `check_replicas` are as for `save_sharded`; `metrics` are the first rank's.
+        A step that is there already is refused on all ranks, unless `overwrite=True`, or it is not whole.
+        """
+        began = time.perf_counter()
+        self._settle()
+        asked = self._asked(
+            step, metrics, metadata=metadata, overwrite=overwrite, values=values, per_rank=tuple(per_rank),
+            check_replicas=check_replicas, sparse=sparse, threads=threads, progress=progress,
+        )  # fmt: skip
+        try:
+            done = save_asked(state, asked, group=self.group, deadline=self.deadline)
+        except HoldfastError:
+            self._failed += 1
+            raise
+        took = time.perf_counter() - began
+        saved = self._after(asked, done)
+        self._note(saved, stalled_s=time.perf_counter() - began, took_s=took)
+        return saved
+
+    @understood(
+        step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value),
+        values=one_of("agree", "first"), per_rank=patterns,
+    )  # fmt: skip
+    def async_save(
+        self,
+        step: int,
+        state: Stateful | Mapping[str, object],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        overwrite: bool = False,
+        values: Literal["agree", "first"] = "agree",
+        per_rank: str | Sequence[str] = (),
+        check_replicas: bool = True,
+        sparse: str = "never",
+        threads: int | None = None,
+        progress: Callable[[int], None] | None = None,
+        max_host_memory: int | None = None,
+    ) -> SaveHandle:
+        """As `save`, and the caller trains on while the step is written: returns when what this rank has has been copied.
+
+        The next call on this run waits for the save before it. What went wrong is raised there, and by `wait`.
+        """
+        began = time.perf_counter()
+        self._settle()
+        asked = self._asked(
+            step, metrics, metadata=metadata, overwrite=overwrite, values=values, per_rank=tuple(per_rank),
+            check_replicas=check_replicas, sparse=sparse, threads=threads, progress=progress,
+        )  # fmt: skip
+        stalled: list[float] = []
+
+        def after(done: SavedShards) -> None:
+            took = time.perf_counter() - began
+            saved = self._after(asked, done)
+            self._note(saved, stalled_s=stalled[0] if stalled else took, took_s=took)
+
+        try:
+            self._handle = begin_asked(
+                state, asked, group=self.group, deadline=self.deadline, max_host_memory=max_host_memory, after=after
+            )
+        except HoldfastError:
+            self._failed += 1
+            raise
+        stalled.append(time.perf_counter() - began)
+        return self._handle
+
+    def wait(self) -> Step | None:
+        """Come back when the save in the background is over; the step that it saved. Raises what went wrong."""
+        self._settle()
+        return None if not self._times else self._folder.get(self._times[-1].step)
+
+    @understood(per_rank=one_of("own", "keep"))
+    def resume(  # type: ignore[override]  # what several ranks need to say in addition
+        self,
+        into: Stateful | Mapping[str, object] | None = None,
+        *,
+        deep: bool = False,
+        strict: bool = True,
+        per_rank: PerRank = "own",
+        cast: bool = False,
+        threads: int | None = None,
+    ) -> object:
+        """Load the newest whole step into a state, on every rank; None where the run has no step yet. Every rank calls it.
+
+        The first rank says which step that is. It is loaded as `load_sharded` does, which says what `strict`, `per_rank` and `cast`
+        mean: in place, whatever number of ranks saved it. Without a state the whole step is given back, in the memory of each rank.
+        """
+        self._settle()
+        found = self._agreed(deep=deep)
+        if found is None:
+            return None
+        if into is None:
+            state = load_full(found.path)
+        else:
+            load_sharded(
+                found.path,
+                into,
+                group=self.group,
+                deadline=self.deadline,
+                strict=strict,
+                per_rank=per_rank,
+                cast=cast,
+                threads=threads,
+            )
+            state = into
+        self.resumed = found
+        return state
+
+    def _agreed(self, *, deep: bool) -> Step | None:
+        """The newest whole step, as the first rank sees it."""
+        ranks = ranks_of(self.group, doing=f"resume {self.path!r}", deadline=self.deadline)
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            found = self.latest(deep=deep)
+            if found is None:
+                return [b""] * len(messages)
+            told = {name: repr(value) for name, value in found.metrics.items()}
+            answer = Answer(found.step, os.path.basename(found.path), found.saved, {**told}, found.nbytes)
+            return [msgspec.msgpack.encode(answer)] * len(messages)
+
+        try:
+            raw = ranks.agree(b"", decide)
+        finally:
+            ranks.close()
+        if not raw:
+            return None
+        answer = msgspec.msgpack.decode(raw, type=Answer)
+        metrics = {name: float(value) for name, value in answer.metrics.items()}
+        path = os.path.join(self._folder.path, answer.name)
+        return Step(answer.step, path, answer.saved, metrics, answer.nbytes, answer.name)
+
+    def _asked(
+        self,
+        step: int,
+        metrics: Mapping[str, float] | None,
+        *,
+        metadata: Mapping[str, str] | None,
+        overwrite: bool,
+        values: Literal["agree", "first"],
+        per_rank: tuple[str, ...],
+        check_replicas: bool,
+        sparse: str,
+        threads: int | None,
+        progress: Callable[[int], None] | None,
+    ) -> Asked:
+        stamp = Stamp(step, time.time(), metrics or {})
+
+        def begin(nbytes: int) -> bool:
+            self._begin()
+            _, replaced = self._place(step, overwrite=overwrite)
+            self._make_room(nbytes, Coming(step, stamp.saved, stamp.metrics))
+            return replaced
+
+        return Asked(
+            path=os.path.join(self._folder.path, step_name(step)),
+            format="native",
+            overwrite=overwrite,
+            durable=self.durable,
+            metadata=metadata,
+            values=values,
+            per_rank=per_rank,
+            check_replicas=check_replicas,
+            threads=threads,
+            progress=progress,
+            sparse=sparse,
+            step=AsStep(stamp, begin),
+        )
+
+    def _after(self, asked: Asked, done: SavedShards) -> Step:
+        """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
+        assert asked.step is not None  # `_asked` sets it
+        stamp = asked.step.stamp
+        made = Step(stamp.step, asked.path, stamp.saved, stamp.metrics, done.nbytes, os.path.basename(asked.path))
+        if self._lock is None:
+            return self._folder.get(stamp.step) or made
+        saved = self._folder.get(stamp.step) or made
+        self._sure.discard(stamp.step)
+        self._retain()
+        return saved
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._end_of_save()
+
+    def _finish(self) -> None:
+        try:
+            self._end_of_save()
+        finally:
+            super()._finish()
+
+    def _end_of_save(self) -> None:
+        """Wait for the save in the background; every rank does, so that all of them hear of a failure at the same call."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            try:
+                handle.wait()
+            except HoldfastError:
+                self._failed += 1
+                raise

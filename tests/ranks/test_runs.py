@@ -1,0 +1,216 @@
+"""`holdfast.torch.Run`: steps of several ranks, now and in the background; a failure on one is everybody's, and is never lost."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import Latest
+from holdfast.errors import HoldfastWarning, RanksFailed
+from holdfast.ranks import write as rank_write
+from holdfast.torch.ranks import saving
+from holdfast.torch.ranks.run import Run
+from tests.dtensor import Shard
+from tests.ranks.pool import Pool, World, failures, good
+from tests.ranks.states import sharded
+from tests.ranks.test_background import Gate
+from tests.ranks.test_failures import instead
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def state_of(world: World, number: float) -> dict[str, object]:
+    rows = sharded(torch.full((7, 40), number), world.mesh(), (Shard(0),))
+    return {"rows": rows, "plain": torch.full((30,), number), "step": int(number), "name": "run"}
+
+
+def whole(step: holdfast.Step) -> float:
+    """The number that a step is full of; it is whole to the last byte."""
+    assert holdfast.verify(step.path).ok
+    with step.open() as checkpoint:
+        (number,) = {float(n) for array in checkpoint.read().values() for n in array.reshape(-1).tolist()}
+    return number
+
+
+def numbers(path: Path) -> list[int]:
+    run = holdfast.Run(path)
+    assert [whole(step) for step in run] == [step.step for step in run]
+    return [step.step for step in run]
+
+
+def save_some(world: World, path: str, steps: list[int], background: bool) -> list[int]:
+    with Run(path, keep=[Latest(2)], durable=False, group=world.group, deadline=20) as run:
+        for step in steps:
+            save = run.async_save if background else run.save
+            save(step, state_of(world, step), metrics={"loss": 1 / step})
+            if background:
+                assert run.wait().step == step
+        assert run.summary().saves == len(steps)
+        return [step.step for step in run]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("background", [False, True], ids=["now", "background"])
+def test_steps_of_several_ranks(pool: Pool, tmp_path: Path, size: int, background: bool):
+    seen = good(pool.run(size, save_some, str(tmp_path), [1, 2, 3, 4], background))
+    assert seen[0] == [3, 4]
+    assert numbers(tmp_path) == [3, 4]
+    assert holdfast.Run(tmp_path).latest().metrics == {"loss": 0.25}
+    assert sorted(name for name in os.listdir(tmp_path) if name.startswith(".")) == []
+
+
+def resume(world: World, path: str) -> tuple[object, ...] | None:
+    run, into = Run(path, group=world.group, deadline=20), state_of(world, 0)
+    rows = into["rows"].to_local()
+    if run.resume(into=into) is None:
+        return None
+    assert run.resume(into=into) is into
+    values = {*rows.reshape(-1).tolist(), *into["plain"].tolist()}
+    return (*values, into["step"], run.resumed.step, run.resumed.metrics["loss"])
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (3, 1)])
+def test_any_number_of_ranks_resumes(pool: Pool, tmp_path: Path, saved: int, loaded: int):
+    assert good(pool.run(loaded, resume, str(tmp_path))) == [None] * loaded
+    good(pool.run(saved, save_some, str(tmp_path), [1, 2, 3], False))
+    next((tmp_path / "step-00000003").glob("data-*")).unlink()
+    assert good(pool.run(loaded, resume, str(tmp_path))) == [(2.0, 2, 2, 0.5)] * loaded
+
+
+def hold(path: Path) -> holdfast.Run:
+    """Another run in the same directory."""
+    other = holdfast.Run(path)
+    other.save(1, {"w": torch.ones(2)})
+    return other
+
+
+def save_one(world: World, path: str, step: int, keep: str, options: dict[str, object]) -> None:
+    with Run(path, keep=keep, durable=False, group=world.group, deadline=20) as run:
+        run.save(step, state_of(world, step), **options)
+
+
+def test_what_the_first_rank_refuses_all_ranks_raise(pool: Pool, tmp_path: Path):
+    other = hold(tmp_path)
+    for failure in failures(pool.run(3, save_one, str(tmp_path), 2, "latest:1", {})):
+        assert failure.kinds[0] == "RanksFailed"
+        assert f"process {os.getpid()}" in failure.text
+    other.close()
+    good(pool.run(3, save_one, str(tmp_path), 2, "latest:3", {}))
+    for failure in failures(pool.run(3, save_one, str(tmp_path), 2, "latest:3", {})):
+        assert "step 2 is there already" in failure.text
+    good(pool.run(3, save_one, str(tmp_path), 2, "latest:3", {"overwrite": True}))
+    assert holdfast.Run(tmp_path).latest().step == 2
+
+
+def full_disk(world: World, path: str) -> list[str]:
+    run = Run(path, keep=[Latest(2)], durable=False, group=world.group, deadline=20, budget=8_000, when_full="evict")
+    run.save(1, state_of(world, 1))
+    run.save(2, state_of(world, 2))
+    run.save(3, state_of(world, 3))
+    said = []
+    run.when_full = "error"
+    run._space.budget = 4_000
+    try:
+        run.save(4, state_of(world, 4))
+    except RanksFailed as error:
+        said.append(str(error))
+    run.close()
+    return said
+
+
+def test_no_room_is_everybodys_failure(pool: Pool, tmp_path: Path):
+    for said in good(pool.run(2, full_disk, str(tmp_path))):
+        assert "budget is used up" in said[0]
+    assert numbers(tmp_path) == [2, 3]
+
+
+def fail_behind(world: World, path: str, victim: int, where: str) -> list[str]:
+    """A save in the background fails on one rank: the next call says so, everywhere, and the one after it works."""
+    run = Run(path, keep=[Latest(1)], durable=False, group=world.group, deadline=20)
+    run.save(1, state_of(world, 1))
+    said = []
+
+    def broken(*args: object, **options: object) -> object:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    owner = {"write_file": rank_write, "publish": saving, "open_folder": saving}[where]
+    gate = Gate()
+    with instead(owner, where, broken if world.rank == victim else getattr(owner, where)):
+        try:
+            run.async_save(2, state_of(world, 2))
+        except RanksFailed as error:
+            said.append(str(error))
+        handle = run._handle
+        if handle is not None:
+            handle._future.exception(30)
+    gate.opened.set()
+    if not said:
+        try:
+            run.async_save(3, state_of(world, 3))
+        except RanksFailed as error:
+            said.append(str(error))
+    assert run.summary().failed == 1
+    run.async_save(4, state_of(world, 4))
+    assert run.wait().step == 4
+    run.close()
+    return said
+
+
+@pytest.mark.parametrize(("where", "victim"), [("write_file", 0), ("write_file", 2), ("publish", 0), ("open_folder", 0)])
+def test_a_failure_behind_is_reported_by_the_next_call(pool: Pool, tmp_path: Path, where: str, victim: int):
+    for said in good(pool.run(3, fail_behind, str(tmp_path), victim, where)):
+        assert len(said) == 1
+        assert "the disk is broken" in said[0] or "Input/output" in said[0] or "input/output" in said[0]
+    assert numbers(tmp_path) == [4]
+
+
+def end_at_once(world: World, path: str) -> None:
+    run = Run(path, keep=[Latest(1)], durable=False, group=world.group, deadline=20)
+    for step in (1, 2, 3):
+        run.async_save(step, state_of(world, step))
+    run.close()
+
+
+def test_close_waits(pool: Pool, tmp_path: Path):
+    good(pool.run(2, end_at_once, str(tmp_path)))
+    assert numbers(tmp_path) == [3]
+
+
+def test_one_process_without_a_group(tmp_path: Path):
+    model, run = torch.nn.Linear(4, 3), Run(tmp_path, keep=Latest(1), durable=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optim": optimizer, "step": 7}
+    assert run.resume(into=state) is None
+    run.async_save(7, state, metrics={"loss": torch.tensor(0.5)})
+    run.wait()
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state["step"] = 0
+    assert Run(tmp_path).resume(into=state) is state
+    assert state["step"] == 7
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.state_dict().items())
+    assert run.latest().metrics == {"loss": 0.5}
+    assert Run(tmp_path).resume()["step"] == 7
+    run.close()
+
+
+def test_a_run_that_is_dropped_gives_its_lock_back(tmp_path: Path):
+    run = Run(tmp_path, durable=False)
+    run.async_save(1, {"w": torch.ones(3)})
+    run.wait()
+    del run
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", HoldfastWarning)
+        Run(tmp_path, durable=False).save(2, {"w": torch.ones(3)})
