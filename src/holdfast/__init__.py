@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from holdfast.rewrite.reshard import reshard
     from holdfast.rewrite.save import save, to_bytes
     from holdfast.rewrite.share import Compacted, Tied, compact, tie
+    from holdfast.runs.export import Export
     from holdfast.runs.rules import Best, Every, Latest, Within
     from holdfast.runs.run import Run
     from holdfast.runs.steps import Step
@@ -62,6 +63,7 @@ _WHERE = {
     "Diff": "inspect.diff",
     "Digest": "core.digest",
     "Every": "runs.rules",
+    "Export": "runs.export",
     "Global": "core.opaque",
     "HoldfastError": "errors",
     "Latest": "runs.rules",
@@ -118,6 +120,7 @@ __all__ = [
     "Diff",
     "Digest",
     "Every",
+    "Export",
     "Global",
     "HoldfastError",
     "Latest",

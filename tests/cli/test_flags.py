@@ -25,7 +25,7 @@ NOT_OURS = {
     *("last_save_in_hf", "initial_load_in_hf"),  # of TorchTitan's configuration
     *("seed", "item", "nbytes"),  # of a rule; of a repr
     *("hours", "days", "minutes", "mode"),  # of rules of a run, which are texts at a shell
-    *("step", "metrics", "mtbf"),  # of `holdfast.Run`
+    *("step", "metrics", "mtbf", "grace", "signals", "export", "every"),  # of `holdfast.Run`
 }
 LIMITS = set(holdfast.Limits.__dataclass_fields__)
 """They are said as `Limits(files=…)`, which is for programs."""

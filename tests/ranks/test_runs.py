@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
+import time
 import warnings
 from pathlib import Path
 
@@ -214,3 +216,38 @@ def test_a_run_that_is_dropped_gives_its_lock_back(tmp_path: Path):
     with warnings.catch_warnings():
         warnings.simplefilter("error", HoldfastWarning)
         Run(tmp_path, durable=False).save(2, {"w": torch.ones(3)})
+
+
+def interrupt(world: World, path: str, victim: int) -> tuple[int, int]:
+    """One rank gets a signal in the middle of its 20th step: all of them stop at the same one, and save it."""
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    asked = 0
+    try:
+        with Run(path, durable=False, group=world.group, deadline=20) as run:
+            real = run._ask_all
+
+            def counted(step: int) -> object:
+                nonlocal asked
+                asked += 1
+                return real(step)
+
+            run._ask_all = counted
+            with run.stopping(signals=signal.SIGUSR1, grace="10s"):
+                for step in range(1, 2_000):
+                    time.sleep(0.002)
+                    if step == 20 and world.rank == victim:
+                        signal.raise_signal(signal.SIGUSR1)
+                    if run.interrupted(step, state_of(world, step), metrics={"loss": 1.0}):
+                        return step, asked
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    raise AssertionError("it never stopped")
+
+
+@pytest.mark.parametrize(("size", "victim"), [(1, 0), (2, 1), (3, 0)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(pool: Pool, tmp_path: Path, size: int, victim: int):
+    seen = good(pool.run(size, interrupt, str(tmp_path), victim))
+    (step,) = {step for step, _ in seen}
+    assert step >= 20
+    assert numbers(tmp_path) == [step]
+    assert max(asked for _, asked in seen) < step

@@ -1,6 +1,7 @@
 """Runs: the steps of a training run in one directory, found again after anything, and kept from filling the disk.
 
-run              `Run`: save, latest, best, resume, pin, prune; what a save does, in order
+run              `Run`: save, resume, prune; what a save does, in order
+view             looking: latest, best, iteration, what the rules would do; pins
 rules            which steps are kept: `Latest`, `Every`, `Best`, `Within`; pure
 steps            which folders are steps, under which number, and whether each is whole
 retention        what goes and why the rest stays; letting it go
@@ -8,12 +9,15 @@ delete           a rename, then unlinking; cleaning what dead processes left
 record           the rules and the pins that a run's directory keeps
 lock             one writer a run, as long as its process lives
 space            room for a step: the disk and the budget
+signals          a signal waits until the state is saved
+export           published steps in another format, in the background
 fill             a step into a state that is there
 summary          what saves cost, and how often to save
 """
 
 from __future__ import annotations
 
+from holdfast.runs.export import Export
 from holdfast.runs.record import Pin
 from holdfast.runs.retention import Fate
 from holdfast.runs.rules import Best, Every, Latest, Rule, Within
@@ -21,4 +25,4 @@ from holdfast.runs.run import Run
 from holdfast.runs.steps import Step
 from holdfast.runs.summary import Summary
 
-__all__ = ["Best", "Every", "Fate", "Latest", "Pin", "Rule", "Run", "Step", "Summary", "Within"]
+__all__ = ["Best", "Every", "Export", "Fate", "Latest", "Pin", "Rule", "Run", "Step", "Summary", "Within"]

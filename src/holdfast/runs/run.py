@@ -19,40 +19,43 @@ Reading (`latest`, `best`, `run[step]`, iteration) takes no lock and changes not
 from __future__ import annotations
 
 import errno
+import math
 import os
+import signal
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Literal, Self
 
 from holdfast.core.arguments import one_of, understood
-from holdfast.core.quantities import Size, byte_count, seconds, shown, whole_number
+from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
-from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NoSuchStep, NotCommitted, SaveError
-from holdfast.formats.seal import LARGEST
+from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NotCommitted, SaveError
 from holdfast.rewrite.formats import Options
 from holdfast.rewrite.planned import Planned, Saved, Writing
 from holdfast.rewrite.save import plan_saving
 from holdfast.rewrite.step_seal import Stamp, with_seal
 from holdfast.runs.delete import clean
+from holdfast.runs.export import Export, Exports, read_exports
 from holdfast.runs.fill import fill, loaded
 from holdfast.runs.lock import RunLock
-from holdfast.runs.record import Kept, Pin, pin_step, read_pins, unpin_step, write_kept
-from holdfast.runs.retention import Fate, decide, read_back, retain
-from holdfast.runs.rules import Best, Rule, read_rules
+from holdfast.runs.record import Kept, write_kept
+from holdfast.runs.retention import retain
+from holdfast.runs.rules import Rule, read_rules
+from holdfast.runs.signals import SignalGuard, read_signals
 from holdfast.runs.space import Space
 from holdfast.runs.steps import RunFolder, Step, step_name
 from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
+from holdfast.runs.view import RunView, read_step
 from holdfast.stores.files import make_parents
 from holdfast.stores.local import free_nbytes
-from holdfast.stores.paths import local_path
 
-__all__ = ["Coming", "Run", "WhenFull", "open_for_writing", "read_metrics", "read_step"]
+__all__ = ["Coming", "Run", "WhenFull", "open_for_writing", "read_metrics"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a save is told when there is no room after all."""
@@ -72,7 +75,7 @@ class Coming:
     metrics: Mapping[str, float]
 
 
-class Run:
+class Run(RunView):
     """The steps of a training run in a directory of its own, which is made by the first save.
 
     `keep` are rules (`Latest`, `Every`, `Best`, `Within`, or their texts); what any of them keeps is kept, and the rest is
@@ -90,16 +93,15 @@ class Run:
         keep: Rule | str | Collection[Rule | str] = (),
         budget: Size | None = None,
         when_full: WhenFull = "error",
+        export: Export | Sequence[Export] = (),
         durable: bool = True,
     ) -> None:
-        self.path = local_path(path)
-        self.keep: tuple[Rule, ...] = read_rules(keep)
+        super().__init__(path, read_rules(keep), durable=durable)
         self.budget = None if budget is None else byte_count(budget)
         self.when_full = when_full
-        self.durable = durable
         self.resumed: Step | None = None
         """What `resume` loaded."""
-        self._folder = RunFolder(os.path.abspath(self.path))
+        self._exports = Exports(read_exports(export))
         self._space = Space(self._folder, self.budget)
         self._process = os.getpid()
         self._closed = False
@@ -107,65 +109,11 @@ class Run:
         self._held = ExitStack()
         """What is given back when the run is closed, or dropped, or the program ends."""
         self._finalize = weakref.finalize(self, self._held.close)
-        self._sure: set[int] = set()
-        """Steps that have been read back."""
         self._times: list[SaveTimes] = []
         self._failed = self._deleted = 0
-
-    # Looking.
-
-    def latest(self, *, deep: bool = False) -> Step | None:
-        """The newest step that is whole; None where there is none. With `deep`, one whose every byte has its checksum."""
-        found = self._folder.newest()
-        while deep and found is not None and not read_back(found):
-            found = self._folder.newest(below=found.step)
-        return found
-
-    def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> Step | None:
-        """The whole step with the least value of a metric, or the largest; of equal ones the later. NaN is never best."""
-        steps = self._folder.steps()
-        rule = Best(metric, 1, mode)
-        kept = decide(steps, [rule], now=time.time())
-        return next((fate.step for fate in kept if fate.rules), None)
-
-    def steps(self) -> list[Step]:
-        """All whole steps, the newest last."""
-        return self._folder.steps()
-
-    def __iter__(self) -> Iterator[Step]:
-        return iter(self._folder.steps())
-
-    def __len__(self) -> int:
-        return len(self._folder.steps())
-
-    def __bool__(self) -> bool:
-        """True, as of any object: a run without steps is a run."""
-        return True
-
-    def __getitem__(self, step: int) -> Step:
-        number = read_step(step)
-        found = self._folder.get(number)
-        if found is None:
-            newest = self._folder.newest()
-            near = "it has none yet" if newest is None else f"the newest is {newest.step}"
-            raise NoSuchStep(f"this run has no whole step {number}; {near}", file=self.path, found=number)
-        return found
-
-    def __contains__(self, step: object) -> bool:
-        return isinstance(step, int) and not isinstance(step, bool) and self._folder.get(step) is not None
-
-    def plan(self) -> list[Fate]:
-        """What the rules would do now: for every whole step why it is kept, or that it goes. Nothing is deleted."""
-        steps = self._folder.steps()
-        return decide(steps, self.keep, pins=self.pins(), now=time.time(), sure=self._sure, busy=self._busy())
-
-    def pins(self) -> Mapping[int, Pin]:
-        """The pinned steps."""
-        try:
-            with self._folder.opened() as (files, at):
-                return read_pins(files, at=at)
-        except FileNotFoundError:
-            return {}
+        self._guard: SignalGuard | None = None
+        self._last_s: float | None = None
+        """When the state of the last step was taken, by `time.monotonic`."""
 
     def resume(self, into: object = None, *, deep: bool = False) -> object:
         """Load the newest whole step into a state, and give that back; None where the run has no step yet.
@@ -188,14 +136,6 @@ class Run:
         return summarize(self._times, failed=self._failed, deleted=self._deleted, mtbf_s=expected)
 
     # Keeping.
-
-    def pin(self, step: int, why: str = "") -> Pin:
-        """Keep a step whatever the rules say, and note why. Any process may, while the run goes on."""
-        return pin_step(self._folder, read_step(step), why, durable=self.durable)
-
-    def unpin(self, step: int) -> Pin:
-        """Leave a step to the rules again."""
-        return unpin_step(self._folder, read_step(step), durable=self.durable)
 
     def prune(self) -> tuple[Step, ...]:
         """Delete now what the rules do not keep; the steps that went. A save does that by itself."""
@@ -241,9 +181,45 @@ class Run:
             raise
         published = time.perf_counter() - began
         saved = self._saved(step)
+        self._exports.add(saved)
         self._retain()
         self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
         return saved
+
+    # Ending.
+
+    @understood(signals=lambda value, name: read_signals(value), grace=seconds)
+    def stopping(
+        self, *, signals: Iterable[signal.Signals] | signal.Signals = signal.SIGTERM, grace: float | str = 30.0
+    ) -> SignalGuard:
+        """A block in which a signal that asks the program to end waits for `interrupted`; after it, the signal does what it does.
+
+        `grace` is the time from the signal until the program is killed: SIGTERM's of Slurm (KillWait) and Kubernetes is 30 s. A
+        second signal is not held back. Handlers that were there are there again after the block, and are called then.
+        """
+        self._guard = SignalGuard(read_signals(signals), seconds(grace, "grace="), last=self._before_signal)
+        return self._guard
+
+    def interrupted(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> bool:
+        """Whether a signal has come, in the block of `stopping`. Called once a step, where the state is consistent.
+
+        It is True when the state has been saved as this step; or when that was not worth it, because the step before is younger
+        than a save takes, or because the grace time is too short for one.
+        """
+        if self._guard is None or self._guard.came_s is None:
+            return False
+        if self._is_worth_saving(read_step(step)):
+            self.save(step, state, metrics=metrics)
+        return True
+
+    def _is_worth_saving(self, step: int) -> bool:
+        takes = sum(one.took_s for one in self._times) / len(self._times) if self._times else 0.0
+        left = math.inf if self._guard is None else self._guard.left_s
+        age = math.inf if self._last_s is None else time.monotonic() - self._last_s
+        return age > takes and left > takes and self._folder.get(step) is None
+
+    def _before_signal(self) -> None:
+        """What is waited for at the end of the block of `stopping`: nothing here."""
 
     def _carry_out(self, planned: Planned[Saved], coming: Coming, progress: Progress | None) -> None:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
@@ -324,6 +300,7 @@ class Run:
             raise SaveError(message, file=self.path)
         if self._closed:
             raise Closed("this run was closed; make a new Run to save more steps", file=self.path)
+        self._exports.tell()
 
     def _begin(self) -> None:
         """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
@@ -359,11 +336,11 @@ class Run:
         return found
 
     def _note(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
+        self._last_s = time.monotonic() - took_s
         self._times.append(SaveTimes(saved.step, stalled_s, took_s, saved.nbytes))
 
     def _busy(self) -> Mapping[int, str]:
-        """Steps that are in use."""
-        return {}
+        return self._exports.busy()
 
     # The end.
 
@@ -384,6 +361,8 @@ class Run:
 
     def _finish(self) -> None:
         """Wait for what goes on in the background, and raise what went wrong."""
+        self._exports.wait()
+        self._exports.tell()
 
     def __enter__(self) -> Self:
         return self
@@ -419,11 +398,6 @@ def _sealed(planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
     plan = with_seal(planned.plan, stamp)
     files = tuple((file.key, file.nbytes) for file in (*plan.files, *plan.index))
     return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=plan.nbytes))
-
-
-def read_step(value: object) -> int:
-    """The number of a step."""
-    return whole_number(value, "step=", least=0, most=LARGEST)
 
 
 def read_metrics(value: object) -> dict[str, float]:

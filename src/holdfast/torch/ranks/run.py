@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -23,14 +24,16 @@ import torch.distributed as dist
 
 from holdfast.core.arguments import one_of, patterns, understood
 from holdfast.core.quantities import Size, byte_count
-from holdfast.errors import HoldfastError
+from holdfast.errors import HoldfastError, HoldfastWarning
 from holdfast.ranks.write import AsStep
 from holdfast.rewrite.state import Stateful
 from holdfast.rewrite.step_seal import Stamp
+from holdfast.runs.export import Export
 from holdfast.runs.rules import Rule, read_rules
-from holdfast.runs.run import Coming, WhenFull, read_metrics, read_step
+from holdfast.runs.run import Coming, WhenFull, read_metrics
 from holdfast.runs.run import Run as PlainRun
 from holdfast.runs.steps import Step, step_name
+from holdfast.runs.view import read_step
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
@@ -39,6 +42,19 @@ from holdfast.torch.ranks.saving import Asked, SavedShards
 from holdfast.torch.ranks.wanted import PerRank
 
 __all__ = ["Run"]
+
+
+ASK_S, MOST_CALLS = 1.0, 100_000
+"""How often the ranks ask each other whether a signal came, in seconds; and after how many calls at the latest."""
+
+
+class Asking(msgspec.Struct):
+    """What the first rank says when all of them have been asked for signals."""
+
+    stops: bool
+    saves: bool
+    calls: int
+    """After how many calls to ask again."""
 
 
 class Answer(msgspec.Struct):
@@ -65,14 +81,18 @@ class Run(PlainRun):
         keep: Rule | str | Collection[Rule | str] = (),
         budget: Size | None = None,
         when_full: WhenFull = "error",
+        export: Export | Sequence[Export] = (),
         durable: bool = True,
         group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE,
     ) -> None:
-        super().__init__(path, keep=keep, budget=budget, when_full=when_full, durable=durable)
+        super().__init__(path, keep=keep, budget=budget, when_full=when_full, export=export, durable=durable)
         self.group = group
         self.deadline = deadline
         self._handle: SaveHandle | None = None
+        self._stops = False
+        self._calls_left = self._calls_asked = 1
+        self._asked_s: float | None = None
 
     @understood(
         step=lambda value, name: read_step(value), metrics=lambda value, name: read_metrics(value),
@@ -160,6 +180,61 @@ class Run(PlainRun):
             raise
         stalled.append(time.perf_counter() - began)
         return self._handle
+
+    def interrupted(  # type: ignore[override]  # what several ranks need to say in addition
+        self,
+        step: int,
+        state: Stateful | Mapping[str, object],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        values: Literal["agree", "first"] = "agree",
+        per_rank: str | Sequence[str] = (),
+        check_replicas: bool = True,
+    ) -> bool:
+        """As `holdfast.Run.interrupted`, on every rank: a signal to any of them is a signal to all, which save the same step.
+
+        Every rank calls it equally often. The ranks ask each other about once a second, and at the other calls nothing is asked.
+        """
+        if self._guard is None:
+            return False
+        if not self._stops:
+            self._calls_left -= 1
+            if self._calls_left > 0:
+                return False
+            answer = self._ask_all(read_step(step))
+            self._calls_left, self._stops = answer.calls, answer.stops
+            if answer.saves:
+                self.save(step, state, metrics=metrics, values=values, per_rank=per_rank, check_replicas=check_replicas)
+        return self._stops
+
+    def _ask_all(self, step: int) -> Asking:
+        """Whether a signal came to any rank, whether to save, and after how many calls to ask again: the first rank says it."""
+        assert self._guard is not None  # whoever calls has looked
+        guard, calls, now = self._guard, self._calls_asked, time.monotonic()
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            stops = b"1" in messages
+            between = max(now - self._asked_s, 1e-6) if self._asked_s is not None else ASK_S
+            # A tenth of the grace time is the most that may pass before all ranks know.
+            after = int(calls * min(ASK_S, guard.grace_s / 10) / between)
+            answer = Asking(stops, stops and self._is_worth_saving(step), max(1, min(after, 2 * calls, MOST_CALLS)))
+            return [msgspec.msgpack.encode(answer)] * len(messages)
+
+        ranks = ranks_of(self.group, doing=f"ask for signals in {self.path!r}", deadline=self.deadline)
+        try:
+            raw = ranks.agree(b"0" if guard.came_s is None else b"1", decide)
+        finally:
+            ranks.close()
+        answer = msgspec.msgpack.decode(raw, type=Asking)
+        self._asked_s, self._calls_asked = now, answer.calls
+        return answer
+
+    def _before_signal(self) -> None:
+        try:
+            self._end_of_save()
+        except HoldfastError as error:
+            warnings.warn(f"{self.path}: {error}", HoldfastWarning, stacklevel=3)
+        self._stops, self._calls_left, self._calls_asked, self._asked_s = False, 1, 1, None
 
     def wait(self) -> Step | None:
         """Come back when the save in the background is over; the step that it saved. Raises what went wrong."""
@@ -272,6 +347,7 @@ class Run(PlainRun):
             return self._folder.get(stamp.step) or made
         saved = self._folder.get(stamp.step) or made
         self._sure.discard(stamp.step)
+        self._exports.add(saved)
         self._retain()
         return saved
 

@@ -1,0 +1,140 @@
+"""Exports on the way: published steps as checkpoints of another format, written in the background.
+
+    Run("runs/llama", export=Export("hf", dtype="bf16", every=5_000, keep="model.*", rename={"model.*": "*"}))
+
+    runs/llama/step-00005000/  ──convert──►  hf/step-00005000/model.safetensors
+
+One thread converts one step at a time (`holdfast.convert`: under its memory budget, published by one rename). A step that waits for
+it, or is being read, is not deleted by a rule. What fails is a warning at the next call on the run. The end of the run waits for
+what is left, and so does the end of the program.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.core.arguments import AnyDType
+from holdfast.core.quantities import Size, shown, whole_number
+from holdfast.core.runtime import renewed
+from holdfast.engine.threads import start
+from holdfast.errors import BadArgumentType, HoldfastWarning
+from holdfast.rewrite.convert import convert
+from holdfast.rewrite.formats import Options, format_for
+from holdfast.runs.steps import Step, step_name
+from holdfast.stores.paths import local_path
+
+__all__ = ["Export", "Exports", "read_exports"]
+
+SUFFIXES = {"torch-zip": ".pt", "safetensors": "/", "safetensors-dir": "/", "native": "/"}
+"""What follows the name of an exported step: safetensors are a folder, as other programs look for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Steps whose number is a multiple of `every`, converted into a folder; everything else is as for `holdfast.convert`."""
+
+    path: str | os.PathLike[str]
+    """The folder; each step has a name of its own in it."""
+    format: str = "safetensors"
+    dtype: AnyDType | Mapping[str, AnyDType] | None = None
+    every: int = 1
+    keep: str | Sequence[str] = ()
+    drop: str | Sequence[str] = ()
+    rename: Mapping[str, str] | Sequence[tuple[str, str]] = ()
+    max_shard_size: Size | None = None
+    copy_config: bool | str | os.PathLike[str] = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.path.abspath(local_path(self.path)))
+        object.__setattr__(self, "every", whole_number(self.every, "every="))
+        format_for("model/", self.format, Options())
+
+    def target(self, step: int) -> str:
+        """Where a step goes."""
+        found = format_for("model/", self.format, Options())
+        return os.path.join(self.path, step_name(step)) + SUFFIXES[found]
+
+    def carry_out(self, step: Step) -> str:
+        """Convert a step; what was exported of it before is replaced."""
+        target = self.target(step.step)
+        os.makedirs(self.path, exist_ok=True)
+        convert(
+            step.path, target, dtype=self.dtype, keep=self.keep, drop=self.drop, rename=self.rename,
+            format=self.format, max_shard_size=self.max_shard_size, copy_config=self.copy_config, overwrite=True,
+        )  # fmt: skip
+        return target
+
+
+def read_exports(given: object) -> tuple[Export, ...]:
+    """What `export=` takes: one, or any number of them."""
+    several = (given,) if isinstance(given, Export) else given
+    if several is None:
+        return ()
+    if not isinstance(several, Sequence) or not all(isinstance(one, Export) for one in several):
+        raise BadArgumentType(f"export= takes holdfast.Export(…), or a list of them, not {shown(given)}", found=given)
+    return tuple(several)
+
+
+class Exports:
+    """The steps that are to be exported, and the thread that does it."""
+
+    def __init__(self, wanted: Sequence[Export]) -> None:
+        self._wanted = tuple(wanted)
+        self._turn = renewed(threading.Condition(threading.Lock()))
+        self._queue: deque[tuple[Export, Step]] = deque()
+        self._now: Step | None = None
+        self._working = False
+        self._failed: list[str] = []
+        self._process = os.getpid()
+
+    def add(self, step: Step) -> None:
+        """A step was published."""
+        due = [(export, step) for export in self._wanted if step.step % export.every == 0]
+        if not due:
+            return
+        with self._turn:
+            self._queue.extend(due)
+            begin, self._working = not self._working, True
+        # No daemon: Python waits for it at the end of the program. Where none can start, it is done here.
+        if begin and start(self._work, name="holdfast-export", daemon=False) is None:
+            self._work()
+
+    def busy(self) -> Mapping[int, str]:
+        """The steps that must stay."""
+        with self._turn:
+            waiting = {step.step: "waits to be exported" for _, step in self._queue}
+            return waiting if self._now is None else {**waiting, self._now.step: "is being exported"}
+
+    def tell(self) -> None:
+        """Warn of what has failed since this was asked last."""
+        with self._turn:
+            said, self._failed = self._failed, []
+        for text in said:
+            warnings.warn(text, HoldfastWarning, stacklevel=4)
+
+    def wait(self) -> None:
+        """Come back when nothing is left to export. A fork has nothing to wait for."""
+        with self._turn:
+            while self._working and self._process == os.getpid():
+                self._turn.wait()
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                if not self._queue:
+                    self._working, self._now = False, None
+                    self._turn.notify_all()
+                    return
+                export, self._now = self._queue.popleft()
+                step = self._now
+            try:
+                export.carry_out(step)
+            except Exception as error:
+                # Whatever it is, it is told at the next call; training does not end because of it.
+                with self._turn:
+                    self._failed.append(f"step {step.step} could not be exported to {export.target(step.step)}: {error}")

@@ -1,0 +1,104 @@
+"""`RunView`: looking at the steps of a run, and pinning them. Nothing is locked, nothing but pins is changed.
+
+Every question is a new look at the directory, so what another process saves or deletes is seen by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from holdfast.core.quantities import whole_number
+from holdfast.errors import NoSuchStep
+from holdfast.formats.seal import LARGEST
+from holdfast.runs.record import Pin, pin_step, read_pins, unpin_step
+from holdfast.runs.retention import Fate, decide, read_back
+from holdfast.runs.rules import Best, Rule
+from holdfast.runs.steps import RunFolder, Step
+from holdfast.stores.paths import local_path
+
+__all__ = ["RunView", "read_step"]
+
+
+def read_step(value: object) -> int:
+    """The number of a step."""
+    return whole_number(value, "step=", least=0, most=LARGEST)
+
+
+class RunView:
+    """The steps in a run's directory."""
+
+    def __init__(self, path: str | os.PathLike[str], keep: tuple[Rule, ...] = (), *, durable: bool = True) -> None:
+        self.path = local_path(path)
+        self.keep = keep
+        self.durable = durable
+        self._folder = RunFolder(os.path.abspath(self.path))
+        self._sure: set[int] = set()
+        """Steps that have been read back."""
+
+    def latest(self, *, deep: bool = False) -> Step | None:
+        """The newest step that is whole; None where there is none. With `deep`, one whose every byte has its checksum."""
+        found = self._folder.newest()
+        while deep and found is not None and not read_back(found):
+            found = self._folder.newest(below=found.step)
+        return found
+
+    def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> Step | None:
+        """The whole step with the least value of a metric, or the largest; of equal ones the later. NaN is never best."""
+        steps = self._folder.steps()
+        rule = Best(metric, 1, mode)
+        kept = decide(steps, [rule], now=time.time())
+        return next((fate.step for fate in kept if fate.rules), None)
+
+    def steps(self) -> list[Step]:
+        """All whole steps, the newest last."""
+        return self._folder.steps()
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._folder.steps())
+
+    def __len__(self) -> int:
+        return len(self._folder.steps())
+
+    def __bool__(self) -> bool:
+        """True, as of any object: a run without steps is a run."""
+        return True
+
+    def __getitem__(self, step: int) -> Step:
+        number = read_step(step)
+        found = self._folder.get(number)
+        if found is None:
+            newest = self._folder.newest()
+            near = "it has none yet" if newest is None else f"the newest is {newest.step}"
+            raise NoSuchStep(f"this run has no whole step {number}; {near}", file=self.path, found=number)
+        return found
+
+    def __contains__(self, step: object) -> bool:
+        return isinstance(step, int) and not isinstance(step, bool) and self._folder.get(step) is not None
+
+    def plan(self) -> list[Fate]:
+        """What the rules would do now: for every whole step why it is kept, or that it goes. Nothing is deleted."""
+        steps = self._folder.steps()
+        return decide(steps, self.keep, pins=self.pins(), now=time.time(), sure=self._sure, busy=self._busy())
+
+    def pins(self) -> Mapping[int, Pin]:
+        """The pinned steps."""
+        try:
+            with self._folder.opened() as (files, at):
+                return read_pins(files, at=at)
+        except FileNotFoundError:
+            return {}
+
+    def pin(self, step: int, why: str = "") -> Pin:
+        """Keep a step whatever the rules say, and note why. Any process may, while the run goes on."""
+        return pin_step(self._folder, read_step(step), why, durable=self.durable)
+
+    def unpin(self, step: int) -> Pin:
+        """Leave a step to the rules again."""
+        return unpin_step(self._folder, read_step(step), durable=self.durable)
+
+    def _busy(self) -> Mapping[int, str]:
+        """Steps that are in use, with the words for it."""
+        return {}
