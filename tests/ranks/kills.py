@@ -6,6 +6,9 @@
 3. The store is a file, or a server in rank 0 (which dies with it), or a server in a fourth process (as with torchrun), in turn.
 4. When all ranks have ended, a fork opens what is at the target and reads it. It must be the checkpoint of one round as a whole.
 
+With `run` as the last argument the folder is that of a `holdfast.torch.Run`, and every round saves one more step of it: the kills
+fall on its lock, its retention and its deletions as well. What is read is the newest whole step.
+
 Rounds mostly wait for the deadline, so several go on at once, each in a folder of its own. The outcome is a JSON document with a
 row for each round, which `test_kills.py` judges.
 """
@@ -34,6 +37,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 import holdfast
 from holdfast.stores.files import OsFiles, is_temporary
 from holdfast.torch.ranks import group
+from holdfast.torch.ranks.run import Run
 from holdfast.torch.ranks.save_sharded import save_sharded
 from holdfast.torch.tensors import to_lazy as _state_module  # noqa: F401
 
@@ -46,6 +50,8 @@ PATIENCE = 40.0
 """Seconds until a round is ended from outside, which fails the test."""
 STORES = ("file", "first", "agent")
 FORMATS = ("native", "dcp", "safetensors")
+LATER = 40
+"""Calls that a turn of a run has more than the first one, which has nothing to delete."""
 CALLS = (
     "create", "allocate", "pwrite", "sync", "chmod", "rename", "rename_new", "exchange", "mkdir", "unlink", "rmdir", "lock",
     "open_directory",
@@ -74,6 +80,8 @@ def _state(number: int, rank: int) -> dict[str, object]:
 
 def _one_round_of(path: Path) -> int:
     """The round that a checkpoint was saved in. Raises where it is not all of one."""
+    if not (path / "holdfast.json").exists() and (path / "holdfast.run.json").exists():
+        path = Path(holdfast.Run(path).latest().path)
     assert holdfast.verify(path).ok
     with holdfast.open(path) as ckpt:
         numbers = {float(n) for array in ckpt.read().values() for n in set(array.reshape(-1).tolist())}
@@ -176,7 +184,11 @@ class Round:
         group.ranks_of(doing="begin").close()
         dist.barrier()
         doom = Doom(self.at if rank == self.victim else None)
-        save_sharded(self.slot / "step", state, format=self.format, overwrite=True, deadline=DEADLINE)
+        if self.format == "run":
+            with Run(self.slot / "step", keep="latest:2", deadline=DEADLINE) as run:
+                run.save(self.number, state, metrics={"loss": 1.0})
+        else:
+            save_sharded(self.slot / "step", state, format=self.format, overwrite=True, deadline=DEADLINE)
         return {"calls": doom.count}
 
     def ended(self, pid: int) -> None:
@@ -223,13 +235,15 @@ def _run(one: Round) -> dict[str, object]:
     return {**one.row(), "found": found.get("value", found)}
 
 
-def _run_slot(slot: Path, kills: int, seed: int) -> list[dict[str, object]]:
+def _run_slot(slot: Path, kills: int, seed: int, formats: tuple[str, ...]) -> list[dict[str, object]]:
     """Rounds in one folder until so many ranks have died; one without a death before them and one after them."""
     chance = random.Random(seed)
-    kinds = [(store, format) for store in STORES for format in FORMATS]
+    kinds = [(store, format) for store in STORES for format in formats]
     chance.shuffle(kinds)
     rows = [_run(Round(slot, 0, *kinds[0]))]
-    calls = {rank: rows[0]["ranks"][str(rank)]["value"]["calls"] for rank in range(SIZE)}
+    calls = {
+        rank: rows[0]["ranks"][str(rank)]["value"]["calls"] + LATER * (formats == ("run",) and rank == 0) for rank in range(SIZE)
+    }
     number = deaths = 0
     while deaths < kills and number < 2 * kills + 5:
         number += 1
@@ -239,7 +253,7 @@ def _run_slot(slot: Path, kills: int, seed: int) -> list[dict[str, object]]:
     return [*rows, _run(Round(slot, number + 1, *kinds[0]))]
 
 
-def main(folder: str, kills: int, width: int, seed: int) -> list[dict[str, object]]:
+def main(folder: str, kills: int, width: int, seed: int, formats: tuple[str, ...] = FORMATS) -> list[dict[str, object]]:
     """So many deaths, in `width` folders at a time."""
     gc.freeze()  # or every fork would copy what the collector looks at
     room = Path(folder) / "rooms"
@@ -248,7 +262,7 @@ def main(folder: str, kills: int, width: int, seed: int) -> list[dict[str, objec
     pids = []
     for i, slot in enumerate(slots):
         slot.mkdir(parents=True)
-        pids.append(_forked(lambda i=i, slot=slot: _run_slot(slot, -(-kills // width), 1000 * seed + i), room / slot.name))
+        pids.append(_forked(lambda i=i, slot=slot: _run_slot(slot, -(-kills // width), 1000 * seed + i, formats), room / slot.name))
     for pid in pids:
         os.waitpid(pid, 0)
     said = [json.loads((room / slot.name).read_text()) for slot in slots]
@@ -258,5 +272,5 @@ def main(folder: str, kills: int, width: int, seed: int) -> list[dict[str, objec
 
 
 if __name__ == "__main__":
-    folder, kills, width, seed = sys.argv[1:]
-    sys.stdout.write(json.dumps(main(folder, int(kills), int(width), int(seed))))
+    folder, kills, width, seed, *formats = sys.argv[1:]
+    sys.stdout.write(json.dumps(main(folder, int(kills), int(width), int(seed), tuple(formats) or FORMATS)))

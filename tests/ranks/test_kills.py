@@ -29,10 +29,11 @@ QUIET = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest):
-    kills = KILLS if request.config.getoption("--exhaustive") else FEW
+@pytest.mark.parametrize("what", [(), ("run",)], ids=["save", "run"])
+def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest, what: tuple[str, ...]):
+    kills = KILLS if request.config.getoption("--exhaustive") else FEW // 4 if what else FEW
     seed = secrets.randbelow(1 << 20)
-    command = [sys.executable, "-m", "tests.ranks.kills", str(tmp_path), str(kills), str(WIDTH), str(seed)]
+    command = [sys.executable, "-m", "tests.ranks.kills", str(tmp_path), str(kills), str(WIDTH), str(seed), *what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=270, env=os.environ | QUIET, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout)
@@ -65,3 +66,7 @@ def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest):
     last = {row["slot"]: row for row in rows}
     assert all(row["found"] == row["round"] for row in last.values()), "a save succeeds afterwards"
     assert sorted(p.name for p in (tmp_path / "slots").glob("*/*")) == ["step"] * WIDTH, "and cleans up"
+    if what:
+        hidden = [str(p) for p in (tmp_path / "slots").glob("*/step/.*")]
+        assert hidden == [], "inside as well"
+        assert all(1 <= len(list(slot.glob("step/step-*"))) <= 3 for slot in (tmp_path / "slots").iterdir())
