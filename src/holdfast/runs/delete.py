@@ -1,24 +1,27 @@
 """Deleting steps: a rename first, then unlinking. A step that is half deleted never looks like a step.
 
+    0  remove what it replaced once, where a crash brought that back (`.step-….old`): without the step it would stand in for it
     1  open the folder and take its lock: nobody who cleans takes it for a dead process's
     2  rename it to `.deleted~step-00001000.<random>.tmp`: from now on nobody finds it
     3  fsync the run's directory, so that no power cut brings the name back to what is emptied next
     4  unlink what is in it, and the folder
 
-`hide` does 1 and 2, `Hidden.remove` the rest. What a process leaves that dies on the way is removed by `clean`, before the next
-save of the run. A single file (a `.ckpt` with its seal beside it) goes the same way; then its seal.
+`forget_replaced` does 0, `hide` does 1 and 2, `Hidden.remove` the rest. What a process leaves that dies on the way is removed by
+`clean`, before the next save of the run. A single file (a `.ckpt` with its seal beside it) goes the same way; then its seal.
 """
 
 from __future__ import annotations
 
 import errno
+from collections.abc import Collection
 from contextlib import suppress
 
-from holdfast.engine.commit.temporaries import Kept, empty, locked, temporary_name
+from holdfast.engine.commit.temporaries import Kept, empty, locked, set_aside, temporary_name
+from holdfast.engine.commit.temporaries import clean as clean_target
 from holdfast.formats.seal import beside
 from holdfast.stores.files import Files, is_temporary
 
-__all__ = ["Hidden", "clean", "hide"]
+__all__ = ["Hidden", "clean", "forget_replaced", "hide"]
 
 PREFIX = "deleted~"
 """What the name of a deleted step begins with, after its dot."""
@@ -52,6 +55,17 @@ class Hidden:
         finally:
             with suppress(OSError):
                 kept.close()
+
+
+def forget_replaced(files: Files, names: Collection[str], *, at: int) -> None:
+    """Remove the folders that these steps replaced and that are there still, so that a power cut does not bring them back."""
+    longest = files.longest_name(at)
+    if not any(name.endswith(".old") for name in files.list(at)):
+        return
+    for name in names:
+        if set_aside(files, name, at=at, longest=longest):
+            clean_target(files, name, at=at, directories=True, longest=longest)
+            files.sync(at)
 
 
 def hide(files: Files, name: str, *, at: int) -> Hidden:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
 from holdfast.inspect.verify import verify
-from holdfast.runs.delete import Hidden, clean, hide
+from holdfast.runs.delete import Hidden, clean, forget_replaced, hide
 from holdfast.runs.record import Pin, read_pins, turn
 from holdfast.runs.rules import Facts, Rule, kept_by
 from holdfast.runs.steps import RunFolder, Step
@@ -141,7 +141,9 @@ def retain(
             with turn(folder):
                 pins = read_pins(files, at=at)
                 fates = decide(steps, rules, pins=pins, now=now(), sure=sure, busy=busy(), coming=coming)
-                for one in [fate.step for fate in fates if fate.goes][:most]:
+                going = [fate.step for fate in fates if fate.goes][:most]
+                forget_replaced(files, [one.name for one in going], at=at)
+                for one in going:
                     try:
                         hidden.append(hide(files, one.name, at=at))
                         gone.append(one)
