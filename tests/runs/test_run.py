@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -368,3 +369,56 @@ def test_a_kill_while_steps_are_deleted_is_cleaned_by_the_next_run(tmp_path: Pat
     holdfast.Run(tmp_path).save(2, state(2))
     assert [name for name in os.listdir(tmp_path) if name.startswith(".deleted")] == []
     assert time.time() - holdfast.Run(tmp_path).latest().saved < 3600
+
+
+# What steps share.
+
+
+def test_what_did_not_change_is_not_written_again(tmp_path: Path):
+    frozen = np.random.default_rng(0).random(100_000)
+    with holdfast.Run(tmp_path, keep=Latest(2)) as run:
+        for number in (1, 2, 3, 4):
+            run.save(number, {"frozen": frozen, "lora": np.full(100, number), "step": number})
+        assert numbers(run) == [3, 4]
+        assert run._space.used(run.steps()) < frozen.nbytes + 40_000
+        for step in run:
+            assert holdfast.verify(step.path).ok
+        assert run.resume()["step"] == 4
+        run.save(4, {"frozen": frozen, "lora": np.full(100, 9), "step": 9}, overwrite=True)
+        assert run.resume()["step"] == 9
+        run.save(5, {"frozen": frozen + 1, "lora": np.zeros(100), "step": 5})
+        assert numbers(run) == [4, 5]
+        assert all(holdfast.verify(step.path).ok for step in run)
+
+
+def test_a_run_may_write_everything_anew(tmp_path: Path):
+    with holdfast.Run(tmp_path, share=False) as run:
+        for number in (1, 2):
+            run.save(number, {"frozen": np.ones(10_000)})
+        assert run._space.used(run.steps()) > 160_000
+
+
+def test_room_is_needed_for_what_is_written_alone(tmp_path: Path):
+    frozen = np.random.default_rng(0).random(10_000)
+    with holdfast.Run(tmp_path, budget=100_000) as run:
+        for number in range(4):
+            run.save(number, {"frozen": frozen, "step": np.full(10, number)})
+        with pytest.raises(NotCommitted, match="budget"):
+            run.save(9, {"frozen": frozen + 1})
+
+
+def test_a_base_that_vanishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    run = holdfast.Run(tmp_path)
+    frozen = np.random.default_rng(0).random(10_000)
+    run.save(1, {"frozen": frozen})
+    real = run._make_room
+
+    def remove(nbytes: int, coming: object) -> None:
+        real(nbytes, coming)
+        if (tmp_path / "step-00000001").exists():
+            shutil.rmtree(tmp_path / "step-00000001")
+
+    monkeypatch.setattr(run, "_make_room", remove)
+    run.save(2, {"frozen": frozen})
+    assert numbers(run) == [2]
+    assert holdfast.verify(run.latest().path).ok

@@ -473,7 +473,10 @@ def _link(
     """Take over the files of a base. First of all: where one has changed, nothing has been written in vain."""
     for place in dict.fromkeys(file.folder for file in linked):
         with refusing("opening the base", place):
-            base = files.open_directory(place)
+            try:
+                base = files.open_directory(place)
+            except FileNotFoundError:
+                raise OSError(errno.ESTALE, "the base was removed meanwhile") from None
         try:
             for file in linked:
                 if file.folder == place and not folder.link(file.key, file.nbytes, folder=base) and copied is not None:

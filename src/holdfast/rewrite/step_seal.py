@@ -38,7 +38,7 @@ def with_seal(plan: SavePlan, stamp: Stamp) -> SavePlan:
     """The same plan of a directory, sealed."""
     made: dict[str, bytes] = {}
     index = tuple(_noted(file, made) for file in plan.index)
-    data = [(file.key, file.nbytes) for file in plan.files]
+    data = [*((file.key, file.nbytes) for file in plan.linked), *((file.key, file.nbytes) for file in plan.files)]
     last = [(file.key, file.nbytes) for file in index]
 
     def digests(crcs: Mapping[str, int]) -> Mapping[str, str]:

@@ -28,6 +28,7 @@ import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -78,11 +79,14 @@ class Coming:
 class Run(RunView):
     """The steps of a training run in a directory of its own, which is made by the first save.
 
-    `keep` are rules (`Latest`, `Every`, `Best`, `Within`, or their texts); what any of them keeps is kept, and the rest is
-    deleted after each save. Without rules nothing is ever deleted. The newest step is never deleted, nor is the one before it
-    until the newest has been read back. `budget` is what all steps together may have ("4TB"). `when_full` says what a save does
-    where the budget or the disk has no room: "error" refuses it, "evict" lets the rules delete before it what they would delete
-    after it, "pause" waits and warns. In all cases the old steps are intact.
+    `keep` are rules (`Latest`, `Every`, `Best`, `Within`, or their texts); what any of them keeps is kept, and the rest is deleted
+    after each save. Without rules nothing is ever deleted. The newest step is never deleted, nor is the one before it until the
+    newest has been read back. `budget` is what all steps together may have ("4TB"). `when_full` says what a save does where the
+    budget or the disk has no room: "error" refuses it, "evict" lets the rules delete before it what they would delete after it,
+    "pause" waits and warns. In all cases the old steps are intact.
+
+    What did not change since the step before is not written again: both have the file (a hard link), and each can be deleted or
+    copied by itself. `share=False` writes everything anew. `export` converts published steps in the background (`Export`).
     """
 
     @understood(keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count)
@@ -94,11 +98,13 @@ class Run(RunView):
         budget: Size | None = None,
         when_full: WhenFull = "error",
         export: Export | Sequence[Export] = (),
+        share: bool = True,
         durable: bool = True,
     ) -> None:
         super().__init__(path, read_rules(keep), durable=durable)
         self.budget = None if budget is None else byte_count(budget)
         self.when_full = when_full
+        self.share = share
         self.resumed: Step | None = None
         """What `resume` loaded."""
         self._exports = Exports(read_exports(export))
@@ -171,11 +177,18 @@ class Run(RunView):
         path, replaced = self._place(step, overwrite=overwrite)
         writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
         options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
+        plan = partial(plan_saving, state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None)
+        base, coming = self._base(step), Coming(step, stamp.saved, stamp.metrics)
         try:
-            with plan_saving(
-                state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None
-            ) as planned:
-                self._carry_out(_sealed(planned, stamp), Coming(step, stamp.saved, stamp.metrics), progress)
+            try:
+                with plan(base=base, hashes=self.share) as planned:
+                    self._carry_out(_sealed(planned, stamp), coming, progress)
+            except NotCommitted as error:
+                if base is None or error.errno != errno.ESTALE:
+                    raise
+                # Somebody removed the step before while this one was linked to it.
+                with plan(base=None, hashes=self.share) as planned:
+                    self._carry_out(_sealed(planned, stamp), coming, progress)
         except HoldfastError:
             self._failed += 1
             raise
@@ -221,10 +234,19 @@ class Run(RunView):
     def _before_signal(self) -> None:
         """What is waited for at the end of the block of `stopping`: nothing here."""
 
+    def _base(self, step: int) -> str | None:
+        """The step whose files this one may share: the newest other one."""
+        if not self.share:
+            return None
+        found = self._folder.newest()
+        if found is not None and found.step == step:
+            found = self._folder.newest(below=step)
+        return None if found is None else found.path
+
     def _carry_out(self, planned: Planned[Saved], coming: Coming, progress: Progress | None) -> None:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
         while True:
-            self._make_room(planned.report.nbytes, coming)
+            self._make_room(planned.report.new_nbytes, coming)
             free = free_nbytes(self._folder.path)
             try:
                 replace(planned, report=replace(planned.report, free_nbytes=free)).run(progress)
@@ -396,8 +418,8 @@ def open_for_writing(folder: RunFolder, kept: Kept, *, durable: bool) -> RunLock
 def _sealed(planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
     """The same save with a seal."""
     plan = with_seal(planned.plan, stamp)
-    files = tuple((file.key, file.nbytes) for file in (*plan.files, *plan.index))
-    return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=plan.nbytes))
+    files = tuple(plan.listed)
+    return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files)))
 
 
 def read_metrics(value: object) -> dict[str, float]:
