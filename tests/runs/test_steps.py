@@ -15,6 +15,7 @@ import holdfast
 from holdfast.errors import NoSuchStep
 from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal
 from holdfast.runs.steps import RunFolder
+from holdfast.stores.files import OsFiles
 
 
 def state(number: int) -> dict[str, object]:
@@ -271,3 +272,51 @@ def test_damaged_pins_keep_everything(run: holdfast.Run):
     ):
         again.save(4, state(4))
     assert numbers(run) == [1, 2, 3, 4]
+
+
+class Counted(OsFiles):
+    """Counts what is asked of the file system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def _check(self) -> None:
+        self.calls += 1
+        super()._check()
+
+
+def many(path: Path, numbers: range) -> None:
+    """Steps without much in them."""
+    for number in numbers:
+        folder = path / f"step-{number:08d}"
+        folder.mkdir(parents=True)
+        (folder / "data").write_bytes(b"x")
+        (folder / SEAL).write_bytes(encode_seal(Seal(number, 5.0, {}, (SealedFile("data", 1, None),))))
+
+
+def test_the_newest_costs_the_same_among_many(tmp_path: Path):
+    calls = []
+    for first, last in ((0, 20), (20, 200)):
+        many(tmp_path, range(first, last))
+        files = Counted()
+        assert RunFolder(str(tmp_path), files).newest().step == last - 1
+        calls.append(files.calls)
+    assert calls[0] == calls[1]
+    assert calls[0] < 12
+
+
+def test_a_seal_is_read_once_and_its_files_are_looked_at_each_time(tmp_path: Path):
+    many(tmp_path, range(5))
+    for path in tmp_path.glob("*/holdfast.seal.json"):
+        os.utime(path, (1e9, 1e9))
+    files = Counted()
+    folder = RunFolder(str(tmp_path), files)
+    assert len(folder.steps()) == 5
+    first, files.calls = files.calls, 0
+    assert len(folder.steps()) == 5
+    assert files.calls < first
+    (tmp_path / "step-00000002" / "data").write_bytes(b"xy")
+    assert [step.step for step in folder.steps()] == [0, 1, 3, 4]
+    (tmp_path / "step-00000003" / SEAL).write_bytes(b"x")
+    assert [step.step for step in folder.steps()] == [0, 1, 4]

@@ -11,6 +11,7 @@
    order does: as a Run would call it, `step-N` written otherwise, any other name.
 2. `newest` looks from the highest number down until one is whole: its seal has its own checksum, and every file that it lists is
    there with its size. So it costs a listing, and one small file with a look at each file that this names.
+   A seal that was read before and is the same file is not read again; its files are looked at each time.
 3. What is hidden never counts: saves in progress, steps that are being deleted, links. The one exception is what a crash caught
    between two renames (`.step-….old` without a `step-…`): that is the step, and `open` finds it under its name.
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -37,6 +39,15 @@ __all__ = ["Found", "RunFolder", "Step", "step_name"]
 
 NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
 ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
+
+
+LIMITS = Limits()
+
+SETTLED_S = 2.0
+"""How old a file is whose time tells whether it is another one: file systems count in steps of up to two seconds."""
+
+Seals = dict[tuple[int, int], tuple[tuple[int, float], Seal]]
+"""Seals that were read, by device and inode, with length and time."""
 
 
 def step_name(step: int) -> str:
@@ -91,6 +102,7 @@ class RunFolder:
     def __init__(self, path: str, files: Files | None = None) -> None:
         self.path = path
         self._own = files
+        self._seals: Seals = {}
 
     @property
     def files(self) -> Files:
@@ -124,6 +136,8 @@ class RunFolder:
         """All whole steps, the newest last."""
         with self._looking() as look:
             found = [look.at(number) for number in sorted(look.claims)] if look else []
+        if len(self._seals) > 2 * len(found) + 100:
+            self._seals.clear()  # most are those of steps that were deleted
         return [step for step in found if step is not None]
 
     def survey(self) -> list[Found]:
@@ -159,7 +173,7 @@ class RunFolder:
             raise self._unseen(error) from error
         try:
             try:
-                look = _Look(self.path, files, at)
+                look = _Look(self.path, files, at, seals=self._seals)
             except OSError as error:
                 raise self._unseen(error) from error
             yield look
@@ -176,8 +190,9 @@ class RunFolder:
 class _Look:
     """One look at the directory: names, and the numbers that they claim."""
 
-    def __init__(self, path: str, files: Files, at: int) -> None:
+    def __init__(self, path: str, files: Files, at: int, *, seals: Seals) -> None:
         self.path, self.files, self._at = path, files, at
+        self._read = seals
         self.claims: dict[int, list[str]] = {}
         """Names of folders by number, the one that counts first."""
         self.others: dict[str, str] = {}
@@ -232,12 +247,27 @@ class _Look:
         with self._opened(name) as folder:
             if folder is None:
                 return None
-            raw = read_all(self.files, SEAL, at=folder, most=Limits().index_nbytes)
-        return None if raw is None else parse_seal(raw, Limits())
+            return self._seal(SEAL, at=folder)
 
     def _seal_beside(self, name: str) -> Seal | None:
-        raw = read_all(self.files, name, at=self._at, most=Limits().index_nbytes)
-        return None if raw is None else parse_seal(raw, Limits())
+        return self._seal(name, at=self._at)
+
+    def _seal(self, name: str, *, at: int) -> Seal | None:
+        """A seal, read and understood; None where there is none."""
+        found = self.files.stat(name, at=at)
+        if found is None:
+            return None
+        known = self._read.get(found.identity)
+        if known is not None and known[0] == (found.nbytes, found.changed_s):
+            return known[1]
+        raw = read_all(self.files, name, at=at, most=LIMITS.index_nbytes)
+        if raw is None:
+            return None
+        seal = parse_seal(raw, LIMITS)
+        # Not where it may be written to in the same moment, or the file system has no times.
+        if 0 < found.changed_s < time.time() - SETTLED_S:
+            self._read[found.identity] = (found.nbytes, found.changed_s), seal
+        return seal
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int | None]:
@@ -271,9 +301,9 @@ class _Look:
             with self._opened(name) as folder:
                 if folder is None:
                     return "no folder that can be opened (a link, or something else)"
-                raw = read_all(self.files, SEAL, at=folder, most=Limits().index_nbytes)
-                if raw is not None:
-                    return self._sealed(name, number, parse_seal(raw, Limits()), folder)
+                seal = self._seal(SEAL, at=folder)
+                if seal is not None:
+                    return self._sealed(name, number, seal, folder)
                 manifest = self.files.stat(MANIFEST, at=folder)
             if manifest is None:
                 return "neither a seal nor a manifest: it was not written to its end"
