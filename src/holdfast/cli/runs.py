@@ -181,7 +181,7 @@ def lines(table: Table) -> Iterator[Line]:
     titles = ["step", "age", "size", *(["new", "shared"] if shares else []), *(clip(name, 20) for name in metrics), "kept by"]
     wide = [max((width(row[i]) for row in [titles, *cells] if i < len(row)), default=0) for i in range(len(titles))]
     if cells:
-        yield [(_aligned(titles, wide), "dim")]
+        yield [(f"{_aligned(titles[:-1], wide)}  {titles[-1]}", "dim")]
     for row, cell in zip(table.rows, cells, strict=True):
         if row.step is None:
             number = "-" if row.found.step is None else str(row.found.step)
