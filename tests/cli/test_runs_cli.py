@@ -92,7 +92,7 @@ def test_the_rules_of_the_run_are_those_that_it_wrote_down(tmp_path: Path, capsy
     assert document["steps"][0]["metrics"] == {"val_loss": 1.0}
     code, _, err = printed(capsys, "runs", tmp_path, "--prune")
     assert code == 2
-    assert "another run writes" in err
+    assert "another Run open" in err
 
 
 @pytest.mark.parametrize(

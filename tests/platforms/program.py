@@ -426,6 +426,30 @@ def crashes(folder: str) -> dict[str, object]:
     return {"found": sorted(found)}
 
 
+def runs(folder: str) -> dict[str, object]:
+    """A run: rules, pins, a second writer, a torn step, what a dead process left."""
+    path = os.path.join(folder, "run")
+    with holdfast.Run(path, keep=["latest:2", "best:loss:1"]) as run:
+        for step in range(1, 6):
+            run.save(step, tensors(step), metrics={"loss": abs(step - 2)})
+            if step == 3:
+                run.pin(1 if 1 in run else 2, "paper")
+        second = refused(lambda: holdfast.Run(path).save(9, tensors(9)))
+        assert "has another Run open" in second, second
+        kept = [one.step for one in run]
+    data = next(name for name in os.listdir(os.path.join(path, "step-00000005")) if name.startswith("data-"))
+    with open(os.path.join(path, "step-00000005", data), "r+b") as file:
+        file.truncate(9)
+    os.makedirs(os.path.join(path, ".deleted~step-00000009.0123456789abcdef.tmp", "inner"))
+    with holdfast.Run(path, keep="latest:1") as run:
+        newest = run.latest().step
+        run.save(6, tensors(6))
+        run.save(5, tensors(5))
+        after = [one.step for one in run]
+        read = values(run.latest().path) == expected(6)
+    return {"kept": kept, "newest": newest, "after": after, "read": read, "names": sorted(os.listdir(path))}
+
+
 def odd(folder: str) -> dict[str, object]:
     """What differs by design, told as it should be."""
     assert isinstance(system_files(), PathFiles if WINDOWS else OsFiles)
@@ -447,7 +471,7 @@ def odd(folder: str) -> dict[str, object]:
 
 STEPS: dict[str, Callable[[str], dict[str, object]]] = {
     step.__name__: step
-    for step in (*(formats, writers, commands, replaced, positions, leftovers, hold, beside, after, failures, crashes, odd),)
+    for step in (*(formats, writers, commands, replaced, positions, leftovers, hold, beside, after, failures, crashes, runs, odd),)
 }
 
 if __name__ == "__main__":

@@ -155,6 +155,8 @@ def _alive(holder: Holder | None) -> bool:
 
 
 def _refused(holder: Holder | None, path: str) -> NotCommitted:
+    if holder is not None and holder.pid == os.getpid() and holder.host == platform.node():
+        return refusal("this process has another Run open in this directory; close that one, or go on with it", path, errno.EBUSY)
     who = "another process" if holder is None else str(holder)
     return refusal(
         f"another run writes into this directory: {who}; wait for it, or give this run a directory of its own", path, errno.EBUSY

@@ -26,7 +26,7 @@ from holdfast.runs.record import Pin, read_pins, turn
 from holdfast.runs.rules import Facts, Rule, kept_by
 from holdfast.runs.steps import RunFolder, Step
 
-__all__ = ["Deleted", "Fate", "ReadBack", "decide", "read_back", "retain"]
+__all__ = ["Deleted", "Fate", "ReadBack", "decide", "delete_steps", "read_back", "retain"]
 
 NO_PINS: Mapping[int, Pin] = {}
 
@@ -156,6 +156,14 @@ def retain(
                 each.remove(durable=durable)
         clean(files, at=at)
     return Deleted(tuple(gone), tuple(notes))
+
+
+def delete_steps(folder: RunFolder, steps: Sequence[Step], *, durable: bool = True) -> None:
+    """Delete steps whatever keeps them, the newest first. Raises `OSError` at the first that cannot be had."""
+    with folder.opened() as (files, at), turn(folder):
+        forget_replaced(files, [one.name for one in steps], at=at)
+        for one in reversed(steps):
+            hide(files, one.name, at=at).remove(durable=durable)
 
 
 def _be_sure(

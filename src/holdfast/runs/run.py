@@ -46,7 +46,7 @@ from holdfast.runs.export import Export, Exports, read_exports
 from holdfast.runs.fill import fill, loaded
 from holdfast.runs.lock import RunLock
 from holdfast.runs.record import Kept, write_kept
-from holdfast.runs.retention import retain
+from holdfast.runs.retention import delete_steps, retain
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.signals import SignalGuard, read_signals
 from holdfast.runs.space import Space
@@ -148,6 +148,24 @@ class Run(RunView):
         self._settle()
         self._begin()
         return self._retain()
+
+    def rewind(self, step: int) -> tuple[Step, ...]:
+        """Go back to a step: delete every later one, so that the run goes on from there. Gives those that went.
+
+        Raises `NoSuchStep` where it is not there or not whole, and `NotCommitted` where a later one is pinned.
+        """
+        self._settle()
+        self._begin()
+        number = self[step].step
+        later = [one for one in self.steps() if one.step > number]
+        held = [one.step for one in later if one.step in self.pins() or one.step in self._busy()]
+        if held:
+            raise refusal(
+                f"step {held[0]} is pinned or being exported, and later than {number}; unpin it first", self.path, errno.EBUSY
+            )
+        with refusing("deleting later steps", self.path):
+            delete_steps(self._folder, later, durable=self.durable)
+        return tuple(later)
 
     # Saving.
 
