@@ -251,3 +251,19 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(pool: Pool, tmp_path: P
     assert step >= 20
     assert numbers(tmp_path) == [step]
     assert max(asked for _, asked in seen) < step
+
+
+def go_back(world: World, path: str) -> tuple[list[int], list[int], int]:
+    with Run(path, keep=[Latest(9)], durable=False, group=world.group, deadline=20) as run:
+        for step in range(1, 6):
+            run.save(step, state_of(world, step), metrics={"loss": float("nan")})
+        gone = [step.step for step in run.rewind(3)]
+        run.keep = (Latest(1),)
+        pruned = [step.step for step in run.prune()]
+        run.resume(into=state_of(world, 0))
+        return gone, pruned, run.resumed.step
+
+
+def test_going_back_and_pruning_are_the_first_ranks_business(pool: Pool, tmp_path: Path):
+    assert good(pool.run(3, go_back, str(tmp_path))) == [([4, 5], [1, 2], 3)] * 3
+    assert numbers(tmp_path) == [3]

@@ -63,7 +63,8 @@ class Answer(msgspec.Struct):
     step: int
     name: str
     saved: float
-    metrics: dict[str, float | str]
+    metrics: dict[str, str]
+    """As text, which has NaN."""
     nbytes: int
 
 
@@ -257,7 +258,6 @@ class Run(PlainRun):
         The first rank says which step that is. It is loaded as `load_sharded` does, which says what `strict`, `per_rank` and `cast`
         mean: in place, whatever number of ranks saved it. Without a state the whole step is given back, in the memory of each rank.
         """
-        self._settle()
         found = self._agreed(deep=deep)
         if found is None:
             return None
@@ -278,28 +278,49 @@ class Run(PlainRun):
         self.resumed = found
         return state
 
+    def prune(self) -> tuple[Step, ...]:
+        """As `holdfast.Run.prune`; every rank calls it, and the first one deletes."""
+        return self._from_first("prune", super().prune)
+
+    def rewind(self, step: int) -> tuple[Step, ...]:
+        """As `holdfast.Run.rewind`; every rank calls it, and the first one deletes."""
+        back = super().rewind
+        return self._from_first(f"rewind to {step}", lambda: back(step))
+
     def _agreed(self, *, deep: bool) -> Step | None:
         """The newest whole step, as the first rank sees it."""
-        ranks = ranks_of(self.group, doing=f"resume {self.path!r}", deadline=self.deadline)
+
+        def look() -> tuple[Step, ...]:
+            found = self.latest(deep=deep)
+            return () if found is None else (found,)
+
+        return next(iter(self._from_first("resume", look)), None)
+
+    def _from_first(self, doing: str, work: Callable[[], Sequence[Step]]) -> tuple[Step, ...]:
+        """What the first rank finds or does, on all ranks; and what it raises."""
+        self._settle()
+        ranks = ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline)
 
         def decide(messages: list[bytes]) -> list[bytes]:
-            found = self.latest(deep=deep)
-            if found is None:
-                return [b""] * len(messages)
-            told = {name: repr(value) for name, value in found.metrics.items()}
-            answer = Answer(found.step, os.path.basename(found.path), found.saved, {**told}, found.nbytes)
-            return [msgspec.msgpack.encode(answer)] * len(messages)
+            told = [
+                Answer(
+                    one.step, os.path.basename(one.path), one.saved, {name: repr(v) for name, v in one.metrics.items()}, one.nbytes
+                )
+                for one in work()
+            ]
+            return [msgspec.msgpack.encode(told)] * len(messages)
 
         try:
             raw = ranks.agree(b"", decide)
         finally:
             ranks.close()
-        if not raw:
-            return None
-        answer = msgspec.msgpack.decode(raw, type=Answer)
-        metrics = {name: float(value) for name, value in answer.metrics.items()}
-        path = os.path.join(self._folder.path, answer.name)
-        return Step(answer.step, path, answer.saved, metrics, answer.nbytes, answer.name)
+        return tuple(
+            Step(
+                one.step, os.path.join(self._folder.path, one.name), one.saved,
+                {name: float(value) for name, value in one.metrics.items()}, one.nbytes, one.name,
+            )
+            for one in msgspec.msgpack.decode(raw, type=list[Answer])
+        )  # fmt: skip
 
     def _asked(
         self,
