@@ -267,3 +267,21 @@ def go_back(world: World, path: str) -> tuple[list[int], list[int], int]:
 def test_going_back_and_pruning_are_the_first_ranks_business(pool: Pool, tmp_path: Path):
     assert good(pool.run(3, go_back, str(tmp_path))) == [([4, 5], [1, 2], 3)] * 3
     assert numbers(tmp_path) == [3]
+
+
+def share(world: World, path: str) -> None:
+    frozen = sharded(torch.arange(80_000.0).reshape(80, 1000), world.mesh(), (Shard(0),))
+    with Run(path, keep=[Latest(2)], durable=False, group=world.group, deadline=20, budget=900_000) as run:
+        for step in range(1, 5):
+            state = {"frozen": frozen, "plain": torch.ones(20_000), "lora": torch.full((50,), float(step))}
+            (run.async_save if step % 2 else run.save)(step, state)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_ranks_share_what_did_not_change(pool: Pool, tmp_path: Path, size: int):
+    """Each step has 400,000 bytes; with a budget of 900,000 three of them find room only because they share."""
+    good(pool.run(size, share, str(tmp_path)))
+    run = holdfast.Run(tmp_path)
+    assert [step.step for step in run] == [3, 4]
+    assert all(holdfast.verify(step.path).ok for step in run)
+    assert run._space.used(run.steps()) < 450_000

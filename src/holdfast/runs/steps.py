@@ -132,6 +132,12 @@ class RunFolder:
         with self._looking() as look:
             return look.at(step) if look else None
 
+    def named(self, name: str) -> Step | None:
+        """The step in a folder that a Run named, if it is whole."""
+        own = NAMED.fullmatch(name)
+        found = self.get(int(own[1])) if own is not None else None
+        return found if found is not None and found.name == name else None
+
     def steps(self) -> list[Step]:
         """All whole steps, the newest last."""
         with self._looking() as look:

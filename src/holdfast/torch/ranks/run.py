@@ -83,14 +83,17 @@ class Run(PlainRun):
         budget: Size | None = None,
         when_full: WhenFull = "error",
         export: Export | Sequence[Export] = (),
+        share: bool = True,
         durable: bool = True,
         group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE,
     ) -> None:
-        super().__init__(path, keep=keep, budget=budget, when_full=when_full, export=export, durable=durable)
+        super().__init__(path, keep=keep, budget=budget, when_full=when_full, export=export, share=share, durable=durable)
         self.group = group
         self.deadline = deadline
         self._handle: SaveHandle | None = None
+        self._new_nbytes: int | None = None
+        """What the last step took."""
         self._stops = False
         self._calls_left = self._calls_asked = 1
         self._asked_s: float | None = None
@@ -341,7 +344,7 @@ class Run(PlainRun):
         def begin(nbytes: int) -> bool:
             self._begin()
             _, replaced = self._place(step, overwrite=overwrite)
-            self._make_room(nbytes, Coming(step, stamp.saved, stamp.metrics))
+            self._make_room(self._expected(nbytes), Coming(step, stamp.saved, stamp.metrics))
             return replaced
 
         return Asked(
@@ -356,8 +359,14 @@ class Run(PlainRun):
             threads=threads,
             progress=progress,
             sparse=sparse,
+            base=self._base(step),
+            hashes=self.share,
             step=AsStep(stamp, begin),
         )
+
+    def _expected(self, nbytes: int) -> int:
+        """How many bytes a step is going to take, where what did not change is linked: about what the one before it took."""
+        return nbytes if self._new_nbytes is None else min(nbytes, self._new_nbytes + self._new_nbytes // 8)
 
     def _after(self, asked: Asked, done: SavedShards) -> Step:
         """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
@@ -368,9 +377,17 @@ class Run(PlainRun):
             return self._folder.get(stamp.step) or made
         saved = self._folder.get(stamp.step) or made
         self._sure.discard(stamp.step)
+        self._new_nbytes = self._new(saved, asked.base) if self.share else None
         self._exports.add(saved)
         self._retain()
         return saved
+
+    def _new(self, saved: Step, base: str | None) -> int:
+        """How many bytes of a step are its own, and not those of its base."""
+        own = self._space.sizes(saved)
+        older = None if base is None else self._folder.named(os.path.basename(base))
+        shared = self._space.sizes(older) if older is not None else {}
+        return sum(size for identity, size in own.items() if identity not in shared)
 
     def _settle(self) -> None:
         super()._settle()
