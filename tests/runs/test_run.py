@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -439,3 +440,37 @@ def test_a_base_that_vanishes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monk
     run.save(2, {"frozen": frozen})
     assert numbers(run) == [2]
     assert holdfast.verify(run.latest().path).ok
+
+
+def test_threads_save_one_after_the_other(tmp_path: Path):
+    run, failed = holdfast.Run(tmp_path, keep=Latest(3)), []
+
+    def save(numbers: range) -> None:
+        for number in numbers:
+            try:
+                run.save(number, state(number))
+            except Exception as error:
+                failed.append(error)
+
+    threads = [threading.Thread(target=save, args=(range(first, 12, 3),)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert run.latest().step == 11
+    assert run.summary().saves == 12
+
+
+@pytest.mark.parametrize("now", [-1e9, 0.0, 1e12])
+def test_a_clock_that_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: float):
+    """Before 1970, at its beginning, and in thirty thousand years: steps are saved, found and kept by number."""
+    run = holdfast.Run(tmp_path, keep=["within:1h", "latest:2"])
+    run.save(1, state(1))
+    with monkeypatch.context() as clock:
+        clock.setattr(run_module.time, "time", lambda: now)
+        run.save(2, state(2))
+        run.save(3, state(3))
+    run.save(4, state(4))
+    assert run.latest().step == 4
+    assert {3, 4} <= set(numbers(run))

@@ -150,7 +150,7 @@ def _recorded(folder: RunFolder) -> Kept | None:
 
 def look(folder: RunFolder, rules: Collection[Rule]) -> Table:
     """What is in a run's directory now."""
-    from holdfast.runs.lock import LOCK, who_writes
+    from holdfast.runs.lock import seen_writing
     from holdfast.runs.record import read_pins
     from holdfast.runs.retention import decide
     from holdfast.runs.space import Sizes, Space
@@ -159,7 +159,7 @@ def look(folder: RunFolder, rules: Collection[Rule]) -> Table:
     steps = [found.whole for found in survey if found.whole is not None]
     with folder.opened() as (files, at):
         pins = read_pins(files, at=at)
-        writer = who_writes(files, at=at) if files.stat(LOCK, at=at) is not None else None
+        writer = seen_writing(files, at=at)
     now = time.time()
     fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins, now=now)}
     space, seen, rows = Space(folder), Sizes(), []

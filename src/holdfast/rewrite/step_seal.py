@@ -8,13 +8,14 @@ late.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
-__all__ = ["Stamp", "digest_of", "seal_file", "with_seal"]
+__all__ = ["Stamp", "digest_of", "seal_file", "stamp", "with_seal"]
 
 BLANK = "sha256:" + "0" * 64
 
@@ -29,12 +30,17 @@ class Stamp:
     metrics: Mapping[str, float]
 
 
+def stamp(step: int, metrics: Mapping[str, float] | None) -> Stamp:
+    """The stamp of a step that is saved now. A clock that is before 1970 is as wrong as can be, and says 1970."""
+    return Stamp(step, max(time.time(), 0.0), metrics or {})
+
+
 def digest_of(content: bytes) -> str:
     """The digest of a small file, as a seal has it."""
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
-def with_seal(plan: SavePlan, stamp: Stamp) -> SavePlan:
+def with_seal(plan: SavePlan, says: Stamp) -> SavePlan:
     """The same plan of a directory, sealed."""
     made: dict[str, bytes] = {}
     index = tuple(_noted(file, made) for file in plan.index)
@@ -44,13 +50,13 @@ def with_seal(plan: SavePlan, stamp: Stamp) -> SavePlan:
     def digests(crcs: Mapping[str, int]) -> Mapping[str, str]:
         return {file.key: digest_of(made.get(file.key) or _content(file, crcs)) for file in index}
 
-    return replace(plan, index=(*index, seal_file(data, last, stamp, digests=digests)))
+    return replace(plan, index=(*index, seal_file(data, last, says, digests=digests)))
 
 
 def seal_file(
     data: Sequence[tuple[str, int]],
     index: Sequence[tuple[str, int]],
-    stamp: Stamp,
+    says: Stamp,
     *,
     digests: Callable[[Mapping[str, int]], Mapping[str, str]],
 ) -> FilePlan:
@@ -59,7 +65,7 @@ def seal_file(
     def text(known: Mapping[str, str]) -> bytes:
         files = [*(SealedFile(key, nbytes, None) for key, nbytes in data)]
         files += [SealedFile(key, nbytes, known.get(key, BLANK)) for key, nbytes in index]
-        return encode_seal(Seal(stamp.step, stamp.saved, stamp.metrics, tuple(files)))
+        return encode_seal(Seal(says.step, says.saved, says.metrics, tuple(files)))
 
     return FilePlan(SEAL, (Late(len(text({})), lambda crcs: text(digests(crcs))),))
 

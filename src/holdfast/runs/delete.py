@@ -77,7 +77,8 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
     descriptor = files.open_directory(name, at=at) if folder else files.open(name, at=at)
     try:
         kept = Kept(files, name, at=at, descriptor=descriptor)
-        if not locked(files, descriptor) or not kept.in_place():
+        # A file needs no lock: whoever takes it for a dead process's removes what is to be removed. NFS would refuse it one.
+        if (folder and not locked(files, descriptor)) or not kept.in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
         hidden = temporary_name(PREFIX + name, longest=files.longest_name(at))
         files.rename(name, hidden, at=at)

@@ -23,7 +23,7 @@ from holdfast.engine.commit.temporaries import NO_LOCKS, Kept, locked
 from holdfast.errors import NotCommitted
 from holdfast.stores.files import Files, read_all, write_all
 
-__all__ = ["LOCK", "RunLock", "who_writes"]
+__all__ = ["LOCK", "Holder", "RunLock", "seen_writing"]
 
 LOCK = ".holdfast.lock"
 
@@ -128,6 +128,12 @@ def _make(files: Files, at: int) -> Kept | None:
         if kept is None:
             with suppress(OSError):
                 files.close(descriptor)
+
+
+def seen_writing(files: Files, *, at: int) -> Holder | None:
+    """Who has the run open, as far as can be told without touching the lock; None where it is a dead process of this machine."""
+    holder = who_writes(files, at=at)
+    return holder if holder is None or holder.host != platform.node() or _alive(holder) else None
 
 
 def who_writes(files: Files, *, at: int) -> Holder | None:

@@ -22,6 +22,7 @@ import errno
 import math
 import os
 import signal
+import threading
 import time
 import warnings
 import weakref
@@ -34,13 +35,14 @@ from typing import Literal, Self
 
 from holdfast.core.arguments import one_of, understood
 from holdfast.core.quantities import Size, byte_count, seconds, shown
+from holdfast.core.runtime import renewed
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NotCommitted, SaveError
 from holdfast.rewrite.formats import Options
 from holdfast.rewrite.planned import Planned, Saved, Writing
 from holdfast.rewrite.save import plan_saving
-from holdfast.rewrite.step_seal import Stamp, with_seal
+from holdfast.rewrite.step_seal import Stamp, stamp, with_seal
 from holdfast.runs.delete import clean
 from holdfast.runs.export import Export, Exports, read_exports
 from holdfast.runs.fill import fill, loaded
@@ -117,6 +119,8 @@ class Run(RunView):
         self._finalize = weakref.finalize(self, self._held.close)
         self._times: list[SaveTimes] = []
         self._failed = self._deleted = 0
+        self._turn = renewed(threading.RLock())
+        """One save, deletion or end at a time, of whichever thread."""
         self._guard: SignalGuard | None = None
         self._last_s: float | None = None
         """When the state of the last step was taken, by `time.monotonic`."""
@@ -145,27 +149,29 @@ class Run(RunView):
 
     def prune(self) -> tuple[Step, ...]:
         """Delete now what the rules do not keep; the steps that went. A save does that by itself."""
-        self._settle()
-        self._begin()
-        return self._retain()
+        with self._turn:
+            self._settle()
+            self._begin()
+            return self._retain()
 
     def rewind(self, step: int) -> tuple[Step, ...]:
         """Go back to a step: delete every later one, so that the run goes on from there. Gives those that went.
 
         Raises `NoSuchStep` where it is not there or not whole, and `NotCommitted` where a later one is pinned.
         """
-        self._settle()
-        self._begin()
-        number = self[step].step
-        later = [one for one in self.steps() if one.step > number]
-        held = [one.step for one in later if one.step in self.pins() or one.step in self._busy()]
-        if held:
-            raise refusal(
-                f"step {held[0]} is pinned or being exported, and later than {number}; unpin it first", self.path, errno.EBUSY
-            )
-        with refusing("deleting later steps", self.path):
-            delete_steps(self._folder, later, durable=self.durable)
-        return tuple(later)
+        with self._turn:
+            self._settle()
+            self._begin()
+            number = self[step].step
+            later = [one for one in self.steps() if one.step > number]
+            held = [one.step for one in later if one.step in self.pins() or one.step in self._busy()]
+            if held:
+                raise refusal(
+                    f"step {held[0]} is pinned or being exported, and later than {number}; unpin it first", self.path, errno.EBUSY
+                )
+            with refusing("deleting later steps", self.path):
+                delete_steps(self._folder, later, durable=self.durable)
+            return tuple(later)
 
     # Saving.
 
@@ -188,34 +194,37 @@ class Run(RunView):
         The state is what `holdfast.save` takes. A step that is there already is refused, unless `overwrite=True`, or it is not
         whole. Raises `NotCommitted` where nothing was published; what was there is intact.
         """
-        began = time.perf_counter()
-        self._settle()
-        self._begin()
-        stamp = Stamp(step, time.time(), metrics or {})
-        path, replaced = self._place(step, overwrite=overwrite)
-        writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
-        options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
-        plan = partial(plan_saving, state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None)
-        base, coming = self._base(step), Coming(step, stamp.saved, stamp.metrics)
-        try:
+        with self._turn:
+            began = time.perf_counter()
+            self._settle()
+            self._begin()
+            says = stamp(step, metrics)
+            path, replaced = self._place(step, overwrite=overwrite)
+            writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
+            options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
+            plan = partial(
+                plan_saving, state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None
+            )
+            base, coming = self._base(step), Coming(step, says.saved, says.metrics)
             try:
-                with plan(base=base, hashes=self.share) as planned:
-                    self._carry_out(_sealed(planned, stamp), coming, progress)
-            except NotCommitted as error:
-                if base is None or error.errno != errno.ESTALE:
-                    raise
-                # Somebody removed the step before while this one was linked to it.
-                with plan(base=None, hashes=self.share) as planned:
-                    self._carry_out(_sealed(planned, stamp), coming, progress)
-        except HoldfastError:
-            self._failed += 1
-            raise
-        published = time.perf_counter() - began
-        saved = self._saved(step)
-        self._exports.add(saved)
-        self._retain()
-        self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
-        return saved
+                try:
+                    with plan(base=base, hashes=self.share) as planned:
+                        self._carry_out(_sealed(planned, says), coming, progress)
+                except NotCommitted as error:
+                    if base is None or error.errno != errno.ESTALE:
+                        raise
+                    # Somebody removed the step before while this one was linked to it.
+                    with plan(base=None, hashes=self.share) as planned:
+                        self._carry_out(_sealed(planned, says), coming, progress)
+            except HoldfastError:
+                self._failed += 1
+                raise
+            published = time.perf_counter() - began
+            saved = self._saved(step)
+            self._exports.add(saved)
+            self._retain()
+            self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
+            return saved
 
     # Ending.
 
@@ -433,9 +442,9 @@ def open_for_writing(folder: RunFolder, kept: Kept, *, durable: bool) -> RunLock
     return lock
 
 
-def _sealed(planned: Planned[Saved], stamp: Stamp) -> Planned[Saved]:
+def _sealed(planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
     """The same save with a seal."""
-    plan = with_seal(planned.plan, stamp)
+    plan = with_seal(planned.plan, says)
     files = tuple(plan.listed)
     return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files)))
 

@@ -27,7 +27,7 @@ from holdfast.core.quantities import Size, byte_count
 from holdfast.errors import HoldfastError, HoldfastWarning
 from holdfast.ranks.write import AsStep
 from holdfast.rewrite.state import Stateful
-from holdfast.rewrite.step_seal import Stamp
+from holdfast.rewrite.step_seal import stamp
 from holdfast.runs.export import Export
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.run import Coming, WhenFull, read_metrics
@@ -339,12 +339,12 @@ class Run(PlainRun):
         threads: int | None,
         progress: Callable[[int], None] | None,
     ) -> Asked:
-        stamp = Stamp(step, time.time(), metrics or {})
+        says = stamp(step, metrics)
 
         def begin(nbytes: int) -> bool:
             self._begin()
             _, replaced = self._place(step, overwrite=overwrite)
-            self._make_room(self._expected(nbytes), Coming(step, stamp.saved, stamp.metrics))
+            self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics))
             return replaced
 
         return Asked(
@@ -361,7 +361,7 @@ class Run(PlainRun):
             sparse=sparse,
             base=self._base(step),
             hashes=self.share,
-            step=AsStep(stamp, begin),
+            step=AsStep(says, begin),
         )
 
     def _expected(self, nbytes: int) -> int:
@@ -371,12 +371,12 @@ class Run(PlainRun):
     def _after(self, asked: Asked, done: SavedShards) -> Step:
         """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
         assert asked.step is not None  # `_asked` sets it
-        stamp = asked.step.stamp
-        made = Step(stamp.step, asked.path, stamp.saved, stamp.metrics, done.nbytes, os.path.basename(asked.path))
+        says = asked.step.stamp
+        made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, os.path.basename(asked.path))
         if self._lock is None:
-            return self._folder.get(stamp.step) or made
-        saved = self._folder.get(stamp.step) or made
-        self._sure.discard(stamp.step)
+            return self._folder.get(says.step) or made
+        saved = self._folder.get(says.step) or made
+        self._sure.discard(says.step)
         self._new_nbytes = self._new(saved, asked.base) if self.share else None
         self._exports.add(saved)
         self._retain()
