@@ -272,6 +272,8 @@ def test_damaged_pins_keep_everything(run: holdfast.Run):
     ):
         again.save(4, state(4))
     assert numbers(run) == [1, 2, 3, 4]
+    with holdfast.Run(run.path, keep="latest:1") as again, pytest.raises(holdfast.errors.HeaderError, match="damaged"):
+        again.prune()
 
 
 class Counted(OsFiles):

@@ -35,7 +35,7 @@ from typing import Literal, Self
 
 from holdfast.core.arguments import one_of, understood
 from holdfast.core.quantities import Size, byte_count, seconds, shown
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import renewed, resting_collector
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NotCommitted, SaveError
@@ -152,7 +152,8 @@ class Run(RunView):
         with self._turn:
             self._settle()
             self._begin()
-            return self._retain()
+            with refusing("deleting steps", self.path):
+                return self._let_go()
 
     def rewind(self, step: int) -> tuple[Step, ...]:
         """Go back to a step: delete every later one, so that the run goes on from there. Gives those that went.
@@ -208,13 +209,13 @@ class Run(RunView):
             base, coming = self._base(step), Coming(step, says.saved, says.metrics)
             try:
                 try:
-                    with plan(base=base, hashes=self.share) as planned:
+                    with resting_collector(), plan(base=base, hashes=self.share) as planned:
                         self._carry_out(_sealed(planned, says), coming, progress)
                 except NotCommitted as error:
                     if base is None or error.errno != errno.ESTALE:
                         raise
                     # Somebody removed the step before while this one was linked to it.
-                    with plan(base=None, hashes=self.share) as planned:
+                    with resting_collector(), plan(base=None, hashes=self.share) as planned:
                         self._carry_out(_sealed(planned, says), coming, progress)
             except HoldfastError:
                 self._failed += 1
@@ -323,24 +324,21 @@ class Run(RunView):
         gone: list[Step] = []
         try:
             while not stop():
-                done = retain(
-                    self._folder,
-                    self.keep,
-                    sure=self._sure,
-                    busy=self._busy,
-                    coming=coming,
-                    most=None if enough is None else 1,
-                    durable=self.durable,
-                )
-                gone += done.steps
-                self._deleted += len(done.steps)
-                for note in done.notes:
-                    warnings.warn(f"{self.path}: {note}", HoldfastWarning, stacklevel=4)
-                if enough is None or not done.steps:
+                done = self._let_go(coming, most=None if enough is None else 1)
+                gone += done
+                if enough is None or not done:
                     break
         except (HoldfastError, OSError) as error:
             warnings.warn(f"no step of {self.path} was deleted: {error}", HoldfastWarning, stacklevel=4)
         return tuple(gone)
+
+    def _let_go(self, coming: Coming | None = None, *, most: int | None = None) -> tuple[Step, ...]:
+        """Delete what no rule keeps; what stands in the way of one step is a warning."""
+        done = retain(self._folder, self.keep, sure=self._sure, busy=self._busy, coming=coming, most=most, durable=self.durable)
+        self._deleted += len(done.steps)
+        for note in done.notes:
+            warnings.warn(f"{self.path}: {note}", HoldfastWarning, stacklevel=5)
+        return done.steps
 
     def _settle(self) -> None:
         """Raise what went wrong in the background since the last call, and what must not be done in this process any more."""

@@ -283,10 +283,12 @@ class Run(PlainRun):
 
     def prune(self) -> tuple[Step, ...]:
         """As `holdfast.Run.prune`; every rank calls it, and the first one deletes."""
+        self._settle()
         return self._from_first("prune", super().prune)
 
     def rewind(self, step: int) -> tuple[Step, ...]:
         """As `holdfast.Run.rewind`; every rank calls it, and the first one deletes."""
+        self._settle()
         back = super().rewind
         return self._from_first(f"rewind to {step}", lambda: back(step))
 
@@ -297,11 +299,11 @@ class Run(PlainRun):
             found = self.latest(deep=deep)
             return () if found is None else (found,)
 
+        self._end_of_save()
         return next(iter(self._from_first("resume", look)), None)
 
     def _from_first(self, doing: str, work: Callable[[], Sequence[Step]]) -> tuple[Step, ...]:
         """What the first rank finds or does, on all ranks; and what it raises."""
-        self._settle()
         ranks = ranks_of(self.group, doing=f"{doing} {self.path!r}", deadline=self.deadline)
 
         def decide(messages: list[bytes]) -> list[bytes]:
