@@ -31,8 +31,8 @@ QUIET = {
 @pytest.mark.timeout(280)
 @pytest.mark.parametrize("what", [(), ("run",)], ids=["save", "run"])
 def test_a_rank_is_killed(tmp_path: Path, request: pytest.FixtureRequest, what: tuple[str, ...]):
-    kills = KILLS if request.config.getoption("--exhaustive") else FEW // 8 if what else FEW
-    width = WIDTH if kills >= WIDTH else 3
+    kills = KILLS if request.config.getoption("--exhaustive") else 3 if what else FEW
+    width = WIDTH if kills >= WIDTH else 1
     seed = secrets.randbelow(1 << 20)
     command = [sys.executable, "-m", "tests.ranks.kills", str(tmp_path), str(kills), str(width), str(seed), *what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=270, env=os.environ | QUIET, check=False)
