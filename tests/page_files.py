@@ -129,6 +129,15 @@ def rank_files(path: str) -> None:
     (place / "huggingface" / "config.json").write_text(json.dumps({"model_type": "llama", "torch_dtype": "float32"}))
 
 
+def of_transformers(path: str) -> None:
+    """What transformers' Trainer leaves after a step."""
+    Path(path).mkdir()
+    holdfast.save(weights(1), f"{path}/model.safetensors")
+    torch.save({"state": {}, "param_groups": []}, f"{path}/optimizer.pt")
+    state = {"global_step": 500, "log_history": [{"eval_loss": 2.1, "step": 500}]}
+    Path(path, "trainer_state.json").write_text(json.dumps(state))
+
+
 def copies(path: str) -> None:
     """Two tensors that hold the same."""
     holdfast.save({"x": np.arange(1000.0), "y": np.arange(1000.0)}, path)
@@ -155,6 +164,7 @@ MAKERS: dict[str, Callable[[str], None]] = {
     "actor_of_ranks": rank_files,
     "megatron-run": megatron,
     "new.safetensors": new,
+    "checkpoint-500": of_transformers,
     "old.pt": old,
     "rows.pt": rows,
     "trainer.pt": trainer,

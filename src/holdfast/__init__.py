@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from holdfast.rewrite.planned import Saved
     from holdfast.rewrite.reshard import reshard
     from holdfast.rewrite.save import save, to_bytes
+    from holdfast.rewrite.seal import Sealed, seal
     from holdfast.rewrite.share import Compacted, Tied, compact, tie
     from holdfast.runs.export import Export
     from holdfast.runs.rules import Best, Every, Latest, Within
@@ -74,6 +75,7 @@ _WHERE = {
     "Run": "runs.run",
     "Saved": "rewrite.planned",
     "ScanReport": "inspect.scan",
+    "Sealed": "rewrite.seal",
     "SparsityReport": "inspect.sparsity",
     "StatsReport": "inspect.stats",
     "Step": "runs.steps",
@@ -97,6 +99,7 @@ _WHERE = {
     "reshard": "rewrite.reshard",
     "save": "rewrite.save",
     "scan": "inspect.scan",
+    "seal": "rewrite.seal",
     "sparsity": "inspect.sparsity",
     "stats": "inspect.stats",
     "tie": "rewrite.share",
@@ -131,6 +134,7 @@ __all__ = [
     "Run",
     "Saved",
     "ScanReport",
+    "Sealed",
     "SparsityReport",
     "StatsReport",
     "Step",
@@ -156,6 +160,7 @@ __all__ = [
     "reshard",
     "save",
     "scan",
+    "seal",
     "sparsity",
     "stats",
     "tie",

@@ -91,6 +91,7 @@ def calls(tmp_path_factory) -> dict[str, Callable[..., object]]:
         "holdfast.reshard": writes(holdfast.reshard, **saved, mesh=lambda: {"tp": 2}),
         "holdfast.save": writes(holdfast.save, state=lambda: {"w": np.ones(2)}, dst=target, durable=lambda: False),
         "holdfast.scan": writes(holdfast.scan),
+        "holdfast.seal": writes(holdfast.seal, **src, overwrite=lambda: True, durable=lambda: False),
         "holdfast.sparsity": writes(holdfast.sparsity, **src),
         "holdfast.stats": writes(holdfast.stats, **src),
         "holdfast.tie": writes(holdfast.tie, **saved),

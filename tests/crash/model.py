@@ -240,6 +240,16 @@ class Model:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", name)
         return node
 
+    def _led_to(self, path: str) -> int:
+        """What an absolute path leads to."""
+        node = self.root
+        for name in path.removeprefix(ROOT).strip("/").split("/") if path != ROOT else ():
+            inner = self.nodes[node]
+            if not path.startswith(f"{ROOT}/") or not isinstance(inner, Directory) or name not in inner.entries:
+                raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
+            node = inner.entries[name]
+        return node
+
     def _opened(self, node: int) -> int:
         descriptor = next(self._descriptors)
         self.open_descriptors[descriptor] = node
@@ -250,10 +260,10 @@ class Model:
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
         with self._turn:
-            if at is None and path != ROOT and path not in ELSEWHERE:
-                raise FileNotFoundError(errno.ENOENT, "No such file or directory", path)
-            top = self.root if path == ROOT else 0
-            node = self._entry(path, at) if at is not None else top or self._elsewhere(path)
+            if at is not None:
+                node = self._entry(path, at)
+            else:
+                node = self._elsewhere(path) if path in ELSEWHERE else self._led_to(path)
             if not isinstance(self.nodes[node], Directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
             descriptor = self._opened(node)

@@ -15,12 +15,13 @@ __all__ = ["FLAGS", "in_flags", "options_of", "verbs_of"]
 
 FLAGS = {
     "bins": "--bins", "constants": "--constants", "copy_config": "--copy-config",
-    "deduplicate": "--content", "dequantize": "--dequantize", "drop": "--drop", "dry_run": "--dry-run",
+    "deduplicate": "--content", "dequantize": "--dequantize", "digest": "--digest", "drop": "--drop", "dry_run": "--dry-run",
     "dtype": "--dtype", "durable": "--no-durable", "exact": "--exact", "format": "--format", "in_place": "--in-place",
     "keep": "--keep", "masks": "--masks", "max_memory": "--max-memory", "max_shard_size": "--max-shard-size", "mesh": "--mesh",
-    "metadata": "--set", "model": "--model", "overwrite": "--overwrite", "pattern": "--filter", "read_back": "--read-back",
+    "metadata": "--set", "metrics": "--metric", "model": "--model", "overwrite": "--overwrite",
+    "pattern": "--filter", "read_back": "--read-back",
     "rename": "--rename", "resume": "--resume", "rules": "--rule", "sample_inputs": "--sample-inputs", "set_metadata": "--set",
-    "sparse": "--sparse", "tensors_only": "--tensors-only", "threads": "--threads", "unset_metadata": "--unset",
+    "sparse": "--sparse", "step": "--step", "tensors_only": "--tensors-only", "threads": "--threads", "unset_metadata": "--unset",
 }  # fmt: skip
 """From a keyword of a verb to its flag."""
 

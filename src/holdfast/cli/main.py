@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from holdfast.cli import compact, completion, convert, edit, package, pin, prune, reshard, runs, stats, tie, values
+from holdfast.cli import compact, completion, convert, edit, package, pin, prune, reshard, runs, seal, stats, tie, values
 from holdfast.cli.text import clip, escape, print_lines
 from holdfast.cli.values import positive
 
@@ -168,6 +168,7 @@ exit codes:
 examples:
   holdfast verify model.pt
   holdfast verify checkpoints/step-*
+  holdfast verify out/checkpoint-500         sealed: every file by name, size and digest
   holdfast verify model/ --json
 """
 
@@ -312,6 +313,7 @@ def parser() -> Parser:
     runs.add_arguments(_verb(verbs, "runs", "list the steps of a run", description=runs.DESCRIPTION, examples=runs.EXAMPLES))
     pin.add_arguments(_verb(verbs, "pin", "keep a step of a run", description=pin.DESCRIPTION, examples=pin.EXAMPLES))
     pin.add_unpin_arguments(_verb(verbs, "unpin", "leave it to the rules", description=pin.UNPIN, examples=pin.UNPIN_EXAMPLES))
+    seal.add_arguments(_verb(verbs, "seal", "say that a folder is whole", description=seal.DESCRIPTION, examples=seal.EXAMPLES))
     completion.add_arguments(
         _verb(verbs, "completion", "teach a shell", description=completion.DESCRIPTION, examples=completion.EXAMPLES)
     )

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.cli.outline import Branch, Leaf, Node, Survey, fold, leaves, outline, survey, total
+from holdfast.cli.seal import seal_lines
 from holdfast.cli.text import Line, clip, count, escape, guides, line_width, nbytes, percent, plural, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.patterns import matcher
 from holdfast.core.sparse.storage import packing_of
+from holdfast.errors import UnknownFormat
 from holdfast.inspect.open import open as open_checkpoint
 
 __all__ = ["LINES", "matcher", "run", "short_dtype", "show_table", "show_tree"]
@@ -52,7 +54,16 @@ class Row:
 
 def run(path: Path, *, pattern: str | None, depth: int | None, everything: bool, as_json: bool) -> int:
     """The command; returns its exit code."""
-    with open_checkpoint(path) as checkpoint:
+    try:
+        opened = open_checkpoint(path)
+    except UnknownFormat:
+        # A folder of another trainer's may be no checkpoint as a whole, and be sealed as one.
+        lines = [] if as_json or not path.is_dir() else list(seal_lines(path))
+        if not lines:
+            raise
+        print_lines([[(escape(str(path)), "title"), ("  holdfast opens its files one by one", "dim")], *lines])
+        return 0
+    with opened as checkpoint:
         if as_json:
             from holdfast.cli.document import document, print_json
 
@@ -61,6 +72,7 @@ def run(path: Path, *, pattern: str | None, depth: int | None, everything: bool,
             print_lines(show_table(checkpoint, pattern, everything=everything))
         else:
             print_lines(show_tree(checkpoint, depth=depth, everything=everything, pieces=guides()))
+            print_lines(seal_lines(path))
     return 0
 
 

@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from holdfast.cli.progress import bar
+from holdfast.cli.seal import seal_fields, sealed_words
 from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
+from holdfast.inspect.sealed import seal_path
 from holdfast.inspect.verify import Damage, Problem, VerifyReport, verify
 
-__all__ = ["run", "verify_document", "verify_lines"]
+__all__ = ["run", "size_of", "verify_document", "verify_lines"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
@@ -24,7 +26,9 @@ NAMES = 4
 
 def run(paths: Sequence[Path], *, everything: bool, quiet: bool, as_json: bool) -> int:
     """The command; returns its exit code: 0 sound, 1 damaged, 2 not all of it could be looked at."""
-    with bar("Verifying", sum(map(size_of, paths)), quiet=quiet or as_json) as progress:
+    # What is sealed is read twice.
+    total = sum(size_of(path) * (2 if os.path.exists(seal_path(path)) else 1) for path in paths)
+    with bar("Verifying", total, quiet=quiet or as_json) as progress:
         reports = [verify(path, progress=progress) for path in paths]
     if as_json:
         from holdfast.cli.document import print_json
@@ -60,6 +64,8 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         line.append(("  readable", "note"))
     if report.checked_nbytes:
         line.append((f"  {nbytes(report.checked_nbytes)} checked", "dim"))
+    if report.seal is not None:
+        line.append((f"  {sealed_words(report.seal)}", "dim"))
     yield line
     for problem in report.problems:
         yield from _problem_lines(problem, report.path)
@@ -68,6 +74,8 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
         yield from _damage_lines(damage, report.path)
     if len(shown) < len(report.damaged):
         yield [(f"  … {len(report.damaged) - len(shown):,} more: use --all or --json", "dim")]
+    for note in report.notes if report.seal is not None else ():
+        yield [("  note     ", "note"), (escape(clip(note, 600)), "")]
     if report.unchecked:
         amount = f"{plural(len(report.unchecked), 'tensor')}, {nbytes(report.unchecked_nbytes)}"
         text = f"  no checksums are recorded for {amount}: read without error, but the content cannot be verified"
@@ -116,6 +124,8 @@ def verify_document(reports: Sequence[VerifyReport]) -> dict[str, object]:
                 "unchecked": list(report.unchecked),
                 "unchecked_nbytes": report.unchecked_nbytes,
                 "skipped": list(report.skipped),
+                "notes": list(report.notes),
+                "sealed": None if report.seal is None else seal_fields(report.seal),
                 "damaged": [
                     {
                         "file": d.file,

@@ -12,6 +12,7 @@ then sees values of one kind each:
     dtype=torch.bfloat16            DType(bfloat16)         also np.float16, "bf16"
     max_memory=1e9, "2GB"           bytes
     limits={"files": 10}            Limits(files=10)
+    metrics={"loss": np.float32(2)} {"loss": 2.0}
     progress=False, None            None
     durable=None                    True                    None stands for the default
 
@@ -24,7 +25,8 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, ParamSpec, TypeAlias, TypeVar, overload
+from contextlib import suppress
+from typing import TYPE_CHECKING, ParamSpec, SupportsFloat, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -43,6 +45,9 @@ R = TypeVar("R")
 
 MOST = 65_536
 """Of things that are all made: threads, bins. Nobody means a million of them."""
+
+LAST_STEP = (1 << 63) - 1
+"""What 64-bit readers of other languages hold."""
 
 AnyDType: TypeAlias = "str | DType | np.dtype[np.generic] | type[np.generic] | torch.dtype"
 """What is taken as a dtype."""
@@ -208,6 +213,26 @@ def versions(value: object, name: str) -> dict[str, int]:
     return {key: whole_number(item, f"{name}{{{key!r}: …}}") for key, item in named(value, name).items()}
 
 
+def step(value: object, name: str) -> int:
+    """The number of a step."""
+    return whole_number(value, name, least=0, most=LAST_STEP)
+
+
+def metrics(value: object, name: str) -> dict[str, float]:
+    """Numbers under names; anything that is a number to Python is one (of numpy, a tensor without dimensions), NaN as well."""
+    found: dict[str, float] = {}
+    for key, item in named(value, name).items():
+        number: float | None = None
+        if isinstance(item, SupportsFloat) and not isinstance(item, bool):
+            # A tensor of several numbers says that it has no float, each library in its own way.
+            with suppress(TypeError, ValueError, RuntimeError, OverflowError):
+                number = float(item)
+        if number is None:
+            raise BadArgumentType(f"{name} takes numbers under names, and {key!r} is {shown(item)}", found=value)
+        found[key] = number
+    return found
+
+
 def contents(value: object, name: str) -> dict[str, str | bytes]:
     """Files by their names."""
     found: dict[str, str | bytes] = {}
@@ -264,6 +289,7 @@ READERS: dict[str, Reader] = {
     "max_shard_size": size,
     "mesh": counts,
     "metadata": texts,
+    "metrics": metrics,
     "model": text,
     "models": mapping,
     "opset_version": versions,
@@ -274,6 +300,7 @@ READERS: dict[str, Reader] = {
     "rename": pairs,
     "set_metadata": texts,
     "sparse": text,
+    "step": step,
     "threads": count,
     "unset_metadata": patterns,
 }

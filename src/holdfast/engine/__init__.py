@@ -11,6 +11,7 @@ arrays           memory as lazy tensors
 computed         tensors that are made when they are read: `casting`, `assembled`, `dequantize`, `packed` (`sparse_choice`: which)
 write, stream    carry out a save plan, at offsets by threads or front to back; `readback` compares before publishing
 planned_store    a save that is not written, as a store
+file_digest      a whole file, read once and digested, for seals
 commit/          the one visible step
 threads          all threads that share out work
 """

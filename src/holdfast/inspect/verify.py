@@ -5,6 +5,8 @@
    many names it has; the other records of a zip) are summed; the bytes between them are read so that I/O errors show.
 3. Headers, indexes and manifests that Holdfast wrote carry checksums as well; what another program changed in them is reported.
 4. Everything that does not match is reported, not the first.
+5. What is sealed (`holdfast.seal.json`) is compared with its seal before: every file by its name, its length and its digest. That
+   is a second reading: a seal is about whole files, and what they record of themselves tells which tensor it is.
 
 In a directory, other checkpoint files that are no part of the checkpoint (a `pytorch_model.bin` beside safetensors) are verified
 too, each by itself; and where the directory as a whole does not open, all of them are.
@@ -34,9 +36,11 @@ from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Repl
 from holdfast.formats.detect import detect
 from holdfast.formats.native.read import check_files
 from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.seal import SEAL, SUFFIX, Seal
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
+from holdfast.inspect.sealed import check_digests, extra_files, read_seal, seal_path
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url
 
@@ -102,6 +106,8 @@ class VerifyReport:
     unchecked_nbytes: int = 0
     skipped: tuple[str, ...] = ()
     """Files in the directory that are no checkpoints."""
+    seal: Seal | None = None
+    """What the seal says, where there is one."""
 
     @property
     def ok(self) -> bool:
@@ -138,6 +144,8 @@ def verify(
         return check.report(str(src))
     for _ in range(TRIES):
         check = Verification(limits or Limits(), workers, progress)
+        if not isinstance(path, Url):
+            check.sealed(path)
         if not isinstance(path, Url) and os.path.isdir(path):
             check.directory(path)
         else:
@@ -173,6 +181,11 @@ class Verification:
         self._notes: list[str] = []
         self._unchecked: dict[str, None] = {}
         self._skipped: list[str] = []
+        self._seal: Seal | None = None
+        self._vouched: dict[str, int] = {}
+        """Files that are as a seal says, digest and all, and their lengths."""
+        self._broken: set[str] = set()
+        """Files that are not."""
         self.replaced = False
         """Whether another checkpoint took the place of the folder before all of it was read."""
 
@@ -186,11 +199,35 @@ class Verification:
             tuple(self._notes),
             tuple(order),
             tuple(self._problems),
-            self._checked,
+            max(self._checked, sum(self._vouched.values())),
             tuple(self._unchecked),
             self._unchecked_nbytes,
             tuple(self._skipped),
+            self._seal,
         )
+
+    def sealed(self, path: str) -> None:
+        """Compare a folder, or a file, with its seal, if it has one."""
+        try:
+            seal = read_seal(path, self._limits)
+            if seal is None:
+                return
+            self._seal = self._seal or seal
+            wrong = check_digests(path, seal, threads=self._threads, progress=self._progress)
+            extra = extra_files(path, seal, self._limits) if os.path.isdir(path) else []
+        except HoldfastError as error:
+            self.refuse(seal_path(path), error, ours=True)
+            return
+        folder = path if os.path.isdir(path) else os.path.dirname(path)
+        for one in wrong:
+            kind, file = "Corrupted" if one.damaged else "StoreError", os.path.join(folder, one.name)
+            self._problems.append(Problem(file, one.message, kind, damaged=one.damaged))
+            self._broken |= {file} if one.damaged else set()
+        named = {one.name for one in wrong}
+        for sealed in seal.files:
+            if sealed.digest is not None and sealed.name not in named:
+                self._vouched[os.path.join(folder, sealed.name)] = sealed.nbytes
+        self._notes += [f"{name} was not sealed with the others" for name in extra if not name.endswith(SUFFIX)]
 
     def directory(self, path: str) -> None:
         """A directory as one checkpoint, and then what is in it besides."""
@@ -216,15 +253,18 @@ class Verification:
             return
         found_before = len(self._formats)
         for key in keys:
-            if key in done or key.rsplit("/", 1)[-1].startswith("."):
+            if key in done or key == SEAL or key.endswith(SUFFIX) or key.rsplit("/", 1)[-1].startswith("."):
                 continue
             file = os.path.join(path, key)
+            if key + SUFFIX in keys:
+                self.sealed(file)
             if key.lower().endswith(SUFFIXES):
                 self.one(file, optional=True, ours=MANIFEST in keys)
-            else:
+            elif file not in self._vouched:
                 self._skipped.append(file)
         named = any(problem.file != path for problem in self._problems) and not isinstance(failed, Corrupted)
-        if failed is not None and not named and not (isinstance(failed, UnknownFormat) and len(self._formats) > found_before):
+        told = len(self._formats) > found_before or self._vouched
+        if failed is not None and not named and not (isinstance(failed, UnknownFormat) and told):
             self.refuse(path, failed, ours=MANIFEST in keys)
 
     def one(self, path: Openable, *, optional: bool = False, ours: bool = False) -> None:
@@ -238,6 +278,8 @@ class Verification:
                 self.replaced |= store.gone
                 store.close()
         except UnknownFormat as error:
+            if label in self._vouched:
+                return
             if not optional:
                 self.refuse(label, error)
             else:
@@ -258,7 +300,7 @@ class Verification:
         if isinstance(error, Corrupted) and isinstance(error.expected, int) and isinstance(error.found, int):
             self._damaged.append(Damage(place, (), "", error.offset or 0, 0, error.expected, error.found, error.message))
         else:
-            damaged = isinstance(error, Corrupted) or (ours and isinstance(error, FormatError))
+            damaged = isinstance(error, Corrupted) or ((ours or place in self._broken) and isinstance(error, FormatError))
             self._problems.append(Problem(place, error.message, type(error).__name__, damaged=damaged))
 
     def _checkpoint(self, store: Store, path: str) -> set[str]:
@@ -373,6 +415,8 @@ class Verification:
         file, names = file or _label(path, at.span.key), tuple(at.tensors)
         if isinstance(outcome, HoldfastError):
             self._problems.append(Problem(file, outcome.message, type(outcome).__name__, names))
+            return
+        if at.crc32 is None and file in self._vouched:
             return
         if at.crc32 is None:
             self._unchecked.update(dict.fromkeys(names))

@@ -15,6 +15,7 @@ share            sharing found again (`tie`), or bytes dropped (`compact`)
 alias_graph      which tensors are the same bytes
 package          several models in one checkpoint, or other weights in one (`replace_weights`); `models` says what is in it
 reshard          cut for a mesh of ranks
+seal             say of a folder of another trainer that it is whole; no `Planned`: it writes one small file and changes no other
 
 Every verb is a `plan_…` that gives a `Planned`, and its `carry_out`; so is `pruning.prune`. Those that make a checkpoint of a
 checkpoint are laid out by `planned.rewritten`.

@@ -1,0 +1,45 @@
+"""The digest of a whole file, as it stands in a seal: `xxh3-128:…` or `sha256:…`, its bytes read once and in order.
+
+Both algorithms release the interpreter lock, so files are digested beside each other. Of one file the bytes follow each other: what
+a thread reads is what it digests. XXH3 does that at the speed at which the page cache gives bytes (10 GB/s of 14 here), SHA-256 at
+a tenth of it (1.1 GB/s).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Protocol
+
+from holdfast.engine.checksums import Progress
+
+__all__ = ["digest_of"]
+
+BLOCK = 1 << 20
+"""Bytes at a time: they stay in the second-level cache between the reading and the digest."""
+
+
+class Hash(Protocol):
+    """What both have in common."""
+
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def digest_of(algorithm: str, read: Callable[[int, int], bytes], progress: Progress | None = None) -> tuple[str, int]:
+    """The digest, under its name, of all that `read(nbytes, offset)` gives until it gives nothing; and how many bytes that were."""
+    state, done = _new(algorithm), 0
+    while block := read(BLOCK, done):
+        state.update(block)
+        done += len(block)
+        if progress is not None:
+            progress(len(block))
+    return f"{algorithm}:{state.hexdigest()}", done
+
+
+def _new(algorithm: str) -> Hash:
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    from xxhash import xxh3_128
+
+    return xxh3_128()

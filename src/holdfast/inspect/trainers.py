@@ -1,0 +1,289 @@
+"""What other trainers leave on disk: who wrote it, at which step, with which metrics; and whether it is torn.
+
+    checkpoint-500/              transformers' Trainer    trainer_state.json: global_step, the last evaluation in log_history
+    epoch=3-step=500.ckpt        Lightning                global_step in the pickle, the score of ModelCheckpoint
+    global_step500/, latest      DeepSpeed                the name, or what `latest` says
+    checkpoint_3/, step_500/     accelerate               the name; checkpoint_3 is the third save, and no step of training
+    step-500/                    TorchTitan, DCP          the name
+    anything else                                         a `step` or `global_step` at the top of the state; the name
+
+Nothing is run: pickles go through the closed interpreter. What cannot be told is None, and a sentence says so.
+
+A folder is torn where its writer says so (transformers' marker), where what is written last is missing (`trainer_state.json`, the
+`.metadata` of a distributed checkpoint), or where a file that begins like a checkpoint does not open: the disk was full, or the
+process died. No tensor is read for that; what was damaged inside is found by `verify` alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.limits import Limits
+from holdfast.core.tensor import LazyTensor
+from holdfast.errors import Corrupted, FormatError, HoldfastError, Replaced, StoreError, UnknownFormat
+from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.seal import LARGEST
+from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.verify import SUFFIXES
+
+__all__ = ["Found", "recognised", "torn"]
+
+TRAINER_STATE = "trainer_state.json"
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""transformers writes it before, and removes it after, a save at SIGTERM (trainer_jit_checkpoint.py, 5.x); no reader looks."""
+
+STATE_NBYTES = 256 << 20
+"""The longest trainer_state.json that is read: the log of a long run has some ten megabytes."""
+
+SPEEDS = ("_runtime", "_per_second", "_time")
+"""How the names end of what an evaluation says about itself, and not about the model."""
+
+STEP = re.compile(r"(?:^|[-_=.])(?:global_?step|steps?|checkpoint|ckpt|iter|iteration)[-_=]?(\d{1,18})(?=$|[-_.])")
+"""A step in a name: checkpoint-500, step-500, global_step500, epoch=3-step=500.ckpt. An epoch is no step."""
+
+COUNTED = re.compile(r"checkpoint_(\d+)")
+"""What accelerate calls its folders by itself: the number of the save."""
+
+AT_THE_TOP = ("global_step", "step", "iteration", "trainer.global_step", "train_state.step", "train_state.global_step")
+"""Where programs of people's own keep the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found out about a folder or file."""
+
+    writer: str
+    """transformers, lightning, deepspeed, accelerate, dcp, …; empty where nobody knows."""
+    step: int | None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def recognised(path: str, names: Sequence[str], limits: Limits) -> Found:
+    """Who wrote a folder with these files, or a file (`names` is its own then), and at which step. Raises where it is torn."""
+    base = os.path.basename(os.path.abspath(path))
+    named = _step_in(base)
+    if not os.path.isdir(path):
+        return _single(path, named, limits)
+    there = set(names)
+    if TRAINER_STATE in there:
+        return _of_trainer(os.path.join(path, TRAINER_STATE), named)
+    if "latest" in there or any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in there):
+        tag = _tag(os.path.join(path, "latest")) if "latest" in there else None
+        return Found("deepspeed", named if named is not None else _step_in(tag or ""))
+    if any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in there):
+        counted = COUNTED.fullmatch(base)
+        notes = (f"step {int(counted[1])} is the number of the save, which is all that accelerate notes",) if counted else ()
+        return Found("accelerate", named, notes=notes)
+    writer = "dcp" if ".metadata" in there else "holdfast" if MANIFEST in there else ""
+    if named is not None or not writer:
+        return Found(writer, named)
+    try:
+        with open_checkpoint(path, limits=limits) as checkpoint:
+            return Found(writer, _step_of(checkpoint))
+    except HoldfastError:
+        return Found(writer, None)
+
+
+def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str]]:
+    """Each file of a folder (of a file: itself) that shows that what lies there is not whole, with the reason."""
+    if not os.path.isdir(path):
+        wrong = _does_not_open(path, limits)
+        return [(os.path.basename(path), wrong)] if wrong else []
+    there, found = set(names), []
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        if last == INCOMPLETE:
+            found.append((name, "its writer says that the checkpoint is incomplete"))
+        elif last.lower().endswith(SUFFIXES):
+            wrong = _does_not_open(os.path.join(path, name), limits)
+            found += [(name, wrong)] if wrong else []
+        elif last in (".metadata", MANIFEST):
+            wrong = _does_not_open(os.path.join(path, folder), limits)
+            found += [(name, wrong)] if wrong else []
+        elif last.endswith((".safetensors.index.json", ".bin.index.json")):
+            wrong = _names_nothing(os.path.join(path, name), {one for one in there if one.rpartition("/")[0] == folder})
+            found += [(name, wrong)] if wrong else []
+        elif last.endswith(".distcp") and (f"{folder}/.metadata" if folder else ".metadata") not in there:
+            found.append((name, "part of a distributed checkpoint whose .metadata is not there; that is written last"))
+    of_trainer = re.fullmatch(r"checkpoint-\d+", os.path.basename(os.path.abspath(path))) and "training_args.bin" in there
+    if of_trainer and TRAINER_STATE not in there:
+        found.append((TRAINER_STATE, "missing; transformers writes it last"))
+    if "latest" in there:
+        tag = _tag(os.path.join(path, "latest"))
+        if tag and not any(name.startswith(f"{tag}/") for name in names):
+            found.append(("latest", f"names {tag!r}, which is not there"))
+    return found
+
+
+def _does_not_open(path: str, limits: Limits) -> str | None:
+    """Why a file or folder that begins like a checkpoint is none; None where it opens, or is something else."""
+    try:
+        with open_checkpoint(path, limits=limits):
+            return None
+    except UnknownFormat:
+        if os.path.isdir(path):
+            return None
+        # A file that was given its length and then never its bytes, as a power cut leaves it, has nothing but zeros.
+        with open(path, "rb") as file:
+            begin = file.read(4096)
+        return None if begin.strip(b"\0") else "empty" if not begin else "begins with zeros"
+    except (FormatError, Corrupted) as error:
+        return f"does not open: {error.message}"
+    except StoreError as error:
+        if os.path.isdir(path) and not isinstance(error, Replaced):
+            return f"does not open: {error.message}"  # a file that its index names is not there
+        raise
+    except HoldfastError:
+        return None  # what it is, others may know; that it is torn, nobody can say
+
+
+def _names_nothing(path: str, there: Collection[str]) -> str | None:
+    """Why an index of weights is not that of these files; None where it is."""
+    try:
+        weights = _json(path).get("weight_map")
+        shards = {str(shard) for shard in weights.values()} if isinstance(weights, dict) else set()
+    except (OSError, ValueError, RecursionError) as error:
+        return f"cannot be read: {error}"
+    missing = sorted(shards - {name.rpartition("/")[2] for name in there})
+    return f"names {missing[0]!r}, which is not there" if missing else None
+
+
+def _json(path: str) -> dict[str, object]:
+    """A document of another program's, in which NaN may stand."""
+    if os.path.getsize(path) > STATE_NBYTES:
+        raise ValueError("it is too long")
+    with open(path, encoding="utf-8") as file:
+        document: object = json.load(file, parse_int=_integer)
+    if not isinstance(document, dict):
+        raise ValueError("it is no object")
+    return document
+
+
+def _step_in(name: str) -> int | None:
+    """
+    >>> _step_in("checkpoint-500"), _step_in("epoch=3-step=1200.ckpt"), _step_in("global_step77"), _step_in("epoch_3")
+    (500, 1200, 77, None)
+    """
+    found = STEP.findall(name)
+    return int(found[-1]) if found else None
+
+
+def _tag(path: str) -> str | None:
+    """What DeepSpeed's `latest` says: the name of a folder beside it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            tag = file.read(1000).strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return tag if tag and "/" not in tag and "\\" not in tag and tag not in (".", "..") else None
+
+
+def _of_trainer(path: str, named: int | None) -> Found:
+    """transformers' Trainer: its state is JSON, in which NaN may stand."""
+    try:
+        state = _json(path)
+        step, log = state.get("global_step"), state.get("log_history")
+        if not _is_step(step):
+            raise ValueError("its global_step is no number of a step")
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{TRAINER_STATE} cannot be read, so the folder is torn: {error}", file=path) from None
+    notes: list[str] = []
+    if named is not None and named != step:
+        notes.append(f"the name says step {named:,}, and {TRAINER_STATE} says {step:,}, which counts")
+    metrics, at = _evaluation(log if isinstance(log, list) else [])
+    if metrics and at != step:
+        notes.append(f"the metrics are of the last evaluation, at step {at:,}" if _is_step(at) else "the evaluation has no step")
+    return Found("transformers", step, metrics, tuple(notes))
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"an integer of {len(digits):,} digits")
+    return int(digits)
+
+
+def _evaluation(log: Sequence[object]) -> tuple[dict[str, float], object]:
+    """The numbers of the last evaluation, and its step; several datasets are entries of one step."""
+    metrics: dict[str, float] = {}
+    at: object = None
+    for entry in reversed(log):
+        if not isinstance(entry, dict):
+            continue
+        found = {name: float(value) for name, value in entry.items() if _is_metric(name, value)}
+        if found and (not metrics or entry.get("step") == at):
+            metrics, at = {**found, **metrics}, entry.get("step")
+        elif found:
+            break
+    return metrics, at
+
+
+def _is_metric(name: object, value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and isinstance(name, str) and name.startswith("eval_") and not name.endswith(SPEEDS)
+
+
+def _is_step(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+
+
+def _single(path: str, named: int | None, limits: Limits) -> Found:
+    """One file: what Lightning writes, or another state with a step in it."""
+    try:
+        with open_checkpoint(path, limits=limits) as checkpoint:
+            tree = checkpoint.tree
+            lightning = isinstance(tree, dict) and "pytorch-lightning_version" in tree
+            step = _step_of(checkpoint)
+            metrics = _scores(tree) if isinstance(tree, dict) and lightning else {}
+    except HoldfastError:
+        return Found("", named)
+    notes: tuple[str, ...] = ()
+    if step is not None and named is not None and step != named:
+        notes = (f"the name says step {named:,}, and the file says {step:,}, which counts",)
+    return Found("lightning" if lightning else "", named if step is None else step, notes=notes, metrics=metrics)
+
+
+def _step_of(checkpoint: Checkpoint) -> int | None:
+    """A step at the top of a state."""
+    for dotted in AT_THE_TOP:
+        value: object = checkpoint.tree
+        for part in dotted.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        found = _number(value)
+        if found is not None and found.is_integer() and _is_step(int(found)):
+            return int(found)
+    text = checkpoint.metadata.get("step", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def _scores(tree: Mapping[object, object]) -> dict[str, float]:
+    """What the ModelCheckpoints of Lightning watch: the score that this checkpoint had."""
+    found: dict[str, float] = {}
+    callbacks = tree.get("callbacks")
+    for state in callbacks.values() if isinstance(callbacks, dict) else ():
+        if isinstance(state, dict) and isinstance(state.get("monitor"), str):
+            score = _number(state.get("current_score"))
+            if score is not None:
+                found[state["monitor"]] = score
+    return found
+
+
+def _number(value: object) -> float | None:
+    """A plain number, or a tensor that is one."""
+    if isinstance(value, LazyTensor):
+        if value.shape not in ((), (1,)) or value.nbytes > 16:
+            return None
+        try:
+            value = value.numpy().reshape(()).item()
+        except (HoldfastError, TypeError):
+            return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if not isinstance(value, float) or not math.isinf(value) else value
