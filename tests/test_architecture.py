@@ -219,10 +219,12 @@ def test_nothing_prints_outside_the_cli():
 
 
 FRAMEWORKS = {
+    "holdfast.integrations.accelerate": ["accelerate"],
     "holdfast.integrations.jax": ["jax"],
     "holdfast.integrations.lightning": ["lightning"],
     "holdfast.integrations.sglang": ["sglang"],
     "holdfast.integrations.torchtitan": ["torchtitan.components.checkpointer"],
+    "holdfast.integrations.transformers": ["transformers"],
     "holdfast.integrations.vllm": ["vllm"],
     "holdfast.jax": ["jax"],
 }

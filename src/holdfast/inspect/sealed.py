@@ -16,13 +16,24 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import HoldfastError, LimitExceeded, StoreError, UnsafePath, located
-from holdfast.formats.seal import SEAL, Seal, SealedFile, beside, misfits, parse_seal
+from holdfast.formats.seal import SEAL, SUFFIX, Seal, SealedFile, beside, misfits, parse_seal
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
 from holdfast.stores.folder import OpenFile, open_folder, plain
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["Misfit", "check_digests", "check_sizes", "extra_files", "is_part", "is_whole", "read_seal", "seal_path"]
+__all__ = [
+    "Misfit",
+    "check_digests",
+    "check_sizes",
+    "extra_files",
+    "is_part",
+    "is_whole",
+    "newest_whole",
+    "read_seal",
+    "seal_path",
+    "whole_steps",
+]
 
 LOCKS = (".lock",)
 """How names of lock files end: they say who works here, and are no part of what is kept."""
@@ -84,6 +95,33 @@ def check_sizes(path: AnyPath, seal: Seal) -> Iterator[tuple[str, str]]:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     return misfits(seal, size)
+
+
+def whole_steps(folder: AnyPath, *, deep: bool = False) -> Iterator[tuple[int, str]]:
+    """The sealed steps in a folder that are whole, the newest first: number and path. With `deep`, every byte is compared.
+
+    What has no seal, or one that does not fit, is passed over: whoever looks for a step does not want it.
+    """
+    root = local_path(folder)
+    found: list[tuple[int, str, Seal]] = []
+    for name in sorted(os.listdir(root)) if os.path.isdir(root) else ():
+        path = os.path.join(root, name.removesuffix(SUFFIX) if name != SEAL else name)
+        if name.startswith(".") or (not os.path.isdir(path) and not name.endswith(SUFFIX)) or name == SEAL:
+            continue
+        try:
+            seal = read_seal(path)
+        except HoldfastError:
+            continue
+        if seal is not None and seal.step is not None:
+            found.append((seal.step, path, seal))
+    for step, path, seal in sorted(found, key=lambda one: -one[0]):
+        if is_whole(path, seal) and not (deep and check_digests(path, seal)):
+            yield step, path
+
+
+def newest_whole(folder: AnyPath, *, deep: bool = False) -> str | None:
+    """The path of the first of `whole_steps`."""
+    return next((path for _, path in whole_steps(folder, deep=deep)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from holdfast.stores.files import Entry, Files, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["Sealed", "seal", "write_seal"]
+__all__ = ["Sealed", "seal", "unseal", "write_seal"]
 
 SHOWN = 5
 """Files that a message names."""
@@ -134,6 +134,30 @@ def seal(
             progress=progress, files=files,
         )  # fmt: skip
     return report
+
+
+def unseal(src: AnyPath, *, durable: bool = True) -> bool:
+    """Take the seal from a folder or a file that is about to be written to again; whether there was one.
+
+    It is gone for certain before this comes back: a power cut later does not bring it back to files that it does not fit.
+    """
+    path, files = local_path(src), system_files()
+    with refusing("removing the seal of what is to be written again", path):
+        try:
+            folder = _is_folder(files, path)
+            root, name = (path, SEAL) if folder else (split_path(path.rstrip("/"))[0], beside(split_path(path.rstrip("/"))[1]))
+            at = files.open_directory(files.resolve(root or os.curdir))
+        except FileNotFoundError:
+            return False
+        try:
+            files.unlink(name, at=at)
+            if durable:
+                files.sync(at)
+        except FileNotFoundError:
+            return False
+        finally:
+            files.close(at)
+    return True
 
 
 def write_seal(
