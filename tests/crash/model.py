@@ -242,6 +242,8 @@ class Model:
 
     def _led_to(self, path: str) -> int:
         """What an absolute path leads to."""
+        if path in ELSEWHERE:
+            return self._elsewhere(path)
         node = self.root
         for name in path.removeprefix(ROOT).strip("/").split("/") if path != ROOT else ():
             inner = self.nodes[node]
@@ -260,10 +262,7 @@ class Model:
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
         with self._turn:
-            if at is not None:
-                node = self._entry(path, at)
-            else:
-                node = self._elsewhere(path) if path in ELSEWHERE else self._led_to(path)
+            node = self._led_to(path) if at is None else self._entry(path, at)
             if not isinstance(self.nodes[node], Directory):
                 raise NotADirectoryError(errno.ENOTDIR, "Not a directory", path)
             descriptor = self._opened(node)

@@ -75,7 +75,7 @@ def save_state(
     limit = None
     if output_dir is None:
         if not project.automatic_checkpoint_naming:
-            raise NotCommitted("say where to save: output_dir=, or ProjectConfiguration(automatic_checkpoint_naming=True)")
+            raise NotCommitted("say where to save, or let accelerate choose the names (ProjectConfiguration, its automatic naming)")
         folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
         limit = project.total_limit
         if os.path.lexists(folder):
