@@ -343,3 +343,25 @@ def test_progress_counts_every_byte_once(tmp_path: Path):
     seen: list[int] = []
     done = holdfast.seal(path, progress=seen.append)
     assert sum(seen) == done.nbytes
+
+
+def test_a_seal_does_not_go_along_with_what_is_made_of_its_folder(tmp_path: Path):
+    path = tmp_path / "model"
+    path.mkdir()
+    holdfast.save({"w": np.ones(3, np.float32)}, path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    lightning(path / "last.ckpt")
+    holdfast.seal(path / "last.ckpt")
+    holdfast.seal(path)
+    holdfast.convert(path, tmp_path / "half", dtype="float16")
+    assert sorted(os.listdir(tmp_path / "half")) == ["config.json", "model.safetensors"]
+    holdfast.edit(path / "model.safetensors", in_place=True, set_metadata={"a": "b"})
+    assert not holdfast.verify(path).ok
+
+
+def test_a_sealed_folder_is_replaced_with_its_seal(tmp_path: Path):
+    holdfast.save({"w": np.ones(3)}, tmp_path / "step-1")
+    holdfast.seal(tmp_path / "step-1")
+    holdfast.save({"w": np.zeros(3)}, tmp_path / "step-1", overwrite=True)
+    assert read_seal(tmp_path / "step-1") is None
+    assert holdfast.verify(tmp_path / "step-1").ok

@@ -33,6 +33,7 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import CannotHold, HoldfastError, StoreError, Unsupported
 from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX, choose_index
 from holdfast.formats.safetensors.write import STEM
+from holdfast.formats.seal import SUFFIX as SEAL_SUFFIX
 from holdfast.formats.strict_json import parse
 from holdfast.plan.saves import Data, FilePlan, Literal, SavePlan
 from holdfast.rewrite.formats import DIRECTORIES, is_replaceable
@@ -80,7 +81,7 @@ def is_companion(name: str) -> bool:
     >>> [is_companion(name) for name in ("tokenizer.json", "model.safetensors.index.json", "training_args.bin", "LICENSE")]
     [True, False, False, True]
     """
-    if "/" in name or name.startswith(".") or is_replaceable(name) or name.endswith(".index.json"):
+    if "/" in name or name.startswith(".") or is_replaceable(name) or name.endswith((".index.json", SEAL_SUFFIX)):
         return False
     return name.lower().endswith(SUFFIXES) or name.partition(".")[0].upper() in PLAIN_NAMES
 
