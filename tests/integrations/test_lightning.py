@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import holdfast
+
 lightning = pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402 (where Lightning is there)
@@ -134,6 +136,18 @@ def test_a_save_that_fails_keeps_the_one_before_and_is_told(tmp_path: Path):
     plugin.remove_checkpoint(tmp_path / "first.ckpt")
     plugin.teardown()
     assert not (tmp_path / "first.ckpt").exists()
+
+
+def test_a_seal_goes_with_what_it_spoke_of(tmp_path: Path):
+    plugin = HoldfastIO(durable=False)
+    path, seal = tmp_path / "last.ckpt", tmp_path / "last.ckpt.seal.json"
+    plugin.save_checkpoint({"global_step": 1}, path)
+    assert holdfast.seal(path).step == 1
+    plugin.save_checkpoint({"global_step": 2}, path)
+    assert not seal.exists()
+    holdfast.seal(path)
+    plugin.remove_checkpoint(path)
+    assert not seal.exists()
 
 
 def test_what_is_saved_in_the_background_is_what_there_was(tmp_path: Path):

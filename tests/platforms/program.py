@@ -450,6 +450,35 @@ def runs(folder: str) -> dict[str, object]:
     return {"kept": kept, "newest": newest, "after": after, "read": read, "names": sorted(os.listdir(path))}
 
 
+def sealed(folder: str) -> dict[str, object]:
+    """A folder of another trainer: its seal, and what verify finds."""
+    path = os.path.join(folder, "step-7")
+    os.makedirs(os.path.join(path, "sub"))
+    holdfast.save(tensors(1), os.path.join(path, "model.safetensors"))
+    with open(os.path.join(path, "sub", "rng.txt"), "wb") as file:
+        file.write(b"random\n")
+    done = holdfast.seal(path)
+    assert os.path.exists(done.seal)
+    told: dict[str, object] = {"step": done.step, "files": done.files, "ok": holdfast.verify(path).ok}
+    told["again"] = type(refusal_of(lambda: holdfast.seal(path))).__name__
+    with open(os.path.join(path, "sub", "rng.txt"), "ab") as file:
+        file.write(b"more")
+    told["damaged"] = [problem.message for problem in holdfast.verify(path).problems]
+    single = os.path.join(folder, "last.pt")
+    holdfast.save(tensors(1), single)
+    told["single"] = holdfast.seal(single, step=3).files
+    told["verified"] = holdfast.verify(single).ok
+    return told
+
+
+def refusal_of(call: Callable[[], object]) -> HoldfastError | None:
+    try:
+        call()
+    except HoldfastError as error:
+        return error
+    return None
+
+
 def odd(folder: str) -> dict[str, object]:
     """What differs by design, told as it should be."""
     assert isinstance(system_files(), PathFiles if WINDOWS else OsFiles)
@@ -471,7 +500,7 @@ def odd(folder: str) -> dict[str, object]:
 
 STEPS: dict[str, Callable[[str], dict[str, object]]] = {
     step.__name__: step
-    for step in (*(formats, writers, commands, replaced, positions, leftovers, hold, beside, after, failures, crashes, runs, odd),)
+    for step in (*(formats, writers, commands, replaced, positions, leftovers, hold, beside, after, failures, crashes, sealed, runs, odd),)
 }
 
 if __name__ == "__main__":

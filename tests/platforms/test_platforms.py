@@ -19,7 +19,7 @@ import pytest
 from tests.platforms.systems import LINUX_ALONE, POSIX_ALONE, POSIX_MODULES, SYSTEMS
 
 ROOT = Path(__file__).resolve().parents[2]
-SAME = "formats,writers,commands,replaced,positions,leftovers,failures,crashes,runs,odd"
+SAME = "formats,writers,commands,replaced,positions,leftovers,failures,crashes,sealed,runs,odd"
 
 
 GUARDED = {("core/runtime.py", "register_at_fork"), ("torch/ranks/background.py", "pthread_sigmask")}

@@ -13,7 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.core.limits import Limits
-from holdfast.errors import BadArgument, HoldfastError, LimitExceeded, NotCommitted
+from holdfast.errors import BadArgument, LimitExceeded, NotCommitted
 from holdfast.formats.seal import SEAL, parse_seal
 from holdfast.inspect.sealed import is_whole, read_seal
 from holdfast.rewrite import seal as sealing
@@ -206,9 +206,23 @@ TORN: dict[str, Callable[[Path], object]] = {
 def test_what_is_torn_is_not_sealed(tmp_path: Path, how: str):
     path = trainer(tmp_path)
     TORN[how](path)
-    with pytest.raises(HoldfastError):
+    with pytest.raises(NotCommitted, match="torn"):
         holdfast.seal(path)
     assert not (path / SEAL).exists()
+
+
+@pytest.mark.parametrize("step", [True, -1, 1.5, 10**30, "5", None, [], float("inf")], ids=str)
+def test_a_step_that_is_none_is_not_believed(tmp_path: Path, step: object):
+    with pytest.raises(NotCommitted, match=r"global_step|digits"):
+        holdfast.seal(trainer(tmp_path, step=step))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "[1]", '{"global_step": ' + "1" * 5_000 + "}", "\udc80", ""], ids=range(5))
+def test_a_state_that_is_none_is_not_believed(tmp_path: Path, text: str):
+    path = trainer(tmp_path)
+    (path / "trainer_state.json").write_text(text, errors="surrogatepass")
+    with pytest.raises(NotCommitted, match=r"trainer_state\.json"):
+        holdfast.seal(path)
 
 
 def test_what_has_no_content_of_its_own_is_refused(tmp_path: Path):

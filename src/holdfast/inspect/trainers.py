@@ -67,7 +67,7 @@ class Found:
 
 
 def recognised(path: str, names: Sequence[str], limits: Limits) -> Found:
-    """Who wrote a folder with these files, or a file (`names` is its own then), and at which step. Raises where it is torn."""
+    """Who wrote a folder with these files, or a file (`names` is its own then), and at which step. Asked of what is not torn."""
     base = os.path.basename(os.path.abspath(path))
     named = _step_in(base)
     if not os.path.isdir(path):
@@ -116,6 +116,11 @@ def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str
     of_trainer = re.fullmatch(r"checkpoint-\d+", os.path.basename(os.path.abspath(path))) and "training_args.bin" in there
     if of_trainer and TRAINER_STATE not in there:
         found.append((TRAINER_STATE, "missing; transformers writes it last"))
+    if TRAINER_STATE in there:
+        try:
+            _of_trainer(os.path.join(path, TRAINER_STATE), None)
+        except FormatError as error:
+            found.append((TRAINER_STATE, error.message))
     if "latest" in there:
         tag = _tag(os.path.join(path, "latest"))
         if tag and not any(name.startswith(f"{tag}/") for name in names):
@@ -194,7 +199,7 @@ def _of_trainer(path: str, named: int | None) -> Found:
         if not _is_step(step):
             raise ValueError("its global_step is no number of a step")
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{TRAINER_STATE} cannot be read, so the folder is torn: {error}", file=path) from None
+        raise FormatError(f"cannot be read: {error}", file=path) from None
     notes: list[str] = []
     if named is not None and named != step:
         notes.append(f"the name says step {named:,}, and {TRAINER_STATE} says {step:,}, which counts")

@@ -27,6 +27,7 @@ except ImportError:  # the older packages, each by itself
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
 from holdfast.engine.threads import start
+from holdfast.rewrite.seal import unseal
 from holdfast.stores.files import make_parents
 from holdfast.stores.paths import local_path
 from holdfast.torch.serialization.load import MapLocation, load
@@ -80,10 +81,12 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
 
     def _write(self, checkpoint: object, target: str) -> None:
         make_parents(target, durable=self._durable)
+        unseal(target, durable=self._durable)  # it spoke of what is replaced now
         save(checkpoint, target, durable=self._durable)
 
 
 def _remove(target: str) -> None:
+    unseal(target)
     if os.path.isdir(target) and not os.path.islink(target):
         shutil.rmtree(target)
     else:
