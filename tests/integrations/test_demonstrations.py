@@ -1,4 +1,4 @@
-"""What Lightning's asynchronous saver loses when it is killed, or the disk is full, and what is there with ours.
+"""What Lightning's asynchronous saver loses when it is killed, or the disk is full, and what is there with ours; its files sealed.
 
 The same for accelerate is in `test_accelerate.py`, for transformers in `test_trainer.py`: the real packages, the same fault.
 """
@@ -84,3 +84,27 @@ def test_a_checkpoint_is_left_here_and_none_there(tmp_path: Path, fault: str):
         process.communicate(timeout=200)
     assert whole(tmp_path / "stock") == []
     assert whole(tmp_path / "ours") == ["epoch=0.ckpt"]
+
+
+def test_a_file_of_lightning_is_sealed_with_its_step_and_its_score(tmp_path: Path):
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from tests.integrations.test_lightning import Line, batches
+
+    class Watched(Line):
+        def training_step(self, batch: object, number: int) -> object:
+            loss = super().training_step(batch, number)  # type: ignore[arg-type]  # as Lightning has it
+            self.log("train_loss", loss)
+            return loss
+
+    keeping = ModelCheckpoint(dirpath=tmp_path, monitor="train_loss", every_n_epochs=1, filename="best")
+    trainer = lightning.Trainer(
+        max_epochs=2, callbacks=[keeping], accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
+    trainer.fit(Watched(), batches())
+    done = holdfast.seal(tmp_path / "best.ckpt")
+    assert (done.format, done.notes) == ("lightning", ())
+    assert done.step in (4, 8)
+    assert done.metrics == {"train_loss": pytest.approx(float(keeping.best_model_score))}
+    assert holdfast.verify(tmp_path / "best.ckpt").ok

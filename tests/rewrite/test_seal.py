@@ -247,6 +247,9 @@ def test_what_has_no_content_of_its_own_is_refused(tmp_path: Path):
     with pytest.raises(NotCommitted, match="link"):
         holdfast.seal(path, overwrite=True)
     assert not (tmp_path / "elsewhere").exists()
+    lightning(tmp_path / "a.ckpt")
+    with pytest.raises(NotCommitted, match="a seal itself"):
+        holdfast.seal(holdfast.seal(tmp_path / "a.ckpt").seal)
     (tmp_path / "empty").mkdir()
     with pytest.raises(NotCommitted, match="no file"):
         holdfast.seal(tmp_path / "empty")

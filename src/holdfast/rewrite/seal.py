@@ -27,7 +27,7 @@ from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
 from holdfast.errors import LimitExceeded
-from holdfast.formats.seal import DIGESTS, SEAL, Seal, SealedFile, beside, encode_seal
+from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, beside, encode_seal
 from holdfast.inspect.sealed import is_part
 from holdfast.inspect.trainers import recognised, torn
 from holdfast.stores.files import Entry, Files, split_path
@@ -104,7 +104,10 @@ def seal(
     path = local_path(src)
     files = system_files()
     with refusing("looking at what is to be sealed", path):
-        place = os.path.join(path, SEAL) if _is_folder(files, path) else beside(path.rstrip("/"))
+        folder = _is_folder(files, path)
+        if not folder and path.endswith(SUFFIX):
+            raise refusal("this is a seal itself; seal what it is about", path, errno.EINVAL)
+        place = os.path.join(path, SEAL) if folder else beside(path.rstrip("/"))
         if os.path.islink(place):
             raise refusal("the seal is a link; remove it", place, errno.ELOOP)
         if not dry_run:
