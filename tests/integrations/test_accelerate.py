@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,7 +45,7 @@ class Training:
         return self.weights()
 
     def weights(self) -> torch.Tensor:
-        return self.model.weight.detach().clone()
+        return self.accelerator.unwrap_model(self.model).weight.detach().clone()
 
 
 def left(folder: Path) -> list[str]:
@@ -133,3 +135,58 @@ def test_an_existing_folder_is_not_taken_for_a_new_one(tmp_path: Path):
     save_state(Training(tmp_path).accelerator)
     with pytest.raises(NotCommitted, match="iteration"):
         save_state(Training(tmp_path).accelerator)
+
+
+RANK = """
+import sys, time
+from pathlib import Path
+import torch
+from holdfast.errors import NotCommitted
+from tests.integrations.test_accelerate import Training, load_state, save_state
+
+folder = Path(sys.argv[1])
+training = Training(folder, limit=1)
+first = training.step()
+rank = training.accelerator.process_index
+if rank == 1:
+    import accelerate.accelerator as inner
+    write = inner.save_accelerator_state
+    inner.save_accelerator_state = lambda *a, **k: (time.sleep(1.0), write(*a, **k))[1]
+saved = save_state(training.accelerator, step=1)
+training.step()
+if rank == 0:
+    Path(folder, "bad").mkdir()
+    Path(folder, "bad", "link").symlink_to("nowhere")
+try:
+    save_state(training.accelerator, folder / "bad", step=2)
+    print("sealed", rank)
+except NotCommitted:
+    print("refused", rank)
+assert load_state(training.accelerator) == saved
+assert torch.equal(training.accelerator.unwrap_model(training.model).weight, first)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_processes_wait_for_each_other_and_hear_of_failures(tmp_path: Path):
+    port = str(21_000 + os.getpid() % 20_000)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path)],
+            env={
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port, "ACCELERATE_USE_CPU": "true",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for number, rank in enumerate(ranks):
+        out, said = rank.communicate(timeout=110)
+        assert rank.returncode == 0, said
+        assert f"refused {number}" in out
+    seal = read_seal(tmp_path / "checkpoints" / "checkpoint_0")
+    assert seal is not None
+    assert {"random_states_0.pkl", "random_states_1.pkl"} <= {file.name for file in seal.files}

@@ -355,6 +355,18 @@ def test_a_sealed_folder_of_anything_verifies(tmp_path: Path):
     assert not holdfast.verify(tmp_path).ok
 
 
+def test_a_folder_of_sealed_folders_verifies_each(tmp_path: Path):
+    for step in (400, 500):
+        holdfast.seal(trainer(tmp_path, name=f"checkpoint-{step}", step=step))
+    assert holdfast.verify(tmp_path).ok
+    assert holdfast.verify(tmp_path).seal is None
+    state = tmp_path / "checkpoint-400" / "trainer_state.json"
+    state.write_text(state.read_text().replace("400", "401"))
+    (problem,) = holdfast.verify(tmp_path).problems
+    assert problem.file == str(state)
+    assert "changed" in problem.message
+
+
 def test_progress_counts_every_byte_once(tmp_path: Path):
     path = trainer(tmp_path)
     seen: list[int] = []

@@ -145,7 +145,7 @@ def verify(
     for _ in range(TRIES):
         check = Verification(limits or Limits(), workers, progress)
         if not isinstance(path, Url):
-            check.sealed(path)
+            check.sealed(path, whole=True)
         if not isinstance(path, Url) and os.path.isdir(path):
             check.directory(path)
         else:
@@ -206,13 +206,13 @@ class Verification:
             self._seal,
         )
 
-    def sealed(self, path: str) -> None:
-        """Compare a folder, or a file, with its seal, if it has one."""
+    def sealed(self, path: str, *, whole: bool = False) -> None:
+        """Compare a folder, or a file, with its seal, if it has one. `whole` where it is all that is verified."""
         try:
             seal = read_seal(path, self._limits)
             if seal is None:
                 return
-            self._seal = self._seal or seal
+            self._seal = seal if whole else self._seal
             wrong = check_digests(path, seal, threads=self._threads, progress=self._progress)
             extra = extra_files(path, seal, self._limits) if os.path.isdir(path) else []
         except HoldfastError as error:
@@ -227,7 +227,8 @@ class Verification:
         for sealed in seal.files:
             if sealed.digest is not None and sealed.name not in named:
                 self._vouched[os.path.join(folder, sealed.name)] = sealed.nbytes
-        self._notes += [f"{name} was not sealed with the others" for name in extra if not name.endswith(SUFFIX)]
+        inside = "" if whole else f"{os.path.basename(path)}/"
+        self._notes += [f"{inside}{name} was not sealed with the others" for name in extra if not name.endswith(SUFFIX)]
 
     def directory(self, path: str) -> None:
         """A directory as one checkpoint, and then what is in it besides."""
@@ -252,6 +253,9 @@ class Verification:
             self.refuse(path, failed or Replaced("the folder was replaced while it was read; verify it again", file=path))
             return
         found_before = len(self._formats)
+        for key in keys:
+            if key.endswith(f"/{SEAL}") and os.path.join(path, key) not in self._vouched:
+                self.sealed(os.path.dirname(os.path.join(path, key)))
         for key in keys:
             if key in done or key == SEAL or key.endswith(SUFFIX) or key.rsplit("/", 1)[-1].startswith("."):
                 continue
