@@ -13,7 +13,7 @@ import pytest
 
 import holdfast
 from holdfast.core.limits import Limits
-from holdfast.errors import BadArgument, LimitExceeded, NotCommitted
+from holdfast.errors import BadArgument, BadPath, LimitExceeded, NotCommitted
 from holdfast.formats.seal import SEAL, parse_seal
 from holdfast.inspect.sealed import is_whole, read_seal
 from holdfast.rewrite import seal as sealing
@@ -255,6 +255,16 @@ def test_what_has_no_content_of_its_own_is_refused(tmp_path: Path):
         holdfast.seal(tmp_path / "empty")
     with pytest.raises(NotCommitted):
         holdfast.seal(tmp_path / "nothing")
+
+
+def test_what_is_not_on_this_machine_has_no_seal():
+    from holdfast.inspect.sealed import is_sealed
+
+    for url in ("s3://bucket/step-1", Path("gs://bucket/step-1")):
+        assert read_seal(url) is None
+        assert not is_sealed(url)
+        with pytest.raises(BadPath, match="URL"):
+            holdfast.seal(url)
 
 
 def test_limits_are_kept(tmp_path: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 from holdfast.cli.progress import bar
 from holdfast.cli.seal import seal_fields, sealed_words
 from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
-from holdfast.inspect.sealed import seal_path
+from holdfast.inspect.sealed import is_sealed
 from holdfast.inspect.verify import Damage, Problem, VerifyReport, verify
 
 __all__ = ["run", "size_of", "verify_document", "verify_lines"]
@@ -27,7 +27,7 @@ NAMES = 4
 def run(paths: Sequence[Path], *, everything: bool, quiet: bool, as_json: bool) -> int:
     """The command; returns its exit code: 0 sound, 1 damaged, 2 not all of it could be looked at."""
     # What is sealed is read twice.
-    total = sum(size_of(path) * (2 if os.path.exists(seal_path(path)) else 1) for path in paths)
+    total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in paths)
     with bar("Verifying", total, quiet=quiet or as_json) as progress:
         reports = [verify(path, progress=progress) for path in paths]
     if as_json:

@@ -15,7 +15,7 @@ from holdfast.core.limits import Limits
 from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
-from holdfast.errors import HoldfastError, LimitExceeded, StoreError, UnsafePath, located
+from holdfast.errors import BadPath, HoldfastError, LimitExceeded, StoreError, UnsafePath, located
 from holdfast.formats.seal import SEAL, SUFFIX, Seal, SealedFile, beside, misfits, parse_seal
 from holdfast.stores import platform
 from holdfast.stores.files import is_temporary
@@ -28,6 +28,7 @@ __all__ = [
     "check_sizes",
     "extra_files",
     "is_part",
+    "is_sealed",
     "is_whole",
     "newest_whole",
     "read_seal",
@@ -60,10 +61,15 @@ def seal_path(path: AnyPath) -> str:
 def read_seal(path: AnyPath, limits: Limits | None = None) -> Seal | None:
     """What the seal of a folder or of a file says; None where there is none. Whether it is true is another question.
 
+    What is not on this machine (a URL) has none.
+
     Raises what `parse_seal` raises, and `StoreError` where it cannot be read.
     """
     limits = limits or Limits()
-    place = seal_path(path)
+    try:
+        place = seal_path(path)
+    except BadPath:
+        return None
     try:
         raw = _small(place, limits.index_nbytes)
     except (FileNotFoundError, NotADirectoryError):
@@ -76,6 +82,14 @@ def read_seal(path: AnyPath, limits: Limits | None = None) -> Seal | None:
         raise refused from None
     with located(file=place):
         return parse_seal(raw, limits)
+
+
+def is_sealed(path: AnyPath) -> bool:
+    """Whether there is something that may be its seal."""
+    try:
+        return os.path.lexists(seal_path(path))
+    except BadPath:
+        return False
 
 
 def is_whole(path: AnyPath, seal: Seal) -> bool:

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from holdfast.core.quantities import whole_number
 from holdfast.errors import HoldfastError, HoldfastWarning
-from holdfast.inspect.sealed import newest_whole, seal_path
+from holdfast.inspect.sealed import is_sealed, newest_whole
 from holdfast.integrations.keeping import keep_newest
 from holdfast.rewrite.seal import seal, unseal
 from holdfast.stores.paths import AnyPath
@@ -87,7 +87,7 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
         for name in sorted(filter(CHECKPOINT.fullmatch, os.listdir(args.output_dir))):
             folder = os.path.join(args.output_dir, name)
             new = os.path.isdir(folder) and os.stat(folder).st_mtime >= self._began - 1
-            if new and not os.path.lexists(seal_path(folder)):
+            if new and not is_sealed(folder):
                 try:
                     seal(folder, digest=self._digest, durable=self._durable)
                 except HoldfastError as error:
