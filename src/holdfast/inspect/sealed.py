@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,9 +23,11 @@ from holdfast.stores.folder import OpenFile, open_folder, plain
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = [
+    "Compared",
     "Misfit",
     "check_digests",
     "check_sizes",
+    "compared",
     "extra_files",
     "is_part",
     "is_sealed",
@@ -172,6 +174,35 @@ def check_digests(path: AnyPath, seal: Seal, *, threads: int | None = None, prog
     work: list[Callable[[], None]] = [partial(look, file) for file in todo]
     run_all(work, threads or default_threads())
     return [wrong[name] for name in sorted(wrong)]
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A folder or file, and what its seal says. Files are named by their paths."""
+
+    seal: Seal
+    wrong: Mapping[str, Misfit]
+    """What is not as it was sealed."""
+    vouched: Mapping[str, int]
+    """What is, by its digest, and its length."""
+    extra: Sequence[str]
+    """Names of files that were not sealed."""
+
+
+def compared(
+    path: AnyPath, limits: Limits | None = None, *, threads: int | None = None, progress: Progress | None = None
+) -> Compared | None:
+    """Compare everything with the seal; None where there is none. Raises as `read_seal` does."""
+    seal = read_seal(path, limits)
+    if seal is None:
+        return None
+    place = local_path(path)
+    folder = place if os.path.isdir(place) else os.path.dirname(place)
+    wrong = {os.path.join(folder, one.name): one for one in check_digests(place, seal, threads=threads, progress=progress)}
+    sealed = {os.path.join(folder, file.name): file for file in seal.files}
+    vouched = {file: one.nbytes for file, one in sealed.items() if one.digest is not None and file not in wrong}
+    extra = extra_files(place, seal, limits) if os.path.isdir(place) else []
+    return Compared(seal, wrong, vouched, [name for name in extra if not name.endswith(SUFFIX)])
 
 
 def extra_files(path: AnyPath, seal: Seal, limits: Limits | None = None) -> list[str]:

@@ -40,7 +40,7 @@ from holdfast.formats.seal import SEAL, SUFFIX, Seal
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
-from holdfast.inspect.sealed import check_digests, extra_files, read_seal, seal_path
+from holdfast.inspect.sealed import compared, seal_path
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url
 
@@ -209,26 +209,19 @@ class Verification:
     def sealed(self, path: str, *, whole: bool = False) -> None:
         """Compare a folder, or a file, with its seal, if it has one. `whole` where it is all that is verified."""
         try:
-            seal = read_seal(path, self._limits)
-            if seal is None:
-                return
-            self._seal = seal if whole else self._seal
-            wrong = check_digests(path, seal, threads=self._threads, progress=self._progress)
-            extra = extra_files(path, seal, self._limits) if os.path.isdir(path) else []
+            found = compared(path, self._limits, threads=self._threads, progress=self._progress)
         except HoldfastError as error:
             self.refuse(seal_path(path), error, ours=True)
             return
-        folder = path if os.path.isdir(path) else os.path.dirname(path)
-        for one in wrong:
-            kind, file = "Corrupted" if one.damaged else "StoreError", os.path.join(folder, one.name)
-            self._problems.append(Problem(file, one.message, kind, damaged=one.damaged))
-            self._broken |= {file} if one.damaged else set()
-        named = {one.name for one in wrong}
-        for sealed in seal.files:
-            if sealed.digest is not None and sealed.name not in named:
-                self._vouched[os.path.join(folder, sealed.name)] = sealed.nbytes
+        if found is None:
+            return
+        self._seal = found.seal if whole else self._seal
+        for file, one in found.wrong.items():
+            self._problems.append(Problem(file, one.message, "Corrupted" if one.damaged else "StoreError", damaged=one.damaged))
+        self._broken |= {file for file, one in found.wrong.items() if one.damaged}
+        self._vouched |= found.vouched
         inside = "" if whole else f"{os.path.basename(path)}/"
-        self._notes += [f"{inside}{name} was not sealed with the others" for name in extra if not name.endswith(SUFFIX)]
+        self._notes += [f"{inside}{name} was not sealed with the others" for name in found.extra]
 
     def directory(self, path: str) -> None:
         """A directory as one checkpoint, and then what is in it besides."""
