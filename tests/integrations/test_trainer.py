@@ -215,6 +215,15 @@ def test_a_seal_is_gone_before_its_folder_is_written_over(tmp_path: Path):
     assert latest_whole(tmp_path) == str(tmp_path / "checkpoint-2")
 
 
+def test_rules_say_which_stay(tmp_path: Path):
+    rules = ["latest:1", "best:eval_loss:1", holdfast.Every(4)]
+    trainer(tmp_path, SealCallback(keep=rules), steps=10, eval_strategy="steps", eval_steps=2, learning_rate=0.1).train()
+    scores = {step.step: step.metrics["eval_loss"] for step in holdfast.Run(tmp_path)}
+    assert {4, 8, 10} <= set(scores)
+    assert len(scores) in (3, 4)  # the best one may be one of these
+    assert set(names(tmp_path)) == {f"checkpoint-{step}" for step in scores}
+
+
 def test_a_limit_of_the_trainer_is_warned_of(tmp_path: Path):
     with pytest.warns(HoldfastWarning, match="save_total_limit"):
         trainer(tmp_path, SealCallback(), steps=2, save_total_limit=2).train()

@@ -500,7 +500,9 @@ def odd(folder: str) -> dict[str, object]:
 
 STEPS: dict[str, Callable[[str], dict[str, object]]] = {
     step.__name__: step
-    for step in (*(formats, writers, commands, replaced, positions, leftovers, hold, beside, after, failures, crashes, sealed, runs, odd),)
+    for step in (
+        *(formats, writers, commands, replaced, positions, leftovers, hold, beside, after, failures, crashes, sealed, runs, odd),
+    )
 }
 
 if __name__ == "__main__":

@@ -32,10 +32,8 @@ __all__ = [
     "is_part",
     "is_sealed",
     "is_whole",
-    "newest_whole",
     "read_seal",
     "seal_path",
-    "whole_steps",
 ]
 
 LOCKS = (".lock",)
@@ -111,33 +109,6 @@ def check_sizes(path: AnyPath, seal: Seal) -> Iterator[tuple[str, str]]:
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
     return misfits(seal, size)
-
-
-def whole_steps(folder: AnyPath, *, deep: bool = False) -> Iterator[tuple[int, str]]:
-    """The sealed steps in a folder that are whole, the newest first: number and path. With `deep`, every byte is compared.
-
-    What has no seal, or one that does not fit, is passed over: whoever looks for a step does not want it.
-    """
-    root = local_path(folder)
-    found: list[tuple[int, str, Seal]] = []
-    for name in sorted(os.listdir(root)) if os.path.isdir(root) else ():
-        path = os.path.join(root, name.removesuffix(SUFFIX) if name != SEAL else name)
-        if name.startswith(".") or (not os.path.isdir(path) and not name.endswith(SUFFIX)) or name == SEAL:
-            continue
-        try:
-            seal = read_seal(path)
-        except HoldfastError:
-            continue
-        if seal is not None and seal.step is not None:
-            found.append((seal.step, path, seal))
-    for step, path, seal in sorted(found, key=lambda one: -one[0]):
-        if is_whole(path, seal) and not (deep and check_digests(path, seal)):
-            yield step, path
-
-
-def newest_whole(folder: AnyPath, *, deep: bool = False) -> str | None:
-    """The path of the first of `whole_steps`."""
-    return next((path for _, path in whole_steps(folder, deep=deep)), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ jax          `load` onto the devices of a mesh; its short name is `holdfast.jax`
 lightning    `HoldfastIO` for the `plugins` of Lightning's Trainer and Fabric
 sglang       `HoldfastLoader`, a class for its `load_format`
 torchtitan   `Checkpointer` for the `checkpoint` of its configuration
-transformers `SealCallback` for its Trainer, `latest_whole` for resuming; `keeping`: how many stay
+transformers `SealCallback` for its Trainer, `latest_whole` for resuming (`keeping`: which stay)
 vllm         `HoldfastLoader`, and `register`: the entry point by which vLLM knows `--load-format holdfast`
 
 weights has what the loaders of vLLM and SGLang share.

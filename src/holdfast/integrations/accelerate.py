@@ -29,9 +29,10 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
-from holdfast.inspect.sealed import check_digests, check_sizes, read_seal, whole_steps
-from holdfast.integrations.keeping import keep_newest
+from holdfast.inspect.sealed import check_digests, check_sizes, read_seal
+from holdfast.integrations.keeping import keep_by, newest_whole
 from holdfast.rewrite.seal import seal, unseal
+from holdfast.runs.rules import Latest
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["check_whole", "guard", "load_state", "save_state"]
@@ -94,7 +95,7 @@ def save_state(
         try:
             seal(folder, step=step, metrics=metrics, durable=durable, overwrite=True)
             if limit is not None:
-                keep_newest(os.path.dirname(folder), max(limit, 1))
+                keep_by(os.path.dirname(folder), [Latest(max(limit, 1))], durable=durable)
         except (HoldfastError, OSError) as error:
             said = [str(error)]
     broadcast_object_list(said)
@@ -111,10 +112,8 @@ def load_state(accelerator: Accelerator, input_dir: AnyPath | None = None, *, de
     root = os.path.join(accelerator.project_dir, "checkpoints") if input_dir is None else local_path(input_dir)
     chosen: list[str | None] = [None]
     if accelerator.is_main_process:
-        if os.path.isdir(root) and read_seal(root) is not None:
-            chosen = [root]
-        else:
-            chosen = [next((path for _, path in whole_steps(root, deep=deep)), None)]
+        sealed = os.path.isdir(root) and read_seal(root) is not None
+        chosen = [root if sealed else newest_whole(root, deep=deep)]
     broadcast_object_list(chosen)
     folder = chosen[0]
     if folder is not None:

@@ -1,20 +1,39 @@
-"""Which sealed folders of a trainer stay: the newest that are whole. What is torn is not counted, and is left to a person."""
+"""Which sealed folders of another trainer's stay, and which is resumed from: as in a `Run`, without its files in that folder."""
 
 from __future__ import annotations
 
-import shutil
+import os
+import warnings
+from collections.abc import Collection
 
-from holdfast.inspect.sealed import whole_steps
-from holdfast.rewrite.seal import unseal
+from holdfast.errors import HoldfastWarning
+from holdfast.runs.retention import retain
+from holdfast.runs.rules import Latest, Rule, read_rules
+from holdfast.runs.run import Run
+from holdfast.runs.steps import RunFolder
+from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["keep_newest"]
+__all__ = ["Keep", "keep_by", "newest_whole", "rules_of"]
+
+Keep = int | Rule | str | Collection[Rule | str] | None
+"""How many, or which: `3` is `Latest(3)`; None for all."""
 
 
-def keep_newest(folder: str, count: int) -> None:
-    """Remove all sealed steps in a folder but the newest so many. To be asked when a new one is sealed, and never before.
+def rules_of(keep: Keep) -> tuple[Rule, ...]:
+    """What `keep=` means."""
+    return (Latest(keep),) if isinstance(keep, int) else read_rules(keep)
 
-    The seal goes first, so that what is half removed never looks like a step.
+
+def keep_by(folder: AnyPath, rules: Collection[Rule], *, durable: bool = True) -> None:
+    """Delete the sealed steps that no rule keeps. To be asked when a new one is sealed, and never before; warns of what stays.
+
+    What is not whole is not counted, and is left to a person.
     """
-    for _, path in list(whole_steps(folder))[count:]:
-        unseal(path)
-        shutil.rmtree(path)
+    for note in retain(RunFolder(os.path.abspath(local_path(folder))), rules, durable=durable).notes:
+        warnings.warn(note, HoldfastWarning, stacklevel=3)
+
+
+def newest_whole(folder: AnyPath, *, deep: bool = False) -> str | None:
+    """The path of the newest step that is whole; with `deep`, every byte is compared."""
+    found = Run(folder).latest(deep=deep)
+    return None if found is None else found.path

@@ -21,10 +21,9 @@ import warnings
 import torch.distributed
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from holdfast.core.quantities import whole_number
 from holdfast.errors import HoldfastError, HoldfastWarning
-from holdfast.inspect.sealed import is_sealed, newest_whole
-from holdfast.integrations.keeping import keep_newest
+from holdfast.inspect.sealed import is_sealed
+from holdfast.integrations.keeping import Keep, keep_by, newest_whole, rules_of
 from holdfast.rewrite.seal import seal, unseal
 from holdfast.stores.paths import AnyPath
 
@@ -37,13 +36,13 @@ CHECKPOINT = re.compile(r"checkpoint-\d+")
 class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may not be there when types are checked
     """Seals every checkpoint that the Trainer has written to its end.
 
-    With `keep`, the oldest sealed ones above that number go when a new one is sealed, and never before; torn ones are not counted,
-    and stay. It stands in for `save_total_limit`. `digest` and `durable` are those of `holdfast.seal`. A seal that cannot be
-    written raises, as a save does that fails.
+    `keep` is how many of them stay, or which: rules, as of a `Run`. What no rule keeps goes when a new one is sealed, and never
+    before; torn ones are not counted, and stay. It stands in for `save_total_limit`. `digest` and `durable` are those of
+    `holdfast.seal`. A seal that cannot be written raises, as a save does that fails.
     """
 
-    def __init__(self, *, keep: int | None = None, digest: str = "xxh3-128", durable: bool = True) -> None:
-        self._keep = None if keep is None else whole_number(keep, "keep=")
+    def __init__(self, *, keep: Keep = None, digest: str = "xxh3-128", durable: bool = True) -> None:
+        self._keep = rules_of(keep)
         self._digest, self._durable = digest, durable
         self._began = 0.0
 
@@ -76,8 +75,7 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
         folder = _folder(args, state)
         if args.should_save and os.path.isdir(folder):
             seal(folder, digest=self._digest, durable=self._durable, overwrite=True)
-            if self._keep is not None:
-                keep_newest(args.output_dir, self._keep)
+            keep_by(args.output_dir, self._keep, durable=self._durable)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Seal what was written since the training began and has no seal yet, if it is whole."""

@@ -122,10 +122,14 @@ class RunFolder:
 
     def newest(self, *, below: int | None = None) -> Step | None:
         """The whole step with the highest number, or with the highest below another; None where there is none."""
-        with self._looking() as look:
-            numbers = sorted(look.claims, reverse=True) if look else []
-            whole = (look.at(number) for number in numbers if look and (below is None or number < below))
-            return next(filter(None, whole), None)
+        while True:
+            with self._looking() as look:
+                numbers = sorted(look.claims, reverse=True) if look else []
+                whole = (look.at(number) for number in numbers if look and (below is None or number < below))
+                found = next(filter(None, whole), None)
+                # A step goes when a newer one is there: whoever finds none where one went has not seen that yet.
+                if found is not None or look is None or not look.lost():
+                    return found
 
     def get(self, step: int) -> Step | None:
         """The step of this number, if it is whole."""
@@ -288,6 +292,10 @@ class _Look:
             if folder is not None:
                 with suppress(OSError):
                     self.files.close(folder)
+
+    def lost(self) -> bool:
+        """Whether something that was there when the names were listed is not there any more."""
+        return any(self.files.stat(name, at=self._at) is None for names in self.claims.values() for name in names)
 
     def at(self, number: int) -> Step | None:
         """The whole step of a number."""
