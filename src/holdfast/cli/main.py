@@ -357,7 +357,7 @@ def _add_read(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help=PATH_HELP)
     verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors or values, or globs")
     verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
-    verb.add_argument("-o", "--output", metavar="FILE", type=values.path, help="write .npy or .npz instead of printing")
+    verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="write .npy or .npz instead of printing")
     verb.add_argument("--raw", action="store_true", help="with -o: keep the bits of types that numpy lacks, as unsigned integers")
     verb.set_defaults(run=_run_read)
 
@@ -366,7 +366,7 @@ def _add_scan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="files, and directories to search")
     verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
     verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
-    verb.add_argument("--allow", metavar="FILE", type=values.path, help="patterns of module.name, one a line: shown, not counted")
+    verb.add_argument("--allow", metavar="FILE", type=values.file, help="patterns of module.name, one a line: shown, not counted")
     form = verb.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help=JSON_HELP)
     form.add_argument("--sarif", action="store_true", help="as SARIF 2.1.0")

@@ -44,13 +44,14 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.stores.paths import local_path
+    from holdfast.stores.paths import place_of
+    from holdfast.stores.remote.url import is_url
 
     if not options.in_place and len(options.models) > 1:
         # As for cp, the last one is where it goes; a model that stands there was not meant to be overwritten.
         _, equals, path = options.models[-1].partition("=")
-        if not equals or not os.path.exists(path):
-            options.dst = local_path(options.models.pop())
+        if not equals or is_url(options.models[-1]) or not _is_path(path):
+            options.dst = place_of(options.models.pop())
     return _replace(options) if options.replace is not None else _package(options)
 
 
@@ -83,13 +84,20 @@ def _replace(options: argparse.Namespace) -> int:
         raise Unsupported("--replace takes one checkpoint of weights")
     name, equals, path = options.models[0].partition("=")
     # A path may have an equals sign, too; one that is there is a path.
-    model, weights = (name, path) if equals and not os.path.exists(options.models[0]) else (None, options.models[0])
+    model, weights = (name, path) if equals and not _is_path(options.models[0]) else (None, options.models[0])
     options.rewrites = True
     planned = plan_replacement(
         options.replace, options.dst, weights=weights, model=model, in_place=options.in_place, writing=writing(options)
     )
     fields = {"source": options.replace, "weights": weights, "model": model}
     return carry_out(planned, "Replacing", options, fields=lambda done: fields)
+
+
+def _is_path(text: str) -> bool:
+    """Whether this is the path of something that is there, or a URL."""
+    from holdfast.stores.remote.url import is_url
+
+    return is_url(text) or os.path.exists(text)
 
 
 def _pair(text: str) -> tuple[str, str]:

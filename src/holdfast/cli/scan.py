@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 from holdfast.cli.text import Line, clip, escape, plural, print_lines
 from holdfast.inspect.scan import FileReport, Finding, ScanReport, Verdict, scan
+from holdfast.stores.remote.url import is_url
 
 __all__ = ["EXIT", "run", "sarif_document", "scan_document", "scan_lines"]
 
@@ -221,6 +222,8 @@ def _place(file: FileReport) -> dict[str, object]:
 
 
 def _uri(path: str) -> str:
+    if is_url(path):
+        return quote(path.encode("utf-8", "surrogateescape"), safe="/:")
     pure = PurePath(path)
     # A drive stands behind a third slash, with its colon; a server behind the second.
     drive = pure.drive.replace("\\", "/")

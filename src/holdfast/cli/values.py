@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-__all__ = ["pair", "path", "positive", "size", "target"]
+__all__ = ["file", "pair", "path", "positive", "size", "target"]
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -40,6 +40,17 @@ def positive(text: str) -> int:
 def path(text: str) -> Path:
     """Something to read, or a file to write."""
     return Path(target(text))  # of a URL it takes a slash, which `place_of` gives back
+
+
+def file(text: str) -> Path:
+    """A file of this machine."""
+    from holdfast.errors import BadPath
+    from holdfast.stores.paths import local_path
+
+    try:
+        return Path(local_path(text))
+    except BadPath as error:
+        raise argparse.ArgumentTypeError(error.message) from None
 
 
 def target(text: str) -> str:

@@ -76,6 +76,10 @@ class Store(Protocol):
         """Whether something was missing that had been there: what was found here is not to be relied on."""
 
     @property
+    def folder(self) -> bool:
+        """Whether it is a directory, be it of one file: what it lacks may lie beside what it has."""
+
+    @property
     def single(self) -> str | None:
         """The only key; None where there are several, or none."""
 
@@ -296,6 +300,10 @@ class BaseStore:
 
     @property
     def gone(self) -> bool:
+        return False
+
+    @property
+    def folder(self) -> bool:
         return False
 
     @property

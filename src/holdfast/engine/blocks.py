@@ -99,8 +99,12 @@ def slab_bytes(slab: Slab) -> AbstractContextManager[memoryview]:
 
 
 def slab_block(tensor: LazyTensor, block: int) -> int:
-    """Bytes of a slab: what the store would rather have than `block`, where it has a preference."""
-    return tensor.source.store.block_nbytes or block
+    """Bytes of a slab: what the store would rather have than `block`, where it has a preference.
+
+    Of a store that is far away it is what one request fetches at the most, and `block` may be what memory allows.
+    """
+    store = tensor.source.store
+    return min(store.block_nbytes or block, block) if store.requests else store.block_nbytes or block
 
 
 def pack(array: np.ndarray, dtype: DType) -> bytes:

@@ -12,10 +12,13 @@ from holdfast.core.quantities import Size, byte_count
 from holdfast.engine.threads import default_threads
 from holdfast.errors import LimitExceeded
 
-__all__ = ["Budget", "budget", "reading_threads"]
+__all__ = ["BASE_NBYTES", "Budget", "budget", "reading_threads"]
 
 SMALLEST_BLOCK_NBYTES = 64 << 10
 LARGEST_BLOCK_NBYTES = 4 << 20
+
+FAR_BLOCK_NBYTES = 1 << 20
+"""What comes from far away is not asked for in smaller pieces: there are fewer threads instead."""
 
 BASE_NBYTES = 64 << 20
 """What the plan and the interpreter take beside the blocks, counted against the budget."""
@@ -38,17 +41,22 @@ class Budget:
         return BASE_NBYTES + self.threads * COPIES * self.block
 
 
-def budget(max_memory: Size, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES) -> Budget:
+def budget(max_memory: Size, threads: int | None = None, *, smallest: int = SMALLEST_BLOCK_NBYTES, requests: int = 0) -> Budget:
     """What fits into so many bytes. `smallest` is the block that cannot be cut: all threads get it, or fewer threads do.
+
+    `requests` is how many reads a source far away wants under way at once; its blocks are larger, and it takes half of the memory,
+    since what is written may go far as well.
 
     Raises `LimitExceeded` where not even that fits, and says what would. Threads that the caller asked for are never taken away.
     """
-    room, workers = byte_count(max_memory) - BASE_NBYTES, threads or default_threads()
+    room, workers = byte_count(max_memory) - BASE_NBYTES, threads or max(default_threads(), requests)
+    least, most = (FAR_BLOCK_NBYTES, 2 * LARGEST_BLOCK_NBYTES) if requests else (smallest, LARGEST_BLOCK_NBYTES)
+    room = room // 2 if requests else room
     if threads is None:
-        workers = max(1, min(workers, room // (COPIES * smallest)))
-    block = min(max(LARGEST_BLOCK_NBYTES, smallest), room // (workers * COPIES))
+        workers = max(1, min(workers, room // (COPIES * max(least, smallest))))
+    block = min(max(most, smallest), room // (workers * COPIES))
     if block < smallest:
-        least = BASE_NBYTES + workers * COPIES * smallest
+        least = BASE_NBYTES + workers * COPIES * smallest * (2 if requests else 1)
         message = f"max_memory is too small: {workers} thread{'s' if workers > 1 else ''} need {least:,} bytes at least"
         raise LimitExceeded(message, expected=least, found=byte_count(max_memory))
     return Budget(workers, block)

@@ -3,23 +3,32 @@
 Such a target cannot be written at an offset, so there is one writer. A large piece of memory is summed by several threads, a window
 ahead of the writing: the sum of a piece is needed behind it, and nobody waits for it. A format with its sums in front of the data
 (safetensors) is read twice: summed first, then written.
+
+What comes from far away is asked for ahead: as many requests are under way as the store wants, and blocks are written in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from holdfast.core.crc import Sums, crc32
-from holdfast.engine.blocks import slab_block, slab_bytes, slabs
+from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import Beside, default_threads, run_all
-from holdfast.errors import SaveError
+from holdfast.engine.write import GATHER_NBYTES, fetch_small, small_bytes
+from holdfast.errors import SaveError, located
 from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
 
-__all__ = ["Told", "Writer", "write_stream"]
+__all__ = ["FAR_BLOCK_NBYTES", "Told", "Writer", "write_stream"]
 
 BLOCK_NBYTES = 4 << 20
+FAR_BLOCK_NBYTES = 8 << 20
+"""Of what is far away, what is asked for at a time."""
+
 PARALLEL_NBYTES = 32 << 20
 """From this size on several threads sum."""
 
@@ -50,12 +59,31 @@ class Told:
             finish()
 
 
-def write_stream(plan: FilePlan, target: Writer, *, known: Mapping[str, int] | None = None) -> dict[str, int]:
+def write_stream(
+    plan: FilePlan,
+    target: Writer,
+    *,
+    known: Mapping[str, int] | None = None,
+    requests: int | None = None,
+    block: int = FAR_BLOCK_NBYTES,
+) -> dict[str, int]:
     """Write all segments in order, and flush the target if it can. Gives the CRC-32 of each piece of data, by its label.
 
-    `known` are those of files that were written before. Raises `SaveError` where data changed between two readings.
+    `known` are those of files that were written before. `requests` bounds how many blocks of what is far away are read ahead, of
+    `block` bytes each. Raises `SaveError` where data changed between two readings.
     """
-    foreseen = _sums(plan) if _asks_ahead(plan) else {}
+    far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.requests]
+    wanted = max((segment.tensor.source.store.requests for segment in far), default=0)
+    window = max(1, min(wanted, requests or wanted))
+    with closing(_ahead(_fetches(far, block), window)) as blocks:
+        foreseen = _sums(plan, blocks) if _asks_ahead(plan) else {}
+    with closing(_ahead(_fetches(far, block), window)) as blocks:
+        return _write_all(plan, target, foreseen, known=known, blocks=blocks)
+
+
+def _write_all(
+    plan: FilePlan, target: Writer, foreseen: Mapping[str, int], *, known: Mapping[str, int] | None, blocks: Iterator[memoryview]
+) -> dict[str, int]:
     crcs = {**(known or {}), **foreseen}
     own = {segment.label for segment in plan.segments if isinstance(segment, Data | Memory)}
     texts: list[bytes] = []
@@ -80,7 +108,7 @@ def write_stream(plan: FilePlan, target: Writer, *, known: Mapping[str, int] | N
                     write_all(target, memoryview(ZEROS)[: segment.nbytes - start])
             case Data():
                 flush()
-                crcs[segment.label] = _write_data(target, segment)
+                crcs[segment.label] = _write_data(target, segment, blocks)
             case Memory():
                 flush()
                 crcs[segment.label] = _write_memory(target, segment.content)
@@ -109,10 +137,58 @@ def _asks_ahead(plan: FilePlan) -> bool:
     return False
 
 
-def _sums(plan: FilePlan) -> dict[str, int]:
+def _fetches(far: Iterable[Data], block: int) -> Iterator[Callable[[], list[memoryview]]]:
+    """All of this data in its order, as calls that read a block each: a slab of a large tensor, or some small ones."""
+    few: list[Data] = []
+    for segment in far:
+        if segment.nbytes <= GATHER_NBYTES:
+            few.append(segment)
+            if sum(one.nbytes for one in few) >= GATHER_NBYTES:
+                yield partial(_fetch_few, few)
+                few = []
+            continue
+        if few:
+            yield partial(_fetch_few, few)
+            few = []
+        for slab in slabs(segment.tensor, slab_block(segment.tensor, block)):
+            yield partial(_fetch, segment, slab)
+    if few:
+        yield partial(_fetch_few, few)
+
+
+def _fetch(segment: Data, slab: Slab) -> list[memoryview]:
+    with located(tensor=segment.label):
+        return [read_slab(slab)]
+
+
+def _fetch_few(segments: list[Data]) -> list[memoryview]:
+    fetched = fetch_small(segments)
+    return [fetched[one.label] if one.label in fetched else memoryview(small_bytes(one)) for one in segments if one.nbytes]
+
+
+def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Generator[memoryview]:
+    """What calls give, in their order, so many of them under way at once. Nothing is called before the first is asked for."""
+    waiting: deque[Beside[list[memoryview]]] = deque()
+    try:
+        for call in calls:
+            waiting.append(Beside(call).__enter__())
+            if len(waiting) >= window:
+                yield from waiting[0].result()
+                waiting.popleft()
+        while waiting:
+            yield from waiting[0].result()
+            waiting.popleft()
+    finally:
+        for one in waiting:
+            one.__exit__(None, None, None)
+
+
+def _sums(plan: FilePlan, blocks: Iterator[memoryview]) -> dict[str, int]:
     """The sum of all data, by its label."""
     return {
-        segment.label: _write_data(NOWHERE, segment) if isinstance(segment, Data) else _write_memory(NOWHERE, segment.content)
+        segment.label: _write_data(NOWHERE, segment, blocks)
+        if isinstance(segment, Data)
+        else _write_memory(NOWHERE, segment.content)
         for segment in plan.segments
         if isinstance(segment, Data | Memory)
     }
@@ -128,8 +204,16 @@ class Nowhere:
 NOWHERE = Nowhere()
 
 
-def _write_data(target: Writer, segment: Data) -> int:
+def _write_data(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> int:
     crc = 0
+    if segment.tensor.source.store.requests:
+        left = segment.nbytes
+        while left:
+            ahead = next(blocks)
+            left -= ahead.nbytes
+            crc = crc32(ahead, crc)
+            write_all(target, ahead)
+        return crc
     for slab in slabs(segment.tensor, slab_block(segment.tensor, BLOCK_NBYTES)):
         with slab_bytes(slab) as data:
             crc = crc32(data, crc)

@@ -10,22 +10,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
+from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums
-from holdfast.engine.blocks import Slab, mapped_bytes, read_slab, slab_block, slab_bytes, slabs
+from holdfast.core.protocols import Request, by_source
+from holdfast.engine.blocks import Slab, mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
 from holdfast.errors import located
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["Progress", "Receipt", "Sink", "small_bytes", "write_file"]
+__all__ = ["Progress", "Receipt", "Sink", "fetch_small", "small_bytes", "write_file"]
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
@@ -97,9 +99,11 @@ def write_file(
     large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]
     written.hashes = {s.label: ContentHash(s.nbytes, whole=s.hashed == "hash") for s in large}
     sink.allocate(plan.nbytes)
-    threads = threads or default_threads()
-    work = _tasks(plan, offsets, sink, written, progress, block or cached_nbytes(threads, BLOCK_NBYTES))
-    run_reads(work, threads, stores=[s.tensor.source.store for s in plan.segments if isinstance(s, Data)])
+    stores = list(dict.fromkeys(s.tensor.source.store for s in plan.segments if isinstance(s, Data)))
+    far = max((store.requests for store in stores), default=0)
+    threads = threads or max(default_threads(), far)
+    block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
+    run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
     known = dict(crcs or {})
     receipt = Receipt(plan.nbytes)
     for segment in plan.segments:
@@ -205,6 +209,7 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
         buffer = np.zeros(total, np.uint8).data
         here: dict[str, int] = {}
         blank = 0
+        fetched = fetch_small([segment for _, segment in parts if isinstance(segment, Data)])
         for offset, segment in parts:
             at, end = offset - begin, offset - begin + segment.nbytes
             if isinstance(segment, Literal):
@@ -213,7 +218,7 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
                 pass
             elif isinstance(segment, Data | Memory):
                 with located(tensor=segment.label):
-                    data = segment.content if isinstance(segment, Memory) else small_bytes(segment)
+                    data = segment.content if isinstance(segment, Memory) else fetched.get(segment.label) or small_bytes(segment)
                 here[segment.label] = written.add(segment, 0, data)
                 buffer[at:end] = data
             elif segment.needs in here:
@@ -227,6 +232,20 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
                 progress(total - blank)
 
     return run
+
+
+def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
+    """The bytes of small tensors that are far away, by their labels: neighbours come by one request."""
+    far = [s for s in segments if s.tensor.source.store.requests and s.nbytes]
+    if len(far) < 2:
+        return {}
+    outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in far]
+    for source, requests in by_source(Request(s.tensor, out) for s, out in zip(far, outs, strict=True)).items():
+        source.read(requests)
+    return {
+        s.label: memoryview(pack(out, s.tensor.dtype)) if s.tensor.dtype.packed else byte_row(out).data
+        for s, out in zip(far, outs, strict=True)
+    }
 
 
 def small_bytes(segment: Data) -> memoryview | bytearray:

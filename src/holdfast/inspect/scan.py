@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -27,7 +27,7 @@ from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.quantities import shown
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadPath, HoldfastError, UnknownFormat, Unsupported
+from holdfast.errors import HoldfastError, UnknownFormat, Unsupported
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.dcp.read import DATA_SUFFIX
 from holdfast.formats.native.schema import MANIFEST
@@ -38,7 +38,8 @@ from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.scanning.findings import Allowed, Finding, gather
 from holdfast.inspect.scanning.walk import WHOLE, Walk
 from holdfast.inspect.severity import Severity
-from holdfast.stores.paths import found_path, local_path
+from holdfast.stores.paths import found_path, place_of
+from holdfast.stores.remote.url import Url
 
 __all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
 
@@ -47,6 +48,9 @@ Verdict = Literal["dangerous", "suspicious", "unknown", "error", "nothing scanne
 T = TypeVar("T")
 
 AnyPath = str | os.PathLike[str]
+
+Place = Path | Url
+"""A file or a folder of this machine, or in an object store."""
 
 POINTER = b"version https://git-lfs"
 """A file that stands for another one, which is not here: what it would do, nobody can tell."""
@@ -127,7 +131,7 @@ class ScanReport:
 def scan(
     *paths: AnyPath | Iterable[AnyPath], limits: Limits | None = None, allow: AnyPath | Iterable[str] | None = None
 ) -> ScanReport:
-    """Report on files and directories, or lists of them.
+    """Report on files and directories, on this machine or in object stores (URLs), or lists of them.
 
     Nothing in them is run, and nothing about them raises: errors are part of the report. `allow` is a file of patterns for
     `module.name`, one a line, or the patterns themselves: what fits is shown as allowed and does not count. Raises `StoreError`
@@ -138,14 +142,14 @@ def scan(
     skipped: list[str] = []
     for given in _flat(paths):
         try:
-            path = Path(local_path(given))
-        except BadPath as error:
-            files.append(FileReport(given if isinstance(given, str) else shown(given), "", error=str(error)))
+            path = _placed(place_of(given), limits or Limits())
+        except HoldfastError as error:
+            files.append(FileReport(str(given) if isinstance(given, str | Path) else shown(given), "", error=str(error)))
             continue
-        if not os.path.isdir(path):
+        if not _is_dir(path):
             files.append(_scan_file(path, limits or Limits()))
             continue
-        for found in _search(path):
+        for found in _search(path, limits or Limits()):
             report = found if isinstance(found, FileReport) else _scan_found(found, limits or Limits())
             if report is None:
                 skipped.append(str(found))
@@ -163,35 +167,94 @@ def _flat(paths: Iterable[AnyPath | Iterable[AnyPath]]) -> Iterator[AnyPath]:
             yield path
 
 
-def _search(directory: Path) -> Iterator[Path | FileReport]:
+def _placed(place: str, limits: Limits) -> Place:
+    """What a place is called here: a path, or a URL that says whether it is a folder's. Raises where no such object is there."""
+    if not isinstance(place, Url):
+        return Path(place)
+    from holdfast.stores.remote.store import RemoteStore
+
+    store = RemoteStore(place, limits=limits)
+    store.close()
+    return _url(place, folder=store.folder)
+
+
+def _url(url: Url, *, folder: bool) -> Url:
+    url.folder = folder
+    return url
+
+
+def _is_dir(path: Place) -> bool:
+    return path.folder if isinstance(path, Url) else os.path.isdir(path)
+
+
+def _name(path: Place) -> str:
+    return path.rpartition("/")[2] if isinstance(path, Url) else path.name
+
+
+def _openable(path: Place) -> str:
+    return path if isinstance(path, Url) else found_path(str(path))
+
+
+def _search(directory: Place, limits: Limits) -> Iterator[Place | FileReport]:
     """Every file below a directory, sorted; a folder that cannot be listed as an error.
 
     A distributed checkpoint is one thing, and stands for its files; so is a native directory. Links to folders are not followed.
     """
+    if isinstance(directory, Url):
+        yield from _search_prefix(directory, limits)
+        return
     problems: list[OSError] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):
         folders.sort()
-        native = MANIFEST in names
-        distributed = any(map(is_index, names)) or any(name.endswith(DATA_SUFFIX) for name in names)
-        if native or distributed:
+        whole, alone = _parted(names)
+        if whole:
             yield Path(folder)
-        for name in sorted(names):
-            if not native and not (distributed and _belongs(name)):
-                yield Path(folder, name)
+        yield from (Path(folder, name) for name in alone)
     for problem in problems:
         yield FileReport(str(problem.filename), "", error=f"cannot list this folder: {problem.strerror}")
+
+
+def _search_prefix(prefix: Url, limits: Limits) -> Iterator[Place | FileReport]:
+    """The same for all objects below a prefix."""
+    from holdfast.stores.remote.client import bucket_of
+
+    start = f"{prefix.key}/" if prefix.key else ""
+    folders: dict[str, list[str]] = {}
+    try:
+        listed = bucket_of(prefix).below(start, limits.files)
+    except HoldfastError as error:
+        yield FileReport(prefix, "", error=str(error))
+        return
+    for found in listed:
+        folder, _, name = found.key.removeprefix(start).rpartition("/")
+        if name:
+            folders.setdefault(folder, []).append(name)
+    for folder, names in sorted(folders.items()):
+        place = prefix.below(folder) if folder else prefix
+        whole, alone = _parted(names)
+        if whole:
+            yield _url(place, folder=True)
+        yield from (place.below(name) for name in alone)
+
+
+def _parted(names: Sequence[str]) -> tuple[bool, list[str]]:
+    """Whether files of a folder are one checkpoint together, and which ones are no part of it."""
+    native = MANIFEST in names
+    distributed = any(map(is_index, names)) or any(name.endswith(DATA_SUFFIX) for name in names)
+    alone = [name for name in sorted(names) if not native and not (distributed and _belongs(name))]
+    return native or distributed, alone
 
 
 def _belongs(name: str) -> bool:
     return is_index(name) or name.endswith(DATA_SUFFIX)
 
 
-def _scan_found(path: Path, limits: Limits) -> FileReport | None:
+def _scan_found(path: Place, limits: Limits) -> FileReport | None:
     """One file of a directory, or a folder that is one checkpoint; None when no loader would do anything with it."""
-    if path.is_dir():
+    if _is_dir(path):
         return _guarded(path, lambda: _scan_folder(path, limits))
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        if isinstance(path, Path) and not stat.S_ISREG(path.stat().st_mode):
             return None
     except FileNotFoundError:
         return None  # a link to nowhere: nobody can load it either
@@ -201,19 +264,19 @@ def _scan_found(path: Path, limits: Limits) -> FileReport | None:
     return report if report.format or report.findings or report.error else None
 
 
-def _scan_file(path: Path, limits: Limits) -> FileReport:
+def _scan_file(path: Place, limits: Limits) -> FileReport:
     """One file that must be something."""
     report = _guarded(path, lambda: _scan_bytes(path, limits))
     if report.format or report.findings or report.error:
         return report
     try:
-        with open_checkpoint(found_path(str(path)), limits=limits):
+        with open_checkpoint(_openable(path), limits=limits):
             return report
     except HoldfastError as error:
         return replace(report, error=str(error))
 
 
-def _guarded(path: Path, look: Callable[[], FileReport]) -> FileReport:
+def _guarded(path: Place, look: Callable[[], FileReport]) -> FileReport:
     """A scan of a thousand files does not end at the first surprise; even a bug of ours is reported as an error of this file."""
     try:
         return look()
@@ -234,14 +297,14 @@ def _keeping(walk: Walk, look: Callable[[], T]) -> T | None:
     return None
 
 
-def _scan_bytes(path: Path, limits: Limits) -> FileReport:
+def _scan_bytes(path: Place, limits: Limits) -> FileReport:
     """One file, walked and opened."""
-    store = store_of(found_path(str(path)), limits)
+    store = store_of(_openable(path), limits)
     try:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()
         span = Span(source, key, 0, store.size(key))
-        walk = Walk(_for_index(limits) if is_index(path.name) else limits, span.nbytes)
+        walk = Walk(_for_index(limits) if is_index(_name(path)) else limits, span.nbytes)
         _keeping(walk, lambda: walk.look(span, WHOLE))
         opened = _open(path, limits)
         if span.read(0, len(POINTER)) == POINTER:
@@ -276,9 +339,9 @@ TEMPLATE_REASON = (
 )
 
 
-def _open(path: Path, limits: Limits) -> Opened:
+def _open(path: Place, limits: Limits) -> Opened:
     try:
-        with open_checkpoint(found_path(str(path)), limits=limits) as checkpoint:
+        with open_checkpoint(_openable(path), limits=limits) as checkpoint:
             paths = {str(what): tuple(seen.paths) for what, seen in gather(checkpoint.tree).items()} if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             templates = tuple(name for name in checkpoint.metadata if TEMPLATE in name) if checkpoint.format == "gguf" else ()
@@ -300,7 +363,7 @@ def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
     return {str(what): tuple(seen.paths) for what, seen in gather(done.value).items()}
 
 
-def _report(path: Path, walk: Walk, opened: Opened, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
+def _report(path: Place, walk: Walk, opened: Opened, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
     for name in opened.templates:
         walk.found.tell("unknown", name, TEMPLATE_REASON, stream=WHOLE)
     findings = walk.found.sorted(paths)
@@ -325,18 +388,17 @@ def _joined(errors: list[str]) -> str | None:
     return "; ".join(dict.fromkeys(errors)) or None
 
 
-def _scan_folder(folder: Path, limits: Limits) -> FileReport:
+def _scan_folder(folder: Place, limits: Limits) -> FileReport:
     """A distributed checkpoint or a native directory: all its files, and what its index says of them."""
-    names = sorted(entry.name for entry in os.scandir(folder) if entry.is_file())
-    native = MANIFEST in names
-    wanted = [name for name in names if native or _belongs(name)]
-    sizes = {name: (folder / name).stat().st_size for name in wanted}
+    found = _sizes(folder)
+    native = MANIFEST in found
+    sizes = {name: nbytes for name, nbytes in found.items() if native or _belongs(name)}
     walk = Walk(limits, sum(sizes.values()))
     stores = []
     spans: dict[str, Span] = {}
     try:
-        for name in wanted:
-            store = store_of(found_path(str(folder / name)), limits)
+        for name in sizes:
+            store = store_of(folder.below(name) if isinstance(folder, Url) else found_path(str(folder / name)), limits)
             stores.append(store)
             (key,) = store.list()
             spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
@@ -355,6 +417,16 @@ def _scan_folder(folder: Path, limits: Limits) -> FileReport:
     if not opened.format and opened.refusal is None:
         errors.append("the index of a distributed checkpoint, or its data, without the other")
     return FileReport(str(folder), opened.format, findings, _joined(errors), walk.streams)
+
+
+def _sizes(folder: Place) -> dict[str, int]:
+    """The files of a folder, sorted, with their lengths."""
+    if isinstance(folder, Url):
+        from holdfast.stores.remote.client import bucket_of
+
+        _, found = bucket_of(folder).folders(folder.key)
+        return {one.key.rpartition("/")[2]: one.nbytes for one in sorted(found, key=lambda one: one.key)}
+    return {entry.name: entry.stat().st_size for entry in sorted(os.scandir(folder), key=lambda e: e.name) if entry.is_file()}
 
 
 def _scan_items(walk: Walk, spans: dict[str, Span]) -> None:

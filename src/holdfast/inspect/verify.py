@@ -42,7 +42,7 @@ from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
 from holdfast.inspect.sealed import compared, seal_path
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.remote.url import Url, is_url, join
 
 __all__ = ["Damage", "Problem", "VerifyReport", "verify"]
 
@@ -146,7 +146,7 @@ def verify(
         check = Verification(limits or Limits(), workers, progress)
         if not isinstance(path, Url):
             check.sealed(path, whole=True)
-        if not isinstance(path, Url) and os.path.isdir(path):
+        if isinstance(path, Url) or os.path.isdir(path):
             check.directory(path)
         else:
             check.one(path)
@@ -230,7 +230,8 @@ class Verification:
         store = None
         try:
             store = store_of(path, self._limits)
-            keys = store.list()
+            # Beside an object nothing is looked for.
+            keys = store.list() if store.folder else ()
             try:
                 done = self._checkpoint(store, path)
             except HoldfastError as error:
@@ -247,13 +248,13 @@ class Verification:
             return
         found_before = len(self._formats)
         for key in keys:
-            if key.endswith(f"/{SEAL}") and os.path.join(path, key) not in self._vouched:
+            if key.endswith(f"/{SEAL}") and not isinstance(path, Url) and os.path.join(path, key) not in self._vouched:
                 self.sealed(os.path.dirname(os.path.join(path, key)))
         for key in keys:
             if key in done or key == SEAL or key.endswith(SUFFIX) or key.rsplit("/", 1)[-1].startswith("."):
                 continue
-            file = os.path.join(path, key)
-            if key + SUFFIX in keys:
+            file = join(path, key)
+            if key + SUFFIX in keys and not isinstance(path, Url):
                 self.sealed(file)
             if key.lower().endswith(SUFFIXES):
                 self.one(file, optional=True, ours=MANIFEST in keys)
@@ -495,4 +496,6 @@ def _gaps(spans: list[Span], sizes: Mapping[str, int]) -> Iterator[Span]:
 
 def _label(path: str, key: str) -> str:
     """The file as a person would name it."""
+    if isinstance(path, Url):
+        return key if is_url(key) else path if path.rpartition("/")[2] == key else path.below(key)
     return os.path.join(path, key) if os.path.isdir(path) else path

@@ -15,6 +15,7 @@ They are files of the plan like any other: streamed, read back, and published wi
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -35,10 +36,11 @@ from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX, choose_
 from holdfast.formats.safetensors.write import STEM
 from holdfast.formats.seal import SUFFIX as SEAL_SUFFIX
 from holdfast.formats.strict_json import parse
+from holdfast.inspect.open import store_of
 from holdfast.plan.saves import Data, FilePlan, Literal, SavePlan
 from holdfast.rewrite.formats import DIRECTORIES, is_replaceable
-from holdfast.stores.local import LocalStore
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of, same_place
+from holdfast.stores.remote.url import Url
 
 __all__ = ["Companions", "CopyConfig", "find_companions", "is_companion", "is_model"]
 
@@ -106,6 +108,8 @@ class Companions:
     """Whether they come from another folder, and say nothing of these weights yet."""
     strangers: bool = False
     """Whether files are among them that are no companions by their names: the reader has to pass over them."""
+    stays: bool = False
+    """Whether they are at the target already, in an object store: only what changes is written."""
     notes: tuple[str, ...] = ()
     stem: str = STEM
     """What the weights in that folder are called."""
@@ -132,7 +136,7 @@ class Companions:
             if config is not None:
                 # With the index: a try that is taken up again knows a file by its length, and this one may differ in a letter.
                 late.append(FilePlan(name, (Literal(config),)))
-            else:
+            elif not self.stays:
                 added.append(_copied(name, origin, labels))
         made = replace(plan, files=(*plan.files, *added), index=(*late, *plan.index), notes=(*plan.notes, *notes))
         return replace(made, opens=plan.opens and not self.strangers), (*added, *late)
@@ -176,11 +180,11 @@ def find_companions(
         kind = type(copy_config).__name__
         raise Unsupported(f"copy_config is True, False, or the folder that config and tokenizer come from; not a {kind}")
     own = tuple(source.source.store.list())
-    folder = len(own) > 1 or os.path.isdir(source.path)
+    folder = len(own) > 1 or source.source.store.folder
     if not directory:
         return _of_one_file(source, own if folder else (), copy_config)
     kept: dict[str, Source] = {}
-    if folder and os.path.realpath(target) == os.path.realpath(source.path):
+    if folder and same_place(target, source.path):
         if copy_config is False:
             message = "in the place of its source a checkpoint keeps the other files of the folder; leave copy_config=False"
             raise Unsupported(f"{message} away, or give another target", file=target)
@@ -188,10 +192,14 @@ def find_companions(
     notes: list[str] = []
     if not isinstance(copy_config, bool):
         taken = dict.fromkeys(*_from_folder(copy_config, stack, limits, notes))
+        kept = {} if isinstance(target, Url) else kept
         strangers = any(not is_companion(name) for name in kept)
         stem = _stem(next(iter(taken.values())).store.list())
         return Companions(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem)
     stem = _stem(own) if folder else STEM
+    if kept and isinstance(target, Url):
+        # Nothing there is moved out of the way, so nothing has to be put back.
+        return Companions({name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem)
     if kept:
         return Companions(kept, strangers=any(not is_companion(name) for name in kept), stem=stem)
     if not copy_config or not folder or not any(map(_tells, own)):
@@ -233,12 +241,17 @@ def _stem(names: Sequence[str]) -> str:
 def _from_folder(
     folder: str | os.PathLike[str], stack: ExitStack, limits: Limits | None, notes: list[str]
 ) -> tuple[list[str], Source]:
-    path = local_path(folder)
-    if not os.path.isdir(path):
-        raise StoreError("config and tokenizer were to be copied from this folder, and there is none", file=path)
-    within = limits or Limits()
-    store = LocalStore(path, max_files=within.files)
+    path, within = place_of(folder), limits or Limits()
+    absent = StoreError("config and tokenizer were to be copied from this folder, and there is none", file=path)
+    if not isinstance(path, Url) and not os.path.isdir(path):
+        raise absent
+    try:
+        store = store_of(path, within)
+    except StoreError as error:
+        raise absent if error.errno == errno.ENOENT else error from None
     stack.callback(store.close)
+    if not store.folder:
+        raise absent
     origin = OpenSource(store, limits=within, threads=1)
     found = _chosen(origin, store.list(), notes)
     if not any(map(_tells, found)):

@@ -57,9 +57,9 @@ class Conversion(Saved):
 
     def _told(self) -> list[str]:
         over = f" ({self.over_read_nbytes:,} of them between wanted ones)" if self.over_read_nbytes else ""
-        where, write, space = Saved._told(self)
+        where, write, *space = Saved._told(self)
         memory = [] if self.peak_nbytes is None else [f"memory {self.peak_nbytes:,} bytes at the most"]
-        return [f"{self.source} {where}", f"read   {self.read_nbytes:,} bytes{over}", write, *memory, space]
+        return [f"{self.source} {where}", f"read   {self.read_nbytes:,} bytes{over}", write, *memory, *space]
 
 
 @understood

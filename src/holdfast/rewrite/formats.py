@@ -52,6 +52,7 @@ __all__ = [
     "is_replaceable",
     "plan_save",
     "rehearse",
+    "save_name",
     "suffix_of",
 ]
 
@@ -89,13 +90,18 @@ class Options:
     """native: hashes are recorded, and what did not change since this is taken over from there."""
 
 
+def is_folder(path: str) -> bool:
+    """Whether a path says that it is a directory's, by a slash at its end."""
+    return path.folder if isinstance(path, Url) else path.endswith("/")
+
+
 def suffix_of(path: str) -> str:
     """What a path says of its format: in small letters; empty for the name of a directory.
 
     >>> suffix_of("model.PT"), suffix_of("step-1000.5"), suffix_of("model.v2/")
     ('.pt', '', '')
     """
-    suffix = "" if path.endswith("/") else os.path.splitext(path)[1].lower()
+    suffix = "" if is_folder(path) else os.path.splitext(path)[1].lower()
     # A step number is no suffix: step-1000.5 is a directory's name like any other.
     return "" if suffix[1:].isdigit() else suffix
 
@@ -113,7 +119,7 @@ def format_for(path: str, format: str | None, options: Options) -> str:
         found = NAMES[format]
     else:
         raise Unsupported(f"{format!r} is no format that can be written; use torch, safetensors or native", found=format)
-    folder = path.endswith("/") or (not isinstance(path, Url) and os.path.isdir(path))
+    folder = is_folder(path) or (not isinstance(path, Url) and os.path.isdir(path))
     if found == "safetensors" and (options.max_shard_size is not None or folder):
         return "safetensors-dir"
     return found
@@ -152,7 +158,12 @@ def _lay_out(path: str, state: State, format: str, *, options: Options) -> SaveP
         case "safetensors-dir":
             most = options.max_shard_size or 5_000_000_000
             return lay_out_safetensors(
-                state, keep_tree=options.keep_tree, max_shard_size=most, index=options.index, stem=options.stem
+                state,
+                keep_tree=options.keep_tree,
+                max_shard_size=most,
+                index=options.index,
+                stem=options.stem,
+                save=save_name(path),
             )
         case "native":
             wanted = parse_wanted(options.sparse)

@@ -44,7 +44,7 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
-from holdfast.rewrite.formats import check_archive_name, suffix_of
+from holdfast.rewrite.formats import check_archive_name, save_name, suffix_of
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
 from holdfast.rewrite.planned import (
     MAX_MEMORY,
@@ -60,7 +60,7 @@ from holdfast.rewrite.planned import (
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.share import changed, tie_state
 from holdfast.rewrite.state import MOST_VISITS, describe_state
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of, real_place
 
 __all__ = ["Deduplicate", "package", "plan_package", "plan_replacement", "replace_weights", "share_files"]
 
@@ -114,7 +114,7 @@ def plan_package(
     progress: Progress | None = None,
 ) -> Planned[Saved]:
     """Lay out a package. With `deduplicate="content"`, what looks equal is read and compared."""
-    target = local_path(dst)
+    target = place_of(dst)
     if format is None:
         check_archive_name(target)
         suffix = suffix_of(target)
@@ -133,7 +133,7 @@ def plan_package(
         members = _describe(models, stack, limits)
         state, notes = _deduplicated(members.state, deduplicate, writing.reading_threads, progress=progress)
         if format == "native":
-            plan = _plan_native(replace(members, state=state))
+            plan = _plan_native(replace(members, state=state), save=save_name(target))
         else:
             rejoined = rejoin(state)
             plan = _plan_pt2(replace(members, state=rejoined.state), archive_name(target))
@@ -171,13 +171,13 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
     wrong = [f"{model!r} is no name for a model" for model in models if not isinstance(model, str) or not model]
     if wrong:
         raise CannotHold("a package holds models by their names", wrong)
-    opened: dict[str, object] = {}
+    opened: dict[tuple[object, ...], object] = {}
     trees: dict[str, object] = {}
     beside: dict[str, Beside] = {}
     memory: dict[str, object] = {}
     for model, value in models.items():
         if isinstance(value, str | os.PathLike):
-            place = os.path.realpath(local_path(value))
+            place = real_place(place_of(value))
             if place not in opened:
                 opened[place] = _opened(value, stack, limits)
             value = opened[place]
@@ -220,7 +220,7 @@ def _member(checkpoint: Checkpoint, limits: Limits | None) -> tuple[object, Besi
     return member, beside
 
 
-def _plan_native(members: _Members) -> SavePlan:
+def _plan_native(members: _Members, *, save: str) -> SavePlan:
     problems = []
     for model, beside in members.beside.items():
         has = ["a program"] if beside.program is not None else []
@@ -233,7 +233,7 @@ def _plan_native(members: _Members) -> SavePlan:
         raise CannotHold(f"a native package has no place for what these .pt2 files hold; {EXTRACT}", problems)
     state = members.state
     models = ", ".join(map(str, state.tree)) if isinstance(state.tree, dict) else ""
-    return lay_out_native(replace(state, metadata={**state.metadata, "models": models}))
+    return lay_out_native(replace(state, metadata={**state.metadata, "models": models}), save=save)
 
 
 def _plan_pt2(members: _Members, name: str) -> SavePlan:
@@ -367,7 +367,7 @@ def plan_replacement(
 ) -> Planned[Saved]:
     """Lay out the archive with other weights."""
     if dst is not None and not in_place:
-        check_archive_name(local_path(dst))
+        check_archive_name(place_of(dst))
 
     def lay_out(archive: Checkpoint, where: Destination) -> Planned[Saved]:
         source = archive.source

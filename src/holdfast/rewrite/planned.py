@@ -39,7 +39,7 @@ from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
 from holdfast.stores.path_files import system_files
-from holdfast.stores.paths import place_of
+from holdfast.stores.paths import place_of, real_place, same_place
 from holdfast.stores.remote.url import Url
 
 __all__ = [
@@ -265,11 +265,12 @@ def rewritten(
     with ExitStack() as stack:
         # Blocks are read by the threads that write them.
         source = stack.enter_context(opened(src, threads=1, limits=limits))
+        writing = replace(writing, requests=source.source.store.requests)
         if in_place is None:
             where = Destination(place_of(dst), format, writing)
         else:
             where = _destination(source, dst, in_place=in_place, format=format, writing=writing, writable=writable)
-        if beside and _same(where.path, source.path):
+        if beside and same_place(where.path, source.path):
             problem = f"the target {where.path!r} is the source; write beside it"
             raise CannotHold("the target is read while it is written", [problem], file=where.path)
         if directory is None:
@@ -304,12 +305,6 @@ def _becomes_model(source: Checkpoint, where: Destination, options: Options, cop
     # A native directory with a config beside it stays one, unless it is told otherwise.
     other = source.format == "native" and isinstance(copy_config, bool)
     return where.format == "safetensors" or (where.format is None and options.sparse == "never" and not other)
-
-
-def _same(one: str, other: str) -> bool:
-    if isinstance(one, Url) or isinstance(other, Url):
-        return one == other
-    return os.path.realpath(one) == os.path.realpath(other)
 
 
 def check_target(path: str, *, directory: bool, writing: Writing) -> None:
@@ -349,10 +344,10 @@ def _destination(
     if dst is None and not in_place:
         message = "say where to write: a target, or in_place=True to replace the source"
         raise Unsupported(f"{message}; dry_run=True only looks", file=source.path)
-    if dst is None and source.source.store.place() != ("file", os.path.realpath(source.path)):
+    if dst is None and source.source.store.place() != real_place(source.path):
         raise Unsupported("what was not opened by a path has no place to be replaced in; give a target", file=source.path)
     path = source.path if dst is None else place_of(dst)
-    if dst is not None and os.path.realpath(path) != os.path.realpath(source.path):
+    if dst is not None and not same_place(path, source.path):
         return Destination(path, format, writing)
     if format is None and source.format not in (*NAMES.values(), *writable):
         raise Unsupported(

@@ -7,23 +7,30 @@ this machine, and memory stays at a few parts an object.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from holdfast.core.limits import Limits
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.commit.remote import ObjectSave, PrefixSave
 from holdfast.engine.readback import check_source
-from holdfast.engine.stream import Told, Writer, write_stream
+from holdfast.engine.source import OpenSource
+from holdfast.engine.stream import FAR_BLOCK_NBYTES, Told, Writer, write_stream
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.formats.native.schema import MANIFEST, parse_manifest
+from holdfast.formats.safetensors.directory import choose_index, read_index
 from holdfast.plan.saves import Data, FilePlan, SavePlan
+from holdfast.rewrite.formats import is_replaceable
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
-__all__ = ["put_plan"]
+__all__ = ["is_checkpoint", "put_plan"]
+
+METADATA = ".metadata"
+"""The index of a distributed checkpoint of torch's."""
 
 
 def put_plan(
@@ -36,58 +43,87 @@ def put_plan(
     before_commit: Callable[[], None] | None,
 ) -> None:
     """Write a plan and publish it; `crcs` is given the CRC-32 of each stored piece."""
+    last, parts, within = before_commit or _nothing, writing.parts, writing.budget
+    requests, block = (writing.threads, FAR_BLOCK_NBYTES) if within is None else (within.threads, within.block)
 
     def content(file: FilePlan) -> Callable[[Writer], None]:
         def write(target: Writer) -> None:
-            crcs.update(write_stream(file, Told(target, progress) if progress else target, known=crcs))
+            writer = Told(target, progress) if progress else target
+            crcs.update(write_stream(file, writer, known=crcs, requests=requests, block=block))
             check_source(file, crcs)
 
         return write
 
-    last = before_commit or _nothing
     if not plan.directory:
         (file,) = plan.files
-        single = ObjectSave(url, overwrite=writing.overwrite is not False)
+        single = ObjectSave(url, overwrite=writing.overwrite is not False, parts=parts)
         single.begin()
         single.write(file.nbytes, content(file), last)
         return
     *others, index = (*plan.files, *plan.index)
-    save = PrefixSave(url, index.key, overwrite=bool(writing.overwrite))
-    save.begin()
-    replaced = _named(url) if writing.overwrite else ()
+    save = PrefixSave(url, index.key, overwrite=bool(writing.overwrite), parts=parts)
+    save.begin(is_checkpoint)
+    replaced = _named(url, save.there) if writing.overwrite and save.there else ()
+
+    def put(file: FilePlan) -> None:
+        save.write(file.key, file.nbytes, content(file))
+        if writing.read_back:
+            check_uploaded(file, url, crcs)
+
+    # What others have a name for is put when all else is there, and nothing is known against it.
+    late = [file for file in others if not SAVED.search(file.key)]
     try:
         for file in others:
-            save.write(file.key, file.nbytes, content(file))
-            if writing.read_back:
-                check_uploaded(file, url, crcs)
+            if file not in late:
+                put(file)
+        last()
+        for file in late:
+            put(file)
         text = io.BytesIO()
         content(index)(text)
-        last()
         save.commit(text.getvalue())
     except DurabilityUncertain:
         raise  # the index may be there, and then names what was written
     except BaseException:
         save.give_up()
         raise
-    save.remove(replaced)
+    over = [name for name in replaced if name not in {file.key for file in (*late, index)}]
+    save.remove(over[:1])  # another index, without which nobody finds the rest
+    save.remove(over[1:])
+
+
+SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}\.safetensors\Z")
+"""How the name of a data object ends that a save has made up (`formats.save_name`)."""
+
+
+def is_checkpoint(name: str) -> bool:
+    """Whether an object is one that makes a checkpoint of a prefix, or is one: not what a save left that did not come to its end.
+
+    >>> [is_checkpoint(name) for name in ("model.safetensors", "data-0123456789abcdef-00001-of-00002.safetensors", "config.json")]
+    [True, False, False]
+    """
+    return name == METADATA or (is_replaceable(name) and not SAVED.search(name))
 
 
 def _nothing() -> None:
     """Nothing has to be looked at before the commit."""
 
 
-def _named(url: Url) -> Sequence[str]:
-    """The objects that the checkpoint there names, which nobody needs when another has taken its place."""
+def _named(url: Url, there: Collection[str]) -> Sequence[str]:
+    """The objects of the checkpoint that is there, its index first: nobody needs them when another has taken its place."""
     try:
         store = RemoteStore(url)
-        if not store.holds(MANIFEST):
-            return ()
-        raw = bytearray(store.size(MANIFEST))
-        store.peek(MANIFEST, 0, memoryview(raw))
-        manifest = parse_manifest(bytes(raw), Limits())
+        if MANIFEST in there:
+            raw = bytearray(store.size(MANIFEST))
+            store.peek(MANIFEST, 0, memoryview(raw))
+            manifest = parse_manifest(bytes(raw), Limits())
+            names = [MANIFEST, *(file.name for file in manifest.files), *(file.name for file in manifest.others)]
+        else:
+            index = choose_index(sorted(there), url)
+            weights = read_index(OpenSource(store), index).weight_map.values() if index else filter(is_replaceable, there)
+            names = [*([index] if index else []), *dict.fromkeys(weights)]
     except HoldfastError:
         return ()  # what cannot be read is not known to be a checkpoint's
-    names = [*(file.name for file in manifest.files), *(file.name for file in manifest.others)]
     return [name for name in names if "/" not in name]
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.core.quantities import Size
-from holdfast.engine.budget import Budget, budget, reading_threads
+from holdfast.core.quantities import Size, byte_count
+from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
+from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 
 __all__ = ["Writing"]
 
@@ -27,11 +28,20 @@ class Writing:
     """Take over the finished files of an interrupted try at the same directory (engine/commit/resumable.py)."""
     dry_run: bool = False
     """Not at all: `carry_out` only looks."""
+    requests: int = 0
+    """How many reads the source wants under way at once (`Store.requests`)."""
 
     @property
     def budget(self) -> Budget | None:
         """What `max_memory` allows."""
-        return None if self.max_memory is None else budget(self.max_memory, self.threads)
+        return None if self.max_memory is None else budget(self.max_memory, self.threads, requests=self.requests)
+
+    @property
+    def parts(self) -> int | None:
+        """How many parts of an upload may be under way at once: half of the memory is theirs."""
+        if self.max_memory is None:
+            return None
+        return max(1, min(UPLOADING, (byte_count(self.max_memory) - BASE_NBYTES) // 2 // PART_NBYTES))
 
     @property
     def reading_threads(self) -> int:

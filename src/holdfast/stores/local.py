@@ -174,6 +174,10 @@ class LocalStore(BaseStore):
         """Whether a file was missing that was there when the directory was opened."""
         return self._gone
 
+    @property
+    def folder(self) -> bool:
+        return self._directory
+
     def list(self) -> Sequence[str]:
         """Every key: what was there when it was asked for the first time."""
         if not self._directory:

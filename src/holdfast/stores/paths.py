@@ -25,9 +25,9 @@ import re
 
 from holdfast.errors import BadArgumentType, BadPath, NotAPath
 from holdfast.stores.platform import DRIVES
-from holdfast.stores.remote.url import is_url, url_of
+from holdfast.stores.remote.url import Url, is_url, url_of
 
-__all__ = ["AnyPath", "check_binary", "content_and_path", "found_path", "local_path", "place_of"]
+__all__ = ["AnyPath", "check_binary", "content_and_path", "found_path", "local_path", "place_of", "real_place", "same_place"]
 
 AnyPath = str | os.PathLike[str]
 
@@ -74,6 +74,16 @@ def place_of(path: object, store: object | None = None) -> str:
     """A path on this machine, or the `Url` of something in an object store; with a `store`, `path` is a key in it."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     return url_of(text, store) if isinstance(text, str) and (store is not None or is_url(text)) else local_path(path)
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two paths or URLs are those of one file, directory or object."""
+    return real_place(one) == real_place(other)
+
+
+def real_place(path: str) -> tuple[object, ...]:
+    """What a store says of its place (`Store.place`) that was opened by a path."""
+    return path.place if isinstance(path, Url) else ("file", os.path.realpath(path))
 
 
 def found_path(path: str) -> str:
@@ -134,7 +144,7 @@ def _elsewhere(text: str) -> BadPath:
     if scheme is not None and scheme[0].strip().lower() == "file:":
         return _refused(f"{text[:SHOWN]!r} is a URL; give the path alone, without file://", text)
     if is_url(text):
-        message = "it cannot be used here; copy the checkpoint with `holdfast.convert` first"
+        message = "only a file of this machine can be used here; `holdfast cp` copies a checkpoint to it, or from it"
     else:
         message = "of object stores, s3://, gs:// and az:// are understood"
     return _refused(f"{text[:SHOWN]!r} is a URL and no path on this machine: {message} ({named})", text)

@@ -77,6 +77,10 @@ class Virtual(BaseStore):
         return self._over is not None and self._over.gone
 
     @property
+    def folder(self) -> bool:
+        return self._over is not None and self._over.folder
+
+    @property
     def single(self) -> str | None:
         return super().single if self._over is None else self._over.single
 

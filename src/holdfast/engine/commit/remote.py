@@ -3,10 +3,12 @@
 An object store has no rename and no directories. It has objects that are there wholly or not at all, and puts with a condition:
 
     1  data objects, whose names carry the id of this save: two savers of one step never write the same name
-    2  everything that the index does not depend on
-    3  the index, `holdfast.json`, last: created if there is none, or put in place of exactly the one that was there
+    2  objects that have their names from elsewhere: the config and the tokenizer of a Hugging Face folder
+    3  the index, last: created if there is none, or put in place of exactly the one that was there. It is `holdfast.json`, or
+       `model.safetensors.index.json`
 
 Before 3 nobody finds anything: a prefix without an index is nothing. After it everything is there. What was replaced goes last.
+A save that is given up takes away what it wrote under names that nobody had before, and nothing else.
 
 **The lost answer.** A put may succeed and its answer be lost. It is sent again, and then something is there already: what was put
 first. So an answer is never believed to be a refusal. What is there is read back and compared: if it is ours, the save is done; if
@@ -30,7 +32,7 @@ from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
 from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError
 from holdfast.stores.remote.client import Bucket, Taken, bucket_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.remote.url import FILES, Url
 
 __all__ = ["INSIST", "ObjectSave", "PrefixSave", "check_conditions", "save_id"]
 
@@ -81,34 +83,41 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
 class PrefixSave:
     """A checkpoint of several objects below one prefix, published by the last of them: `index`."""
 
-    def __init__(self, url: Url, index: str, *, overwrite: bool) -> None:
+    def __init__(self, url: Url, index: str, *, overwrite: bool, parts: int | None = None) -> None:
         self.url = url
         self.index = index
+        self._parts = parts
+        """Parts of an upload that may be under way at once."""
         self._overwrite = overwrite
         self._bucket = bucket_of(url)
         self._written: list[str] = []
+        self.there: frozenset[str] = frozenset()
+        """What lay right below the prefix when the save began, by its names."""
         self._before: str | None = None
         """The etag of the index that is to be replaced."""
 
-    def begin(self) -> None:
-        """Look at what is there. Raises `NotCommitted` where it may not be replaced."""
+    def begin(self, counts: Callable[[str], bool] | None = None) -> None:
+        """Look at what is there. Raises `NotCommitted` where it may not be replaced: an index, or another name that `counts`."""
         check_conditions(self._bucket, self.url)
         try:
-            found = self._bucket.head(self._key(self.index))
+            _, found = self._bucket.folders(self._key(""))
+            names = {one.key.rpartition("/")[2]: one for one in found}
+            index = names.get(self.index)
+            # What a list says of an object may be older than the object.
+            self._before = None if index is None else self._bucket.head(self._key(self.index)).etag
         except StoreError as error:
-            if error.errno != errno.ENOENT:
-                raise refusal(f"the target cannot be looked at: {error.message}", self.url, error.errno) from None
-            return
-        if not self._overwrite:
+            raise refusal(f"the target cannot be looked at: {error.message}", self.url, error.errno) from None
+        self.there = frozenset(names)
+        if not self._overwrite and (self._before is not None or (counts is not None and any(map(counts, names)))):
             raise refusal("a checkpoint exists there; pass overwrite=True to replace it", self.url, errno.EEXIST)
-        self._before = found.etag
 
     def write(self, name: str, nbytes: int, write: Write) -> None:
         """Write one object, of those that nobody finds without the index."""
         key = self._key(name)
-        self._written.append(key)
+        if name not in self.there:
+            self._written.append(key)
         try:
-            with self._bucket.uploading(key, nbytes, attributes=None) as upload:
+            with self._bucket.uploading(key, nbytes, attributes=None, parts=self._parts) as upload:
                 write(upload)
         except StoreError as error:
             raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
@@ -165,9 +174,10 @@ class ObjectSave:
     AT_ONCE: Final = 64 << 20
     """Up to this length the object is put by one request, which may have a condition."""
 
-    def __init__(self, url: Url, *, overwrite: bool) -> None:
+    def __init__(self, url: Url, *, overwrite: bool, parts: int | None = None) -> None:
         self.url = url
         self._overwrite = overwrite
+        self._parts = parts
         self._bucket = bucket_of(url)
         self._id = save_id()
 
@@ -176,6 +186,8 @@ class ObjectSave:
         if not self._overwrite:
             check_conditions(self._bucket, self.url)
         try:
+            if not self.url.key.lower().endswith(FILES) and any(self._bucket.folders(self.url.key)):
+                raise refusal("there are objects below this name, which is a folder's; give another", self.url, errno.EISDIR)
             self._bucket.head(self.url.key)
         except StoreError as error:
             if error.errno != errno.ENOENT:
@@ -195,7 +207,7 @@ class ObjectSave:
             self._create(bytes(gathered.content), attributes)
             return
         try:
-            with self._bucket.uploading(self.url.key, nbytes, attributes=attributes) as upload:
+            with self._bucket.uploading(self.url.key, nbytes, attributes=attributes, parts=self._parts) as upload:
                 write(upload)
                 before_commit()
                 if not self._overwrite:

@@ -6,7 +6,6 @@ small record a tensor; a `LazyTensor` is made when it is asked for.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -160,7 +159,7 @@ class SafetensorsFile:
         if len(keys) != 1:
             raise HeaderError(f"one safetensors file was expected, {len(keys):,} files are there", file=source.store.name)
         header = read_header(source, keys[0])
-        if os.path.isdir(source.store.name):
+        if source.store.folder:
             refuse_orphans([header])
         pieces = sum(any(offsets) for offsets in saved_offsets(header, source.limits).values())
         notes = [*header.record.notes]

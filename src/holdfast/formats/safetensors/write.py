@@ -206,11 +206,13 @@ def lay_out_safetensors(
     max_shard_size: int | None = None,
     index: bool = False,
     stem: str = STEM,
+    save: str = "",
 ) -> SavePlan:
     """The plan of a single file or, with `max_shard_size` (bytes of tensors in a file), of a directory.
 
     `index` asks for an index even where there is one file: other safetensors files in the directory are then no part of it. `stem`
-    is what the names of its files begin with.
+    is what the names of its files begin with. `save` is the id of a save to an object store: the data has it in its names, and an
+    index says which data counts, so that two saves never mix.
 
     Raises `CannotHold` with every problem.
     """
@@ -240,10 +242,10 @@ def lay_out_safetensors(
         shards = [pieces] if max_shard_size is None else fill_shards(pieces, max_shard_size)
         if max_shard_size is None:
             plan = _plan_one(state, pieces, fields, notes=notes)
-        elif len(shards) == 1 and not index:
+        elif len(shards) == 1 and not index and not save:
             plan = _plan_one(state, pieces, fields, notes=notes, key=f"{stem}.safetensors")
         else:
-            plan = _plan_directory(state, shards, fields, notes=notes, stem=stem)
+            plan = _plan_directory(state, shards, fields, notes=notes, stem=stem, save=save)
         if plan is not None:
             return plan
         problems.append(f"the header would be longer than {Limits().header_nbytes:,} bytes, the most that the format allows")
@@ -262,11 +264,12 @@ def _plan_one(
 
 
 def _plan_directory(
-    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], *, notes: list[str], stem: str
+    state: State, shards: list[list[HeaderTensor]], fields: Mapping[str, object], *, notes: list[str], stem: str, save: str
 ) -> SavePlan | None:
     key = f"{stem}.safetensors.index.json"
+    start = f"{stem}-{save}" if save else stem
     laid = [
-        plan_file(f"{stem}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, fields={"rest": key})
+        plan_file(f"{start}-{i + 1:05}-of-{len(shards):05}.safetensors", shard, state.metadata, fields={"rest": key})
         for i, shard in enumerate(shards)
     ]
     if any(file.header_nbytes > Limits().header_nbytes for file in laid):

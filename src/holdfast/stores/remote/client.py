@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.errors import HoldfastError, LimitExceeded, Replaced, StoreError, Truncated, Unsupported
 from holdfast.stores.remote.patience import Patience
-from holdfast.stores.remote.url import Url
+from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
 
 if TYPE_CHECKING:
     from obstore import GetOptions, GetResult, ObjectMeta, PutMode, WritableFile
@@ -43,14 +43,8 @@ RETRIES = 8
 TRIES = 4
 """How often an answer that is not what was asked for is asked for again."""
 
-PART_NBYTES = 16 << 20
-"""Bytes of one part of an upload: S3 takes 10,000 parts of at least 5 MiB."""
-
 PARTS = 10_000
 """Parts that an upload may have."""
-
-UPLOADING = 12
-"""Parts of one upload that are under way at once."""
 
 ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 
@@ -183,8 +177,10 @@ class Bucket:
         return result["e_tag"]
 
     @contextmanager
-    def uploading(self, key: str, nbytes: int, *, attributes: Mapping[str, str] | None = None) -> Iterator[Upload]:
-        """Put an object of any size from front to back, in parts of which several are under way.
+    def uploading(
+        self, key: str, nbytes: int, *, attributes: Mapping[str, str] | None = None, parts: int | None = None
+    ) -> Iterator[Upload]:
+        """Put an object of any size from front to back, in parts of which several are under way (`parts` at the most).
 
         It is there, all of it, when the block ends; a block that fails leaves nothing.
         """
@@ -199,7 +195,7 @@ class Bucket:
         try:
             given = dict(attributes) if attributes else None
             with obstore.open_writer(
-                self.client, key, buffer_size=part, max_concurrency=UPLOADING, attributes=given
+                self.client, key, buffer_size=part, max_concurrency=parts or UPLOADING, attributes=given
             ) as upload.file:  # fmt: skip
                 yield upload
         except HoldfastError:

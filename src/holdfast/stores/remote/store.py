@@ -25,7 +25,7 @@ from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, LimitExceeded, MetadataError, Replaced, StoreError, Truncated
 from holdfast.stores.files import is_temporary
 from holdfast.stores.remote.client import Bucket, Found, Got, bucket_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.remote.url import FILES, Url
 
 __all__ = ["RemoteStore"]
 
@@ -42,8 +42,6 @@ REQUESTS = 24
 """Requests under way at once. Each answers after some 20 to 50 ms with 50 to 100 MB/s: so many fill a line of 10 Gbit/s."""
 
 MANIFEST = "holdfast.json"
-FILES = (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".safetensors", ".npz", ".npy", ".gguf", ".pkl", ".tar", ".distcp")
-"""What ends so is an object, unless there is none."""
 
 
 class RemoteStore(BaseStore):
@@ -122,6 +120,10 @@ class RemoteStore(BaseStore):
     @property
     def gone(self) -> bool:
         return self._gone
+
+    @property
+    def folder(self) -> bool:
+        return self._single is None
 
     @property
     def single(self) -> str | None:
@@ -213,7 +215,8 @@ class RemoteStore(BaseStore):
         return sorted(found)
 
     def place(self, key: str = "") -> Hashable:
-        return "object", self.bucket.root, self._key(key) if key else self._url.key
+        kind, root, own, client = self._url.place
+        return kind, root, self._key(key) if key else own, client
 
     def close(self) -> None:
         with self._lock:

@@ -17,9 +17,18 @@ from typing import Self
 
 from holdfast.errors import BadPath
 
-__all__ = ["SCHEMES", "Url", "is_url", "join", "url_of"]
+__all__ = ["FILES", "PART_NBYTES", "SCHEMES", "UPLOADING", "Url", "is_url", "join", "url_of"]
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
+
+FILES = (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".safetensors", ".npz", ".npy", ".gguf", ".pkl", ".tar", ".distcp")
+"""What ends so is an object, unless there is none."""
+
+PART_NBYTES = 16 << 20
+"""Bytes of one part of an upload: S3 takes 10,000 parts of at least 5 MiB."""
+
+UPLOADING = 12
+"""Parts of one upload that are under way at once."""
 
 URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
 """One slash is what `pathlib.Path` leaves of two."""
@@ -33,6 +42,9 @@ class Url(str):
 
     client: object | None = None
     """The obstore store that the caller gave, whose root is the bucket; None for one that is made from the environment."""
+
+    folder: bool = False
+    """Whether it was given with a slash at its end, which says that a directory is meant."""
 
     @property
     def scheme(self) -> str:
@@ -49,6 +61,12 @@ class Url(str):
         """The place in the bucket, without a slash at its end; empty for the bucket itself."""
         return self.partition("://")[2].partition("/")[2].rstrip("/")
 
+    @property
+    def place(self) -> tuple[object, ...]:
+        """What is equal for two URLs of one thing, and for stores that were opened by them."""
+        # Stores in memory have no names; those of a bucket that two clients reach are the same.
+        return "object", self.root, self.key, id(self.client) if self.scheme == "memory" else None
+
     def below(self, name: str) -> Self:
         """The place of a name below this one."""
         url = type(self)(f"{self.rstrip('/')}/{name}")
@@ -62,12 +80,12 @@ class Url(str):
         return url
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _arrived, (str(self), self.client)
+        return _arrived, (str(self), self.client, self.folder)
 
 
-def _arrived(text: str, client: object | None) -> Url:
+def _arrived(text: str, client: object | None, folder: bool) -> Url:
     url = Url(text)
-    url.client = client
+    url.client, url.folder = client, folder
     return url
 
 
@@ -105,7 +123,7 @@ def url_of(text: str, client: object | None = None) -> Url:
     if "\0" in key or any(part in (".", "..") for part in parts):
         raise _refused(f"{text[:200]!r}: the key of an object has no NUL and no part '.' or '..'", text)
     url = Url(f"{scheme}://{bucket}/{'/'.join(part for part in parts if part)}".rstrip("/"))
-    url.client = client
+    url.client, url.folder = client, key.endswith("/")
     return url
 
 
