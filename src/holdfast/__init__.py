@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from holdfast.pruning.prune import Pruned, prune
     from holdfast.rewrite.alias_graph import AliasGraph, alias_graph
     from holdfast.rewrite.convert import Conversion, convert, edit
+    from holdfast.rewrite.copy import Copied, copy
     from holdfast.rewrite.package import package, replace_weights
     from holdfast.rewrite.planned import Saved
     from holdfast.rewrite.reshard import reshard
@@ -60,6 +61,7 @@ _WHERE = {
     "Compacted": "rewrite.share",
     "Composite": "core.tensor",
     "Conversion": "rewrite.convert",
+    "Copied": "rewrite.copy",
     "DType": "core.dtype",
     "Diff": "inspect.diff",
     "Digest": "core.digest",
@@ -88,6 +90,7 @@ _WHERE = {
     "alias_graph": "rewrite.alias_graph",
     "compact": "rewrite.share",
     "convert": "rewrite.convert",
+    "copy": "rewrite.copy",
     "dequantize": "engine.dequantize",
     "diff": "inspect.diff",
     "edit": "rewrite.convert",
@@ -119,6 +122,7 @@ __all__ = [
     "Compacted",
     "Composite",
     "Conversion",
+    "Copied",
     "DType",
     "Diff",
     "Digest",
@@ -147,6 +151,7 @@ __all__ = [
     "alias_graph",
     "compact",
     "convert",
+    "copy",
     "dequantize",
     "diff",
     "edit",

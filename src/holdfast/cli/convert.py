@@ -13,6 +13,7 @@ from holdfast.cli.values import pair
 
 if TYPE_CHECKING:
     from holdfast.rewrite.convert import Conversion
+    from holdfast.rewrite.planned import Saved
     from holdfast.rewrite.transform import Edits
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "add_edits", "conversion_fields", "edits_of", "rate", "run"]
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
         return carry_out(planned, "Converting", options, fields=conversion_fields, more=rate)
 
 
-def rate(done: Conversion, seconds: float) -> str:
+def rate(done: Saved, seconds: float) -> str:
     """How fast it was."""
     from holdfast.cli.text import nbytes
 

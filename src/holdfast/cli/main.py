@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from holdfast.cli import compact, completion, convert, edit, package, pin, prune, reshard, runs, seal, stats, tie, values
+from holdfast.cli import compact, completion, convert, copy, edit, package, pin, prune, reshard, runs, seal, stats, tie, values
 from holdfast.cli.text import clip, escape, print_lines
 from holdfast.cli.values import positive
 
@@ -292,6 +292,7 @@ def parser() -> Parser:
     edit.add_arguments(
         _verb(verbs, "edit", "rename, drop, cast, set metadata", description=edit.DESCRIPTION, examples=edit.EXAMPLES)
     )
+    copy.add_arguments(_verb(verbs, "cp", "copy a checkpoint as it is", description=copy.DESCRIPTION, examples=copy.EXAMPLES))
     reshard.add_arguments(
         _verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", description=reshard.DESCRIPTION, examples=reshard.EXAMPLES)
     )

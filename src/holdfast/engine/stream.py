@@ -166,7 +166,7 @@ def _fetch_few(segments: list[Data]) -> list[memoryview]:
     return [fetched[one.label] if one.label in fetched else memoryview(small_bytes(one)) for one in segments if one.nbytes]
 
 
-def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Generator[memoryview]:
+def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Generator[memoryview, None, None]:
     """What calls give, in their order, so many of them under way at once. Nothing is called before the first is asked for."""
     waiting: deque[Beside[list[memoryview]]] = deque()
     try:

@@ -230,7 +230,6 @@ class Verification:
         store = None
         try:
             store = store_of(path, self._limits)
-            # Beside an object nothing is looked for.
             keys = store.list() if store.folder else ()
             try:
                 done = self._checkpoint(store, path)

@@ -175,6 +175,8 @@ class SavePlan:
     """Whether that is known: the reader was given the plan (`api.rehearse`)."""
     linked: tuple[LinkedFile, ...] = ()
     """Files of a directory that are there already, in another one."""
+    copied: bool = False
+    """Whether it is a copy: names and content are those of another checkpoint, and none is made up."""
 
     @property
     def nbytes(self) -> int:

@@ -54,6 +54,9 @@ def put_plan(
 
         return write
 
+    if plan.copied:
+        put_copy(plan, url, writing, content=content, crcs=crcs, last=last)
+        return
     if not plan.directory:
         (file,) = plan.files
         single = ObjectSave(url, overwrite=writing.overwrite is not False, parts=parts)
@@ -90,6 +93,59 @@ def put_plan(
     over = [name for name in replaced if name not in {file.key for file in (*late, index)}]
     save.remove(over[:1])  # another index, without which nobody finds the rest
     save.remove(over[1:])
+
+
+def put_copy(
+    plan: SavePlan,
+    url: Url,
+    writing: Writing,
+    *,
+    content: Callable[[FilePlan], Callable[[Writer], None]],
+    crcs: Mapping[str, int],
+    last: Callable[[], None],
+) -> None:
+    """Put a copy, whose names are those of its source.
+
+    Two copies would write the same names, so one claims the place first. What has names in common with a checkpoint that it
+    replaces would be a mixture of both for a while: then the old one goes first.
+    """
+    overwrite = bool(writing.overwrite)
+    if not plan.directory:
+        single = ObjectSave(url, overwrite=overwrite, parts=writing.parts)
+        single.begin()
+        for one in plan.linked:
+            last()
+            single.copy(Url(one.folder).key)
+        for file in plan.files:
+            single.write(file.nbytes, content(file), last)
+        return
+    index = plan.index[0] if plan.index else None
+    save = PrefixSave(url, index.key if index else "", overwrite=overwrite, parts=writing.parts)
+    save.begin(is_checkpoint)
+    replaced = _named(url, save.there) if overwrite and save.there else ()
+    mine = {key for key, _ in plan.listed}
+    with save.claimed():
+        try:
+            if mine.intersection(replaced[1:] if index else replaced):
+                save.replaces_nothing(replaced[:1])
+            for one in plan.linked:
+                save.copy(one.key, f"{Url(one.folder).key}/{one.key}")
+            # Without an index it is the weights that others look for.
+            for file in sorted(plan.files, key=lambda file: is_replaceable(file.key)):
+                save.write(file.key, file.nbytes, content(file))
+                if writing.read_back:
+                    check_uploaded(file, url, crcs)
+            last()
+            if index is not None:
+                text = io.BytesIO()
+                content(index)(text)
+                save.commit(text.getvalue())
+        except DurabilityUncertain:
+            raise
+        except BaseException:
+            save.give_up()
+            raise
+    save.remove([name for name in replaced if name not in mine])
 
 
 SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}\.safetensors\Z")

@@ -24,8 +24,8 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from holdfast.engine.commit.target import refusal
@@ -41,6 +41,9 @@ INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"
 
 TRIES = 5
 """How often the index is put while nobody can say whether it is there."""
+
+CLAIM: Final = ".copy.0000000000000000.tmp"
+"""The object that says that somebody copies to this place. No reader takes it for a file of a checkpoint."""
 
 SAVE: Final = "holdfast-save"
 """The attribute of an object that says which save wrote it."""
@@ -152,6 +155,44 @@ class PrefixSave:
     def _lost(self) -> HoldfastError:
         return refusal("another save to the same place was published first; this one was given up", self.url, errno.EEXIST)
 
+    def copy(self, name: str, key: str) -> None:
+        """Have the store copy an object of the same bucket."""
+        if name not in self.there:
+            self._written.append(self._key(name))
+        try:
+            self._bucket.copy(key, self._key(name))
+        except StoreError as error:
+            raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
+
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Have the place alone, for a save whose names another would write as well. Raises `NotCommitted` where one does."""
+        key, mine = self._key(CLAIM), save_id().encode()
+        try:
+            self._bucket.put(key, mine, create=not self._overwrite)
+        except StoreError as error:
+            if not self._is(key, mine):
+                told = "another copy to this place is under way, or one was cut off; pass overwrite=True when none is"
+                raise refusal(told if isinstance(error, Taken) else error.message, self.url, error.errno) from None
+        try:
+            yield
+        finally:
+            with suppress(HoldfastError):
+                if self._is(key, mine):
+                    self._bucket.delete([key])
+
+    def _is(self, key: str, content: bytes) -> bool:
+        try:
+            return bytes(self._bucket.whole(key, 1 << 10).data) == content
+        except HoldfastError:
+            return False
+
+    def replaces_nothing(self, index: Sequence[str]) -> None:
+        """Take the old index away before anything is written: from now on there is no checkpoint, until this one is."""
+        self._bucket.delete([self._key(name) for name in index])
+        self._before = None if self.index in index else self._before
+        self.there -= set(index)
+
     def give_up(self) -> None:
         """Remove what was written and is not published. What cannot be removed now is left to the sweep of the run."""
         with suppress(HoldfastError):
@@ -196,6 +237,13 @@ class ObjectSave:
         if self._overwrite:
             return
         raise refusal("the object exists; pass overwrite=True to replace it", self.url, errno.EEXIST)
+
+    def copy(self, key: str) -> None:
+        """Have the store copy an object of the same bucket."""
+        try:
+            self._bucket.copy(key, self.url.key)
+        except StoreError as error:
+            raise refusal(f"{error.message}; nothing was published", self.url, error.errno) from None
 
     def write(self, nbytes: int, write: Write, before_commit: Callable[[], None]) -> None:
         """Write and publish. Without `overwrite`, a long object is looked for again before it is there, which is no condition."""

@@ -132,7 +132,7 @@ class RemoteStore(BaseStore):
         return super().single
 
     def holds(self, key: str) -> bool:
-        return key in self._known or (MANIFEST not in self._known and key in self.list())
+        return key in self._known or key in self._told or key in self.list()
 
     def expect(self, key: str, nbytes: int) -> bool:
         check_key(key)

@@ -1,0 +1,160 @@
+"""`copy`: a checkpoint as it is, byte for byte, to another place: between disks, buckets, or inside of one bucket.
+
+1. The source is opened, so that what cannot be read is not copied; nothing of its format is changed, and every file of a folder
+   comes along under its name.
+2. Where checksums are recorded, what was read is compared with them while it passes by.
+3. On this machine a rename publishes it. In a bucket the index goes last (`rewrite/uploaded.put_copy`), after everything it names.
+4. From a bucket to itself the store copies, and no byte comes here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+from holdfast.core.arguments import understood
+from holdfast.core.box import Box
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import Limits
+from holdfast.core.protocols import Source, Store
+from holdfast.core.quantities import Size
+from holdfast.core.tensor import LazyTensor
+from holdfast.engine.source import OpenSource
+from holdfast.engine.write import Progress
+from holdfast.errors import CannotHold, Unsupported
+from holdfast.formats.dcp.index import is_index
+from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.directory import choose_index
+from holdfast.inspect.open import opened, store_of
+from holdfast.plan.saves import Data, FilePlan, LinkedFile, SavePlan
+from holdfast.rewrite.formats import is_folder
+from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, Writing, check_target, planned_fields
+from holdfast.stores.paths import place_of, same_place
+from holdfast.stores.remote.url import Url, join
+
+__all__ = ["Copied", "copy", "plan_copy"]
+
+BY_STORE_NBYTES = 5 << 30
+"""S3 copies objects up to this length by itself; longer ones pass through here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied(Saved):
+    """What was copied, or would be. `shared_nbytes` is what the store itself copies."""
+
+    source: str
+    checked_nbytes: int
+    """Bytes that are compared with a checksum which the source records, on their way."""
+
+
+@understood
+def copy(
+    src: str | os.PathLike[str] | Checkpoint,
+    dst: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    durable: bool = True,
+    read_back: bool = True,
+    max_memory: Size | None = MAX_MEMORY,
+    dry_run: bool = False,
+    limits: Limits | None = None,
+    threads: int | None = None,
+    progress: Progress | None = None,
+    store: object | None = None,
+) -> Copied:
+    """Copy a checkpoint of any format as it is, all files of its folder included; paths and URLs on both sides.
+
+    Where the source records checksums, they are compared on the way. What is there already is refused unless `overwrite=True`. A
+    file that goes to a folder (a slash at the end of `dst`) keeps its name. From a bucket to itself the store copies the objects.
+    `store` is an obstore store that `dst` is a key in.
+    """
+    writing = Writing(
+        overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run
+    )
+    return plan_copy(src, place_of(dst, store), writing=writing, limits=limits).carry_out(progress)
+
+
+def plan_copy(
+    src: str | os.PathLike[str] | Checkpoint, dst: str | os.PathLike[str], *, writing: Writing, limits: Limits | None = None
+) -> Planned[Copied]:
+    """Lay out a copy."""
+    if not isinstance(src, str | os.PathLike | Checkpoint):
+        raise Unsupported("a copy is made of what has a path or a URL", found=type(src).__name__)
+    with ExitStack() as stack:
+        source = stack.enter_context(opened(src, threads=1, limits=limits))
+        target = place_of(dst)
+        store = store_of(source.path, limits or Limits())
+        stack.callback(store.close)
+        if not store.folder and is_folder(target):
+            target = join(target, os.path.basename(source.path))
+        if same_place(target, source.path):
+            raise CannotHold("the target is read while it is written", [f"{target!r} is the source"], file=target)
+        writing = replace(writing, requests=store.requests)
+        check_target(target, directory=store.folder, writing=writing)
+        plan, checked = _lay_out(source, store, target, limits or Limits())
+        report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
+        return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all())
+
+
+def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> tuple[SavePlan, int]:
+    names = store.list()
+    last = _index(names, source.path) if store.folder else None
+    origin = OpenSource(store, limits=limits, threads=1)
+    recorded: dict[str, list[Storage]] = {}
+    for storage in dict.fromkeys(s for tensor in source.values() for s in tensor.storages):
+        if storage.crc32 is not None and storage.nbytes:
+            recorded.setdefault(storage.key, []).append(storage)
+    linked, files, index, checked = [], [], [], 0
+    for name in names:
+        if name != last and _by_store(source.path, target) and store.size(name) <= BY_STORE_NBYTES:
+            linked.append(LinkedFile(name if store.folder else "", store.size(name), source.path))
+            continue
+        file, compared = _copied(name, origin, recorded.get(name, ()), key=name if store.folder else "")
+        (index if name == last else files).append(file)
+        checked += compared
+    plan = SavePlan(
+        source.format, tuple(files), directory=store.folder, index=tuple(index), opens=True, linked=tuple(linked), copied=True
+    )
+    return plan, checked
+
+
+def _index(names: Sequence[str], path: str) -> str | None:
+    """The file that makes a checkpoint of a folder, where one of them does."""
+    if MANIFEST in names:
+        return MANIFEST
+    return next((name for name in names if "/" not in name and is_index(name)), None) or choose_index(names, path)
+
+
+def _by_store(source: str, target: str) -> bool:
+    """Whether the store can copy by itself."""
+    return isinstance(source, Url) and isinstance(target, Url) and source.root == target.root and source.client is target.client
+
+
+def _copied(name: str, origin: Source, recorded: Iterable[Storage], *, key: str) -> tuple[FilePlan, int]:
+    """A file as it is, in rows of bytes: those that a checksum is recorded of, and what lies between them."""
+    size, at, checked = origin.store.size(name), 0, 0
+    segments: list[Data] = []
+
+    def row(start: int, stop: int, crc32: int | None = None) -> None:
+        label = f"{name} from byte {start}"
+        storage = Storage(name, start, stop - start, crc32=crc32, label=label, home=origin.store)
+        chunk = Chunk(Box((0,), (stop - start,)), storage, 0, (8,))
+        dtype = DTYPES.name("uint8")
+        assert dtype is not None  # it is in the table
+        segments.append(Data(LazyTensor(label, dtype, (stop - start,), (chunk,), origin), label))
+
+    for storage in sorted(recorded, key=lambda one: one.start):
+        stop = storage.start + storage.nbytes
+        if storage.start < at or stop > size:
+            continue
+        if storage.start > at:
+            row(at, storage.start)
+        row(storage.start, stop, storage.crc32)
+        at, checked = stop, checked + storage.nbytes
+    if at < size:
+        row(at, size)
+    return FilePlan(key, tuple(segments)), checked
