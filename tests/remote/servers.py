@@ -130,7 +130,11 @@ class Asked:
 
 Fault = str | float | None
 """`drop`: the request never arrives. `cut`: it arrives, and its answer is lost. `half`: the answer breaks off in its body.
-`503`: SlowDown. `403`: expired credentials. `reset`: the connection is reset. A number: the answer comes so many seconds late."""
+`503`: SlowDown. `403`: expired credentials. `reset`: the connection is reset. `whole`: 200 and all of it, whatever the range.
+`elsewhere`: another range than the one that was asked for, and the answer says so. `stall`: half of the answer, and then nothing
+for a while. A number: the answer comes so many seconds late."""
+
+STALL_S = 20.0
 
 
 @dataclass
@@ -201,6 +205,11 @@ class Proxy:
         if fault == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return False
+        if fault == "whole":
+            headers.pop("range", None)
+        if fault == "elsewhere" and "range" in headers:
+            start, _, stop = headers["range"].removeprefix("bytes=").partition("-")
+            headers["range"] = f"bytes={int(start) + 16}-{int(stop) + 16}"
         upstream = http.client.HTTPConnection("127.0.0.1", self.server, timeout=60)
         try:
             upstream.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -222,6 +231,10 @@ class Proxy:
             head.append(f"Content-Length: {len(content)}")
         with self._lock:
             self.sent_nbytes += len(content)
-        half = content[: len(content) // 2] if fault == "half" else content
+        half = content[: len(content) // 2] if fault in ("half", "stall") else content
         client.sendall("\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + half)
-        return fault != "half"
+        if fault == "stall":
+            client.settimeout(STALL_S)
+            with suppress(TimeoutError):
+                stream.read(1)  # type: ignore[attr-defined]
+        return fault not in ("half", "stall")

@@ -30,6 +30,7 @@ Verb = Callable[..., holdfast.Saved]
 VERBS: dict[str, Verb] = {
     "save": lambda src, dst, **options: holdfast.save(src, dst, **{"overwrite": False, **options}),
     "convert": holdfast.convert,
+    "copy": holdfast.copy,
     "edit": lambda src, dst, **options: holdfast.edit(src, dst, rename=[("w", "x")], **options),
     "prune": lambda src, dst, **options: holdfast.prune(src, dst, ["w: 2:4"], **options),
     "tie": holdfast.tie,
@@ -38,7 +39,7 @@ VERBS: dict[str, Verb] = {
     "replace_weights": lambda src, dst, **options: holdfast.replace_weights(src, dst, weights={"w": W + 1, "v": W}, **options),
     "reshard": lambda src, dst, **options: holdfast.reshard(src, dst, mesh="tp=2", rules=["w: tp=0"], **options),
 }
-SUFFIX = {"package": ".pt2", "replace_weights": ".pt2", "reshard": ""}
+SUFFIX = {"copy": ".pt", "package": ".pt2", "replace_weights": ".pt2", "reshard": ""}
 IN_PLACE = ("edit", "tie", "compact", "replace_weights")
 
 SHARED = ("format", "overwrite", "durable", "read_back", "max_memory", "dry_run", "limits", "threads", "progress")
@@ -69,7 +70,7 @@ def test_the_parameters(verb):
     names = list(parameters)
     assert names[1] == "dst"
     # A reshard is a native directory, and other weights stay in their archive.
-    shared = [name for name in SHARED if name != "format" or verb not in ("reshard", "replace_weights")]
+    shared = [name for name in SHARED if name != "format" or verb not in ("reshard", "replace_weights", "copy")]
     assert names[-len(shared) :] == shared
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in shared)
     assert parameters["overwrite"].default is (None if verb == "save" else False)
@@ -132,6 +133,7 @@ def test_the_command_line_has_the_same_defaults(verb):
         pytest.skip("no command of its own")
     words = {"package": ["m=a.pt", "b.pt2"], "reshard": ["a.pt", "b", "--mesh", "tp=2"]}.get(verb, ["a.pt", "b.pt"])
     parameters = inspect.signature(getattr(holdfast, verb)).parameters
+    verb = "cp" if verb == "copy" else verb
     told = writing(parse([verb, *words]))
     for name in ("overwrite", "durable", "read_back", "max_memory", "dry_run", "threads"):
         assert getattr(told, name) == parameters[name].default, name

@@ -38,6 +38,7 @@ from holdfast.rewrite.models import Selection, select
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, transform
+from holdfast.stores.paths import place_of
 
 __all__ = ["Conversion", "convert", "edit", "lay_out_conversion", "metadata_changes", "plan_conversion", "plan_edit"]
 
@@ -81,6 +82,7 @@ def convert(
     sparse: str = "never",
     copy_config: CopyConfig = True,
     resume: bool = False,
+    store: object | None = None,
     format: str | None = None,
     overwrite: bool = False,
     durable: bool = True,
@@ -108,9 +110,13 @@ def convert(
 
     Of a `.pt2`, the state dict is converted: parameters and buffers, of `model` where it holds several; `constants` and
     `sample_inputs` come along when asked for, and a note says what stays behind. `model` chooses from any package.
+
+    Both places may be URLs of an object store. `store` is an obstore store that `dst` is a key in; `src` may be what `open(…,
+    store=)` opened.
     """
     planned = plan_conversion(
-        src, dst, format=format, selection=Selection(model, constants, sample_inputs), copy_config=copy_config,
+        src, dst if store is None else place_of(dst, store), format=format, copy_config=copy_config,
+        selection=Selection(model, constants, sample_inputs),
         edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only, dequantize),
         options=Options(None if max_shard_size is None else byte_count(max_shard_size), keep_tree, sparse),
         writing=Writing(

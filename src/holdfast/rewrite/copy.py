@@ -25,15 +25,15 @@ from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold, Unsupported
+from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.safetensors.directory import choose_index
-from holdfast.inspect.open import opened, store_of
+from holdfast.inspect.open import Openable, opened, store_of
 from holdfast.plan.saves import Data, FilePlan, LinkedFile, SavePlan
 from holdfast.rewrite.formats import is_folder
 from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, Writing, check_target, planned_fields
-from holdfast.stores.paths import place_of, same_place
+from holdfast.stores.paths import place_of, real_place, same_place
 from holdfast.stores.remote.url import Url, join
 
 __all__ = ["Copied", "copy", "plan_copy"]
@@ -53,9 +53,10 @@ class Copied(Saved):
 
 @understood
 def copy(
-    src: str | os.PathLike[str] | Checkpoint,
+    src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
     *,
+    store: object | None = None,
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
@@ -64,7 +65,6 @@ def copy(
     limits: Limits | None = None,
     threads: int | None = None,
     progress: Progress | None = None,
-    store: object | None = None,
 ) -> Copied:
     """Copy a checkpoint of any format as it is, all files of its folder included; paths and URLs on both sides.
 
@@ -79,16 +79,13 @@ def copy(
 
 
 def plan_copy(
-    src: str | os.PathLike[str] | Checkpoint, dst: str | os.PathLike[str], *, writing: Writing, limits: Limits | None = None
+    src: Openable | Checkpoint, dst: str | os.PathLike[str], *, writing: Writing, limits: Limits | None = None
 ) -> Planned[Copied]:
     """Lay out a copy."""
-    if not isinstance(src, str | os.PathLike | Checkpoint):
-        raise Unsupported("a copy is made of what has a path or a URL", found=type(src).__name__)
     with ExitStack() as stack:
         source = stack.enter_context(opened(src, threads=1, limits=limits))
         target = place_of(dst)
-        store = store_of(source.path, limits or Limits())
-        stack.callback(store.close)
+        store = _raw(src, source, stack, limits or Limits())
         if not store.folder and is_folder(target):
             target = join(target, os.path.basename(source.path))
         if same_place(target, source.path):
@@ -100,6 +97,16 @@ def plan_copy(
         return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all())
 
 
+def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limits: Limits) -> Store:
+    """The files themselves, where the store of an open checkpoint may have some that are computed."""
+    store = source.source.store
+    if isinstance(src, Checkpoint) and store.place() != real_place(source.path):
+        return store  # it was opened from memory
+    raw = store_of(source.path if isinstance(src, Checkpoint) else src, limits)
+    stack.callback(raw.close)
+    return raw
+
+
 def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> tuple[SavePlan, int]:
     names = store.list()
     last = _index(names, source.path) if store.folder else None
@@ -108,7 +115,10 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> t
     for storage in dict.fromkeys(s for tensor in source.values() for s in tensor.storages):
         if storage.crc32 is not None and storage.nbytes:
             recorded.setdefault(storage.key, []).append(storage)
-    linked, files, index, checked = [], [], [], 0
+    linked: list[LinkedFile] = []
+    files: list[FilePlan] = []
+    index: list[FilePlan] = []
+    checked = 0
     for name in names:
         if name != last and _by_store(source.path, target) and store.size(name) <= BY_STORE_NBYTES:
             linked.append(LinkedFile(name if store.folder else "", store.size(name), source.path))

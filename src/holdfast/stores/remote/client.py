@@ -192,6 +192,7 @@ class Bucket:
             part *= 2
         self.requests += max(1, -(-nbytes // part))
         upload = Upload(self, key)
+        _loop()  # not in a fork
         try:
             given = dict(attributes) if attributes else None
             with obstore.open_writer(
@@ -312,7 +313,7 @@ class Bucket:
                 kind, message = Replaced, "the object was replaced while the checkpoint was open; open it again"
             else:
                 kind, code, message = Taken, errno.EEXIST, "the object is another by now"
-        elif isinstance(error, theirs.PermissionDeniedError | theirs.UnauthenticatedError):
+        elif isinstance(error, theirs.PermissionDeniedError | theirs.UnauthenticatedError) or DENIED.search(str(error)):
             code, message = errno.EACCES, f"{doing}: access denied; check the credentials, and whether they have expired"
         elif isinstance(error, theirs.NotSupportedError):
             return Unsupported(f"{doing}: the store does not support it", file=url)
@@ -320,6 +321,8 @@ class Bucket:
             code, message = errno.EINVAL, f"{doing}: the client cannot be set up so"
         elif PAST_THE_END.search(str(error)):
             return Truncated("the object ends before what was to be read", file=url)
+        elif OTHER_RANGE.search(str(error)):
+            return Truncated("the store answered with another range than the one that was asked for, or with none", file=url)
         raised = kind(message, file=url)
         raised.errno = code
         return raised
@@ -328,6 +331,10 @@ class Bucket:
 STATUS = re.compile(
     r"status code: (\d{3}[^:<{]*)|(timed? ?out|dns|connect(?:ion)?[a-z ]*(?:refused|reset|closed|error))", re.IGNORECASE
 )
+OTHER_RANGE = re.compile(r"non-partial response when range requested|Requested \d+\.\.\d+, got \d+")
+DENIED = re.compile(r"status code: 40[13]|<Code>(?:ExpiredToken|AccessDenied|InvalidAccessKeyId)</Code>")
+"""How it is said of a list, for which the client has no kind of error."""
+
 CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
 PAST_THE_END = re.compile(r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+")
 CREDENTIALS = re.compile(r"credential|InstanceMetadata|169\.254|metadata\.google", re.IGNORECASE)
@@ -336,8 +343,6 @@ CREDENTIALS = re.compile(r"credential|InstanceMetadata|169\.254|metadata\.google
 def _reason(error: Exception) -> str:
     """Why a request failed, in words that were chosen here: what the client says may have a signed URL in it."""
     text = str(error)
-    if "fork" in text.lower() and "tokio" in text.lower():
-        return "the client does not survive a fork; start processes by 'spawn' or 'forkserver'"
     if CREDENTIALS.search(text) and "status code" not in text:
         return "no credentials were found; set those of the store in the environment, or give a client with store="
     code, status = CODE.search(text), STATUS.search(text)
@@ -374,15 +379,28 @@ _running: list[Loop] = []
 _buckets: dict[tuple[object, ...], Bucket] = {}
 
 
+def _left_behind(file: str) -> Unsupported:
+    told = "this process was forked from one that had used object stores, and their client does not survive that"
+    return Unsupported(f"{told}; start processes by 'spawn' or 'forkserver', or fork before the first URL", file=file)
+
+
 def _loop() -> Loop:
+    if _forked:
+        raise _left_behind("")
     with _lock:
         if not _running:
             _running.append(Loop())
         return _running[0]
 
 
+_forked: list[bool] = []
+"""Something, in a process that was forked from one that had used the client."""
+
+
 def _in_child() -> None:
-    # The loop's thread stayed in the parent, and so did the client's.
+    # The loop's thread stayed in the parent, and so did the client's, without which no answer ever comes.
+    if _running or _buckets:
+        _forked.append(True)
     _running.clear()
     _buckets.clear()
 
@@ -392,6 +410,8 @@ at_fork(after_in_child=_in_child)
 
 def bucket_of(url: Url) -> Bucket:
     """The bucket of a URL, with the client that came with it or one that is made from the environment."""
+    if _forked:
+        raise _left_behind(url)
     try:
         import obstore.store  # noqa: F401
     except ImportError:
