@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import numpy as np
@@ -143,3 +144,27 @@ def test_credentials_in_a_url_are_refused():
     with pytest.raises(HoldfastError, match="credentials") as caught:
         holdfast.open("s3://key:secret@bucket/x")
     assert "secret" not in str(caught.value)
+
+
+def test_an_etag_is_the_same_in_a_list_and_in_an_answer():
+    """Azure leaves the quotes away in lists: what was listed must not look replaced when it is read."""
+    store = MemoryStore()
+    obstore.put(store, "run/model-1.safetensors", holdfast.to_bytes(STATE, format="safetensors"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(obstore, "list", unquoted(obstore.list))
+        with holdfast.open("run", store=store) as checkpoint:
+            np.testing.assert_array_equal(checkpoint["b"].numpy(), STATE["b"])
+            assert not checkpoint.source.store.changed()
+
+
+def unquoted(real: Callable[..., object]) -> Callable[..., object]:
+    """A list of objects, their etags in quotes taken off or, where there are none, as they are."""
+
+    def listed(*args: object, **more: object) -> object:
+        async def batches() -> AsyncIterator[list[dict[str, object]]]:
+            async for batch in real(*args, **more):  # type: ignore[attr-defined]
+                yield [{**one, "e_tag": str(one["e_tag"]).strip('"')} for one in batch]
+
+        return batches()
+
+    return listed

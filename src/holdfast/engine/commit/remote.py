@@ -45,8 +45,8 @@ TRIES = 5
 CLAIM: Final = ".copy.0000000000000000.tmp"
 """The object that says that somebody copies to this place. No reader takes it for a file of a checkpoint."""
 
-SAVE: Final = "holdfast-save"
-"""The attribute of an object that says which save wrote it."""
+SAVE: Final = "holdfastsave"
+"""The attribute of an object that says which save wrote it. Azure takes the names of C#: no dashes."""
 
 Write = Callable[[Writer], None]
 """Writes the content of one object, from front to back."""

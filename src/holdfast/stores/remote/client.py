@@ -46,6 +46,9 @@ TRIES = 4
 PARTS = 10_000
 """Parts that an upload may have."""
 
+ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT")}
+"""Where the environment says that a server is another than the cloud's; one without TLS is meant so."""
+
 ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 
 
@@ -355,7 +358,10 @@ def _reason(error: Exception) -> str:
 
 
 def _found(meta: ObjectMeta) -> Found:
-    return Found(meta["path"], meta["size"], meta["e_tag"], meta["last_modified"])
+    etag = meta["e_tag"]
+    # Azure has it in quotes in the answer about an object, and without them in a list.
+    quoted = etag if not etag or etag.endswith('"') else f'"{etag}"'
+    return Found(meta["path"], meta["size"], quoted, meta["last_modified"])
 
 
 class Loop:
@@ -442,7 +448,7 @@ def _made(url: Url) -> ObjectStore:
         "connect_timeout": timedelta(seconds=10),
         "read_timeout": timedelta(seconds=60),
     }
-    if os.environ.get("AWS_ENDPOINT_URL", os.environ.get("AWS_ENDPOINT", "")).startswith("http://") and url.scheme == "s3":
+    if any(os.environ.get(name, "").startswith("http://") for name in ENDPOINTS.get(url.scheme, ())):
         options["allow_http"] = True
     retry: RetryConfig = {
         "max_retries": RETRIES,
