@@ -45,7 +45,6 @@ NOT_RUN = Counter(
         ("docs/integrations.md", "needs TorchTitan"): 1,
         ("docs/integrations.md", "needs a GPU"): 1,
         ("docs/integrations.md", "needs accelerate"): 1,
-        ("docs/integrations.md", "needs transformers"): 1,
         ("docs/integrations.md", "needs transformers"): 2,
         ("docs/object-storage.md", "installs a package"): 1,
         ("docs/object-storage.md", "needs a bucket and a profile"): 1,
