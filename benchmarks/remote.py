@@ -6,7 +6,7 @@
 
 The server is SeaweedFS on this machine, so there is no network: what is compared is how much work each client makes of it. Each
 side runs in a process of its own, in turn, after a small request; figures are medians. Bytes and requests are counted by a proxy
-in a run of their own, without that request, since it would slow down everybody. A side that is not installed, or fails, is said to be so.
+in a run of their own, without that request: it would slow down everybody. A side that is not installed, or fails, is said to be so.
 """
 
 from __future__ import annotations
