@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -221,9 +221,9 @@ def prepare(nbytes: int, port: int, log: Callable[[str], None]) -> None:
     import holdfast
 
     os.environ.update(environment(port))
-    holdfast.save(state(nbytes), f"s3://{BUCKET}/bench/native")
+    holdfast.save(state(nbytes), f"s3://{BUCKET}/bench/native", overwrite=True)
     for name in ("x.safetensors", "x.pt"):
-        holdfast.convert(f"s3://{BUCKET}/bench/native", f"s3://{BUCKET}/bench/{name}", read_back=False)
+        holdfast.convert(f"s3://{BUCKET}/bench/native", f"s3://{BUCKET}/bench/{name}", read_back=False, overwrite=True)
     log(f"DCP: {run('DCP, fsspec', 'save', nbytes, port, DCP_TARGET=f's3://{BUCKET}/bench/dcp')}")
 
 
@@ -242,6 +242,7 @@ def main() -> int:
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--size", type=int, default=1 << 30, help="bytes of the checkpoint (default: 1 GiB)")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--port", type=int, help="of a server on this machine that runs already, with a bucket named bucket")
     asked = parser.parse_args()
     if asked.child:
         child(*asked.child, asked.size)
@@ -249,7 +250,7 @@ def main() -> int:
     from tests.remote.servers import Proxy, weed
 
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {', '.join(versions())}")
-    with tempfile.TemporaryDirectory() as folder, weed(Path(folder)) as port:
+    with tempfile.TemporaryDirectory() as folder, nullcontext(asked.port) if asked.port else weed(Path(folder)) as port:
         prepare(asked.size, port, print)
         print(f"\n| job, {asked.size / 2**30:g} GiB | side | seconds | of ours | processor s | peak memory | bytes | requests |")
         print("| --- | --- | --- | --- | --- | --- | --- | --- |")
