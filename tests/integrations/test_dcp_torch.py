@@ -376,7 +376,8 @@ def test_a_path_that_comes_later(tmp_path: Path):
     for lost in (lambda: Reader().read_metadata(), lambda: Writer().storage_meta()):
         with pytest.raises(BadPath, match="checkpoint_id"):
             lost()
-    assert not Reader.validate_checkpoint_id("s3://bucket/step")
+    assert Reader.validate_checkpoint_id("s3://bucket/step")
+    assert not Reader.validate_checkpoint_id("hf://models/step")
     assert Writer.validate_checkpoint_id(tmp_path)
 
 

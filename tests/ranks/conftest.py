@@ -10,15 +10,14 @@ import pytest
 pytest.importorskip("torch")
 
 from tests.ranks.jobs import FORMATS, save, save_stock
-from tests.ranks.pool import Pool, good
+from tests.ranks.pool import SHARED, Pool, good
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Processes of `torch.distributed`, which start with the first job."""
-    made = Pool()
-    yield made
-    made.close()
+    yield SHARED
+    SHARED.close()
 
 
 Saved = Callable[[str, int], Path]

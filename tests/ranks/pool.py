@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Failure", "Pool", "World", "failures", "good"]
+__all__ = ["SHARED", "Failure", "Pool", "World", "failures", "good"]
 
 WORKERS = 8
 WORLDS = (1, 2, 3, 4, 8)
@@ -187,6 +187,10 @@ class Pool:
                 said = f"no answer from ranks {missing} within {deadline:g} seconds; the others said {found}"
                 raise AssertionError(f"{said}; the pool is closed")
         return [found[rank] for rank in range(size)]
+
+
+SHARED = Pool()
+"""The pool of this test process, for tests in whichever folder. Whoever is last closes it; a job after that starts another."""
 
 
 def good(answers: list[object]) -> list[object]:

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.ranks import folder as rank_folder
 from holdfast.ranks import together
-from holdfast.ranks import write as rank_write
 from holdfast.stores.files import OsFiles
 from holdfast.torch.cuda.stage import ROOM, Room
 from holdfast.torch.ranks import saving
@@ -38,7 +38,7 @@ class Gate:
 
     def __init__(self) -> None:
         self.opened = threading.Event()
-        self._write = rank_write.write_file
+        self._write = rank_folder.write_file
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         assert self.opened.wait(30)
@@ -49,7 +49,7 @@ def change_afterwards(world: World, path: str, format: str) -> None:
     gate = Gate()
     state = state_of(world, nested=format != "safetensors")
     tensors = _tensors(state)
-    with instead(rank_write, "write_file", gate):
+    with instead(rank_folder, "write_file", gate):
         handle = async_save_sharded(path, state, group=world.group, format=format, durable=False)
         assert handle.staged
         assert not handle.durable
@@ -126,7 +126,7 @@ def two_saves(world: World, path: str, when_busy: str, busy_rank: int) -> str:
     """A second save while the first is held up, on one rank only."""
     gate = Gate()
     state = {f"w{i}": torch.ones(20) for i in range(3)}
-    with instead(rank_write, "write_file", gate if world.rank == busy_rank else rank_write.write_file):
+    with instead(rank_folder, "write_file", gate if world.rank == busy_rank else rank_folder.write_file):
         first = async_save_sharded(state, f"{path}1", group=world.group, durable=False)
         if when_busy == "wait":
             threading.Timer(1.4, gate.opened.set).start()
@@ -161,7 +161,7 @@ def test_the_second_save_is_refused(pool: Pool, tmp_path: Path):
 def collectives_meanwhile(world: World, path: str) -> float:
     """The training's own collectives on the same group go on while the save is written."""
     gate = Gate()
-    with instead(rank_write, "write_file", gate):
+    with instead(rank_folder, "write_file", gate):
         handle = async_save_sharded(path, state_of(world), group=world.group, durable=False)
         total = torch.ones(1)
         for _ in range(20):

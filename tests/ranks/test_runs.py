@@ -16,7 +16,7 @@ import torch
 import holdfast
 from holdfast import Latest
 from holdfast.errors import HoldfastWarning, RanksFailed
-from holdfast.ranks import write as rank_write
+from holdfast.ranks import folder as rank_folder
 from holdfast.torch.ranks import saving
 from holdfast.torch.ranks.run import Run
 from tests.dtensor import Shard
@@ -142,7 +142,7 @@ def fail_behind(world: World, path: str, victim: int, where: str) -> list[str]:
     def broken(*args: object, **options: object) -> object:
         raise OSError(errno.EIO, "the disk is broken")
 
-    owner = {"write_file": rank_write, "publish": saving, "open_folder": saving}[where]
+    owner = {"write_file": rank_folder, "publish": saving, "open_publishing": saving}[where]
     gate = Gate()
     with instead(owner, where, broken if world.rank == victim else getattr(owner, where)):
         try:
@@ -165,7 +165,7 @@ def fail_behind(world: World, path: str, victim: int, where: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(("where", "victim"), [("write_file", 0), ("write_file", 2), ("publish", 0), ("open_folder", 0)])
+@pytest.mark.parametrize(("where", "victim"), [("write_file", 0), ("write_file", 2), ("publish", 0), ("open_publishing", 0)])
 def test_a_failure_behind_is_reported_by_the_next_call(pool: Pool, tmp_path: Path, where: str, victim: int):
     for said in good(pool.run(3, fail_behind, str(tmp_path), victim, where)):
         assert len(said) == 1

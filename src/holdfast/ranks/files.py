@@ -26,7 +26,7 @@ from holdfast.formats.dcp.write import lay_out_items
 from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
-from holdfast.formats.native.write import OWN, BoxToWrite, HashAll, Pack, box_file, lay_out_index, sharding_texts
+from holdfast.formats.native.write import OWN, BoxToWrite, HashAll, Pack, box_file, data_name, lay_out_index, sharding_texts
 from holdfast.formats.safetensors.write import is_flat, name_problem
 from holdfast.formats.seal import SEAL
 from holdfast.plan.saves import FilePlan, Literal
@@ -131,8 +131,9 @@ def rank_files(
     pack: Pack | None = None,
     hashes: HashAll | None = None,
     reuse: Reuse[Place] = NOTHING,
+    save: str = "",
 ) -> list[RankFile]:
-    """Lay out the files of one rank.
+    """Lay out the files of one rank. Their names carry the id of the save in an object store (`save`).
 
     The boxes are spread over about as many `files` as are asked for. With `pack`, boxes of a native checkpoint are stored packed
     where that is smaller; with `hashes`, its chunks have hashes. What it takes over (`reuse`) is not laid out.
@@ -146,7 +147,8 @@ def rank_files(
         shares += _spread(changed, files)
     if format == "dcp":
         given = [(i, share, {} if i else part.values) for i, share in enumerate(shares)]
-        return [_dcp_file(f"__{part.rank}_{i}.distcp", share, values) for i, share, values in given if share or values]
+        mark = f"-{save}" if save else ""
+        return [_dcp_file(f"__{part.rank}_{i}{mark}.distcp", share, values) for i, share, values in given if share or values]
     rounds = [ones for share in shares for ones in _once_each(share)]
     laid_out = []
     names = reuse.names_of_rank(part.rank, part.size) if reuse.taken else iter(())
@@ -155,7 +157,7 @@ def rank_files(
             key = next(names)
         elif format == "native":
             again = f"-{turn + 1:05}" if turn else ""
-            key = f"data-{part.rank + 1:05}-of-{part.size:05}{again}.safetensors"
+            key = data_name(part.rank, part.size, save).replace(".safetensors", f"{again}.safetensors")
         else:
             key = f"shard-{part.rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
         laid_out.append(
@@ -230,17 +232,20 @@ def _dcp_file(key: str, boxes: Sequence[BoxToWrite], values: Mapping[str, bytes]
     return RankFile(plan, chunks)
 
 
-def index_files(format: str, contents: Contents, receipts: Sequence[Receipt], *, dcp_index: DcpIndex) -> list[FilePlan]:
-    """What is written last: it makes the files a checkpoint."""
+def index_files(
+    format: str, contents: Contents, receipts: Sequence[Receipt], *, dcp_index: DcpIndex, save: str = ""
+) -> list[FilePlan]:
+    """What is written last: it makes the files a checkpoint. In an object store (`save`) that is one file."""
     if format == "native":
-        return _native_index(contents, receipts)
+        return _native_index(contents, receipts, alone=bool(save))
     if format == "dcp":
         metadata = dcp_index(contents, receipts)
-        return [FilePlan(BESIDE, (Literal(checksum_file(metadata)),)), FilePlan(".metadata", (Literal(metadata),))]
+        beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
+        return [*beside, FilePlan(".metadata", (Literal(metadata),))]
     return []
 
 
-def _native_index(contents: Contents, receipts: Sequence[Receipt]) -> list[FilePlan]:
+def _native_index(contents: Contents, receipts: Sequence[Receipt], *, alone: bool) -> list[FilePlan]:
     fields: dict[str, object] = {}
     if contents.aliases:
         fields["aliases"] = dict(contents.aliases)
@@ -249,7 +254,7 @@ def _native_index(contents: Contents, receipts: Sequence[Receipt]) -> list[FileP
     tensors = {name: meaning for name, meaning in contents.tensors.items() if name not in contents.aliases}
     chunks = [(name, in_files(chunk, {0: number})) for number, receipt in enumerate(receipts) for name, chunk in receipt.chunks]
     listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
-    return list(lay_out_index(listed, tensors, lambda _: chunks, fields=fields, metadata=contents.metadata))
+    return list(lay_out_index(listed, tensors, lambda _: chunks, fields=fields, metadata=contents.metadata, alone=alone))
 
 
 SHOWN = 3

@@ -98,6 +98,8 @@ class PrefixSave:
         """What lay right below the prefix when the save began, by its names."""
         self._before: str | None = None
         """The etag of the index that is to be replaced."""
+        self.revocable = True
+        """Whether it is known that nobody finds what was written: until the index is put, and where another save was faster."""
 
     def begin(self, counts: Callable[[str], bool] | None = None) -> None:
         """Look at what is there. Raises `NotCommitted` where it may not be replaced: an index, or another name that `counts`."""
@@ -128,6 +130,7 @@ class PrefixSave:
     def commit(self, index: bytes) -> None:
         """Publish. Raises `NotCommitted` where another save was faster, `DurabilityUncertain` where nobody can say."""
         key, last = self._key(self.index), ""
+        self.revocable = False
         for _ in range(TRIES):
             try:
                 self._bucket.put(key, index, create=self._before is None, match=self._before)
@@ -153,6 +156,7 @@ class PrefixSave:
         )
 
     def _lost(self) -> HoldfastError:
+        self.revocable = True
         return refusal("another save to the same place was published first; this one was given up", self.url, errno.EEXIST)
 
     def copy(self, name: str, key: str) -> None:
@@ -194,7 +198,9 @@ class PrefixSave:
         self.there -= set(index)
 
     def give_up(self) -> None:
-        """Remove what was written and is not published. What cannot be removed now is left to the sweep of the run."""
+        """Remove what was written, unless it is published or may be. What cannot be removed now is left to the sweep of the run."""
+        if not self.revocable:
+            return
         with suppress(HoldfastError):
             self._bucket.delete(self._written)
         self._written.clear()

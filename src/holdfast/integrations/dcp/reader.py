@@ -22,10 +22,10 @@ from torch.futures import Future
 from holdfast.core.limits import Limits
 from holdfast.errors import BadPath, DoesNotFit
 from holdfast.integrations.dcp.stored import Extensions, Stored, archived, open_stored
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of
 from holdfast.torch.tensors.fill import Fill, fill
 
-__all__ = ["Reader", "Where", "finished", "is_local", "named"]
+__all__ = ["Reader", "Where", "finished", "is_place", "named"]
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ Where = str | os.PathLike[str]
 
 
 class Reader(StorageReader):
-    """What `dcp.load` reads from: a checkpoint of any format. The path may also come as the `checkpoint_id` of `dcp.load`."""
+    """What `dcp.load` reads from: a checkpoint of any format, at a path or a URL, which may also come as its `checkpoint_id`."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Reader(StorageReader):
         _extension_registry: Extensions | None = None,
     ) -> None:
         """`_extension_registry` is torch's own argument: it has the classes for items that a writer transformed (zstd is known)."""
-        self._path = None if path is None else local_path(path)
+        self._path = None if path is None else place_of(path)
         self.load_id = uuid.uuid4().hex
         self._verify, self._threads, self._limits = verify, threads, limits
         self._extensions = _extension_registry
@@ -68,7 +68,7 @@ class Reader(StorageReader):
         self._rank = None
         self.load_id = uuid.uuid4().hex
         if checkpoint_id is not None:
-            self._path = local_path(checkpoint_id)
+            self._path = place_of(checkpoint_id)
 
     def read_metadata(self, *args: object, **kwargs: object) -> m.Metadata:
         """Every tensor with its chunks, and every value, as torch's planner knows them.
@@ -82,7 +82,7 @@ class Reader(StorageReader):
         metadata = self._opened().metadata()
         if metadata.storage_meta is None:
             metadata.storage_meta = m.StorageMeta()
-        metadata.storage_meta.checkpoint_id = self.path
+        metadata.storage_meta.checkpoint_id = str(self.path)
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
@@ -118,7 +118,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        return is_local(checkpoint_id)
+        return is_place(checkpoint_id)
 
     def _opened(self) -> Stored:
         if self._stored is None:
@@ -172,10 +172,10 @@ def named(path: str | None, what: str) -> str:
     return path
 
 
-def is_local(where: Where) -> bool:
-    """Whether this is a path, and not an address of something else."""
+def is_place(where: Where) -> bool:
+    """Whether this is a path or the URL of an object store, and not an address of something else."""
     try:
-        local_path(where)
+        place_of(where)
     except BadPath:
         return False
     return True

@@ -5,6 +5,9 @@
 2. A rank learns of the hidden folder by its plan. Planners that cache plans hand out an old one: the folder is then found by name.
 3. Ranks that save each for itself (`use_collectives=False`) have nothing in common to publish. Each adds files under new names to
    the folder, replaces its own index by one rename, and removes what the index before it named.
+4. At a URL there is no folder: objects have names of their own, and the coordinator puts the index with a condition (ranks/prefix).
+   Names carry the id that the coordinator has drawn, by which it gives them up, and one of the rank's own: a cached plan has an old
+   id, and what was saved with that must not be written over.
 """
 
 from __future__ import annotations
@@ -29,22 +32,26 @@ from torch.futures import Future
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.arrays import Resident
+from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import NewFile, refusal, refusing
 from holdfast.engine.commit.temporaries import unfinished
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
-from holdfast.engine.stream import write_stream
+from holdfast.engine.stream import Writer as Target
+from holdfast.engine.stream import write_all, write_stream
 from holdfast.engine.threads import default_threads
 from holdfast.engine.write import write_file
 from holdfast.errors import Unsupported
 from holdfast.formats.dcp.index import BESIDE, METADATA, checksum_file
 from holdfast.formats.dcp.write import Item, lay_out_items
 from holdfast.formats.seal import SEAL
-from holdfast.integrations.dcp.reader import Where, finished, is_local, named
+from holdfast.integrations.dcp.reader import Where, finished, is_place, named
 from holdfast.plan.saves import FilePlan, Literal
-from holdfast.ranks.files import is_part
+from holdfast.ranks.files import Receipt, is_part
+from holdfast.ranks.prefix import FirstPrefix, Prefix
 from holdfast.stores.files import make_parents
 from holdfast.stores.path_files import system_files
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 from holdfast.torch import versions
 from holdfast.torch.ranks.dcp import pickled_index
 from holdfast.torch.serialization.save import save
@@ -68,11 +75,12 @@ class Share:
     """What the coordinator tells a rank: the hidden folder, and how its files are called."""
 
     folder: str
+    """At a URL: the id of the save."""
     prefix: str
 
 
 class Writer(StorageWriter):
-    """What `dcp.save` writes to: a directory in torch's format. The path may also come as the `checkpoint_id` of `dcp.save`.
+    """What `dcp.save` writes to: a directory in torch's format, or a URL. The path may also be the `checkpoint_id` of `dcp.save`.
 
     As with torch's own writer, an existing checkpoint is replaced unless `overwrite=False`; it stays until the new one is whole.
     `durable` and `threads` are torch's `sync_files` and `thread_count`, and both names are understood.
@@ -99,12 +107,13 @@ class Writer(StorageWriter):
         """
         if _extensions:
             versions.TRANSFORMS.require("a checkpoint with _extensions")
-        self._path = None if path is None else local_path(path)
+        self._path = None if path is None else place_of(path)
         self.save_id = uuid.uuid4().hex
         self.overwrite, self.durable = overwrite, durable and sync_files
         self._threads = threads or thread_count or default_threads()
         self._single, self._extensions = single_file_per_rank, list(_extensions or ())
         self._transaction: DirectoryTransaction | None = None
+        self._prefix: FirstPrefix | None = None
         self._alone: int | None = None
         if cache_staged_state_dict:
             # torch takes a writer that has these for the one that copies the state.
@@ -127,7 +136,7 @@ class Writer(StorageWriter):
         self.close()
         self.save_id = uuid.uuid4().hex
         if checkpoint_id is not None:
-            self._path = local_path(checkpoint_id)
+            self._path = place_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         rank = kwargs.get("rank")
@@ -138,6 +147,13 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: make the hidden folder, and tell every rank of it. On a rank alone: look whether it may save."""
+        if isinstance(self.path, Url):
+            self.close()
+            if self._alone is not None:
+                message = "ranks that save each for itself (use_collectives=False) have no index in common; save to a folder"
+                raise Unsupported(message, file=self.path)
+            self._prefix = FirstPrefix(self.path, "dcp", overwrite=self.overwrite)
+            return [replace(plan, storage_data=Share(self._prefix.told, f"__{rank}_")) for rank, plan in enumerate(plans)]
         if self._alone is not None:
             self._check_alone(self._alone)
             return [replace(plan, storage_data=Share(self.path, f"__{self._alone}_")) for plan in plans]
@@ -166,13 +182,15 @@ class Writer(StorageWriter):
         if not plan.items:
             return finished([])
         groups = [plan.items] if self._single else [[item] for item in plan.items]
+        if isinstance(self.path, Url):
+            return finished(self._uploaded(groups, planner, share, self.path))
         results: list[WriteResult] = []
         with _opened(self._folder(share)) as folder:
             known = set(system_files().list(folder))
             for group, key in zip(groups, _keys(share.prefix, known), strict=False):
                 with self._created(key, folder) as out:
                     if self._extensions:
-                        results += self._transformed(group, planner, key, out)
+                        results += self._transformed(group, planner, key, AtEnd(out))
                     else:
                         results += self._laid_out(group, planner, key, out)
         return finished(results)
@@ -190,6 +208,11 @@ class Writer(StorageWriter):
         if self._alone is not None:
             self._finish_alone(self._alone, content, sizes)
             return
+        if self._prefix is not None:
+            receipts = [Receipt(key, nbytes, []) for key, nbytes in sorted(sizes.items())]
+            self._prefix.publish([receipts], [FilePlan(METADATA, (Literal(content),))], check=lambda store: None)
+            self.close()
+            return
         transaction = self._transaction
         if transaction is None:
             raise Unsupported("`finish` comes behind `prepare_global_plan`, on the same rank", file=self.path)
@@ -202,13 +225,16 @@ class Writer(StorageWriter):
         self.close()
 
     def storage_meta(self) -> m.StorageMeta:
-        return m.StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
+        return m.StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def close(self) -> None:
         """Remove what was written and not published."""
         if self._transaction is not None:
             self._transaction.__exit__(None, None, None)
             self._transaction = None
+        if self._prefix is not None:
+            self._prefix.give_up()
+            self._prefix = None
 
     def __del__(self) -> None:
         with suppress(Exception):  # a collector's thread, or an interpreter that ends: the next save cleans up
@@ -216,12 +242,19 @@ class Writer(StorageWriter):
 
     def __getstate__(self) -> dict[str, object]:
         """For the process that `async_save` may save in. A save that is under way stays here, and so does the copied state."""
-        here = {"_transaction", "stage", "synchronize_staging", "should_synchronize_after_execute", "_synchronize_after_execute"}
-        return {**{key: value for key, value in vars(self).items() if key not in here}, "_transaction": None}
+        here = {
+            "_transaction",
+            "_prefix",
+            "stage",
+            "synchronize_staging",
+            "should_synchronize_after_execute",
+            "_synchronize_after_execute",
+        }
+        return {**{key: value for key, value in vars(self).items() if key not in here}, "_transaction": None, "_prefix": None}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        return is_local(checkpoint_id)
+        return is_place(checkpoint_id)
 
     # Files.
 
@@ -258,7 +291,7 @@ class Writer(StorageWriter):
         write_file(file, out, threads=self._threads)
         return [WriteResult(labels[at.label].index, at.nbytes, _StorageInfo(key, at.offset, at.nbytes)) for at in places]
 
-    def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: NewFile) -> list[WriteResult]:
+    def _transformed(self, items: Iterable[WriteItem], planner: SavePlanner, key: str, out: Target) -> list[WriteResult]:
         """Items one after the other, each through the extensions."""
         results = []
         end = Appended(out)
@@ -273,6 +306,30 @@ class Writer(StorageWriter):
             # In the order in which readers undo them. torch's own writer notes several the other way round, and cannot read that.
             info = _StorageInfo(key, start, end.nbytes - start, [one.get_descriptor() for one in self._extensions])
             results.append(WriteResult(item.index, end.nbytes - start, info))
+        return results
+
+    def _uploaded(self, groups: list[list[WriteItem]], planner: SavePlanner, share: Share, url: Url) -> list[WriteResult]:
+        """Objects with what this rank has. Where that fails none is left: nobody has heard of them."""
+        into = self._prefix or Prefix(url, share.folder)
+        own = save_id()
+        results: list[WriteResult] = []
+        try:
+            for number, group in enumerate(groups):
+                results += self._object(group, planner, f"{share.prefix}{number}-{share.folder}-{own}.distcp", into)
+        except BaseException:
+            if into is not self._prefix:
+                into.give_up()
+            raise
+        return results
+
+    def _object(self, items: Sequence[WriteItem], planner: SavePlanner, key: str, into: Prefix) -> list[WriteResult]:
+        labels = {f"{number}": item for number, item in enumerate(items)}
+        file, places = _lay_out(key, labels, planner)
+        if not self._extensions:
+            into.begin(file).write(threads=self._threads, progress=None, block=None)
+            return [WriteResult(labels[at.label].index, at.nbytes, _StorageInfo(key, at.offset, at.nbytes)) for at in places]
+        results: list[WriteResult] = []
+        into.upload(key, file.nbytes, lambda out: results.extend(self._transformed(items, planner, key, out)))
         return results
 
     # A rank alone.
@@ -306,10 +363,21 @@ class Writer(StorageWriter):
                         system.unlink(key, at=folder)
 
 
+class AtEnd:
+    """A file that is written from front to back."""
+
+    def __init__(self, out: NewFile) -> None:
+        self._out, self._nbytes = out, 0
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        self._out.write(self._nbytes, data)
+        self._nbytes += memoryview(data).nbytes
+
+
 class Appended(io.RawIOBase):
     """The end of a file, for streams that write into it and close what they write into."""
 
-    def __init__(self, out: NewFile) -> None:
+    def __init__(self, out: Target) -> None:
         super().__init__()
         self._out = out
         self.nbytes = 0
@@ -319,7 +387,7 @@ class Appended(io.RawIOBase):
 
     def write(self, data: object, /) -> int:
         view = memoryview(cast(bytes, data)).cast("B")
-        self._out.write(self.nbytes, view)
+        write_all(self._out, view)
         self.nbytes += view.nbytes
         return view.nbytes
 

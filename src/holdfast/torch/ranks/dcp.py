@@ -204,7 +204,7 @@ def dcp_index(contents: Contents, receipts: Sequence[Receipt], *, path: str) -> 
             storage[m.MetadataIndex(alias, item.offsets, number)] = storage[m.MetadataIndex(base, item.offsets, number)]
     ordered = {name: state[name] for name in contents.paths if name in state}
     planner = dict(contents.paths)
-    metadata = m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=path))
+    metadata = m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=str(path)))
     if versions.VERSIONED:
         metadata.version = "1.0.0"
     return pickled_index(metadata)

@@ -21,7 +21,8 @@ Replicas (`offers`, `spread`, `hand_on`): what every rank wants whole is read by
     every rank   takes part in a broadcast of each
 
 On one machine the file is in the page cache, and reading it again is cheaper than sending it over a socket; between machines, and
-between GPUs, it is the other way round. So "auto" hands on where the ranks are on several machines or the tensors on GPUs.
+between GPUs, it is the other way round, and an object store is paid by the byte. So "auto" hands on where the ranks are on several
+machines, the checkpoint in an object store, or the tensors on GPUs.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from holdfast.errors import DoesNotFit, Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import Stateful, state_and_path
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 from holdfast.torch import versions
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
@@ -125,6 +127,7 @@ def load_sharded(
     progress: Callable[[int], None] | None = None,
     max_host_memory: int | None = None,
     deadline: float = DEADLINE,
+    store: object | None = None,
 ) -> LoadedShards:
     """Fill the tensors of `state` in place from a checkpoint, on every rank of a group, whatever ranks wrote it.
 
@@ -140,11 +143,13 @@ def load_sharded(
     Raises `RanksFailed` with the same causes on every rank; before anything was changed, where something does not fit.
 
     What all ranks want whole is read by each of them (`replicated="read"`), or by one and then sent to the others with the group's
-    own collectives (`"broadcast"`); by default the latter where they are on several machines or the tensors on GPUs. Tensors on a
-    GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said otherwise).
+    own collectives (`"broadcast"`); by default the latter where they are on several machines, the checkpoint in an object store or
+    the tensors on GPUs. Tensors on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said
+    otherwise). `path` may be a URL (`s3://bucket/step-1000`), or a key in a `store` that the caller has made.
     """
     state, path = state_and_path(state, path)
-    where = local_path(path)
+    where = place_of(path, store)
+    far = isinstance(where, Url)
     ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)
     checkpoint: Checkpoint | None = None
     try:
@@ -153,7 +158,7 @@ def load_sharded(
         problem: BaseException | None = None
         local: bytes | BaseException
         try:
-            checkpoint = open_checkpoint(path, verify=verify, threads=threads or ranks.threads())
+            checkpoint = open_checkpoint(where, verify=verify, threads=threads or ranks.threads())
             names = Names(checkpoint, prefix)
             place = {"rank": ranks.rank, "size": ranks.size}
             wanted = match(state, names, cast=cast, strict=strict, per_rank=per_rank, **place)
@@ -163,7 +168,7 @@ def load_sharded(
             local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
         except Exception as error:
             local = error
-        answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), replicated, machines=ranks.apart()))
+        answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), replicated, far=far or ranks.apart()))
         verdict = msgspec.msgpack.decode(answer, type=Verdict)
         asked = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
         assert names is not None  # or this rank would have failed, and with it all of them
@@ -212,11 +217,11 @@ def load_sharded(
 
 
 @understood(device=device_given)
-def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> object:
+def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None = None, store: object | None = None) -> object:
     """The whole state of a checkpoint in one process: its tree, with every tensor in one piece."""
     from holdfast.torch.tensors.open import open as open_torch
 
-    with open_torch(path) as checkpoint:
+    with open_torch(place_of(path, store)) as checkpoint:
         return checkpoint.read_tree(device=device)
 
 
@@ -226,7 +231,7 @@ def _read_nbytes(fills: list[Fill]) -> int:
     return sum(source.read_nbytes for source in sources if isinstance(source, OpenSource))
 
 
-def _judge(messages: Sequence[bytes], replicated: Replicated, *, machines: bool) -> list[bytes]:
+def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
     """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
     told = [msgspec.msgpack.decode(message, type=Told) for message in messages]
     used: dict[bytes, np.ndarray] = {}
@@ -235,7 +240,7 @@ def _judge(messages: Sequence[bytes], replicated: Replicated, *, machines: bool)
         used[one.checkpoint] = bits | used.get(one.checkpoint, bits)
     all_used = {checkpoint: bool((bits == 255).all()) for checkpoint, bits in used.items()}
     fits = all(one.fits and (all_used[one.checkpoint] or not one.strict) for one in told)
-    shares = spread([one.offers for one in told], replicated, machines=machines)
+    shares = spread([one.offers for one in told], replicated, far=far)
     verdicts = {seen: msgspec.msgpack.encode(Verdict(fits, bits.tobytes(), shares)) for seen, bits in used.items()}
     return [verdicts[one.checkpoint] for one in told]
 
@@ -302,11 +307,11 @@ def offers(whole: Mapping[str, Fill], group: dist.ProcessGroup | None) -> list[O
     ]
 
 
-def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, machines: bool) -> dict[str, int]:
-    """Who reads what for all; the largest first, each by the rank that has least to read. `machines`: whether there are several."""
+def spread(told: Sequence[Sequence[Offer]], how: Replicated, *, far: bool) -> dict[str, int]:
+    """Who reads what for all; the largest first, each by the rank that has least to read. `far`: not on the machine of all."""
     common = set(told[0]).intersection(*told[1:]) if how != "read" and len(told) > 1 else set[Offer]()
     if how == "auto":
-        common = {offer for offer in common if machines or offer.device != "cpu"}
+        common = {offer for offer in common if far or offer.device != "cpu"}
         if sum(offer.nbytes for offer in common) * (len(told) - 1) < WORTH_NBYTES:
             common = set()
     load = [0] * len(told)

@@ -14,7 +14,8 @@ from holdfast.ranks.files import FORMATS
 from holdfast.rewrite.base import check_shares
 from holdfast.rewrite.formats import check_sparse
 from holdfast.rewrite.state import Stateful, state_and_path, state_dicts
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 from holdfast.torch.ranks.background import Course, SaveHandle, begin
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.saving import Asked, Job, SavedShards, describe, plan, stage_described, stage_planned, write
@@ -43,6 +44,7 @@ def save_sharded(
     sparse: str = "never",
     base: str | os.PathLike[str] | None = None,
     hashes: bool = False,
+    store: object | None = None,
 ) -> SavedShards:
     """Save the state of all ranks of a group as one checkpoint, which any number of ranks can load. Every rank calls it.
 
@@ -62,10 +64,13 @@ def save_sharded(
     A save that another one of this process is in the way of waits for it, or is refused on all ranks (`when_busy`).
     `sparse`, `base` and `hashes` are as for `holdfast.save`: every rank decides for its boxes, in a native checkpoint.
     Where the ranks and the placements are those of the base, what did not change is linked.
+
+    A URL (`s3://bucket/step-1000`) is a place in an object store, and so is a key with a `store` that the caller has made. Every
+    rank uploads its part, and the first one publishes by one conditional put: native or DCP.
     """
     state, path = state_and_path(state, path)
     asked = Asked(
-        path=local_path(path),
+        path=place_of(path, store),
         format=format,
         overwrite=overwrite,
         durable=durable,
@@ -76,7 +81,7 @@ def save_sharded(
         threads=threads,
         progress=progress,
         sparse=sparse,
-        base=None if base is None else os.path.abspath(local_path(base)),
+        base=None if base is None else _rooted(place_of(base)),
         hashes=hashes,
     )
     return save_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy)
@@ -103,6 +108,7 @@ def async_save_sharded(
     sparse: str = "never",
     base: str | os.PathLike[str] | None = None,
     hashes: bool = False,
+    store: object | None = None,
 ) -> SaveHandle:
     """As `save_sharded`, and the caller trains on while it is written.
 
@@ -114,7 +120,7 @@ def async_save_sharded(
     """
     state, path = state_and_path(state, path)
     asked = Asked(
-        path=local_path(path),
+        path=place_of(path, store),
         format=format,
         overwrite=overwrite,
         durable=durable,
@@ -125,7 +131,7 @@ def async_save_sharded(
         threads=threads,
         progress=progress,
         sparse=sparse,
-        base=None if base is None else os.path.abspath(local_path(base)),
+        base=None if base is None else _rooted(place_of(base)),
         hashes=hashes,
     )
     return begin_asked(state, asked, group=group, deadline=deadline, when_busy=when_busy, max_host_memory=max_host_memory)
@@ -208,7 +214,16 @@ def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadl
     """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
     check_sparse(asked.path, asked.format, asked.sparse)
     check_shares(asked.path, asked.format, asked.base, asked.hashes)
+    if isinstance(asked.path, Url):
+        from holdfast.ranks.prefix import check_format
+
+        check_format(asked.path, asked.format)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
     course.open.callback(ranks.close)
-    return Job(asked, ranks, os.path.abspath(asked.path), course.open)
+    return Job(asked, ranks, _rooted(asked.path), course.open)
+
+
+def _rooted(place: str) -> str:
+    """A path from the root on, whatever folder the program goes to; a URL is one."""
+    return place if isinstance(place, Url) else os.path.abspath(place)

@@ -4,14 +4,15 @@
 
     describe   every rank   names, dtypes, shapes, boxes. No data moves                              ──► gather
     plan       rank 0       replicas dropped and spread, boxes checked to tile; a hidden folder beside
-                            the target                                                              ──► each rank its part
-    write      every rank   its files into that folder, checksums on the way, fsync                  ──► receipts
-               rank 0       compare receipts with the plan, write the index, rename             ──► done, or what went wrong
+                            the target, or an id in an object store                                 ──► each rank its part
+    write      every rank   its files into that folder or bucket, checksums on the way, fsync        ──► receipts
+               rank 0       compare receipts with the plan, make the index, publish             ──► done, or what went wrong
 
 In the background the tensors of a value are copied on the way (`stage_described` or `stage_planned`), so that the caller may change
 its own; what comes after runs on another thread. What is decided and written without torch is in `holdfast.ranks`.
 
-An error on any rank at any step reaches every rank as the same `RanksFailed`. Before the rename nothing at the target has changed.
+An error on any rank at any step reaches every rank as the same `RanksFailed`. Before it is published nothing at the
+target has changed.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from holdfast.core.sharing import twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.write import Progress
-from holdfast.errors import CannotHold
+from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.write import is_flat
 from holdfast.formats.tree_json import encode_tree
 from holdfast.ranks.files import NOTHING, Part, Receipt, rank_files, unkept_notes
+from holdfast.ranks.gathering import Gathering, join_gathering
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
 from holdfast.ranks.together import Description, Place, message, put_together, with_sums
-from holdfast.ranks.write import AsStep, Publishing, open_folder, publish, rehearse_contents, rehearse_value, write_files
+from holdfast.ranks.write import AsStep, Publishing, open_publishing, publish, rehearse_contents, rehearse_value, write_files
 from holdfast.rewrite.base import open_base
 from holdfast.rewrite.state import describe_state
 from holdfast.torch.cuda.stage import Copies
@@ -67,6 +69,8 @@ block takes the interpreter lock a few times, which the caller's own thread need
 THREADS_A_FILE, FILE_NBYTES = 4, 256 << 20
 """Threads for which a rank writes one more file at once, and what a file should have at least. The kernel lets one thread at a time
 write to a file: beside it others can sum, and no more."""
+
+WHOLE = "steps in an object store share no bytes: it is written whole"
 
 Copy = Callable[[Sequence[LazyTensor]], Staged]
 """Copies tensors into memory of our own."""
@@ -102,7 +106,7 @@ class Job:
     asked: Asked
     ranks: Ranks
     place: str
-    """The path from the root on: while it is written, the program may go to another folder."""
+    """A URL, or the path from the root on: while it is written, the program may go to another folder."""
     open: ExitStack
     """What is closed when the save is over, however it ends: the ranks, a folder that was not published."""
 
@@ -138,10 +142,11 @@ class Planned:
 
     job: Job
     part: Part
-    folder: str
     publishing: Publishing | None
-    """On the first rank: the folder in which everything comes together."""
+    """On the first rank: where everything comes together."""
     notes: tuple[str, ...]
+    gathering: Gathering | None = None
+    """Where this rank's files go, once it has been told."""
     failed: Exception | None = None
     """What went wrong here since it was planned; the others hear of it instead of a receipt."""
     staged: Staged | None = None
@@ -172,7 +177,8 @@ class SavedShards:
 class Task(msgspec.Struct):
     """What a rank is told."""
 
-    folder: str
+    told: str
+    """Where everything comes together (`ranks.gathering`)."""
     boxes: list[Place]
     values: list[str]
     notes: list[str]
@@ -256,16 +262,18 @@ def plan(described: Described) -> Planned:
     def decide(messages: list[bytes]) -> list[bytes]:
         together = put_together(messages, values=asked.values, per_rank=asked.per_rank)
         rehearse_contents(asked.format, together.contents, asked.path, dcp_index=partial(dcp_index, path=asked.path))
-        opened = open_folder(job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step)
-        job.open.callback(opened.give_up)
+        opened = open_publishing(
+            job.place, asked.format, together, durable=asked.durable, overwrite=asked.overwrite, step=asked.step
+        )
+        job.open.callback(opened.gathering.give_up)
         publishing.append(opened)
-        folder, notes = opened.transaction.folder, list(together.notes)
+        told, notes = opened.gathering.told, list(together.notes)
         given = zip(together.boxes, together.values, strict=True)
-        return [msgspec.msgpack.encode(Task(folder, list(boxes), list(values), notes)) for boxes, values in given]
+        return [msgspec.msgpack.encode(Task(told, list(boxes), list(values), notes)) for boxes, values in given]
 
     answer = job.ranks.agree(_with_sums(described), decide)
     part = Part(job.ranks.rank, job.ranks.size, (), described.state.metadata)
-    planned = Planned(job, part, "", publishing[0] if publishing else None, described.notes, staged=described.staged)
+    planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
         task = msgspec.msgpack.decode(answer, type=Task)
         tensors = described.state.tensors
@@ -274,7 +282,8 @@ def plan(described: Described) -> Planned:
         for name, archive in values.items():
             rehearse_value(name, archive)
         part = replace(part, boxes=boxes, values=values)
-        return replace(planned, part=part, folder=task.folder, notes=(*planned.notes, *task.notes))
+        into = publishing[0].gathering if publishing else join_gathering(task.told, job.place, durable=asked.durable)
+        return replace(planned, part=part, gathering=into, notes=(*planned.notes, *task.notes))
     except Exception as error:
         return replace(planned, failed=error)
 
@@ -329,7 +338,14 @@ def write(planned: Planned) -> SavedShards:
         publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
         return [b""] * len(messages)
 
-    job.ranks.agree(local, decide)
+    try:
+        job.ranks.agree(local, decide)
+    except (RanksFailed, RankLost) as error:
+        # Not where the first rank is lost, and has what it needs from here: it may have published, or do so yet.
+        known = isinstance(error, RanksFailed) or isinstance(local, Exception)
+        if known and planned.gathering is not None and not job.ranks.first:
+            planned.gathering.give_up()
+        raise
     notes = (*planned.notes, *more, *(() if copies is None else copies.notes()))
     files = tuple((receipt.key, receipt.nbytes) for receipt in receipts)
     shared = sum(receipt.nbytes for receipt in receipts if receipt.linked)
@@ -346,17 +362,20 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     pack = None if wanted is None else partial(choose, wanted=wanted, threads=threads)
     block = None if copies is None else BLOCK_BEHIND
     hashes, reuse = None, NOTHING
-    if asked.base is not None or asked.hashes:
+    into = planned.gathering
+    assert into is not None  # or it has failed
+    if into.save and (asked.base is not None or asked.hashes):
+        notes.append(WHOLE)
+    elif asked.base is not None or asked.hashes:
         with closing(open_base(asked.base, planned.job.place, threads=threads, block=block)) as base:
             hashes, reuse = base.hashes, base.take_over_boxes(planned.part.boxes)
     notes += reuse.notes
     # One file for every few threads, each with enough in it.
-    count = max(1, min(threads // THREADS_A_FILE, planned.part.nbytes // FILE_NBYTES))
+    # Of an object several parts are on their way at once, and each takes memory.
+    count = 1 if into.save else max(1, min(threads // THREADS_A_FILE, planned.part.nbytes // FILE_NBYTES))
     receipts = write_files(
-        rank_files(asked.format, planned.part, files=count, pack=pack, hashes=hashes, reuse=reuse),
-        planned.publishing or planned.folder,
-        path=asked.path,
-        durable=asked.durable,
+        rank_files(asked.format, planned.part, files=count, pack=pack, hashes=hashes, reuse=reuse, save=into.save),
+        into,
         threads=threads,
         progress=asked.progress,
         block=block,
