@@ -14,13 +14,13 @@ import pytest
 from holdfast.errors import HoldfastError
 from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.rewrite.step_seal import Stamp, with_seal
-from holdfast.runs import retention
+from holdfast.runs import directory
 from holdfast.runs.delete import clean, hide
+from holdfast.runs.directory import RunDirectory, open_for_writing
 from holdfast.runs.record import Kept, pin_step, read_pins, unpin_step
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Every, Latest, Rule
-from holdfast.runs.run import open_for_writing
-from holdfast.runs.steps import RunFolder, step_name
+from holdfast.runs.steps import step_name
 from holdfast.stores.files import Files
 from tests.crash.model import ROOT, Model, Tree, freeze, temporaries
 from tests.crash.proof import Death, Mortal
@@ -41,7 +41,7 @@ def save(files: Files, number: int, *, version: int | None = None, overwrite: bo
 
 def turn(files: Files, number: int, rules: Iterable[Rule] = RULES, **how: object) -> None:
     """Everything that a run does in its directory for one step."""
-    folder = RunFolder(ROOT, files)
+    folder = RunDirectory(ROOT, files)
     lock = open_for_writing(folder, Kept(tuple(rules)), durable=True)
     try:
         save(files, number, **how)
@@ -89,7 +89,7 @@ class Looked:
         return self._seen[key][0]
 
     def _look(self, tree: Tree) -> tuple[list[int], list[str]]:
-        folder = RunFolder(ROOT, Model(tree=tree))
+        folder = RunDirectory(ROOT, Model(tree=tree))
         found = folder.survey()
         torn = [one.name for one in found if one.whole is None]
         if not self._torn:
@@ -219,7 +219,7 @@ def test_the_nth_call_of_a_turn_fails(fault: Fault, request: pytest.FixtureReque
 def test_a_power_cut_while_pins_change():
     """The pins are always the old or the new, and what is pinned is not deleted."""
     model = start(1, 2, 3)
-    pin_step(RunFolder(ROOT, model), 1, "paper")
+    pin_step(RunDirectory(ROOT, model), 1, "paper")
     seen = set()
 
     def pins(tree: Tree) -> tuple[int, ...]:
@@ -227,8 +227,8 @@ def test_a_power_cut_while_pins_change():
         return tuple(read_pins(here, at=here.open_directory(ROOT)))
 
     watch(model, "holdfast.pins.json", lambda call, tree: seen.add(pins(tree)))
-    pin_step(RunFolder(ROOT, model), 2, "talk")
-    unpin_step(RunFolder(ROOT, model), 1)
+    pin_step(RunDirectory(ROOT, model), 2, "talk")
+    unpin_step(RunDirectory(ROOT, model), 1)
     assert seen == {(1,), (1, 2), (2,)}
     model.watch = None
     turn(model, 4, [Latest(1)])
@@ -250,7 +250,7 @@ def test_deleting_without_a_rename_is_seen(monkeypatch: pytest.MonkeyPatch):
             self.files.close(inside)
             self.files.rmdir(self.name, at=self.at)
 
-    monkeypatch.setattr(retention, "hide", lambda files, name, *, at: InPlace(files, name, at))
+    monkeypatch.setattr(directory, "hide", lambda files, name, *, at: InPlace(files, name, at))
     model, looked = start(1, 2, 3), Looked()
     watch(model, step_name(4), lambda call, tree: looked.steps(tree))
     with pytest.raises(AssertionError, match="a torn step is seen"):
@@ -261,7 +261,7 @@ def test_unlinking_before_the_rename_is_on_disk_is_seen():
     model, looked = start(1, 2, 3), Looked()
     watch(model, step_name(4), lambda call, tree: looked.steps(tree))
     with pytest.raises(AssertionError, match="a torn step is seen"):
-        retain(RunFolder(ROOT, Without(model, skip=lambda model, descriptor: True)), [Latest(1)], check=lambda step: True)
+        retain(RunDirectory(ROOT, Without(model, skip=lambda model, descriptor: True)), [Latest(1)], check=lambda step: True)
 
 
 def test_retention_before_the_step_is_published_is_seen():

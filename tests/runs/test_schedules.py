@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.rewrite.step_seal import Stamp, with_seal
+from holdfast.runs.directory import RunDirectory, open_for_writing
 from holdfast.runs.record import Kept, pin_step
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Best, Every, Latest, Rule, Within
-from holdfast.runs.run import open_for_writing
-from holdfast.runs.steps import RunFolder, step_name
+from holdfast.runs.steps import step_name
 from holdfast.stores.files import Files
 from tests.crash.model import ROOT, Model, Tree, temporaries
 from tests.crash.proof import Death, Mortal
@@ -115,8 +115,8 @@ class World:
         self.model = Model(exchange=self.exchange, noreplace=self.exchange)
 
     @property
-    def folder(self) -> RunFolder:
-        return RunFolder(ROOT, self.model)
+    def folder(self) -> RunDirectory:
+        return RunDirectory(ROOT, self.model)
 
     def found(self) -> set[int]:
         """The whole steps, each to the last byte what was saved."""
@@ -130,7 +130,7 @@ class World:
         return {step.step for step in steps}
 
     def turn(self, files: Files, number: int, known: Known) -> None:
-        folder = RunFolder(ROOT, files)
+        folder = RunDirectory(ROOT, files)
         lock = open_for_writing(folder, Kept(self.rules), durable=True)
         publish(files, number, known.saved, known.loss)
         retain(folder, self.rules, check=lambda step: True, now=lambda: self.clock)

@@ -40,7 +40,7 @@ def add_unpin_arguments(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_place(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("path", metavar="RUN", type=values.path, help="the directory of a run")
+    verb.add_argument("path", metavar="RUN", type=values.target, help="the directory of a run, or its URL")
     verb.add_argument("step", metavar="STEP", type=_step, help="the number of a step")
 
 

@@ -21,10 +21,11 @@ from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines, w
 
 if TYPE_CHECKING:
     from holdfast.runs.lock import Holder
-    from holdfast.runs.record import Kept
+    from holdfast.runs.place import RunPlace
     from holdfast.runs.retention import Deleted, Fate
     from holdfast.runs.rules import Rule
-    from holdfast.runs.steps import Found, RunFolder, Step
+    from holdfast.runs.steps import Found, Step
+    from holdfast.runs.sweep import Swept
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -33,6 +34,7 @@ SCHEMA = 1
 
 DESCRIPTION = """\
 List the steps of a training run: those of a holdfast.Run, native directories, and directories of other trainers that were sealed.
+A run may be in a bucket: s3://, gs://, az://. There, --gc removes what saves and deletions left that died.
 What is not whole is listed with the reason, and is never resumed from. Rules are those that the run wrote down, or --keep."""
 
 EXAMPLES = """\
@@ -52,6 +54,7 @@ examples:
   holdfast runs runs/llama --plan                          what its rules would delete, and why not the rest
   holdfast runs runs/llama --plan --keep latest:3 --keep every:10000
   holdfast runs runs/llama --prune                         delete it
+  holdfast runs s3://bucket/llama --gc --dry-run           what dead savers left there for more than a day
   holdfast runs runs/llama --json | jq '.steps[] | select(.whole).step'
 """
 
@@ -61,11 +64,14 @@ METRICS = 4
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("path", metavar="DIR", type=values.path, help="the directory of a run")
+    verb.add_argument("path", metavar="RUN", type=values.target, help="the directory of a run, or its URL")
     verb.add_argument("--keep", metavar="RULE", action="append", default=[], help="a rule, any number of times")
     do = verb.add_mutually_exclusive_group()
     do.add_argument("--plan", action="store_true", help="say what the rules would delete, and delete nothing")
     do.add_argument("--prune", action="store_true", help="delete what the rules do not keep")
+    do.add_argument("--gc", action="store_true", help="in a bucket: delete data that no manifest names, of saves that died")
+    verb.add_argument("--grace", metavar="TIME", help="how old that has to be (24h)")
+    verb.add_argument("--dry-run", action="store_true", help="with --gc: say what would be deleted")
     verb.add_argument("--json", action="store_true", help="print one JSON document (its schema is in docs/cli.md)")
     verb.set_defaults(run=run)
 
@@ -100,20 +106,25 @@ class Table:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.errors import BadArgument, StoreError
+    from holdfast.runs.places import place_for
     from holdfast.runs.rules import read_rules
-    from holdfast.runs.steps import RunFolder
+    from holdfast.stores.paths import place_of
 
-    path = str(options.path)
-    folder = RunFolder(path)
-    if not options.path.is_dir():
+    if options.gc:
+        return collect(options)
+    if options.grace or options.dry_run:
+        raise BadArgument("--grace and --dry-run go with --gc; --plan says what the rules would delete", found=options.grace)
+    path = place_of(options.path.rstrip("/") or "/")
+    place = place_for(path)
+    if not place.exists():
         raise StoreError("there is no such directory", file=path)
-    kept = _recorded(folder) if not options.keep else None
+    kept = place.kept() if not options.keep else None
     rules = read_rules(options.keep) if options.keep else kept.rules if kept is not None else ()
     if (options.plan or options.prune) and not rules:
         raise BadArgument("no rules say which steps go: the run wrote none down; give some, as --keep latest:3", found=path)
-    done = prune(folder, rules) if options.prune else None
+    done = prune(place, rules) if options.prune else None
     gone = done.steps if done is not None else ()
-    table = look(folder, rules)
+    table = look(place, rules, path)
     if options.json:
         from holdfast.cli.document import print_json
 
@@ -128,38 +139,51 @@ def run(options: argparse.Namespace) -> int:
     return 1 if torn and not options.plan and not options.prune else 0
 
 
-def prune(folder: RunFolder, rules: Collection[Rule]) -> Deleted:
+def prune(place: RunPlace, rules: Collection[Rule]) -> Deleted:
     """Delete what the rules do not keep. Refused while a run has the directory open: it does that itself, after each save."""
-    from holdfast.runs.lock import RunLock
     from holdfast.runs.retention import retain
-    from holdfast.stores.path_files import system_files
 
-    lock = RunLock.take(system_files(), folder.path)
+    lock = place.locked()
     try:
-        return retain(folder, rules)
+        return retain(place, rules)
     finally:
         lock.close()
 
 
-def _recorded(folder: RunFolder) -> Kept | None:
-    from holdfast.runs.record import read_kept
+def collect(options: argparse.Namespace) -> int:
+    """`--gc`: what dead savers left in a bucket."""
+    from holdfast.runs.sweep import GRACE_S, sweep
 
-    with folder.opened() as (files, at):
-        return read_kept(files, at=at)
+    done = sweep(options.path, grace=options.grace or GRACE_S, dry_run=options.dry_run)
+    if options.json:
+        from holdfast.cli.document import print_json
+
+        swept = {"deleted": list(done.keys), "nbytes": done.nbytes, "young": done.young, "notes": list(done.notes)}
+        print_json({"schema": SCHEMA, "path": done.path, **swept, "done": done.done})
+    else:
+        print_lines(swept_lines(done))
+    return 0
 
 
-def look(folder: RunFolder, rules: Collection[Rule]) -> Table:
-    """What is in a run's directory now."""
-    from holdfast.runs.lock import seen_writing
-    from holdfast.runs.record import read_pins
+def swept_lines(done: Swept) -> Iterator[Line]:
+    """What the sweep did, or would do."""
+    for note in done.notes:
+        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
+    for key in done.keys:
+        yield [("deleted " if done.done else "would delete ", "error"), (escape(clip(key, 400)), "name")]
+    told = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
+    young = f"; {plural(done.young, 'object')} without a manifest not old enough" if done.young else ""
+    yield [(escape(clip(done.path, 400)), "title"), (told + young, "dim")]
+
+
+def look(folder: RunPlace, rules: Collection[Rule], path: str) -> Table:
+    """What is in a run's directory now; `path` is what it is called."""
     from holdfast.runs.retention import decide
     from holdfast.runs.space import Sizes, Space
 
     survey = folder.survey()
     steps = [found.whole for found in survey if found.whole is not None]
-    with folder.opened() as (files, at):
-        pins = read_pins(files, at=at)
-        writer = seen_writing(files, at=at)
+    pins, writer = folder.pins(), folder.writer()
     now = time.time()
     fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins, now=now)}
     space, seen, rows = Space(folder), Sizes(), []
@@ -169,7 +193,7 @@ def look(folder: RunFolder, rules: Collection[Rule]) -> Table:
         seen.update(own)
         fate = fates.get(found.whole.step) if found.whole is not None else None
         rows.append(Row(found, fate, new, sum(own.values()) - new))
-    return Table(folder.path, rows, tuple(rules), writer, now, sum(seen.values()))
+    return Table(path, rows, tuple(rules), writer, now, sum(seen.values()))
 
 
 def lines(table: Table) -> Iterator[Line]:

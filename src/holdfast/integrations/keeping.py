@@ -7,10 +7,10 @@ import warnings
 from collections.abc import Collection
 
 from holdfast.errors import HoldfastWarning
+from holdfast.runs.directory import RunDirectory
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Latest, Rule, read_rules
 from holdfast.runs.run import Run
-from holdfast.runs.steps import RunFolder
 from holdfast.stores.paths import AnyPath, local_path
 
 __all__ = ["Keep", "keep_by", "newest_whole", "rules_of"]
@@ -29,7 +29,7 @@ def keep_by(folder: AnyPath, rules: Collection[Rule], *, durable: bool = True) -
 
     What is not whole is not counted, and is left to a person.
     """
-    for note in retain(RunFolder(os.path.abspath(local_path(folder))), rules, durable=durable).notes:
+    for note in retain(RunDirectory(os.path.abspath(local_path(folder))), rules, durable=durable).notes:
         warnings.warn(note, HoldfastWarning, stacklevel=3)
 
 

@@ -177,6 +177,8 @@ class SavePlan:
     """Files of a directory that are there already, in another one."""
     copied: bool = False
     """Whether it is a copy: names and content are those of another checkpoint, and none is made up."""
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """What the object of the manifest says of itself in an object store, where it can be asked without reading it."""
 
     @property
     def nbytes(self) -> int:

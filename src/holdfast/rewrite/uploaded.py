@@ -84,7 +84,7 @@ def put_plan(
             put(file)
         text = io.BytesIO()
         content(index)(text)
-        save.commit(text.getvalue())
+        save.commit(text.getvalue(), plan.attributes)
     except DurabilityUncertain:
         raise  # the index may be there, and then names what was written
     except BaseException:

@@ -1,10 +1,12 @@
-"""Runs: the steps of a training run in one directory, found again after anything, and kept from filling the disk.
+"""Runs: the steps of a training run in one directory or bucket, found again after anything, and kept from filling the disk.
 
 run              `Run`: save, resume, prune; what a save does, in order
+place            what a run needs of where it is: `directory`, or `bucket` with `bucket_steps`; `places` tells which
 view             looking: latest, best, iteration, what the rules would do; pins
 rules            which steps are kept: `Latest`, `Every`, `Best`, `Within`; pure
 steps            which folders are steps, under which number, and whether each is whole
 retention        what goes and why the rest stays; letting it go
+sweep            what dead savers left in a bucket
 delete           a rename, then unlinking; cleaning what dead processes left
 record           the rules and the pins that a run's directory keeps
 lock             one writer a run, as long as its process lives

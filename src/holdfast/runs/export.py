@@ -26,7 +26,8 @@ from holdfast.errors import BadArgumentType, HoldfastWarning
 from holdfast.rewrite.convert import convert
 from holdfast.rewrite.formats import Options, format_for
 from holdfast.runs.steps import Step, step_name
-from holdfast.stores.paths import local_path
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 
 __all__ = ["Export", "Exports", "read_exports"]
 
@@ -39,7 +40,7 @@ class Export:
     """Steps whose number is a multiple of `every`, converted into a folder; everything else is as for `holdfast.convert`."""
 
     path: str | os.PathLike[str]
-    """The folder; each step has a name of its own in it."""
+    """The folder, or a URL; each step has a name of its own in it."""
     format: str = "safetensors"
     dtype: AnyDType | Mapping[str, AnyDType] | None = None
     every: int = 1
@@ -50,19 +51,23 @@ class Export:
     copy_config: bool | str | os.PathLike[str] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", os.path.abspath(local_path(self.path)))
+        place = place_of(self.path)
+        object.__setattr__(self, "path", place if isinstance(place, Url) else os.path.abspath(place))
         object.__setattr__(self, "every", whole_number(self.every, "every="))
         format_for("model/", self.format, Options())
 
     def target(self, step: int) -> str:
         """Where a step goes."""
         found = format_for("model/", self.format, Options())
+        if isinstance(self.path, Url):
+            return self.path.below(step_name(step) + SUFFIXES[found])
         return os.path.join(self.path, step_name(step)) + SUFFIXES[found]
 
     def carry_out(self, step: Step) -> str:
         """Convert a step; what was exported of it before is replaced."""
         target = self.target(step.step)
-        os.makedirs(self.path, exist_ok=True)
+        if not isinstance(self.path, Url):
+            os.makedirs(self.path, exist_ok=True)
         convert(
             step.path, target, dtype=self.dtype, keep=self.keep, drop=self.drop, rename=self.rename,
             format=self.format, max_shard_size=self.max_shard_size, copy_config=self.copy_config, overwrite=True,

@@ -26,7 +26,25 @@ from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.steps import RunFolder
 from holdfast.stores.files import Files, read_all
 
-__all__ = ["PINS", "RECORD", "Kept", "Pin", "pin_step", "read_kept", "read_pins", "turn", "unpin_step", "write_kept"]
+__all__ = [
+    "MOST_NBYTES",
+    "PINS",
+    "RECORD",
+    "Kept",
+    "Pin",
+    "Pins",
+    "Record",
+    "decoded",
+    "encoded",
+    "pin_step",
+    "read_kept",
+    "read_pins",
+    "record_of",
+    "turn",
+    "understood_rules",
+    "unpin_step",
+    "write_kept",
+]
 
 RECORD, PINS = "holdfast.run.json", "holdfast.pins.json"
 
@@ -69,16 +87,21 @@ class Kept(msgspec.Struct, frozen=True):
     budget: int | None = None
 
 
-D = TypeVar("D", Record, Pins)
+D = TypeVar("D", bound=Record | Pins)
 
 
 def _read(files: Files, name: str, kind: type[D], *, at: int) -> D | None:
     if files.stat(name, at=at) is None:
         return None
     raw = read_all(files, name, at=at, most=MOST_NBYTES)
+    if raw is None:
+        raise HeaderError("no plain file of a length that could be", file=name)
+    return decoded(raw, kind, name)
+
+
+def decoded(raw: bytes, kind: type[D], name: str) -> D:
+    """What such a file says. Raises `HeaderError` where it cannot be understood."""
     try:
-        if raw is None:
-            raise HeaderError("no plain file of a length that could be", file=name)
         found = msgspec.json.decode(raw, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HeaderError(f"this file is damaged: {error}; mend or remove it", file=name) from None
@@ -87,8 +110,13 @@ def _read(files: Files, name: str, kind: type[D], *, at: int) -> D | None:
     return found
 
 
+def encoded(content: Record | Pins) -> bytes:
+    """The text of such a file."""
+    return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+
+
 def _write(files: Files, path: str, content: Record | Pins, *, durable: bool) -> None:
-    raw = msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
+    raw = encoded(content)
     with FileTransaction(path, durable=durable, overwrite=True, files=files) as single:
         single.allocate(len(raw))
         single.write(0, raw)
@@ -98,8 +126,11 @@ def _write(files: Files, path: str, content: Record | Pins, *, durable: bool) ->
 def read_kept(files: Files, *, at: int) -> Kept | None:
     """The rules that a run wrote down; None where it has none. Raises `HeaderError` where they cannot be understood."""
     found = _read(files, RECORD, Record, at=at)
-    if found is None:
-        return None
+    return None if found is None else understood_rules(found)
+
+
+def understood_rules(found: Record) -> Kept:
+    """The rules of a record. Raises `HeaderError` where they cannot be understood."""
     try:
         return Kept(read_rules(found.keep), found.budget)
     except BadArgument as error:
@@ -111,8 +142,12 @@ def write_kept(files: Files, path: str, kept: Kept, *, at: int, durable: bool) -
     with suppress(HeaderError):
         if read_kept(files, at=at) == kept:
             return
-    texts = [str(rule) for rule in kept.rules]
-    _write(files, os.path.join(path, RECORD), Record("holdfast.run", 1, texts, kept.budget), durable=durable)
+    _write(files, os.path.join(path, RECORD), record_of(kept), durable=durable)
+
+
+def record_of(kept: Kept) -> Record:
+    """What is written down of these rules."""
+    return Record("holdfast.run", 1, [str(rule) for rule in kept.rules], kept.budget)
 
 
 def read_pins(files: Files, *, at: int) -> Mapping[int, Pin]:

@@ -9,7 +9,7 @@
     in use             an export reads it
 
 Without rules nothing is deleted. `retain` runs after a step was published, and never before: it looks at the directory, decides,
-reads the newest back where the step before it is to go, and deletes (runs/delete.py). Steps that are not whole are not counted,
+reads the newest back where the step before it is to go, and deletes (`RunPlace.let_go`). Steps that are not whole are not counted,
 and stay: what a crash may leave of our own is hidden and cleaned, so they are somebody's business.
 """
 
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 
 from holdfast.errors import HoldfastError
 from holdfast.inspect.verify import verify
-from holdfast.runs.delete import Hidden, clean, forget_replaced, hide
-from holdfast.runs.record import Pin, read_pins, turn
+from holdfast.runs.place import RunPlace
+from holdfast.runs.record import Pin
 from holdfast.runs.rules import Facts, Rule, kept_by
-from holdfast.runs.steps import RunFolder, Step
+from holdfast.runs.steps import Step
 
-__all__ = ["Deleted", "Fate", "ReadBack", "decide", "delete_steps", "read_back", "retain"]
+__all__ = ["Deleted", "Fate", "ReadBack", "decide", "read_back", "retain"]
 
 NO_PINS: Mapping[int, Pin] = {}
 
@@ -111,7 +111,7 @@ def decide(
 
 
 def retain(
-    folder: RunFolder,
+    place: RunPlace,
     rules: Collection[Rule],
     *,
     sure: set[int] | None = None,
@@ -125,49 +125,25 @@ def retain(
     """Delete what the rules do not keep, the oldest first, at most `most` steps.
 
     `sure` are steps that have been read back already; what is read back now is added. Raises `HoldfastError` where the pins cannot
-    be read; what the file system refuses for one step is a note, and the others go.
+    be read; what the place refuses for one step is a note, and the others go.
     """
     if not rules:
         return Deleted(())
     sure = set() if sure is None else sure
     notes: list[str] = []
-    gone: list[Step] = []
-    hidden: list[Hidden] = []
-    steps = folder.steps()
-    _be_sure(folder, steps, rules, sure=sure, check=check, coming=coming, now=now(), notes=notes)
-    with folder.opened() as (files, at):
-        try:
-            # Names are taken while nobody pins; nobody waits while gigabytes are unlinked.
-            with turn(folder):
-                pins = read_pins(files, at=at)
-                fates = decide(steps, rules, pins=pins, now=now(), sure=sure, busy=busy(), coming=coming)
-                going = [fate.step for fate in fates if fate.goes][:most]
-                forget_replaced(files, [one.name for one in going], at=at)
-                for one in going:
-                    try:
-                        hidden.append(hide(files, one.name, at=at))
-                        gone.append(one)
-                    except FileNotFoundError:
-                        continue  # somebody else deleted it
-                    except OSError as error:
-                        notes.append(f"step {one.step} cannot be deleted: {error.strerror or error}")
-        finally:
-            for each in hidden:
-                each.remove(durable=durable)
-        clean(files, at=at)
-    return Deleted(tuple(gone), tuple(notes))
+    steps = place.steps()
+    _be_sure(place, steps, rules, sure=sure, check=check, coming=coming, now=now(), notes=notes)
 
+    def going(pins: Mapping[int, Pin]) -> list[Step]:
+        fates = decide(steps, rules, pins=pins, now=now(), sure=sure, busy=busy(), coming=coming)
+        return [fate.step for fate in fates if fate.goes][:most]
 
-def delete_steps(folder: RunFolder, steps: Sequence[Step], *, durable: bool = True) -> None:
-    """Delete steps whatever keeps them, the newest first. Raises `OSError` at the first that cannot be had."""
-    with folder.opened() as (files, at), turn(folder):
-        forget_replaced(files, [one.name for one in steps], at=at)
-        for one in reversed(steps):
-            hide(files, one.name, at=at).remove(durable=durable)
+    gone, hindered = place.let_go(going, durable=durable)
+    return Deleted(tuple(gone), (*notes, *hindered))
 
 
 def _be_sure(
-    folder: RunFolder,
+    place: RunPlace,
     steps: Sequence[Step],
     rules: Collection[Rule],
     *,
@@ -180,8 +156,7 @@ def _be_sure(
     """Read the newest back, where the step before it would go if that were done."""
     if len(steps) < 2 or steps[-1].step in sure:
         return
-    with folder.opened() as (files, at):
-        pins = read_pins(files, at=at)
+    pins = place.pins()
     newest, before = steps[-1], steps[-2]
     fates = decide(steps, rules, pins=pins, now=now, sure={newest.step}, coming=coming)
     if fates[-2].goes:

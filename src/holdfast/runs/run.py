@@ -31,7 +31,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from holdfast.core.arguments import one_of, understood
 from holdfast.core.quantities import Size, byte_count, seconds, shown
@@ -42,23 +42,24 @@ from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarn
 from holdfast.rewrite.formats import Options
 from holdfast.rewrite.planned import Planned, Saved, Writing
 from holdfast.rewrite.save import plan_saving
-from holdfast.rewrite.step_seal import Stamp, stamp, with_seal
-from holdfast.runs.delete import clean
+from holdfast.rewrite.step_seal import Stamp, stamp
 from holdfast.runs.export import Export, Exports, read_exports
 from holdfast.runs.fill import fill, loaded
-from holdfast.runs.lock import RunLock
-from holdfast.runs.record import Kept, write_kept
-from holdfast.runs.retention import delete_steps, retain
+from holdfast.runs.place import Closing
+from holdfast.runs.record import Kept
+from holdfast.runs.retention import retain
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.signals import SignalGuard, read_signals
 from holdfast.runs.space import Space
-from holdfast.runs.steps import RunFolder, Step, step_name
+from holdfast.runs.steps import Step, step_name
 from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
 from holdfast.runs.view import RunView, read_step
-from holdfast.stores.files import make_parents
-from holdfast.stores.local import free_nbytes
+from holdfast.stores.remote.url import join
 
-__all__ = ["Coming", "Run", "WhenFull", "open_for_writing", "read_metrics"]
+if TYPE_CHECKING:
+    from holdfast.runs.sweep import Swept
+
+__all__ = ["Coming", "Run", "WhenFull", "read_metrics"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a save is told when there is no room after all."""
@@ -79,7 +80,7 @@ class Coming:
 
 
 class Run(RunView):
-    """The steps of a training run in a directory of its own, which is made by the first save.
+    """The steps of a training run in a directory of its own, which is made by the first save; or below a prefix of a bucket.
 
     `keep` are rules (`Latest`, `Every`, `Best`, `Within`, or their texts); what any of them keeps is kept, and the rest is deleted
     after each save. Without rules nothing is ever deleted. The newest step is never deleted, nor is the one before it until the
@@ -88,7 +89,11 @@ class Run(RunView):
     "pause" waits and warns. In all cases the old steps are intact.
 
     What did not change since the step before is not written again: both have the file (a hard link), and each can be deleted or
-    copied by itself. `share=False` writes everything anew. `export` converts published steps in the background (`Export`).
+    copied by itself. `share=False` writes everything anew, and so does a run in a bucket. `export` converts published steps in the
+    background (`Export`).
+
+    `path` may be a URL (`s3://bucket/run`), or with `store`, an obstore store, a key in it. Two runs below one prefix are not kept
+    apart by a lock: of two saves of one step one is published, and the other is told.
     """
 
     @understood(keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count)
@@ -102,8 +107,9 @@ class Run(RunView):
         export: Export | Sequence[Export] = (),
         share: bool = True,
         durable: bool = True,
+        store: object | None = None,
     ) -> None:
-        super().__init__(path, read_rules(keep), durable=durable)
+        super().__init__(path, read_rules(keep), durable=durable, store=store)
         self.budget = None if budget is None else byte_count(budget)
         self.when_full = when_full
         self.share = share
@@ -113,7 +119,7 @@ class Run(RunView):
         self._space = Space(self._folder, self.budget)
         self._process = os.getpid()
         self._closed = False
-        self._lock: RunLock | None = None
+        self._lock: Closing | None = None
         self._held = ExitStack()
         """What is given back when the run is closed, or dropped, or the program ends."""
         self._finalize = weakref.finalize(self, self._held.close)
@@ -155,6 +161,15 @@ class Run(RunView):
             with refusing("deleting steps", self.path):
                 return self._let_go()
 
+    def sweep(self, *, grace: float | str = "24h", dry_run: bool = False) -> Swept:
+        """In a bucket: delete what saves left that died, data that no published manifest names and that is older than `grace`.
+
+        No save may take longer than that. Raises `BadArgument` for a directory, which the next save cleans.
+        """
+        from holdfast.runs.sweep import sweep
+
+        return sweep(self.path, grace=grace, dry_run=dry_run)
+
     def rewind(self, step: int) -> tuple[Step, ...]:
         """Go back to a step: delete every later one, so that the run goes on from there. Gives those that went.
 
@@ -171,7 +186,7 @@ class Run(RunView):
                     f"step {held[0]} is pinned or being exported, and later than {number}; unpin it first", self.path, errno.EBUSY
                 )
             with refusing("deleting later steps", self.path):
-                delete_steps(self._folder, later, durable=self.durable)
+                self._folder.delete(later, durable=self.durable)
             return tuple(later)
 
     # Saving.
@@ -198,30 +213,31 @@ class Run(RunView):
         with self._turn:
             began = time.perf_counter()
             self._settle()
-            self._begin()
             says = stamp(step, metrics)
-            path, replaced = self._place(step, overwrite=overwrite)
+            with self._folder.asking():
+                self._begin()
+                path, replaced = self._place(step, overwrite=overwrite)
+                base = self._base(step)
+            metadata = self._folder.noted(metadata, says)
             writing = Writing(overwrite=replaced, durable=self.durable, threads=threads)
             options = Options(None if max_shard_size is None else byte_count(max_shard_size), False, sparse)
             plan = partial(
                 plan_saving, state, path, format="native", metadata=metadata, options=options, writing=writing, limits=None
             )
-            base, coming = self._base(step), Coming(step, says.saved, says.metrics)
             try:
                 try:
                     with resting_collector(), plan(base=base, hashes=self.share) as planned:
-                        self._carry_out(_sealed(planned, says), coming, progress)
+                        saved = self._carry_out(planned, says, progress)
                 except NotCommitted as error:
                     if base is None or error.errno != errno.ESTALE:
                         raise
                     # Somebody removed the step before while this one was linked to it.
                     with resting_collector(), plan(base=None, hashes=self.share) as planned:
-                        self._carry_out(_sealed(planned, says), coming, progress)
+                        saved = self._carry_out(planned, says, progress)
             except HoldfastError:
                 self._failed += 1
                 raise
             published = time.perf_counter() - began
-            saved = self._saved(step)
             self._exports.add(saved)
             self._retain()
             self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
@@ -264,21 +280,24 @@ class Run(RunView):
 
     def _base(self, step: int) -> str | None:
         """The step whose files this one may share: the newest other one."""
-        if not self.share:
+        if not self.share or not self._folder.shares:
             return None
         found = self._folder.newest()
         if found is not None and found.step == step:
             found = self._folder.newest(below=step)
         return None if found is None else found.path
 
-    def _carry_out(self, planned: Planned[Saved], coming: Coming, progress: Progress | None) -> None:
+    def _carry_out(self, planned: Planned[Saved], says: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
+        planned, coming = self._folder.sealed(planned, says), Coming(says.step, says.saved, says.metrics)
         while True:
-            self._make_room(planned.report.new_nbytes, coming)
-            free = free_nbytes(self._folder.path)
+            with self._folder.asking():
+                self._make_room(planned.report.new_nbytes, coming)
+            free = self._folder.free()
             try:
-                replace(planned, report=replace(planned.report, free_nbytes=free)).run(progress)
-                return
+                report = planned.report if free is None else replace(planned.report, free_nbytes=free)
+                replace(planned, report=report).run(progress)
+                return self._saved(planned, says)
             except NotCommitted as error:
                 if error.errno not in FULL or not self._relieve(coming, error):
                     raise
@@ -353,9 +372,7 @@ class Run(RunView):
         """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
         if self._lock is not None:
             return
-        with refusing("making the run's directory", self.path):
-            make_parents(os.path.join(self._folder.path, "step"), durable=self.durable)
-        self._lock = open_for_writing(self._folder, Kept(self.keep, self.budget), durable=self.durable)
+        self._lock = self._folder.begin(Kept(self.keep, self.budget), durable=self.durable)
         self._held.callback(self._lock.close)
 
     def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool]:
@@ -369,17 +386,17 @@ class Run(RunView):
             raise refusal(
                 f"step {step} is there under the name {found.name!r}; remove that to save another one", path, errno.EEXIST
             )
-        # What is not whole is of no use to anybody, and must not keep a run that goes on from saving this step again.
-        return path, True
+        return path, overwrite or self._folder.replaces(step)
 
     def _step_path(self, step: int) -> str:
-        return os.path.join(self._folder.path, step_name(step))
+        return join(self._folder.path, step_name(step))
 
-    def _saved(self, step: int) -> Step:
-        found = self._folder.get(step)
+    def _saved(self, planned: Planned[Saved], says: Stamp) -> Step:
+        found = self._folder.published(planned, says)
         if found is None:
-            raise SaveError("the step was published and is not there any more: somebody removed it", file=self._step_path(step))
-        self._sure.discard(step)
+            gone = "the step was published and is not there any more: somebody removed it"
+            raise SaveError(gone, file=self._step_path(says.step))
+        self._sure.discard(says.step)
         return found
 
     def _note(self, saved: Step, *, stalled_s: float, took_s: float) -> None:
@@ -424,27 +441,6 @@ class Run(RunView):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.path!r}, keep {', '.join(map(str, self.keep)) or 'everything'}>"
-
-
-def open_for_writing(folder: RunFolder, kept: Kept, *, durable: bool) -> RunLock:
-    """Take the run's lock, remove what deletions of dead processes left, and write the rules down."""
-    files = folder.files
-    lock = RunLock.take(files, folder.path)
-    try:
-        with refusing("preparing the run's directory", folder.path), folder.opened() as (_, at):
-            clean(files, at=at)
-            write_kept(files, folder.path, kept, at=at, durable=durable)
-    except BaseException:
-        lock.close()
-        raise
-    return lock
-
-
-def _sealed(planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
-    """The same save with a seal."""
-    plan = with_seal(planned.plan, says)
-    files = tuple(plan.listed)
-    return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files)))
 
 
 def read_metrics(value: object) -> dict[str, float]:

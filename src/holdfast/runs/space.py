@@ -1,41 +1,37 @@
 """Room for a step, before its first byte is written: what is free on the disk, and what the run's budget leaves.
 
 Files that several steps share (hard links) count once. A plan knows how many bytes it has, so a save that has no room fails,
-waits or makes room while every old step is intact.
+waits or makes room while every old step is intact. In a bucket there is the budget alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
-from holdfast.runs.steps import RunFolder, Step
-from holdfast.stores.local import free_nbytes
+from holdfast.runs.place import RunPlace, Sizes
+from holdfast.runs.steps import Step
 
 __all__ = ["Sizes", "Space"]
-
-Sizes = dict[tuple[int, int], int]
-"""The length of each file, by its device and inode."""
 
 
 @dataclass(slots=True)
 class Space:
     """How much a run may have."""
 
-    folder: RunFolder
+    place: RunPlace
     budget: int | None = None
     _known: dict[tuple[str, float], Sizes] = field(default_factory=dict)
     """Of steps that were looked at before: they do not change."""
 
     def lacking(self, nbytes: int) -> str:
         """Why there is no room for so many bytes more; empty where there is."""
-        free = free_nbytes(self.folder.path)
-        if free < nbytes:
+        free = self.place.free()
+        if free is not None and free < nbytes:
             return f"the disk is full: {nbytes:,} bytes are to be written and {free:,} are free"
         if self.budget is None:
             return ""
-        used = self.used(self.folder.steps())
+        used = self.used(self.place.steps())
         if used + nbytes <= self.budget:
             return ""
         return f"the run's budget is used up: {used:,} of {self.budget:,} bytes, and {nbytes:,} more are to be written"
@@ -57,19 +53,4 @@ class Space:
 
     def sizes(self, step: Step) -> Sizes:
         """The files of a step."""
-        found: Sizes = {}
-        with suppress(OSError), self.folder.opened() as (files, at):
-            single = files.stat(step.name, at=at)
-            if single is None:
-                return {}
-            if single.kind != "directory":
-                return {single.identity: single.nbytes}
-            inside = files.open_directory(step.name, at=at)
-            try:
-                for name in step.files:
-                    entry = files.stat(name, at=inside)
-                    if entry is not None:
-                        found[entry.identity] = entry.nbytes
-            finally:
-                files.close(inside)
-        return found
+        return self.place.sizes(step)

@@ -13,11 +13,12 @@ from typing import Literal
 from holdfast.core.quantities import whole_number
 from holdfast.errors import NoSuchStep
 from holdfast.formats.seal import LARGEST
-from holdfast.runs.record import Pin, pin_step, read_pins, unpin_step
+from holdfast.runs.places import place_for
+from holdfast.runs.record import Pin
 from holdfast.runs.retention import Fate, decide, read_back
 from holdfast.runs.rules import Best, Rule
-from holdfast.runs.steps import RunFolder, Step
-from holdfast.stores.paths import local_path
+from holdfast.runs.steps import Step
+from holdfast.stores.paths import place_of
 
 __all__ = ["RunView", "read_step"]
 
@@ -28,13 +29,15 @@ def read_step(value: object) -> int:
 
 
 class RunView:
-    """The steps in a run's directory."""
+    """The steps in a run's directory, or below a prefix of a bucket."""
 
-    def __init__(self, path: str | os.PathLike[str], keep: tuple[Rule, ...] = (), *, durable: bool = True) -> None:
-        self.path = local_path(path)
+    def __init__(
+        self, path: str | os.PathLike[str], keep: tuple[Rule, ...] = (), *, durable: bool = True, store: object | None = None
+    ) -> None:
+        self.path = place_of(path, store)
         self.keep = keep
         self.durable = durable
-        self._folder = RunFolder(os.path.abspath(self.path))
+        self._folder = place_for(self.path)
         self._sure: set[int] = set()
         """Steps that have been read back."""
 
@@ -85,19 +88,15 @@ class RunView:
 
     def pins(self) -> Mapping[int, Pin]:
         """The pinned steps."""
-        try:
-            with self._folder.opened() as (files, at):
-                return read_pins(files, at=at)
-        except FileNotFoundError:
-            return {}
+        return self._folder.pins()
 
     def pin(self, step: int, why: str = "") -> Pin:
         """Keep a step whatever the rules say, and note why. Any process may, while the run goes on."""
-        return pin_step(self._folder, read_step(step), why, durable=self.durable)
+        return self._folder.pin(read_step(step), why, durable=self.durable)
 
     def unpin(self, step: int) -> Pin:
         """Leave a step to the rules again."""
-        return unpin_step(self._folder, read_step(step), durable=self.durable)
+        return self._folder.unpin(read_step(step), durable=self.durable)
 
     def _busy(self) -> Mapping[int, str]:
         """Steps that are in use, with the words for it."""

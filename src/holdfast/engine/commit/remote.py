@@ -127,13 +127,16 @@ class PrefixSave:
         except StoreError as error:
             raise refusal(f"{error.message}; nothing was published", self._bucket.url(key), error.errno) from None
 
-    def commit(self, index: bytes) -> None:
-        """Publish. Raises `NotCommitted` where another save was faster, `DurabilityUncertain` where nobody can say."""
+    def commit(self, index: bytes, attributes: Mapping[str, str] | None = None) -> None:
+        """Publish, with what the object says of itself.
+
+        Raises `NotCommitted` where another save was faster, `DurabilityUncertain` where nobody can say.
+        """
         key, last = self._key(self.index), ""
         self.revocable = False
         for _ in range(TRIES):
             try:
-                self._bucket.put(key, index, create=self._before is None, match=self._before)
+                self._bucket.put(key, index, create=self._before is None, match=self._before, attributes=attributes)
                 return
             except StoreError as error:
                 last = error.message

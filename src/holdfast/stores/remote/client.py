@@ -135,6 +135,17 @@ class Bucket:
 
         return _found(self._run(lambda: obstore.head_async(self.client, key), key, "looking at it"))
 
+    def described(self, key: str) -> Got:
+        """What there is to say of an object, with its attributes and without its content."""
+        import obstore
+
+        async def ask() -> Got:
+            result = await obstore.get_async(self.client, key, options={"head": True})
+            attributes = {str(name): value for name, value in result.attributes.items()}
+            return Got(memoryview(b""), 0, _found(result.meta), attributes)
+
+        return self._run(ask, key, "looking at it")
+
     def below(self, prefix: str, most: int) -> list[Found]:
         """All objects whose keys begin with a prefix that ends with a slash (or all), sorted by key."""
         import obstore

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from holdfast.core.arguments import one_of, patterns, understood
 from holdfast.core.quantities import Size, byte_count
-from holdfast.errors import HoldfastError, HoldfastWarning
+from holdfast.errors import HoldfastError, HoldfastWarning, Unsupported
 from holdfast.ranks.write import AsStep
 from holdfast.rewrite.state import Stateful
 from holdfast.rewrite.step_seal import stamp
@@ -34,6 +34,8 @@ from holdfast.runs.run import Coming, WhenFull, read_metrics
 from holdfast.runs.run import Run as PlainRun
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.view import read_step
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
@@ -88,6 +90,9 @@ class Run(PlainRun):
         group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE,
     ) -> None:
+        if isinstance(place_of(path), Url):
+            message = "ranks do not save into an object store yet; a holdfast.Run of one process does"
+            raise Unsupported(message, file=str(path))
         super().__init__(path, keep=keep, budget=budget, when_full=when_full, export=export, share=share, durable=durable)
         self.group = group
         self.deadline = deadline

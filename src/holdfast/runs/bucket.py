@@ -1,0 +1,279 @@
+"""`RunBucket`: a run's place in an object store.
+
+There is no lock: two runs below one prefix are allowed, and of two saves of one step one is published (engine/commit/remote). What
+is written down (`holdfast.run.json`, `holdfast.pins.json`) is changed on the condition that nobody else changed it meanwhile.
+
+A deletion, in order:
+
+    1  the steps that go are marked in the object of the pins. Whoever pins meanwhile comes first, and the step stays; or second,
+       and is told that the step goes
+    2  the manifest of each is deleted: from now on nobody finds it
+    3  its data is deleted. What a process leaves that dies here is no step, and goes by the sweep (runs/sweep.py)
+    4  the marks are taken away
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TypeVar
+
+from holdfast.engine.commit.target import refusal
+from holdfast.errors import HeaderError, HoldfastError, NoSuchStep, SaveError, StoreError
+from holdfast.formats.native.schema import MANIFEST
+from holdfast.rewrite.planned import Planned, Saved
+from holdfast.rewrite.step_seal import Stamp
+from holdfast.runs.bucket_steps import BucketSteps, attributes_of, metadata_of
+from holdfast.runs.lock import Holder
+from holdfast.runs.place import Choose, Sizes
+from holdfast.runs.record import (
+    MOST_NBYTES,
+    PINS,
+    RECORD,
+    Kept,
+    Pin,
+    Pins,
+    Record,
+    decoded,
+    encoded,
+    record_of,
+    understood_rules,
+)
+from holdfast.runs.steps import Step, step_name
+from holdfast.stores.remote.client import Taken
+
+__all__ = ["RunBucket"]
+
+TRIES = 50
+"""How often something is written down again because others did as quickly."""
+
+MARK_S = 900.0
+"""How long a mark counts of a process that has died while it deleted."""
+
+
+class MarkedPins(Pins, frozen=True):
+    """`holdfast.pins.json` in a bucket."""
+
+    going: tuple[int, ...] = ()
+    """Steps that are being deleted."""
+    since: float = 0.0
+    """Since when, in seconds since 1970."""
+    write: str = ""
+    """A name of this text, by which whoever wrote it knows it again."""
+
+
+class WrittenRecord(Record, frozen=True):
+    """`holdfast.run.json` in a bucket."""
+
+    write: str = ""
+
+
+W = TypeVar("W", MarkedPins, WrittenRecord)
+
+
+class NoLock:
+    """What a run in a bucket holds: nothing."""
+
+    def close(self) -> None:
+        """Nothing is given back."""
+
+
+class RunBucket(BucketSteps):
+    """A run's prefix (`RunPlace`)."""
+
+    shares = False
+
+    def exists(self) -> bool:
+        return True
+
+    def free(self) -> int | None:
+        return None
+
+    def sizes(self, step: Step) -> Sizes:
+        """Steps in a bucket share nothing."""
+        return {step.path: step.nbytes}
+
+    def kept(self) -> Kept | None:
+        _, _, raw = self._said_in(RECORD, WrittenRecord)
+        return understood_rules(decoded(raw, Record, RECORD)) if raw else None
+
+    def pins(self) -> Mapping[int, Pin]:
+        return _by_step(self._said_in(PINS, MarkedPins)[0])
+
+    def pin(self, step: int, why: str, *, durable: bool = True) -> Pin:
+        pin = Pin(step, why, time.time())
+
+        def add(found: MarkedPins | None) -> MarkedPins:
+            if step in _marks(found):
+                raise NoSuchStep(f"step {step} is being deleted; ask again in a minute", file=self.path, found=step)
+            if self.get(step) is None:
+                raise NoSuchStep(f"there is no whole step {step} to pin; `holdfast runs` lists them", file=self.path, found=step)
+            return _pinned(found, {**_by_step(found), step: pin})
+
+        self._change(PINS, MarkedPins, add)
+        return pin
+
+    def unpin(self, step: int, *, durable: bool = True) -> Pin:
+        gone: list[Pin] = []
+
+        def drop(found: MarkedPins | None) -> MarkedPins:
+            pins = dict(_by_step(found))
+            if step not in pins:
+                raise NoSuchStep(f"step {step} is not pinned", file=self.path, found=step)
+            gone.append(pins.pop(step))
+            return _pinned(found, pins)
+
+        self._change(PINS, MarkedPins, drop)
+        return gone[-1]
+
+    def writer(self) -> Holder | None:
+        return None
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as error:
+            if isinstance(error, SaveError):
+                raise
+            raise refusal(f"the run cannot be looked at: {error.message}; nothing was published", self.path, error.errno) from None
+
+    def begin(self, kept: Kept, *, durable: bool) -> NoLock:
+        def write(found: WrittenRecord | None) -> WrittenRecord | None:
+            with suppress(HeaderError):
+                if found is not None and understood_rules(found) == kept:
+                    return None
+            made = record_of(kept)
+            return WrittenRecord(made.format, made.version, made.keep, made.budget, secrets.token_hex(8))
+
+        self._change(RECORD, WrittenRecord, write)
+        return NoLock()
+
+    def locked(self) -> NoLock:
+        return NoLock()
+
+    def replaces(self, step: int) -> bool:
+        """Only what is published and not whole: what another run publishes meanwhile is not replaced."""
+        return self.torn(step)
+
+    def noted(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
+        return {**(metadata or {}), **metadata_of(says)}
+
+    def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
+        attributes = attributes_of(says, [(file.key, file.nbytes) for file in planned.plan.files])
+        return replace(planned, plan=replace(planned.plan, attributes=attributes))
+
+    def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
+        """As it was laid out: no request can fail that would make a failure of a save that is done."""
+        files = [name for name, _ in planned.report.files if name != MANIFEST]
+        name = step_name(says.step)
+        return Step(says.step, self.path.below(name), says.saved, says.metrics, planned.report.nbytes, name, tuple(files))
+
+    def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
+        going: list[Step] = []
+
+        def mark(found: MarkedPins | None) -> MarkedPins | None:
+            going[:] = choose(_by_step(found))
+            return _pinned(found, _by_step(found), mark=[one.step for one in going]) if going else None
+
+        self._change(PINS, MarkedPins, mark)
+        gone: list[Step] = []
+        notes: list[str] = []
+        for one in going:
+            try:
+                if self._is_as_seen(one):
+                    notes += self._remove(one)
+                    gone.append(one)
+            except StoreError as error:
+                notes.append(f"step {one.step} cannot be deleted: {error.message}")
+        if going:
+            with suppress(HoldfastError):  # marks lose their meaning by themselves
+                self._change(PINS, MarkedPins, lambda found: _pinned(found, _by_step(found), unmark=[one.step for one in going]))
+        return gone, notes
+
+    def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
+        for one in reversed(steps):
+            self._remove(one)
+
+    def _is_as_seen(self, step: Step) -> bool:
+        """Whether the manifest is the one that was decided about."""
+        try:
+            now = self.bucket.head(self.key(step.name, MANIFEST)).etag
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return False  # somebody else deleted it
+        return now == self.etag(step)
+
+    def _remove(self, step: Step) -> list[str]:
+        self.bucket.delete([self.key(step.name, MANIFEST)])
+        try:
+            self.bucket.delete([self.key(step.name, name) for name in step.files if "/" not in name])
+        except StoreError as error:
+            return [f"step {step.step} is deleted, and not all of its data ({error.message}); a sweep of the run does that"]
+        return []
+
+    def _said_in(self, name: str, kind: type[W]) -> tuple[W | None, str | None, bytes]:
+        """What stands in an object of the run, its etag, and its text."""
+        try:
+            got = self.bucket.whole(self.key(name), MOST_NBYTES)
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return None, None, b""
+        try:
+            found = decoded(bytes(got.data), kind, name)
+        except HeaderError:
+            if name == PINS:
+                raise  # nothing may be deleted then
+            found = None
+        return found, got.found.etag, bytes(got.data)
+
+    def _change(self, name: str, kind: type[W], change: Callable[[W | None], W | None]) -> None:
+        """Write something down, of what stands there now; again where somebody was faster. None from `change` leaves it.
+
+        Its answer may be lost, so what is there is compared with what was put, as for a manifest.
+        """
+        found, etag, _ = self._said_in(name, kind)
+        for _ in range(TRIES):
+            made = change(found)
+            if made is None:
+                return
+            raw, failed = encoded(made), None
+            try:
+                self.bucket.put(self.key(name), raw, create=etag is None, match=etag)
+                return
+            except StoreError as error:
+                failed = error
+            before = etag
+            found, etag, there = self._said_in(name, kind)
+            if there == raw:
+                return
+            if etag == before and not isinstance(failed, Taken):
+                raise failed
+            time.sleep(random.uniform(0, 0.05))
+        raise refusal(f"others change {name} as quickly; try again", self.path, errno.EAGAIN)
+
+
+def _by_step(found: Pins | None) -> Mapping[int, Pin]:
+    return {} if found is None else {pin.step: pin for pin in found.pins}
+
+
+def _marks(found: MarkedPins | None) -> set[int]:
+    """Steps that are being deleted, as far as anybody knows."""
+    return set() if found is None or time.time() - found.since >= MARK_S else set(found.going)
+
+
+def _pinned(
+    found: MarkedPins | None, pins: Mapping[int, Pin], *, mark: Iterable[int] = (), unmark: Iterable[int] = ()
+) -> MarkedPins:
+    """The text with these pins. Marks of others stay as long as they count."""
+    ordered, marks = [pins[step] for step in sorted(pins)], _marks(found) | set(mark)
+    since = 0.0 if found is None else found.since
+    write = secrets.token_hex(8)
+    return MarkedPins("holdfast.pins", 1, ordered, tuple(sorted(marks - set(unmark))), time.time() if mark else since, write)

@@ -1,0 +1,319 @@
+"""The steps of a run in a bucket: which prefixes count, under which number, and whether each is whole.
+
+    s3://bucket/llama/
+        step-00001000/holdfast.json                                   published: the manifest is there
+        step-00001000/data-5f3a…-00001-of-00001.safetensors           its data, under names that no other save has
+        step-00002000/data-77e0…-00001-of-00001.safetensors           no manifest: a save that goes on, or a dead one; nothing
+
+1. There is no seal: its name would be one that two saves at once both write. Step, time and metrics stand in the metadata of the
+   manifest (`holdfast.step`), and once more as an attribute of its object, with a digest of the names and lengths of the data. So
+   one HEAD and a listing tell whether a step is whole. Where the attribute is missing (another program copied it) the manifest is
+   read.
+2. `newest` lists names, and looks from the highest number down: a listing and a HEAD a step. `steps` is one listing of everything;
+   what a manifest says is asked once and known by its etag from then on.
+3. A listing and a HEAD are two moments. Before a step is called torn, both are asked for again.
+4. What the store does not answer is an error, never a step that is passed over: an older one would be resumed from.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from holdfast.core.limits import Limits
+from holdfast.engine.threads import run_all
+from holdfast.errors import HoldfastError, LimitExceeded, StoreError
+from holdfast.formats.native.schema import MANIFEST, parse_manifest
+from holdfast.formats.seal import LARGEST
+from holdfast.rewrite.step_seal import Stamp
+from holdfast.runs.steps import NAMED, Found, Step, step_name
+from holdfast.stores.remote import client
+from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.url import Url
+
+__all__ = ["ATTRIBUTE", "DATA", "METADATA", "BucketSteps", "attributes_of", "listed", "metadata_of", "named_by"]
+
+METADATA = "holdfast.step"
+"""Where step, time and metrics stand in the metadata of a manifest."""
+
+ATTRIBUTE = "holdfaststep"
+"""Where they stand in the attributes of its object. Azure takes letters and digits alone."""
+
+ATTRIBUTE_NBYTES = 1600
+"""Of its text at the most: S3 takes 2 KiB of attributes in all."""
+
+DATA = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
+"""What a save to an object store calls its data, with the id of the save."""
+
+MOST_OBJECTS = 5_000_000
+"""Of a run."""
+
+ASKING = 24
+"""Steps that are asked about at once."""
+
+LOOKS = 4
+"""How often a step is looked at while somebody replaces it."""
+
+LIMITS = Limits()
+
+Sizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Says:
+    """What a published manifest says."""
+
+    etag: str | None
+    nbytes: int
+    """Of the manifest itself."""
+    stamp: Stamp | None
+    save: str = ""
+    digest: str = ""
+    """Of the names and lengths of the data, where the attribute said it."""
+    files: tuple[tuple[str, int], ...] | None = None
+    """Names and lengths, where the manifest was read."""
+    wrong: str = ""
+    """Why it cannot be understood."""
+
+
+def stamp_text(says: Stamp, more: Mapping[str, object]) -> str:
+    """A stamp as text of visible ASCII without spaces, which every header takes; numbers exactly."""
+    metrics = {name: repr(float(value)) for name, value in says.metrics.items()}
+    text = json.dumps({"step": says.step, "saved": says.saved, "metrics": metrics, **more}, separators=(",", ":"))
+    return text.replace(" ", "\\u0020").replace("\x7f", "\\u007f")
+
+
+def metadata_of(says: Stamp) -> Mapping[str, str]:
+    """What the metadata of a manifest has of a step."""
+    return {METADATA: stamp_text(says, {})}
+
+
+def attributes_of(says: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str, str]:
+    """What the object of a manifest says of a step with this data; nothing where that is more than stores take."""
+    sizes = dict(files)
+    saves = {found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes}
+    if len(saves) != 1 or "" in saves:
+        return {}
+    text = stamp_text(says, {"save": saves.pop(), "files": digest_of(sizes), "nbytes": sum(sizes.values())})
+    return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
+
+
+def digest_of(sizes: Sizes) -> str:
+    """A digest of names and lengths."""
+    text = "".join(f"{name} {sizes[name]}\n" for name in sorted(sizes))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def read_stamp(text: str | None) -> tuple[Stamp, Mapping[str, object]] | None:
+    """What such a text says; None where it is none of ours."""
+    try:
+        found = json.loads(text or "")
+        stamp = Stamp(found["step"], float(found["saved"]), {name: float(value) for name, value in found["metrics"].items()})
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    return (stamp, found) if type(stamp.step) is int and 0 <= stamp.step <= LARGEST else None
+
+
+def named_by(raw: bytes) -> tuple[tuple[tuple[str, int], ...], Mapping[str, str]]:
+    """The files that a manifest names, with their lengths, and its metadata. Raises what `parse_manifest` raises."""
+    manifest = parse_manifest(raw, LIMITS)
+    files = [*((file.name, file.nbytes) for file in manifest.files), *((file.name, file.nbytes) for file in manifest.others)]
+    return tuple(files), manifest.metadata
+
+
+def listed(url: Url) -> dict[str, dict[str, client.Found]]:
+    """Everything below a run's prefix: for each name in it the objects below that; under '' those in the prefix itself."""
+    start = f"{url.key}/" if url.key else ""
+    found: dict[str, dict[str, client.Found]] = {}
+    for one in bucket_of(url).below(start, MOST_OBJECTS):
+        name, _, rest = one.key.removeprefix(start).partition("/")
+        found.setdefault(name if rest else "", {})[rest or name] = one
+    return found
+
+
+class BucketSteps:
+    """The steps below a prefix. Every question is a new look."""
+
+    def __init__(self, url: Url) -> None:
+        self.path: Url = url
+        self._said: dict[str, Says] = {}
+        """By the key of the manifest, as long as it has the same etag."""
+
+    @property
+    def bucket(self) -> Bucket:
+        """The client, for the process that asks."""
+        return bucket_of(self.path)
+
+    def key(self, *names: str) -> str:
+        """The key of something in the run."""
+        return "/".join((*([self.path.key] if self.path.key else []), *names))
+
+    def newest(self, *, below: int | None = None) -> Step | None:
+        """The whole step with the highest number, or with the highest below another; None where there is none."""
+        claims = self._claims(name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0])
+        for number in sorted(claims, reverse=True):
+            if below is None or number < below:
+                found = self._at(number, claims[number])
+                if found is not None:
+                    return found
+        return None
+
+    def get(self, step: int) -> Step | None:
+        """The step of this number, if it is whole."""
+        found = self._at(step, [step_name(step)])
+        if found is not None:
+            return found
+        # Somebody may have written its number in another way.
+        claims = self._claims(name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0])
+        return self._at(step, [name for name in claims.get(step, ()) if name != step_name(step)])
+
+    def named(self, name: str) -> Step | None:
+        """The step under a name that a Run gave it, if it is whole."""
+        own = NAMED.fullmatch(name)
+        found = self.get(int(own[1])) if own is not None else None
+        return found if found is not None and found.name == name else None
+
+    def steps(self) -> list[Step]:
+        """All whole steps, the newest last."""
+        return [found.whole for found in self.survey() if found.whole is not None]
+
+    def survey(self) -> list[Found]:
+        """Whatever is published as a step, by number, and what is wrong with each that is none."""
+        tree = listed(self.path)
+        published = [name for name, below in tree.items() if name and MANIFEST in below]
+        claims = self._claims(published)
+        seen: dict[str, Step | str | None] = {}
+
+        def look(name: str, number: int) -> None:
+            found = self._examine(name, number, tree[name])
+            seen[name] = found if isinstance(found, Step) else self._look(name, number)
+
+        run_all((partial(look, name, number) for number, names in claims.items() for name in names), ASKING)
+        keys = {self.key(name, MANIFEST) for name in published}
+        self._said = {key: said for key, said in self._said.items() if key in keys}
+        rows: list[Found] = []
+        for number in sorted(claims):
+            taken: Step | None = None
+            for name in claims[number]:
+                found = seen[name]
+                if isinstance(found, str):
+                    rows.append(Found(name, number, None, found))
+                elif found is not None and taken is not None:
+                    rows.append(Found(name, number, None, f"{taken.name} is step {number} already"))
+                elif found is not None:
+                    taken = found
+                    rows.append(Found(name, number, found))
+        return rows
+
+    def torn(self, step: int) -> bool:
+        """Whether there is a manifest under the name of a step, which is not whole."""
+        return isinstance(self._look(step_name(step), step), str)
+
+    def etag(self, step: Step) -> str | None:
+        """The etag of the manifest that a step was seen with."""
+        said = self._said.get(self.key(step.name, MANIFEST))
+        return None if said is None else said.etag
+
+    def _claims(self, names: Iterable[str]) -> dict[int, list[str]]:
+        """Names by the number that they say, the one that counts first."""
+        claims: dict[int, list[str]] = {}
+        for name in sorted(names):
+            own = NAMED.fullmatch(name)
+            if own is not None and int(own[1]) <= LARGEST:
+                claimed = claims.setdefault(int(own[1]), [])
+                claimed.insert(0 if name == step_name(int(own[1])) else len(claimed), name)
+        return claims
+
+    def _at(self, number: int, names: Iterable[str]) -> Step | None:
+        return next((found for name in names if isinstance(found := self._look(name, number), Step)), None)
+
+    def _look(self, name: str, number: int) -> Step | str | None:
+        """A step by its own listing: whole, or what is wrong with it, or None where nothing was published."""
+        found: Step | str | None = None
+        for _ in range(LOOKS):
+            start = self.key(name) + "/"
+            objects = {one.key.removeprefix(start): one for one in self.bucket.below(start, MOST_OBJECTS)}
+            found = self._examine(name, number, objects)
+            now = self._said.get(self.key(name, MANIFEST))
+            if found is None and MANIFEST in objects:
+                continue  # it went between the listing and the question
+            if not isinstance(found, str) or (now is not None and now.etag == objects[MANIFEST].etag):
+                break
+        return found
+
+    def _examine(self, name: str, number: int, objects: Mapping[str, client.Found]) -> Step | str | None:
+        """The step that these objects are."""
+        manifest = objects.get(MANIFEST)
+        if manifest is None:
+            return None
+        says = self._ask(name, manifest.etag)
+        if says is None or says.wrong:
+            return None if says is None else says.wrong
+        if says.stamp is not None and says.stamp.step != number:
+            return f"it was renamed: it says that it is step {says.stamp.step}"
+        files = says.files
+        if files is None:
+            own = {key: one.nbytes for key, one in objects.items() if (found := DATA.fullmatch(key)) and found[1] == says.save}
+            if digest_of(own) == says.digest:
+                files = tuple(own.items())
+            else:
+                says = self._read(name)  # it names what is missing
+                if says is None or says.files is None:
+                    return None if says is None else says.wrong
+                files = says.files
+        for file, nbytes in files:
+            there = objects.get(file)
+            if there is None:
+                return f"{file}: missing"
+            if there.nbytes != nbytes:
+                return f"{file}: {there.nbytes:,} of {nbytes:,} bytes"
+        stamp = says.stamp or Stamp(number, manifest.changed.timestamp(), {})
+        total = sum(nbytes for _, nbytes in files) + says.nbytes
+        return Step(number, self.path.below(name), stamp.saved, stamp.metrics, total, name, tuple(file for file, _ in files))
+
+    def _ask(self, name: str, etag: str | None) -> Says | None:
+        """What a manifest says, of its attribute where it has one; None where it is gone."""
+        key = self.key(name, MANIFEST)
+        said = self._said.get(key)
+        if said is not None and etag is not None and said.etag == etag:
+            return said
+        try:
+            got = self.bucket.described(key)
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return None
+        told = read_stamp(got.attributes.get(ATTRIBUTE))
+        if told is None:
+            return self._read(name)
+        stamp, more = told
+        says = Says(got.found.etag, got.found.nbytes, stamp, str(more.get("save")), str(more.get("files")))
+        self._said[key] = says
+        return says
+
+    def _read(self, name: str) -> Says | None:
+        """What a manifest says, read; None where it is gone."""
+        key = self.key(name, MANIFEST)
+        try:
+            got = self.bucket.whole(key, LIMITS.index_nbytes)
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return None
+        except LimitExceeded as error:
+            return Says(None, 0, None, wrong=error.message)
+        etag, nbytes = got.found.etag, got.data.nbytes
+        try:
+            files, metadata = named_by(bytes(got.data))
+        except HoldfastError as error:
+            says = Says(etag, nbytes, None, wrong=error.message)
+        else:
+            told = read_stamp(metadata.get(METADATA))
+            says = Says(etag, nbytes, None if told is None else told[0], files=files)
+        self._said[key] = says
+        return says

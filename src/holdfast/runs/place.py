@@ -1,0 +1,113 @@
+"""`RunPlace`: what a run needs of the place that its steps are in, be it a directory or a bucket.
+
+`directory` and `bucket` are the two. Rules, retention and `Run` know nothing of either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from holdfast.rewrite.planned import Planned, Saved
+from holdfast.rewrite.step_seal import Stamp
+from holdfast.runs.lock import Holder
+from holdfast.runs.record import Kept, Pin
+from holdfast.runs.steps import Found, Step
+
+__all__ = ["Choose", "Closing", "RunPlace", "Sizes"]
+
+Sizes = dict[Hashable, int]
+"""The length of each file, by what tells it from others: two names of one file are one."""
+
+Choose = Callable[[Mapping[int, Pin]], Sequence[Step]]
+"""Which steps are to go, from the pins."""
+
+
+class Closing(Protocol):
+    """What is held as long as a run is open for writing."""
+
+    def close(self) -> None: ...
+
+
+class RunPlace(Protocol):
+    """Where the steps of a run are. Every question is a new look."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def shares(self) -> bool:
+        """Whether a step may have files of the one before it."""
+
+    def newest(self, *, below: int | None = None) -> Step | None:
+        """The whole step with the highest number, or with the highest below another."""
+
+    def get(self, step: int) -> Step | None:
+        """The step of this number, if it is whole."""
+
+    def named(self, name: str) -> Step | None:
+        """The step under a name that a Run gave it, if it is whole."""
+
+    def steps(self) -> list[Step]:
+        """All whole steps, the newest last."""
+
+    def survey(self) -> list[Found]:
+        """Whatever is a step, or would be one, by number; what is wrong with each that is none."""
+
+    def exists(self) -> bool:
+        """Whether there is such a place. In a bucket every prefix is one."""
+
+    # Room.
+
+    def free(self) -> int | None:
+        """Bytes that are free there; None where there is no end of them."""
+
+    def sizes(self, step: Step) -> Sizes:
+        """The files of a step."""
+
+    # What the place says of itself.
+
+    def kept(self) -> Kept | None:
+        """The rules that a run wrote down."""
+
+    def pins(self) -> Mapping[int, Pin]:
+        """The pinned steps. Raises `HeaderError` where they cannot be read."""
+
+    def pin(self, step: int, why: str, *, durable: bool = True) -> Pin:
+        """Keep a step. Raises `NoSuchStep` where there is no whole one of this number."""
+
+    def unpin(self, step: int, *, durable: bool = True) -> Pin:
+        """Leave a step to the rules again. Raises `NoSuchStep` where it is not pinned."""
+
+    def writer(self) -> Holder | None:
+        """Who has the run open, as far as the place knows."""
+
+    # Changing it.
+
+    def asking(self) -> AbstractContextManager[None]:
+        """A block before anything of a step is published: what the place refuses there is `NotCommitted`."""
+
+    def begin(self, kept: Kept, *, durable: bool) -> Closing:
+        """Open the place for writing: made, locked where that can be, cleaned, and the rules written down."""
+
+    def locked(self) -> Closing:
+        """Keep runs out while steps are deleted by hand."""
+
+    def replaces(self, step: int) -> bool:
+        """Whether a save that replaces nothing whole may put itself in the place of what is left of a step."""
+
+    def noted(self, metadata: Mapping[str, str] | None, says: Stamp) -> Mapping[str, str] | None:
+        """The metadata of a step, with what has to stand there."""
+
+    def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
+        """The same save, with all that makes a step of it."""
+
+    def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
+        """The step that was just saved; None where it is not there any more."""
+
+    def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
+        """Delete what is chosen, while nobody pins. What went, and what stood in the way of others."""
+
+    def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
+        """Delete steps whatever keeps them, the newest first. Raises `OSError` at the first that cannot be had."""
