@@ -77,6 +77,7 @@ def calls(tmp_path_factory) -> dict[str, Callable[..., object]]:
         "holdfast.alias_graph": writes(holdfast.alias_graph, **src),
         "holdfast.compact": writes(holdfast.compact, **saved),
         "holdfast.convert": writes(holdfast.convert, **saved),
+        "holdfast.copy": writes(holdfast.copy, **saved),
         "holdfast.dequantize": writes(holdfast.dequantize, tensor=lambda: holdfast.open(source)["w"]),
         "holdfast.diff": writes(holdfast.diff, a=lambda: source, b=lambda: source),
         "holdfast.edit": writes(holdfast.edit, **saved, drop=lambda: ["b"]),

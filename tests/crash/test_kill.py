@@ -12,28 +12,31 @@ import pytest
 
 from tests.crash.writers import LIBRARY, Writer
 
-KILLS = 300
+KILLS = 120
+ALL_KILLS = 300
+"""With `--exhaustive`."""
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def killed(name: str) -> subprocess.CompletedProcess[str]:
+def killed(name: str, kills: int) -> subprocess.CompletedProcess[str]:
     # What a killed process leaves does not depend on the disk; in memory, the moments are not all spent in fsync.
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        command = [sys.executable, "-m", "tests.crash.kill", name, folder, str(KILLS), "20261115"]
+        command = [sys.executable, "-m", "tests.crash.kill", name, folder, str(kills), "20261115"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writer", LIBRARY, ids=str)
-def test_killed_at_random_moments(writer: Writer):
-    done = killed(writer.name)
+def test_killed_at_random_moments(writer: Writer, request: pytest.FixtureRequest):
+    kills = ALL_KILLS if request.config.getoption("--exhaustive") else KILLS
+    done = killed(writer.name, kills)
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
-    assert seen["kills"] == KILLS
+    assert seen["kills"] == kills
     # The moments are spread over the save: some fall into it, some after it.
-    assert seen["left a temporary"] > KILLS // 20
-    assert seen["saves"] + seen["new but not reported"] > KILLS // 20
+    assert seen["left a temporary"] > kills // 20
+    assert seen["saves"] + seen["new but not reported"] > kills // 20
     if writer.directory:
         assert seen["set aside"] > 0
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.plan import coalesce as module
-from holdfast.plan.coalesce import HEADERS, MEMORY, PAGE_LOCKED, RECORDS, SUMS, Policy, coalesce, join_files, join_parts
+from holdfast.plan.coalesce import FAR, HEADERS, MEMORY, PAGE_LOCKED, RECORDS, SUMS, Policy, coalesce, join_files, join_parts
 
-POLICIES = {"memory": MEMORY, "records": RECORDS, "headers": HEADERS, "sums": SUMS, "page-locked": PAGE_LOCKED}
+POLICIES = {"memory": MEMORY, "far": FAR, "records": RECORDS, "headers": HEADERS, "sums": SUMS, "page-locked": PAGE_LOCKED}
 
 SCALE = 256
 """Policies speak of kilobytes and megabytes; the oracle counts bytes, so everything is made smaller by this."""
