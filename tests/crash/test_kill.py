@@ -42,6 +42,6 @@ def test_killed_at_random_moments(writer: Writer, request: pytest.FixtureRequest
 
 
 def test_a_save_in_place_does_not_survive_this():
-    done = killed("in-place")
+    done = killed("in-place", KILLS)
     assert done.returncode != 0
     assert "AssertionError" in done.stderr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import random
 import shutil
 import signal
 import socket
@@ -22,13 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BUCKET = "bucket"
+STARTS = 3
+"""How often a server is started whose ports were taken meanwhile."""
+
 BIN = Path(sys.executable).parent
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody uses; SeaweedFS takes each of its own plus 10,000 for gRPC, so low ones."""
+    """Ports that nobody uses; SeaweedFS takes each of its own plus 10,000 for gRPC, so low ones. At random: others look, too."""
     found: list[int] = []
-    for port in range(20_000 + os.getpid() % 7_000, 50_000):
+    for port in random.SystemRandom().sample(range(15_000, 50_000), 200):
         with suppress(OSError), socket.socket() as one, socket.socket() as other:
             one.bind(("127.0.0.1", port))
             other.bind(("127.0.0.1", port + 10_000))
@@ -47,48 +51,54 @@ def program(name: str) -> str | None:
 @contextmanager
 def weed(folder: Path) -> Iterator[int]:
     """SeaweedFS; its port for S3."""
-    ports = free_ports(4)
-    command = [program("weed") or "weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
-    command += [
-        "-master.telemetry=false",
-        "-volume.max=8",
-        "-filer",
-        "-s3",
-        "-s3.iam=false",
-        "-s3.port.iceberg=0",
-        "-s3.port.lance=0",
-    ]
-    command += [
-        f"-{name}={port}" for name, port in zip(("s3.port", "master.port", "volume.port", "filer.port"), ports, strict=True)
-    ]
-    with _running(command, ports[0], folder):
-        yield ports[0]
+
+    def command(ports: list[int]) -> list[str]:
+        own = [program("weed") or "weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"]
+        own += ["-master.telemetry=false", "-volume.max=8", "-filer", "-s3", "-s3.iam=false"]
+        own += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+        names = ("s3.port", "master.port", "volume.port", "filer.port")
+        return own + [f"-{name}={port}" for name, port in zip(names, ports, strict=True)]
+
+    with _running(command, 4, folder) as port:
+        yield port
 
 
 @contextmanager
 def moto(folder: Path) -> Iterator[int]:
     """moto's server; its port."""
-    (port,) = free_ports(1)
-    with _running([program("moto_server") or "moto_server", "-H", "127.0.0.1", "-p", str(port)], port, folder):
+
+    def command(ports: list[int]) -> list[str]:
+        return [program("moto_server") or "moto_server", "-H", "127.0.0.1", "-p", str(ports[0])]
+
+    with _running(command, 1, folder) as port:
         yield port
 
 
 @contextmanager
-def _running(command: list[str], port: int, folder: Path) -> Iterator[None]:
-    with open(folder / "server.log", "wb") as log:
-        server = subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        _make_bucket(port, server)
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+def _running(command: Callable[[list[int]], list[str]], ports: int, folder: Path) -> Iterator[int]:
+    """A server that answers, at the first of its ports. One of them may be taken by another before it is: then others are."""
+    for left in reversed(range(STARTS)):
+        own = free_ports(ports)
+        with open(folder / "server.log", "wb") as log:
+            server = subprocess.Popen(command(own), cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            try:
+                _make_bucket(own[0], server)
+            except OSError:
+                if not left:
+                    raise
+                continue
+            yield own[0]
+            return
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
 
 
 def _make_bucket(port: int, server: subprocess.Popen[bytes]) -> None:
     """Make the bucket, as soon as the server answers."""
-    until = time.monotonic() + 90
+    until = time.monotonic() + 60
     while time.monotonic() < until and server.poll() is None:
         with suppress(OSError, http.client.HTTPException):
             if _status(port, f"/{BUCKET}") in (200, 409) and _status(port, f"/{BUCKET}/ready") == 200:
