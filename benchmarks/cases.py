@@ -204,7 +204,7 @@ SMALL: tuple[Case, ...] = tuple(
             files.wide_safetensors,
             ours_slices(scattered),
             memmap_slices(scattered),
-            None,
+            0.5 if scattered else None,
             ("numpy",),
         ),
         Race(
@@ -256,7 +256,7 @@ CASES: tuple[Case, ...] = (
         files.many_pt,
         ours_names,
         torch_names,
-        1.0,
+        6.0,
     ),
     Race(
         "open-safetensors",
@@ -306,7 +306,7 @@ CASES: tuple[Case, ...] = (
         files.many_pt,
         ours_whole,
         torch_whole,
-        None,
+        3.0,
     ),
     Race(
         "read-many-safetensors",
@@ -315,7 +315,7 @@ CASES: tuple[Case, ...] = (
         files.many_safetensors,
         ours_whole,
         load_file_copied,
-        None,
+        5.0,
     ),
     *SLICED,
     *SMALL,

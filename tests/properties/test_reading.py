@@ -1,6 +1,7 @@
 """Reading through the planner and the engine against a bit-by-bit oracle, with blocks so small that everything is cut."""
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DTYPES
+from holdfast.core.index import narrowed, select
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
+from holdfast.errors import BadIndex
 from holdfast.plan.coalesce import Policy, coalesce
 from holdfast.stores.memory import MemoryStore
 from tests.properties.strategies import chunks, read_slowly
@@ -126,3 +129,35 @@ def test_an_expanded_view_is_not_materialised_by_accident():
     with pytest.raises(LimitExceeded, match="expansion"):
         tensor.numpy()
     assert tensor[5:9].numpy().tolist() == [0, 0, 0, 0]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), chunks(start=3))
+def test_the_common_index_gives_what_every_index_gives(data, drawn):
+    chunk, _ = drawn
+    whole = data.draw(st.booleans())
+    moved = chunk if whole else Chunk(Box.at((1,) * chunk.box.rank, chunk.shape), chunk.storage, chunk.offset, chunk.strides)
+    index = data.draw(index_for(chunk.shape) if 0 not in chunk.shape else st.just(slice(None)))
+    index = index[0] if isinstance(index, tuple) and len(index) == 1 and data.draw(st.booleans()) else index
+    shape = tuple(moved.box.stop)
+    try:
+        selection = select(shape, index)
+    except BadIndex:
+        assert narrowed(shape, (moved,), index) is None
+        return
+    expected = selection.shape, selection.apply([moved])
+    found = narrowed(shape, (moved,), index)
+    if found is not None:
+        assert whole or not chunk.shape
+        assert found == expected
+        assert hash(found[1]) == hash(expected[1])
+        assert repr(found) == repr(expected)
+        assert pickle.loads(pickle.dumps(found[1][0].box)) == expected[1][0].box
+
+
+def test_the_common_index_is_common():
+    chunk = Chunk(Box.whole((4, 5)), Storage("f", 0, 80, home=None), 0, c_strides((4, 5), 32))
+    for index in (3, -1, slice(1, 3), slice(None), (2, slice(-2, None)), (slice(9), 0), (1, 1)):
+        assert narrowed((4, 5), (chunk,), index) == (select((4, 5), index).shape, select((4, 5), index).apply([chunk]))
+    for index in (True, 4, -5, slice(2, 2), slice(None, None, 2), None, ..., (0, 0, 0), np.int64(1), "a", [1], slice("a")):
+        assert narrowed((4, 5), (chunk,), index) is None

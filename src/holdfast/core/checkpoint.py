@@ -12,8 +12,9 @@ import numpy as np
 
 from holdfast.core.arguments import patterns
 from holdfast.core.chunk import Storage
+from holdfast.core.columns import read_mapping, read_tensors
 from holdfast.core.digest import Digest, combined
-from holdfast.core.protocols import Description, Foreign, Request, Source, by_source
+from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import groups
 from holdfast.core.tensor import LazyTensor
@@ -155,11 +156,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         Names may be given one by one, or as a list of them.
         """
         wanted = [name for given in names for name in ([given] if isinstance(given, str) else patterns(given, "names="))]
-        tensors = [self[name] for name in (wanted if names else self)]
-        outs = [t.empty() for t in tensors]
-        for source, requests in by_source(map(Request, tensors, outs)).items():
-            source.read(requests)
-        return {t.name: o for t, o in zip(tensors, outs, strict=True)}
+        wanted = wanted if names else list(self)
+        arrays = read_mapping(self._description.tensors, wanted)
+        if arrays is None:
+            arrays = read_tensors([self[name] for name in wanted])
+        return dict(zip(wanted, arrays, strict=True))
 
     def digests(self) -> dict[str, Digest]:
         """What each tensor holds, independent of format, sharding and strides.

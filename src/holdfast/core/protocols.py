@@ -110,6 +110,9 @@ class Store(Protocol):
     def gather(self, key: str, starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64], places: npt.NDArray[np.int64]) -> int:
         """Copy many short ranges to addresses in memory. How many were copied, from the first on; the others are to be read."""
 
+    def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
+        """Many short ranges with much between them, each as bytes of its own. Raises as `read` does."""
+
     def stamp(self, key: str) -> Stamp:
         """What identifies the content under a key, as it was when it was opened."""
 
@@ -334,6 +337,12 @@ class BaseStore:
 
     def gather(self, key: str, starts: Ints, nbytes: Ints, places: Ints) -> int:
         return 0
+
+    def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
+        pieces = [bytearray(length) for length in nbytes]
+        for start, piece in zip(starts, pieces, strict=True):
+            self.read(key, start, memoryview(piece))
+        return pieces
 
     def stamp(self, key: str) -> Stamp:
         return ()

@@ -3,7 +3,7 @@
 Slicing, transposing and looking at one are arithmetic. `numpy()`, `torch()`, `np.asarray` and `read(out=…)` move bytes, and only
 the bytes that are asked for.
 
-An index (`select`) is arithmetic on chunks. A `Composite` is one torch tensor that is stored as several plain ones.
+An index is arithmetic on chunks (core/index.py). A `Composite` is one torch tensor that is stored as several plain ones.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NoReturn
 
@@ -21,6 +21,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
+from holdfast.core.index import narrowed, select
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Request, Source
 from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Unsupported
@@ -29,142 +30,6 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["PLAIN", "AliasView", "Composite", "LazyTensor", "Traits", "select"]
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """One coordinate of a dimension; the dimension disappears."""
-
-    at: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """`count` coordinates `start, start + step, …` of a dimension."""
-
-    start: int
-    step: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class NewAxis:
-    """A dimension of length 1 that the input does not have."""
-
-
-Pick = Take | Stretch | NewAxis
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """An index that has been checked against a shape."""
-
-    picks: tuple[Pick, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the result."""
-        return tuple(1 if isinstance(p, NewAxis) else p.count for p in self.picks if not isinstance(p, Take))
-
-    def apply(self, chunks: Iterable[Chunk]) -> tuple[Chunk, ...]:
-        """The chunks of the result, in its coordinates; chunks that the index misses are left out."""
-        return tuple(c for chunk in chunks if (c := self._map(chunk)) is not None)
-
-    def _map(self, chunk: Chunk) -> Chunk | None:
-        starts: list[int] = []
-        stops: list[int] = []
-        strides: list[int] = []
-        offset = chunk.offset
-        dim = 0
-        for pick in self.picks:
-            if isinstance(pick, NewAxis):
-                starts.append(0)
-                stops.append(1)
-                strides.append(0)
-                continue
-            low, high, stride = chunk.box.start[dim], chunk.box.stop[dim], chunk.strides[dim]
-            dim += 1
-            if isinstance(pick, Take):
-                if not low <= pick.at < high:
-                    return None
-                offset += (pick.at - low) * stride
-                continue
-            first, last = _overlap(pick, low, high)
-            if first >= last:
-                return None
-            offset += (pick.start + first * pick.step - low) * stride
-            starts.append(first)
-            stops.append(last)
-            strides.append(stride * pick.step)
-        return Chunk(Box(tuple(starts), tuple(stops)), chunk.storage, offset, tuple(strides))
-
-
-def _overlap(pick: Stretch, low: int, high: int) -> tuple[int, int]:
-    """The positions i of the stretch whose coordinate `start + i·step` lies in [low, high), as a half-open range."""
-    if pick.step > 0:
-        first = -((pick.start - low) // pick.step)
-        last = -((pick.start - high) // pick.step)
-    else:
-        first = -((high - 1 - pick.start) // -pick.step)
-        last = (pick.start - low) // -pick.step + 1
-    return max(first, 0), min(last, pick.count)
-
-
-def select(shape: Sequence[int], index: object) -> Selection:
-    """Check an index against a shape, as numpy would.
-
-    >>> select((4, 5), (slice(1, 3), -1)).shape
-    (2,)
-    >>> select((4, 5), (..., None, slice(None, None, -2))).shape
-    (4, 1, 3)
-
-    An index is first normalised against a shape into one `Pick` an input dimension and a list of where new axes go; then each
-    chunk is mapped through it. Advanced indexing (arrays, booleans) would gather single elements: it is refused with advice.
-    """
-    parts = index if isinstance(index, tuple) else (index,)
-    used = sum(1 for p in parts if p is not None and p is not Ellipsis)
-    if sum(1 for p in parts if p is Ellipsis) > 1:
-        raise BadIndex("an index can only have a single ellipsis ('...')")
-    if used > len(shape):
-        raise BadIndex(f"too many indices: the tensor has {len(shape)} dimensions, but {used} were indexed")
-    if Ellipsis not in [p for p in parts if p is None or p is Ellipsis]:
-        parts = (*parts, Ellipsis)
-    picks: list[Pick] = []
-    dim = 0
-    for part in parts:
-        if part is None:
-            picks.append(NewAxis())
-        elif part is Ellipsis:
-            for _ in range(len(shape) - used):
-                picks.append(Stretch(0, 1, shape[dim]))
-                dim += 1
-        else:
-            picks.append(_pick(part, shape[dim], dim))
-            dim += 1
-    return Selection(tuple(picks))
-
-
-def _pick(part: object, length: int, dim: int) -> Take | Stretch:
-    if isinstance(part, slice):
-        try:
-            start, stop, step = part.indices(length)
-        except (TypeError, ValueError) as error:
-            raise BadIndex(f"bad slice in dimension {dim}: {error}") from None
-        return Stretch(start, step, len(range(start, stop, step)))
-    # A bool is an int to Python and a mask to numpy; here it is neither.
-    if not isinstance(part, bool):
-        try:
-            at = operator.index(part)  # type: ignore[arg-type]  # anything with __index__; the TypeError is the check
-        except TypeError:
-            pass
-        else:
-            if not -length <= at < length:
-                raise BadIndex(f"index {at} is out of bounds for dimension {dim} with size {length}")
-            return Take(at % length)
-    raise BadIndex(
-        f"a lazy tensor takes integers, slices, ... and None, not {type(part).__name__}; "
-        "read it first (tensor.numpy()) and index the array"
-    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -314,8 +179,13 @@ class LazyTensor:
 
     def __getitem__(self, index: object) -> LazyTensor:
         """A slice, as numpy's basic indexing; nothing is read."""
+        traits = self.traits
+        if traits is not PLAIN:
+            traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
+        common = narrowed(self.shape, self.chunks, index)
+        if common is not None:
+            return _sliced(self, *common, traits=traits)
         selection = select(self.shape, index)
-        traits = Traits(conj=self.traits.conj, neg=self.traits.neg, meta=self.traits.meta)
         return LazyTensor(self.name, self.dtype, selection.shape, selection.apply(self.chunks), self.source, traits)
 
     def permute(self, *axes: int | Sequence[int]) -> LazyTensor:
@@ -482,3 +352,21 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
+
+
+# A frozen dataclass is made by one call a field. A slice has nothing to check, and rows are gathered by the ten thousand.
+_set_name, _set_dtype, _set_shape, _set_chunks, _set_source, _set_traits = (
+    vars(LazyTensor)[field].__set__ for field in ("name", "dtype", "shape", "chunks", "source", "traits")
+)
+
+
+def _sliced(tensor: LazyTensor, shape: tuple[int, ...], chunks: tuple[Chunk, ...], *, traits: Traits) -> LazyTensor:
+    """A part of a tensor."""
+    made: LazyTensor = object.__new__(LazyTensor)
+    _set_name(made, tensor.name)
+    _set_dtype(made, tensor.dtype)
+    _set_shape(made, shape)
+    _set_chunks(made, chunks)
+    _set_source(made, tensor.source)
+    _set_traits(made, traits)
+    return made

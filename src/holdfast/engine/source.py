@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
+from holdfast.core.columns import Columns
 from holdfast.core.limits import Limits
 from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
+from holdfast.engine.columns import read_columns
 from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
@@ -74,6 +76,11 @@ class OpenSource:
         checks.finish()
         for request in requests:
             _resolve(request)
+
+    def read_columns(self, columns: Columns) -> Mapping[int, np.ndarray]:
+        arrays, nbytes = read_columns(self.store, columns, self.policy, verify=self.verify, threads=self.threads)
+        self.read_nbytes += nbytes
+        return arrays
 
     @contextmanager
     def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:

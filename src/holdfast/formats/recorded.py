@@ -10,10 +10,11 @@ The notes stand in a JSON document (safetensors `__metadata__`, an index, a mani
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.core.chunk import in_c_order
+from holdfast.core.columns import Columned, Columns
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.sharing import groups, twins
@@ -201,6 +202,10 @@ def _texts(value: object, name: str) -> dict[str, str]:
     return value
 
 
+def _text(value: object) -> bool:
+    return isinstance(value, str)
+
+
 def _place(value: object) -> bool:
     """Whether a value can be a length, or a place counted in bits."""
     return type(value) is int and 0 <= value <= ADDRESSABLE
@@ -221,6 +226,13 @@ class RecordedTensors(Mapping[str, LazyTensor]):
             tensor = _as_pairs(tensor)
         view = recorded.views.get(first or name)
         return tensor if view is None else replace(tensor, traits=replace(tensor.traits, alias=view))
+
+    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
+        # Where a tensor lay before does not matter to who reads it; what its elements are does.
+        if self._recorded.pairs or not isinstance(self._stored, Columned):
+            return None
+        aliases = self._recorded.aliases
+        return self._stored.columns([aliases.get(name, name) for name in names]) if all(map(_text, names)) else None
 
     def __iter__(self) -> Iterator[str]:
         yield from self._stored

@@ -14,9 +14,10 @@ import numpy as np
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.columns import read_tensors
 from holdfast.core.limits import Limits
 from holdfast.core.placement_rules import Rule
-from holdfast.core.protocols import Request, Source, Store, by_source
+from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
@@ -174,7 +175,4 @@ def read(tensors: Iterable[LazyTensor]) -> list[np.ndarray]:
         if not isinstance(one, LazyTensor):
             more = " (of a checkpoint: its values())" if isinstance(tensors, Mapping) else ""
             raise BadArgumentType(f"read takes a list of lazy tensors, and {shown(one)} is none{more}", found=one)
-    outs = [t.empty() for t in wanted]
-    for source, requests in by_source(map(Request, wanted, outs)).items():
-        source.read(requests)
-    return outs
+    return read_tensors(wanted)

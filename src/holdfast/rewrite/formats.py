@@ -236,8 +236,9 @@ def described(store: Store, formats: Collection[str]) -> Description:
 
 def check_holds(found: Mapping[str, LazyTensor], holds: Mapping[str, Outline], path: str) -> None:
     """Raise `CannotHold` where tensors that were found are not those that were to be saved: by name, dtype and shape."""
-    problems = [f"{name}: it would not be there" for name in holds if name not in found]
-    problems += [f"{name}: nobody has saved it, and it would be there" for name in found if name not in holds]
+    there = dict.fromkeys(found)
+    problems = [f"{name}: it would not be there" for name in holds if name not in there]
+    problems += [f"{name}: nobody has saved it, and it would be there" for name in there if name not in holds]
     if not problems:
         outline = found.outline if isinstance(found, Outlined) else lambda name: (found[name].dtype, found[name].shape)
         for name, (dtype, shape) in holds.items():

@@ -31,6 +31,7 @@ from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.rewrite.base import check_shares, not_shared, open_base
 from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, plan_save
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
+from holdfast.rewrite.small import plan_rows, rows_of
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import check_binary, content_and_path, place_of
 from holdfast.stores.remote.url import Url
@@ -169,6 +170,17 @@ def plan_saving(
     limits: Limits | None,
 ) -> Planned[Saved]:
     """Lay out a save to a path that is not begun."""
+    # Rows are copied, and know nothing of steps before; what bounds memory or compares afterwards wants objects.
+    plain = limits is None and base is None and not (hashes or writing.read_back or writing.budget or isinstance(target, Url))
+    rows = rows_of(state, metadata) if plain and options == Options(keep_tree=options.keep_tree) else None
+    if rows is not None and format_for(target, format, options) == "safetensors":
+        if writing.overwrite is False:
+            check_target(target, directory=False, writing=writing)
+        laid = plan_rows(rows, target)
+        if laid is not None:
+            plan, crcs = laid
+            finish = partial(_with_crcs, crcs)
+            return Planned(plan, Saved(**planned_fields(plan, target)), writing, finish=finish)
     described = describe_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)
@@ -189,3 +201,8 @@ def plan_saving(
         plan = plan_save(target, described, found, options=options)
         plan = replace(plan, notes=(*described.notes, *plan.notes))
         return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=reads, sources=stack.pop_all())
+
+
+def _with_crcs(crcs: Mapping[str, int], saved: Saved, progress: Progress | None) -> Saved:
+    """The result of a save whose checksums were known before."""
+    return replace(saved, crcs=crcs) if saved.done else saved

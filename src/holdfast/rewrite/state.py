@@ -25,6 +25,7 @@ from typing import Literal, Protocol, cast
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
@@ -35,7 +36,17 @@ from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.stores.paths import content_and_path
 
-__all__ = ["Stateful", "describe_state", "is_stateful", "map_tensors", "state_and_path", "state_dicts", "stateful_keys"]
+__all__ = [
+    "Row",
+    "Stateful",
+    "describe_state",
+    "foreign_rows",
+    "is_stateful",
+    "map_tensors",
+    "state_and_path",
+    "state_dicts",
+    "stateful_keys",
+]
 
 MOST_VISITS = 100_000
 """Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
@@ -103,6 +114,19 @@ def _leaf(arrays: Arrays) -> Leaf:
         return value
 
     return convert
+
+
+Row = tuple[DType, tuple[int, ...], bytes]
+"""A small tensor: its dtype, its shape, a copy of its bytes."""
+
+
+def foreign_rows(most: int) -> Callable[[object], Row | None] | None:
+    """What takes ordinary torch tensors of at most so many bytes, None for any other value; None where the caller has no torch."""
+    if "torch" not in sys.modules:
+        return None
+    from holdfast.torch.tensors.to_lazy import small_row
+
+    return small_row(most)
 
 
 def _read(value: object) -> np.ndarray:

@@ -226,6 +226,21 @@ class LocalStore(BaseStore):
         file = handle.file or self._again(key, handle)
         return gather(file.number, starts, nbytes, places)
 
+    def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
+        handle = self._open(key)
+        file = handle.file
+        if file is not None and platform.READS_AT and min(starts, default=0) >= 0:
+            number, pread = file.number, os.pread
+            try:
+                # A call each and nothing else: a read of a few bytes takes the system less time than Python takes to get there.
+                pieces = [pread(number, length, start) for length, start in zip(nbytes, starts, strict=True)]
+            except OSError:
+                pieces = []
+            del file
+            if [*map(len, pieces)] == [*nbytes]:
+                return pieces
+        return super().scattered(key, starts, nbytes)
+
     def map(self, key: str) -> memoryview | None:
         """The bytes of a file as memory; None where the process may have no more files open, since each mapping holds one."""
         handle = self._open(key)

@@ -6,11 +6,15 @@ small record a tensor; a `LazyTensor` is made when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+import numpy as np
+
+from holdfast.core.arrays import AnyDType
 from holdfast.core.chunk import Storage
+from holdfast.core.columns import NO_CRC, Columns
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source, Store
 from holdfast.core.tensor import LazyTensor
@@ -26,6 +30,12 @@ SMALLEST_NBYTES = 2
 
 LONGEST_CLAIM = 1 << 48
 """A first word above this is no length but text, a pickle, a zip: those have no two zero bytes there."""
+
+ROWS = {row.safetensors: row for row in DTYPES.rows if row.safetensors is not None}
+"""By their codes. The layout check has looked every code up."""
+
+WHOLE = {row.safetensors: row.numpy for row in DTYPES.rows if row.safetensors is not None and not row.packed}
+"""What an element is in memory, by its code; of those that fill whole bytes, which lie in a file as in memory."""
 
 LFS_POINTER = b"version https://git-lfs"
 """How the stand-in begins that Git leaves in place of a large file that was not fetched."""
@@ -65,6 +75,26 @@ class Header:
         """A tensor as it lies in this file."""
         return LazyTensor.contiguous(name, self.dtype(name), self.entries[name].shape, self.storage(name, source.store), source)
 
+    def columns(self, names: Sequence[str]) -> Columns | None:
+        """Where tensors lie; None where one is not there. The layout was checked: all are ordinary that fill whole bytes."""
+        try:
+            entries = [self.entries[name] for name in names]
+        except (KeyError, TypeError):
+            return None
+        numbers: Sequence[int] = range(len(entries))
+        rows: list[AnyDType | None] = [WHOLE.get(entry.dtype) for entry in entries]
+        if None in rows:
+            numbers = [number for number in numbers if rows[number] is not None]
+            entries = [entries[number] for number in numbers]
+        dtypes = [dtype for dtype in rows if dtype is not None]
+        begins, ends = np.array([entry.data_offsets for entry in entries], np.int64).reshape(-1, 2).T
+        crcs = np.full(len(entries), NO_CRC)
+        if self.record.crcs:
+            known = self.record.crcs
+            crcs = np.fromiter((known.get(names[number], NO_CRC) for number in numbers), np.int64, len(entries))
+        shapes, files = [entry.shape for entry in entries], np.zeros(len(entries), np.int64)
+        return Columns(numbers, dtypes, shapes, [self.key], files, begins + self.data_start, ends - begins, crcs)
+
 
 class HeaderTensors(Mapping[str, LazyTensor]):
     """The tensors of one file. Each is made when it is asked for; iterating over names makes none."""
@@ -79,7 +109,12 @@ class HeaderTensors(Mapping[str, LazyTensor]):
         return self._header.tensor(name, self._source)
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        return self._header.dtype(name), self._header.entries[name].shape
+        entry = self._header.entries[name]
+        return ROWS[entry.dtype], entry.shape
+
+    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
+        found = self._header.columns(names)
+        return None if found is None else (self._source, found)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._header.entries)

@@ -37,10 +37,14 @@ from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.saves import Data, FilePlan, Hashing, Late, Literal, SavePlan, Segment
 
 __all__ = [
+    "METADATA",
     "ORDER",
+    "RANK",
     "FileLayout",
     "HeaderTensor",
+    "file_order_notes",
     "fill_shards",
+    "frame",
     "index_file",
     "is_flat",
     "lay_out_safetensors",
@@ -119,34 +123,58 @@ def plan_file(
     at a multiple of its element size, and the data begins at a multiple of 64 bytes.
     """
     ordered = sorted(pieces, key=lambda piece: (RANK[piece.code], piece.name))
+    framed = frame([(piece.name, piece.code, piece.shape, piece.nbytes) for piece in ordered], metadata, fields=fields, label=label)
+    segments: list[Segment] = [framed.head, framed.late, framed.tail]
+    segments += [Data(piece.tensor, label + piece.name, hashed.get(piece.name, "")) for piece in ordered if piece.nbytes]
+    start = PREFIX_NBYTES + framed.header_nbytes
+    places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in framed.entries.items()}
+    return FileLayout(FilePlan(key, tuple(segments)), framed.header_nbytes, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands before the data of a file."""
+
+    head: Literal
+    late: Late
+    tail: Literal
+    header_nbytes: int
+    entries: dict[str, Entry]
+
+
+def frame(
+    rows: Iterable[tuple[str, str, tuple[int, ...], int]],
+    metadata: Mapping[str, str],
+    *,
+    fields: Mapping[str, object],
+    label: str = "",
+) -> Frame:
+    """The header over tensors that follow each other in this order: name, code, shape and bytes of each."""
     entries: dict[str, Entry] = {}
     position = 0
-    for piece in ordered:
-        end = position + piece.nbytes
-        entries[piece.name] = Entry(piece.code, piece.shape, (position, end))
-        position = end
+    filled: list[str] = []
+    for name, code, shape, nbytes in rows:
+        entries[name] = Entry(code, shape, (position, position + nbytes))
+        position += nbytes
+        if nbytes:
+            filled.append(label + name)
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
     head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode())
-    digits = CRC_DIGITS * len(ordered)
+    digits = CRC_DIGITS * len(entries)
     record = RecordText(fields, About(entries, about, entries))
     opening, closing = record.ends(digits)
     head += _escaped(opening)
     listed = msgspec.json.encode(entries)[1:]
     tail = _escaped(closing) + b'"}' + (b"," if entries else b"") + listed
-    filled = [piece for piece in ordered if piece.nbytes]
     late = _checksums(
-        [label + piece.name for piece in ordered],
-        frozenset(label + piece.name for piece in filled),
+        [label + name for name in entries],
+        frozenset(filled),
         lambda numbers: _escaped(record.whole(numbers)[len(opening) : -len(closing)]),
     )
     length = len(head) + late.nbytes + len(tail)
     tail += b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
     length = len(head) + late.nbytes + len(tail)
-    start = PREFIX_NBYTES + length
-    segments: list[Segment] = [Literal(length.to_bytes(PREFIX_NBYTES, "little") + head), late, Literal(tail)]
-    segments += [Data(piece.tensor, label + piece.name, hashed.get(piece.name, "")) for piece in filled]
-    places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in entries.items()}
-    return FileLayout(FilePlan(key, tuple(segments)), length, places)
+    return Frame(Literal(length.to_bytes(PREFIX_NBYTES, "little") + head), late, Literal(tail), length, entries)
 
 
 def _checksums(names: Sequence[str], filled: frozenset[str], seal: Callable[[bytes], bytes]) -> Late:
@@ -295,7 +323,12 @@ def index_file(
 def _order_notes(state: State, files: list[FileLayout], fields: Mapping[str, object]) -> list[str]:
     """Tensors lie in the order that all writers of the format have, by dtype and name; only a recorded tree remembers another."""
     written = {name: None for file in files for name in file.places}
-    if "tree" in fields or list(written) == [name for name in state.tensors if name in written]:
+    return [] if "tree" in fields else file_order_notes(list(written), [name for name in state.tensors if name in written])
+
+
+def file_order_notes(written: list[str], given: list[str]) -> list[str]:
+    """What to say where names lie in another order than they were given in."""
+    if written == given:
         return []
     return ["names are in the order of the file (by dtype, then by name), not in that of the state"]
 

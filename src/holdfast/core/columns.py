@@ -1,0 +1,162 @@
+"""`Columns`: where many ordinary tensors lie, as numbers in rows and not as objects.
+
+A `LazyTensor` is four objects, and to read one asks for a dozen more. A bank of adapters or the state of an optimizer has a hundred
+thousand tensors of a few bytes, of which nobody looks at one by itself: for those a start, a length and a checksum each will do.
+
+*Ordinary* is said in one place a producer: here of lazy tensors (`columns_of`), in a format of what its header says. It means
+
+1. one piece of one file, without gaps, in C order, little-endian, a whole number of bytes an element: the bytes in the file are
+   those that the array shall have;
+2. elements that stand for themselves: neither conjugated nor negated, and not on the meta device;
+3. no more elements than were stored, so that no limit on expanded views can matter.
+
+Whatever is not ordinary is left out, and goes the way of `Request`s. So does everything where a read fails or a checksum is
+another: that way says which tensor it was, and how. Nothing here raises what it would not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from holdfast.core.arrays import AnyDType, Ints
+from holdfast.core.chunk import Chunk, Storage, in_c_order
+from holdfast.core.dtype import DType
+from holdfast.core.protocols import Request, Source, by_source
+from holdfast.core.tensor import PLAIN, LazyTensor
+
+__all__ = ["FEW", "NO_CRC", "Columned", "Columns", "columns_of", "read_mapping", "read_tensors"]
+
+FEW = 16
+"""Fewer tensors are read as objects: to make rows takes as long as they would."""
+
+NO_CRC = -1
+
+FAR = 1 << 61
+"""No file reaches so far. What claims to is left to arithmetic that does not overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Ordinary tensors among some that were asked for. All rows are of one length."""
+
+    numbers: Sequence[int]
+    """Which of those that were asked for it is."""
+    dtypes: Sequence[AnyDType]
+    """Of the array."""
+    shapes: Sequence[tuple[int, ...]]
+    keys: Sequence[str]
+    """The files."""
+    files: Ints
+    """The file of each, as a position in `keys`."""
+    starts: Ints
+    """First byte in the file."""
+    nbytes: Ints
+    crcs: Ints
+    """CRC-32 of just these bytes as the file records it; `NO_CRC` where it does not."""
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+@runtime_checkable
+class Columned(Protocol):
+    """What a mapping of lazy tensors may offer besides: where those of some names lie, without making them."""
+
+    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
+        """The ordinary ones among these, and what reads them; None where a name is not there."""
+
+
+@runtime_checkable
+class ColumnSource(Protocol):
+    """What a source may offer besides: to make arrays of columns."""
+
+    def read_columns(self, columns: Columns) -> Mapping[int, np.ndarray]:
+        """Fresh arrays, by number, of as many as it likes; none at all where one cannot be read or is not as it was written."""
+
+
+def columns_of(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> Columns:
+    """The ordinary ones among the tensors of these numbers, which are of one source."""
+    found: list[int] = []
+    dtypes: list[AnyDType] = []
+    keys: dict[str, int] = {}
+    places: list[tuple[int, int, int, int]] = []
+    kinds: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
+    """Bytes of a dtype, a shape and strides; -1 where that is not ordinary. There are a dozen of them among many tensors."""
+    for number in numbers if numbers and _ordinary_limits(tensors[numbers[0]].source) else ():
+        tensor = tensors[number]
+        chunks, dtype, traits, shape = tensor.chunks, tensor.dtype, tensor.traits, tensor.shape
+        if len(chunks) != 1 or (traits is not PLAIN and (traits.conj or traits.neg or traits.meta)):
+            continue
+        (chunk,) = chunks
+        storage, box, offset = chunk.storage, chunk.box, chunk.offset
+        # By exact classes: a chunk or a storage of another kind may not know its place before it is asked.
+        if type(chunk) is not Chunk or type(storage) is not Storage or box.stop != shape or any(box.start):
+            continue
+        kind = id(dtype), shape, chunk.strides
+        nbytes = kinds.get(kind)
+        if nbytes is None:
+            nbytes = kinds[kind] = _dense_nbytes(dtype, shape, chunk.strides)
+        at = offset // 8
+        if nbytes < 0 or offset % 8 or not 0 <= at <= storage.nbytes - nbytes or not 0 <= storage.start < FAR:
+            continue
+        if storage.byteorder != "little" and dtype.swap_nbytes > 1:
+            continue
+        crc = storage.crc32 if nbytes == storage.nbytes else None
+        places.append((keys.setdefault(storage.key, len(keys)), storage.start + at, nbytes, NO_CRC if crc is None else crc))
+        found.append(number)
+        dtypes.append(dtype.numpy)
+    files, starts, lengths, crcs = np.array(places, np.int64).reshape(-1, 4).T
+    return Columns(found, dtypes, [tensors[number].shape for number in found], list(keys), files, starts, lengths, crcs)
+
+
+def _dense_nbytes(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Bytes of elements that follow each other in C order and fill whole bytes each; -1 for others."""
+    return -1 if dtype.packed or not in_c_order(shape, strides, dtype.bits) else math.prod(shape) * dtype.bits // 8
+
+
+def _ordinary_limits(source: Source) -> bool:
+    """Whether what was stored may be read as it is."""
+    return source.limits.expansion >= 1
+
+
+def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
+    """Fresh arrays with the elements of all tensors: in parallel, with neighbouring reads joined."""
+    arrays: dict[int, np.ndarray] = {}
+    if len(tensors) >= FEW:
+        by: dict[Source, list[int]] = {}
+        for number, tensor in enumerate(tensors):
+            by.setdefault(tensor.source, []).append(number)
+        for source, numbers in by.items():
+            if len(numbers) >= FEW and isinstance(source, ColumnSource):
+                arrays |= source.read_columns(columns_of(tensors, numbers))
+    return _with_others(tensors, arrays)
+
+
+def read_mapping(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> list[np.ndarray] | None:
+    """The same of names in a mapping that knows where its tensors lie; None where it does not, or where not all are ordinary."""
+    found = tensors.columns(names) if len(names) >= FEW and isinstance(tensors, Columned) else None
+    if found is None or not isinstance(found[0], ColumnSource) or not _ordinary_limits(found[0]):
+        return None
+    arrays = found[0].read_columns(found[1])
+    if not arrays:
+        return None
+    if len(arrays) == len(names):
+        return [arrays[number] for number in range(len(names))]
+    others = {number: tensors[name] for number, name in enumerate(names) if number not in arrays}
+    read = iter(_with_others(list(others.values()), {}))
+    return [next(read) if number in others else arrays[number] for number in range(len(names))]
+
+
+def _with_others(tensors: Sequence[LazyTensor], arrays: dict[int, np.ndarray]) -> list[np.ndarray]:
+    """All arrays in order: those that are there, and the others read one object each."""
+    others = [number for number in range(len(tensors)) if number not in arrays]
+    for number in others:
+        arrays[number] = tensors[number].empty()
+    for source, requests in by_source(Request(tensors[number], arrays[number]) for number in others).items():
+        source.read(requests)
+    return [arrays[number] for number in range(len(tensors))]

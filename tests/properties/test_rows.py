@@ -1,0 +1,163 @@
+"""Saving by rows against saving by objects, which is the oracle: the same bytes, the same notes, and the same refusals."""
+
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.core.limits import Limits
+from holdfast.errors import HoldfastError
+from holdfast.rewrite import small
+from holdfast.rewrite.small import FEW, SMALL_NBYTES, rows_of
+
+ARRAYS = [np.bool_, np.uint8, np.int16, ">i4", np.float32, np.float64, np.complex64, ml_dtypes.bfloat16, ml_dtypes.float8_e5m2]
+TENSORS = [torch.bool, torch.uint8, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.complex64]
+NAMES = st.text(st.characters(codec="utf-8"), max_size=4)
+
+
+def array_of(random, kind, shape):
+    raw = np.frombuffer(random.bytes(int(np.prod(shape, dtype=int)) * kind.itemsize), np.uint8).copy()
+    made = np.empty(shape, kind)
+    made[...] = (raw & 1 if kind == np.bool_ else raw).view(kind).reshape(shape)
+    return made
+
+
+@st.composite
+def ordinary(draw):
+    """More small arrays and tensors than are saved one by one, in any order of names, dtypes and shapes."""
+    random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
+    seed = dict.fromkeys(draw(st.lists(NAMES, max_size=12)))
+    names = [*seed, *(f"t.{n}" for n in draw(st.permutations(range(FEW - len(seed) + draw(st.integers(0, 3))))))]
+    kinds = draw(st.lists(st.sampled_from([*map(np.dtype, ARRAYS), *TENSORS]), min_size=1, max_size=5))
+    shapes = draw(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=7))
+    state = {}
+    for number, name in enumerate(names):
+        kind, shape = kinds[number % len(kinds)], shapes[number % len(shapes)]
+        if isinstance(kind, torch.dtype):
+            state[name] = torch.from_numpy(array_of(random, np.dtype("f4"), shape)).to(kind).clone()
+        else:
+            state[name] = array_of(random, kind, shape)
+    return state
+
+
+class Other(torch.Tensor):
+    """A class of somebody's."""
+
+
+def with_attribute(tensor):
+    tensor.note = "mine"
+    return tensor
+
+
+ODD = {
+    "tied": lambda state: state | {"one": (a := np.ones(3)), "other": a},
+    "tied tensor": lambda state: state | {"one": (a := torch.ones(3)), "other": a.detach()},
+    "view": lambda state: state | {"one": (a := np.ones(6)), "other": a[:3]},
+    "part of a storage": lambda state: state | {"one": torch.ones(6)[2:]},
+    "views of one buffer": lambda state: state | dict(zip("ab", torch.ones(6).split(3), strict=True)),
+    "column order": lambda state: state | {"one": np.ones((2, 3), order="F")},
+    "transposed": lambda state: state | {"one": torch.arange(6.0).reshape(2, 3).T},
+    "expanded": lambda state: state | {"one": torch.ones(1).expand(9)},
+    "a parameter": lambda state: state | {"one": torch.nn.Parameter(torch.ones(2))},
+    "wants a gradient": lambda state: state | {"one": torch.ones(2, requires_grad=True)},
+    "a subclass": lambda state: state | {"one": torch.ones(2).as_subclass(Other)},
+    "an attribute": lambda state: state | {"one": with_attribute(torch.ones(2))},
+    "conjugate": lambda state: state | {"one": torch.ones(2, dtype=torch.complex64).conj()},
+    "negative": lambda state: state | {"one": (torch.ones(2) + 1j).conj().imag},
+    "meta": lambda state: state | {"one": torch.ones(2, device="meta")},
+    "sparse": lambda state: state | {"one": torch.eye(3).to_sparse()},
+    "no such dtype": lambda state: state | {"one": np.ones(2, np.complex128)},
+    "no dtype at all": lambda state: state | {"one": np.array(["a"])},
+    "objects": lambda state: state | {"one": np.array([None])},
+    "a number": lambda state: state | {"one": 1.5},
+    "a scalar": lambda state: state | {"one": np.float32(1)},
+    "a lazy tensor": lambda state: state | {"one": holdfast.open(holdfast.to_bytes({"w": np.ones(3)}, "safetensors"))["w"]},
+    "nested": lambda state: state | {"one": {"w": np.ones(2)}},
+    "a key that is no text": lambda state: state | {7: np.ones(2)},
+    "half a pair": lambda state: state | {"\ud800": np.ones(2)},
+    "the name of the metadata": lambda state: state | {"__metadata__": np.ones(2)},
+    "long": lambda state: state | {"one": np.ones(SMALL_NBYTES + 1, np.uint8)},
+    "an array of a class": lambda state: state | {"one": np.ma.masked_array([1, 2])},
+    "a mapped array": lambda state: state | {"one": np.frombuffer(b"abcdefgh", np.uint8)},
+}
+
+
+def outcome(state, path, **options):
+    path.unlink(missing_ok=True) if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+    try:
+        saved = holdfast.save(state, path, durable=False, **options)
+    except HoldfastError as error:
+        assert not path.exists()
+        return type(error), str(error)
+    files = sorted(path.iterdir()) if path.is_dir() else [path] if path.exists() else []
+    return [file.read_bytes() for file in files], saved.notes, saved.nbytes, saved.files, saved.format, saved.done, saved.crcs
+
+
+def assert_same(state, path, **options):
+    with mock.patch.object(small, "FEW", 1 << 60):
+        slow = outcome(state, path, **options)
+    assert outcome(state, path, **options) == slow
+    return slow
+
+
+@settings(max_examples=30, deadline=None)
+@given(ordinary(), st.dictionaries(NAMES, NAMES, max_size=2), st.booleans(), st.none() | st.sampled_from(sorted(ODD)))
+def test_rows_write_what_objects_write(tmp_path_factory, state, metadata, keep_tree, odd):
+    path = Path(tmp_path_factory.mktemp("rows")) / "a.safetensors"
+    assert_same(state if odd is None else ODD[odd](state), path, metadata=metadata, keep_tree=keep_tree)
+
+
+def plain(count=FEW):
+    return {f"t.{n}": np.full(n % 5, n, "f4") if n % 2 else torch.full((2, n % 3), n) for n in range(count)}
+
+
+@pytest.mark.parametrize("odd", sorted(ODD))
+def test_what_is_odd_is_not_taken_for_ordinary(tmp_path, odd):
+    state = ODD[odd](plain())
+    assert odd in ("half a pair", "the name of the metadata") or rows_of(state, None) is None
+    assert_same(state, tmp_path / "a.safetensors")
+
+
+def test_what_is_ordinary_is_taken_as_rows(tmp_path):
+    assert rows_of(plain(), None) is not None
+    with mock.patch("holdfast.rewrite.save.describe_state", side_effect=AssertionError):
+        holdfast.save(plain(), tmp_path / "a.safetensors")
+    with holdfast.open(tmp_path / "a.safetensors") as ckpt:
+        for name, value in plain().items():
+            np.testing.assert_array_equal(ckpt[name].numpy(), np.asarray(value))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"limits": Limits(depth=0)}, {"max_shard_size": "1KB"}, {"format": "torch"}, {"dry_run": True}, {"read_back": True},
+        {"max_memory": "64MB"}, {"metadata": {"a": "\ud800"}}, {"overwrite": False}, {"format": "nothing"}, {"hashes": True},
+        {"sparse": "auto"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_options(tmp_path, options):
+    assert_same(plain(), tmp_path / ("a.pt" if "format" in options else "a.safetensors"), **options)
+
+
+def test_over_what_is_there(tmp_path):
+    path = tmp_path / "a.safetensors"
+    holdfast.save({"old": np.ones(3)}, path)
+    with pytest.raises(HoldfastError):
+        holdfast.save(plain(), path, overwrite=False)
+    assert list(holdfast.open(path)) == ["old"]
+    holdfast.save(plain(), path)
+    assert set(holdfast.open(path)) == set(plain())
+
+
+def test_all_bytes_are_told(tmp_path):
+    told = []
+    saved = holdfast.save(plain(), tmp_path / "a.safetensors", progress=told.append)
+    assert sum(told) == saved.nbytes
