@@ -62,7 +62,10 @@ REPEATED = {
     "test_weights_only": ("tests/hostile/test_torch_load.py", 4),
     "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 4),
     "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
-    "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 48),
+    "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 96),
+    "test_every_header_byte_flipped": ("tests/hostile/test_damage.py", 2),
+    "test_an_attack": ("tests/integrations/test_dcp_hostile.py", 4),
+    "test_each_request_meets_each_fault": ("tests/remote/test_commit.py", 2),
 }
 """Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks, all writers crash
 in the model, and what is quadratic in one way of sharing is so in many."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.crash.writers import LIBRARY, Writer
 
-KILLS = 120
+KILLS = 80
 ALL_KILLS = 300
 """With `--exhaustive`."""
 

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import obstore
@@ -227,8 +228,8 @@ def test_a_budget(store: MemoryStore):
     assert numbers(strict) == []
 
 
-def test_exports(store: MemoryStore, tmp_path: object):
-    os.chdir(str(tmp_path))
+def test_exports(store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     run = holdfast.Run("memory://exported/run", keep="latest:1", export=[Export("hf"), Export("memory://exported/hf", "torch")])
     run.save(1, state(1))
     run.close()
