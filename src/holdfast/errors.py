@@ -45,6 +45,7 @@ from __future__ import annotations
 from _pickle import UnpicklingError
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 __all__ = [
     "BadArgument",
@@ -83,6 +84,7 @@ __all__ = [
     "UnsafePath",
     "Unsupported",
     "ZipError",
+    "detached",
     "located",
 ]
 
@@ -312,6 +314,24 @@ def located(*, file: str | None = None, tensor: str | None = None) -> Iterator[N
         if error.tensor is None:
             error.tensor = tensor
         raise
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def detached(error: E) -> E:
+    """An error that is kept as a value, and those that led to it, without their tracebacks.
+
+    A traceback holds the variables of every caller. One of them may be what the error is kept in, and then all of them stay until
+    the garbage collector comes, a training loop's state among them.
+    """
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one.__traceback__ is not None:
+            one.__traceback__ = None
+            waiting += [one.__cause__, one.__context__]
+    return error
 
 
 def __dir__() -> list[str]:

@@ -138,3 +138,19 @@ def test_what_is_rebuilt_of_the_same_children_is_the_same() -> None:
     for container in ({"a": 1}, [1, 2], (1, 2)):
         children = list(container.values()) if isinstance(container, dict) else list(container)
         assert rebuilt(container, children) is container
+
+
+def test_names_of_a_state_in_memory_may_take_what_its_keys_take():
+    """Six million characters of names that are all there as keys are no reason to refuse a state."""
+    one = tensor()
+    tree: dict[object, object] = {f"{i:0>60}": one for i in range(120_000)}
+    named = name_tensors(tree, Limits(), 100_000, held=True)
+    assert named.characters == 60 * 120_000
+    with pytest.raises(LimitExceeded):
+        name_tensors(tree, Limits(), 100_000)
+
+
+def test_names_that_repeat_one_long_key_are_refused_in_memory_too():
+    one = tensor()
+    with pytest.raises(LimitExceeded):
+        name_tensors({"k" * 100_000: {str(i): one for i in range(1_000)}}, Limits(), 100_000, held=True)

@@ -9,10 +9,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, TypeVar
-from weakref import WeakSet
+from types import MethodType
+from typing import Any, Protocol, TypeVar
+from weakref import WeakSet, proxy, ref
 
-__all__ = ["at_fork", "memory_at", "renewed", "resting_collector", "start"]
+__all__ = ["Sent", "at_fork", "memory_at", "renewed", "resting_collector", "start", "weakly"]
 
 
 def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
@@ -40,6 +41,41 @@ def resting_collector() -> Iterator[None]:
     finally:
         if resting:
             gc.enable()
+
+
+C = TypeVar("C", bound=Callable[..., object])
+
+
+def weakly(method: C) -> C:
+    """The same method, which does not keep its object alive.
+
+    An object that keeps methods of its own is a cycle: it stays, with all that it knows, until the collector comes, and a training
+    loop may have told the collector to stay away. With methods that are kept `weakly` it goes with its last user, who must have it
+    for as long as they are called.
+    """
+    if not isinstance(method, MethodType):
+        return method
+    return MethodType(method.__func__, proxy(method.__self__))  # type: ignore[return-value]  # called like the one that was given
+
+
+class Sent:
+    """A method that is kept `weakly` by an object that may travel to another process, where it is the method of what arrived."""
+
+    __slots__ = ("_name", "_owner")
+
+    def __init__(self, method: Callable[..., object]) -> None:
+        self._owner = ref(method.__self__)  # type: ignore[attr-defined]  # a method has one
+        self._name = method.__name__
+
+    def __call__(self, *args: object) -> Any:  # noqa: ANN401  # whatever the method gives
+        return getattr(self._owner(), self._name)(*args)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _arrived, (self._owner(), self._name)
+
+
+def _arrived(owner: object, name: str) -> Sent:
+    return Sent(getattr(owner, name))
 
 
 class _Lock(Protocol):

@@ -58,6 +58,9 @@ NAME_CHARACTERS_A_BYTE = 16
 FREE_CHARACTERS = 4 << 20
 """Characters of names that are allowed however small the file."""
 
+HELD_NBYTES = 64
+"""What a child of a container takes in memory, at the least: its object, and the two references to it and its key."""
+
 KEY_CHARACTERS = 64
 """Of a key that is neither text nor an integer, where it stands in a path."""
 
@@ -133,13 +136,18 @@ def module_contents(opaque: Opaque) -> Contents | None:
     return [(dicts[0], parameters), (dicts[1], kept), (dicts[2], modules)]
 
 
-def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
-    """Walk a tree and give every tensor in it a dotted name. `stored` is how many bytes the tree took where it was stored."""
+def name_tensors(tree: object, limits: Limits, stored: int, *, held: bool = False) -> Named:
+    """Walk a tree and give every tensor in it a dotted name. `stored` is how many bytes the tree took where it was stored.
+
+    A tree that is only `held` in memory was stored nowhere: `stored` is then the number of extra visits, and names may take so many
+    times what the tree has in memory, where a key is counted once however many containers have it.
+    """
     named = Named()
     seen: set[int] = set()
     on_path: set[int] = set()
     spare = stored + FREE_STEPS
     room = NAME_CHARACTERS_A_BYTE * stored + FREE_CHARACTERS
+    keys: set[int] = set()
     left_out = 0
     # Explicit stack: an iterator over children a level, so that depth costs memory and not interpreter frames.
     levels: list[tuple[Iterator[tuple[str | int, object]], set[int], bool]] = [(iter([("", tree)]), set(), False)]
@@ -155,6 +163,11 @@ def name_tensors(tree: object, limits: Limits, stored: int) -> Named:
             continue
         spare -= again
         key, value = step
+        if held and not again:
+            room += NAME_CHARACTERS_A_BYTE * HELD_NBYTES
+            if isinstance(key, str) and id(key) not in keys:
+                keys.add(id(key))
+                room += NAME_CHARACTERS_A_BYTE * len(key)
         if isinstance(value, LazyTensor):
             _add(named, (*path[1:], *((key,) if levels[1:] else ())), value)
             if named.characters > room:

@@ -1,6 +1,6 @@
 """The code that moves tensor bytes, by the direction in which they move.
 
-source           `OpenSource`: a store, its limits, and the way of its bytes into memory
+source           `OpenSource`: a store, its limits, and the way of its bytes into memory; `Sourced`: a store that makes tensors
 transfer         the one engine that reads: ranges of files, by threads, each to a sink. The sinks:
   strips           a read plan, to arrays of any strides (`checks` sums what passes by)
   records          whole records to memory of somebody else's: the storages of a torch file

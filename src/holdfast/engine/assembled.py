@@ -16,7 +16,7 @@ them the storage is computed again, range by range, so that a format with storag
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,11 +24,11 @@ import numpy as np
 
 from holdfast.core.arrays import byte_row
 from holdfast.core.chunk import Storage
-from holdfast.core.protocols import Request, Source, Stamp
+from holdfast.core.protocols import Request, Stamp
 from holdfast.core.tensor import AliasView, LazyTensor
-from holdfast.engine.source import OpenSource
+from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
-from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
+from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Assembled", "Copy"]
 
@@ -85,13 +85,12 @@ class Placed:
     at: int
 
 
-class Assembled(Virtual):
+class Assembled(Sourced):
     """A store of storages that are put together, and the source that reads them."""
 
     def __init__(self) -> None:
         super().__init__("<assembled>")
         self._copies: dict[str, list[Copy]] = {}
-        self.source: Source = OpenSource(self, threads=1)
 
     def storage(self, nbytes: int, copies: Sequence[Copy], *, label: str = "") -> Storage:
         """The storage of so many bytes that these are copies of."""
@@ -161,7 +160,7 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
     index = [slice(0, n) for n in shape]
     first, last = start - width + 1, stop + width - 1  # where an element that touches the range may begin and end
 
-    def descend(depth: int, at: int) -> Iterator[Placed]:
+    def descend(depth: int, at: int, again: Callable[..., Iterator[Placed]]) -> Iterator[Placed]:
         rest = len(order) - depth
         if at + spans[rest] <= start or at >= stop:
             return
@@ -188,10 +187,11 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
                 i = inside
             else:
                 index[d] = slice(i, i + 1)
-                yield from descend(depth + 1, at + i * stride)
+                yield from again(depth + 1, at + i * stride, again)
                 i += 1
 
-    yield from descend(0, copy.offset)
+    # Given to itself, and not known to itself: functions that know each other stay until the collector comes.
+    yield from descend(0, copy.offset, descend)
 
 
 def _values(copy: Copy, placed: Placed) -> np.ndarray:

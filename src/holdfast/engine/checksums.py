@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
 from holdfast.engine.transfer import Scratch, Sink, tasks
-from holdfast.errors import HoldfastError, located
+from holdfast.errors import HoldfastError, detached, located
 from holdfast.plan.coalesce import SUMS, Parts, join_files
 
 __all__ = ["Progress", "Span", "Sweep"]
@@ -69,7 +69,7 @@ class Sweep:
         try:
             self._store.read(self._spans[number].key, start, out)
         except HoldfastError as error:
-            self._errors.setdefault(number, error)
+            self._errors.setdefault(number, detached(error))
         else:
             self.add(number, start, out)
 
@@ -82,8 +82,13 @@ class Sweep:
         """The same; raises what kept it from being read, as an error of the tensor of this name."""
         outcome = self.outcome(number)
         if isinstance(outcome, HoldfastError):
+            # Not the one that is kept: it would keep this frame, and all above it.
+            del self._errors[number]
             with located(tensor=name):
-                raise outcome
+                try:
+                    raise outcome
+                finally:
+                    del outcome
         return outcome
 
 

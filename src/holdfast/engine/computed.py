@@ -20,9 +20,9 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.source import OpenSource
+from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
-from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
+from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Computed", "Observe", "flat_boxes", "read_flat"]
 
@@ -127,12 +127,11 @@ class Computation:
         out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
 
 
-class Computed(Virtual):
+class Computed(Sourced):
     """A store of computed tensors, and the source that reads them."""
 
     def __init__(self) -> None:
         super().__init__("<computed>")
-        self._source = OpenSource(self, threads=1)
 
     def tensor(self, original: LazyTensor, dtype: DType, compute: Compute, *, observe: Observe | None = None) -> LazyTensor:
         """The tensor of the same shape whose elements are `compute` of the original's. `compute` works element by element.
@@ -145,6 +144,6 @@ class Computed(Virtual):
         # As many elements are read, of another width.
         entry = Entry(nbytes, made.read, stamp=partial(tensor_stamp, original), read_nbytes=original.dtype.nbytes(original.size))
         storage = Storage(self.put(entry), 0, nbytes, label=original.name, home=self)
-        tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self._source)
+        tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self.source)
         # The flags for conjugated and negated elements are resolved by reading the original.
         return replace(tensor, traits=replace(original.traits, conj=False, neg=False))

@@ -18,9 +18,9 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.quantities import shown
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
-from holdfast.engine.source import OpenSource
+from holdfast.engine.source import Sourced
 from holdfast.errors import BadArgumentType, Unsupported
-from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
+from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Dequantized", "dequantize"]
 
@@ -39,12 +39,11 @@ def dequantize(tensor: LazyTensor) -> LazyTensor:
     return Dequantized().tensor(tensor)
 
 
-class Dequantized(Virtual):
+class Dequantized(Sourced):
     """A store of decoded tensors, and the source that reads them."""
 
     def __init__(self) -> None:
         super().__init__("<dequantized>")
-        self._source = OpenSource(self, threads=1)
 
     def tensor(self, stored: LazyTensor) -> LazyTensor:
         """What a tensor stands for; itself, where it is in no blocks."""
@@ -63,7 +62,7 @@ class Dequantized(Virtual):
         nbytes = stored.size // blocks.nbytes * blocks.elements * 4
         entry = Entry(nbytes, Decoding(stored, blocks).read, stamp=partial(tensor_stamp, stored), read_nbytes=stored.nbytes)
         storage = Storage(self.put(entry), 0, nbytes, label=stored.name, home=self)
-        return replace(LazyTensor.contiguous(stored.name, dtype, shape, storage, self._source), traits=traits)
+        return replace(LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

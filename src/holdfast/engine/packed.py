@@ -24,9 +24,9 @@ from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes, mapped_bytes
 from holdfast.engine.computed import read_flat
-from holdfast.engine.source import OpenSource
+from holdfast.engine.source import Sourced
 from holdfast.errors import StoreError, Unsupported
-from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
+from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Counted", "Packed", "groups_of", "read_elements", "run_length"]
 
@@ -90,13 +90,12 @@ def run_length(tensor: LazyTensor, encoding: Encoding) -> int:
 ReadPart = Callable[[Counted, int, memoryview], None]
 
 
-class Packed(Virtual):
+class Packed(Sourced):
     """A store of packed parts, and the source that reads them."""
 
     def __init__(self) -> None:
         super().__init__("<packed>")
         self._count = 0
-        self._source = OpenSource(self, threads=1)
         # Packing computes and hardly waits: more threads than cores would only hand the interpreter's lock around.
         self._turns = threading.BoundedSemaphore(os.cpu_count() or 1)
 
@@ -114,7 +113,7 @@ class Packed(Virtual):
         nbytes = dtype.nbytes(count)
         self.put(Entry(nbytes, partial(read, counted), stamp=partial(tensor_stamp, counted.tensor)), key)
         storage = Storage(key, 0, nbytes, label=counted.tensor.name, home=self)
-        return LazyTensor.contiguous(counted.tensor.name, dtype, (count,), storage, self._source)
+        return LazyTensor.contiguous(counted.tensor.name, dtype, (count,), storage, self.source)
 
     def _read_values(self, counted: Counted, start: int, out: memoryview) -> None:
         stop, width = start + out.nbytes, counted.width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from weakref import ref
 
 import numpy as np
 
@@ -21,8 +22,9 @@ from holdfast.engine.threads import default_threads
 from holdfast.errors import Unsupported
 from holdfast.plan.coalesce import FAR, MEMORY, Policy
 from holdfast.plan.reads import ReadPlan, plan_reads
+from holdfast.stores.virtual import Virtual
 
-__all__ = ["OpenSource"]
+__all__ = ["OpenSource", "Sourced"]
 
 
 class OpenSource:
@@ -126,3 +128,18 @@ def _resolve(request: Request) -> None:
             np.negative(out, out=out)
         else:
             raise Unsupported(f"a {request.tensor.dtype} tensor that is marked as negated", tensor=request.tensor.name)
+
+
+class Sourced(Virtual):
+    """A virtual store that makes tensors over itself. They keep their source, and it keeps the store; nothing else keeps it."""
+
+    _given: ref[OpenSource] | None = None
+
+    @property
+    def source(self) -> OpenSource:
+        """The source of its tensors: the same one, for as long as one of them has it."""
+        found = None if self._given is None else self._given()
+        if found is None:
+            found = OpenSource(self, threads=1)
+            self._given = ref(found)
+        return found

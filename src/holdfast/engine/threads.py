@@ -14,6 +14,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from functools import cache
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -26,7 +27,13 @@ T = TypeVar("T")
 
 def default_threads(processes: int = 1) -> int:
     """Enough to keep the memory bus busy and some reads waiting; more only contend. Of as many processes as share the machine."""
-    return max(1, min(16, 2 * (os.cpu_count() or 1) // max(processes, 1)))
+    return max(1, min(16, 2 * _cores() // max(processes, 1)))
+
+
+@cache
+def _cores() -> int:
+    """Of the machine. Asked once: Linux answers from a file, which takes as long as all else of a small load."""
+    return os.cpu_count() or 1
 
 
 def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
@@ -72,7 +79,13 @@ class Crew:
                 except BaseException as error:
                     self._fail(error)
         if self._failures:
-            raise self._failures[0]
+            failure = self._failures[0]
+            # Who raises an error that is kept, or that a variable has, is kept by it: with the memory that was being written.
+            self._failures.clear()
+            try:
+                raise failure
+            finally:
+                del failure
 
     def _help(self) -> None:
         with self._turn:
@@ -133,8 +146,14 @@ class Beside(Generic[T]):
                 break
             except BaseException as late:
                 interrupt = late
+        if error is not None:
+            # What was raised may be what the call came to, and holds the frames of those who have this: it is not kept twice.
+            self._future = Future()
         if interrupt is not None:
-            raise interrupt
+            try:
+                raise interrupt
+            finally:
+                del interrupt
 
     def _run(self) -> None:
         if not self._begun.acquire(blocking=False):
@@ -144,3 +163,5 @@ class Beside(Generic[T]):
                 self._future.set_result(self._call())
         except BaseException as error:
             self._future.set_exception(error)
+            # As Python's own pools do: the error holds this frame, and the frame would hold the error.
+            del self

@@ -22,7 +22,17 @@ from holdfast.core.quantities import shown
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.source import OpenSource
-from holdfast.errors import BadArgument, BadArgumentType, HoldfastError, Replaced, StoreError, UnknownFormat, ZipError, located
+from holdfast.errors import (
+    BadArgument,
+    BadArgumentType,
+    HoldfastError,
+    Replaced,
+    StoreError,
+    UnknownFormat,
+    ZipError,
+    detached,
+    located,
+)
 from holdfast.formats.detect import detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
@@ -149,14 +159,17 @@ def _local(path: str, limits: Limits) -> LocalStore:
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise
-            missing = error
+            missing = detached(error)
         from holdfast.engine.commit.transactions import recover
 
         kept = recover(path)
         # A directory that is replaced in two steps has no name between them, and may have one by the time we look.
         absent += kept is None and not os.path.exists(path)
         if absent > 1:
-            raise missing
+            try:
+                raise missing
+            finally:
+                del missing
         if kept is not None:
             try:
                 return LocalStore(kept, max_files=limits.files, instead_of=os.path.realpath(path))

@@ -32,7 +32,7 @@ from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress, Span, Sweep
 from holdfast.engine.source import OpenSource
 from holdfast.engine.transfer import run_reads
-from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, located
+from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
 from holdfast.formats.detect import detect
 from holdfast.formats.native.read import check_files
 from holdfast.formats.native.schema import MANIFEST
@@ -234,7 +234,7 @@ class Verification:
             try:
                 done = self._checkpoint(store, path)
             except HoldfastError as error:
-                failed = error
+                failed = detached(error)
         except HoldfastError as error:
             self.refuse(path, error)
             return
@@ -404,7 +404,7 @@ class Verification:
             try:
                 outcome = inflated_crc(source, at.span.key, (at.span.start, at.span.stop), content_nbytes=at.content_nbytes or 0)
             except HoldfastError as error:
-                outcome = error
+                outcome = detached(error)
             self._settle(at, outcome, path)
 
     def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str, *, file: str = "") -> None:

@@ -126,34 +126,41 @@ class Wanted:
 
 def _mapped(state: State, depth: int, leaf: Callable[[str, LazyTensor], object]) -> object:
     """The tree of a state with plain dicts in it, and what `leaf` makes of every tensor and its name."""
-    names = {path: name for name, path in state.paths.items()}
-    left = MOST_VISITS
-    seen: set[int] = set()
+    return _Mapped(state, depth, leaf).walk(state.tree, (), False)
 
-    def walk(value: object, path: Path, again: bool) -> object:
-        nonlocal left
-        left -= again
-        if left < 0:
+
+class _Mapped:
+    """One walk of `_mapped`."""
+
+    def __init__(self, state: State, depth: int, leaf: Callable[[str, LazyTensor], object]) -> None:
+        self._names = {path: name for name, path in state.paths.items()}
+        self._depth = depth
+        self._leaf = leaf
+        self._left = MOST_VISITS
+        self._seen: set[int] = set()
+
+    def walk(self, value: object, path: Path, again: bool) -> object:
+        walk = self.walk
+        self._left -= again
+        if self._left < 0:
             raise LimitExceeded("this state refers to the same containers too often to be a tree of JAX", expected=MOST_VISITS)
         if isinstance(value, dict | list | tuple | Opaque):
-            again = again or id(value) in seen
-            seen.add(id(value))
+            again = again or id(value) in self._seen
+            self._seen.add(id(value))
         match value:
             case LazyTensor():
-                return leaf(names.get(path, value.name), value)
+                return self._leaf(self._names.get(path, value.name), value)
             case dict():
                 return {key: walk(inner, (*path, step(key)), again) for key, inner in value.items()}
             case list() | tuple() if type(value) in (list, tuple):
                 return type(value)([walk(inner, (*path, at), again) for at, inner in enumerate(value)])
-            case Opaque() if (module := module_contents(value)) is not None and len(path) <= depth:
+            case Opaque() if (module := module_contents(value)) is not None and len(path) <= self._depth:
                 return {key: walk(one, (*path, key), again) for _, children in module for key, one in children if one is not None}
             case Composite():
                 part = next(iter(value.parts.values())).name
                 advice = f"leave it out (drop={part.rpartition('.')[0]!r}), or have its parts from holdfast.open"
                 raise Unsupported(f"a {value.kind} tensor, of which JAX has no kind; {advice}", tensor=part)
         return value
-
-    return walk(state.tree, (), False)
 
 
 def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, Wanted]:

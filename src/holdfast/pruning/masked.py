@@ -22,13 +22,13 @@ import numpy as np
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.source import OpenSource
+from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning.keys import ORDERS, pieces
 from holdfast.pruning.order import INFINITY_BITS
 from holdfast.pruning.select import Counts, Mask, keep_range
-from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
+from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Loss", "Masked", "Tally", "loss_of", "loss_of_counts", "pruned_values", "weighing"]
 
@@ -204,18 +204,17 @@ class Content:
             start = end
 
 
-class Masked(Virtual):
+class Masked(Sourced):
     """A store of pruned tensors and of masks, and the source that reads them."""
 
     def __init__(self) -> None:
         super().__init__("<pruned>")
-        self._source = OpenSource(self, threads=1)
 
     def tensor(self, original: LazyTensor, mask: Mask, tally: Tally | None = None) -> LazyTensor:
         """The tensor with its mask applied. It shares its storage with nothing. Reading it tells the tally what is lost."""
         key = self._add(Content(original, mask, tally, packed=False))
         storage = Storage(key, 0, original.nbytes, label=original.name, home=self)
-        made = LazyTensor.contiguous(original.name, original.dtype, original.shape, storage, self._source)
+        made = LazyTensor.contiguous(original.name, original.dtype, original.shape, storage, self.source)
         return replace(made, traits=replace(original.traits, conj=False, neg=False, alias=None))
 
     def bits(self, name: str, original: LazyTensor, mask: Mask, *, tally: Tally | None = None) -> LazyTensor:
@@ -225,7 +224,7 @@ class Masked(Virtual):
             raise Unsupported("the table of dtypes has no uint8")
         content = Content(original, mask, tally, packed=True)
         count = content.nbytes
-        return LazyTensor.contiguous(name, row, (count,), Storage(self._add(content), 0, count, home=self), self._source)
+        return LazyTensor.contiguous(name, row, (count,), Storage(self._add(content), 0, count, home=self), self.source)
 
     def _add(self, content: Content) -> str:
         entry = Entry(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))

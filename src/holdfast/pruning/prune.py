@@ -293,7 +293,7 @@ class Pruning:
             return same[id(tensor)]
 
         tree = map_tensors(self._state.tree, change)
-        named = name_tensors(tree, Limits(), MOST_VISITS)
+        named = name_tensors(tree, Limits(), MOST_VISITS, held=True)
         return State(tree, named.tensors, named.paths, self._state.metadata)
 
     def _bits(self, masked: Masked) -> State:

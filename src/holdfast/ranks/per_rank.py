@@ -46,23 +46,33 @@ def mark(state: object, patterns: Sequence[str], key: str) -> tuple[object, list
 
     Containers on the way are copied. What is inside of something that matched is not looked at again.
     """
-    used: dict[str, None] = {}
+    if not patterns:
+        return state, []
+    marking = _Marking(patterns, key)
+    return marking.walk(state, ()), list(marking.used)
 
-    def walk(value: object, path: Path) -> object:
+
+class _Marking:
+    """One walk of `mark`."""
+
+    def __init__(self, patterns: Sequence[str], key: str) -> None:
+        self._patterns = patterns
+        self._key = key
+        self.used: dict[str, None] = {}
+
+    def walk(self, value: object, path: Path) -> object:
         name = dotted(path)
-        hits = [pattern for pattern in patterns if path and fnmatchcase(name, pattern)]
+        hits = [pattern for pattern in self._patterns if path and fnmatchcase(name, pattern)]
         if hits:
-            used.update(dict.fromkeys(hits))
-            return {key: value}
+            self.used.update(dict.fromkeys(hits))
+            return {self._key: value}
         if len(path) > 64:
             return value  # deeper than a state can be; whoever describes it says so
         if isinstance(value, Mapping):
-            inner = {k: walk(v, (*path, step(k))) for k, v in value.items()}
+            inner = {k: self.walk(v, (*path, step(k))) for k, v in value.items()}
             if isinstance(value, dict):
                 return rebuilt(value, list(inner.values()))
             return value if all(inner[k] is v for k, v in value.items()) else inner
         if type(value) is list or type(value) is tuple:
-            return rebuilt(value, [walk(v, (*path, i)) for i, v in enumerate(value)])
+            return rebuilt(value, [self.walk(v, (*path, i)) for i, v in enumerate(value)])
         return value
-
-    return (walk(state, ()), list(used)) if patterns else (state, [])

@@ -108,5 +108,5 @@ def beside_keys(tree: Tree, *, compiled: bool = True) -> list[str]:
 
 def state_of(tree: object, metadata: dict[str, str]) -> State:
     """The state of a tree, every tensor in it under its name."""
-    named = name_tensors(tree, Limits(), MOST_VISITS)
+    named = name_tensors(tree, Limits(), MOST_VISITS, held=True)
     return State(tree, named.tensors, named.paths, metadata)

@@ -193,7 +193,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
     described = describe_state(memory, limits=limits).tree if memory else {}
     trees |= described if isinstance(described, dict) else {}
     tree = {model: trees[model] for model in models}
-    named = name_tensors(tree, limits or Limits(), MOST_VISITS)
+    named = name_tensors(tree, limits or Limits(), MOST_VISITS, held=True)
     return _Members(State(tree, named.tensors, named.paths), beside)
 
 
@@ -427,16 +427,15 @@ def _flat(model: str, tree: object) -> dict[str, LazyTensor]:
     weights: dict[str, LazyTensor] = {}
     problems: list[str] = []
 
-    def walk(value: object, name: str) -> None:
+    waiting: list[tuple[object, str]] = [(tree, "")]
+    while waiting:
+        value, name = waiting.pop()
         if isinstance(value, dict):
-            for key, inner in value.items():
-                walk(inner, f"{name}.{key}" if name else str(key))
+            waiting += [(inner, f"{name}.{key}" if name else str(key)) for key, inner in reversed(value.items())]
         elif isinstance(value, LazyTensor):
             weights[name] = value
         else:
             problems.append(f"{model}.{name}: a {type(value).__name__}, and no weight")
-
-    walk(tree, "")
     if problems:
         raise CannotHold("these weights do not fit the archive", problems)
     return weights

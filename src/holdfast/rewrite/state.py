@@ -88,7 +88,7 @@ def describe_state(
     tree = walk.convert(state, (), frozenset())
     if walk.problems:
         raise CannotHold("this state cannot be saved", walk.problems)
-    named = name_tensors(tree, limits, MOST_VISITS)
+    named = name_tensors(tree, limits, MOST_VISITS, held=True)
     return State(tree, named.tensors, named.paths, dict(metadata or {}), (*left, *walk.notes()))
 
 
@@ -226,31 +226,38 @@ def map_tensors(
 
     What stands in two places still does; what holds no changed tensor stays itself.
     """
-    made: dict[int, object] = {}
+    return Changing(change, skip).walk(tree)
 
-    def walk(value: object) -> object:
+
+class Changing:
+    """One walk of `map_tensors`."""
+
+    def __init__(self, change: Callable[[LazyTensor], LazyTensor], skip: Callable[[Composite], bool] | None) -> None:
+        self._change = change
+        self._skip = skip
+        self._made: dict[int, object] = {}
+
+    def walk(self, value: object) -> object:
         if isinstance(value, LazyTensor):
-            return change(value)
+            return self._change(value)
         if not isinstance(value, Composite | dict | list | tuple):
             return value
-        if id(value) not in made:
-            made[id(value)] = inside(value)
-        return made[id(value)]
+        if id(value) not in self._made:
+            self._made[id(value)] = self._inside(value)
+        return self._made[id(value)]
 
-    def inside(value: object) -> object:
+    def _inside(self, value: object) -> object:
         match value:
-            case Composite() if skip is not None and skip(value):
+            case Composite() if self._skip is not None and self._skip(value):
                 return value
             case Composite():
-                parts = {name: change(part) for name, part in value.parts.items()}
+                parts = {name: self._change(part) for name, part in value.parts.items()}
                 return value if all(parts[name] is part for name, part in value.parts.items()) else replace(value, parts=parts)
             case dict():
-                return rebuilt(value, [walk(inner) for inner in value.values()])
+                return rebuilt(value, [self.walk(inner) for inner in value.values()])
             case list() | tuple() if type(value) in (list, tuple):
-                return rebuilt(value, [walk(inner) for inner in value])
+                return rebuilt(value, [self.walk(inner) for inner in value])
         return value
-
-    return walk(tree)
 
 
 NO_STATEFUL = (str, bytes, int, float, complex, type(None), type)

@@ -231,7 +231,7 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
     if cast is not None:
         # Quantised tensors stay as they are: their parts mean nothing in another dtype.
         tree = map_tensors(tree, cast, skip=lambda whole: whole.kind == "quantized")
-    named = name_tensors(tree, limits or Limits(), MOST_VISITS)
+    named = name_tensors(tree, limits or Limits(), MOST_VISITS, held=True)
     if edits.dequantize:
         _refuse_blocks(named.tensors)
     return State(tree, named.tensors, named.paths, state.metadata)
@@ -253,7 +253,7 @@ def _dequantized(state: State, limits: Limits | None) -> State:
         return replace(made[key], name=tensor.name)
 
     tree = map_tensors(state.tree, change)
-    named = name_tensors(tree, limits or Limits(), MOST_VISITS)
+    named = name_tensors(tree, limits or Limits(), MOST_VISITS, held=True)
     return State(tree, named.tensors, named.paths, state.metadata)
 
 

@@ -30,7 +30,7 @@ from typing import Final
 
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
-from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError
+from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError, detached
 from holdfast.stores.remote.client import Bucket, Taken, bucket_of
 from holdfast.stores.remote.url import FILES, Url
 
@@ -281,12 +281,12 @@ class ObjectSave:
                 self._bucket.put(self.url.key, content, create=True, attributes=attributes)
                 return
             except StoreError as error:
-                last = error
+                last = detached(error)
             try:
                 there = self._bucket.get(self.url.key, 0, 1)
             except StoreError as error:
                 if error.errno != errno.ENOENT:
-                    last = error
+                    last = detached(error)
                 continue
             if there.attributes.get(SAVE) == self._id:
                 return

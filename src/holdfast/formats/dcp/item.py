@@ -25,7 +25,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Foreign, Request, Source, Store
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import FormatError, MetadataError, PickleError, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
@@ -278,7 +278,7 @@ class ItemReader:
         self._source = source
         self._lock = renewed(threading.Lock())
         self._storages: Storages | None = None
-        self._table = TorchTable(source, self._persistent)
+        self._table = TorchTable(source, weakly(self._persistent))
         self._frames: dict[object, list[tuple[Frame, ItemPlace | None]]] = {}
         """By length, and for tensors by dtype and sizes."""
 

@@ -19,7 +19,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign, Source, Stamp, Store
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import Sent, renewed
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
 from holdfast.formats.dcp.index import SavedChunk, check_inside
 from holdfast.formats.dcp.item import ItemPlace, ItemReader, Window
@@ -71,8 +71,8 @@ class InflatedStore(Virtual):
 
     def add(self, item: Item, most: int) -> str:
         """Make an item a file, of at most so many bytes; its name."""
-        nbytes, read = partial(self._nbytes, item, most), partial(self._read, item, most)
-        return self.put(Entry(nbytes, read, partial(self._stamp, item)), virtual_key(item))
+        nbytes, read = partial(Sent(self._nbytes), item, most), partial(Sent(self._read), item, most)
+        return self.put(Entry(nbytes, read, partial(Sent(self._stamp), item)), virtual_key(item))
 
     def close(self) -> None:
         self._kept.clear()

@@ -22,6 +22,7 @@ from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Stamp, Store
+from holdfast.core.runtime import Sent
 from holdfast.core.sparse.elements import element_type
 from holdfast.core.sparse.encoding import Encoding, encoding_of, group_count, spread, where_total
 from holdfast.core.sparse.storage import SparseParts, SparseStorage
@@ -222,8 +223,8 @@ class UnpackedStore(Virtual):
 
     def add(self, storage: SparseStorage) -> None:
         """Make a packed chunk a file, under its key."""
-        read, stamp = partial(self._read, storage), partial(self._stamp, storage)
-        self.put(Entry(partial(self._size, storage), read, stamp), storage.key)
+        read, stamp = partial(Sent(self._read), storage), partial(Sent(self._stamp), storage)
+        self.put(Entry(partial(Sent(self._size), storage), read, stamp), storage.key)
 
     def close(self) -> None:
         self._kept.clear()

@@ -16,7 +16,7 @@ import numpy as np
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Stamp, Store
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import Sent, renewed
 from holdfast.errors import Corrupted, LimitExceeded, StoreError
 from holdfast.formats.zip.reader import Record
 from holdfast.stores.virtual import Entry, Kept, Virtual
@@ -58,8 +58,8 @@ class InflatedMembers(Virtual):
                 f"Limits(inflation={self._limits.inflation}) allows; raise it if you trust the file",
                 file=key, offset=record.start, expected=most, found=record.content_nbytes,
             )  # fmt: skip
-        nbytes, read = record.content_nbytes, partial(self._read, key, record)
-        entry = Entry(nbytes, read, partial(self._stamp, key, record), read_nbytes=record.nbytes)
+        nbytes, read = record.content_nbytes, partial(Sent(self._read), key, record)
+        entry = Entry(nbytes, read, partial(Sent(self._stamp), key, record), read_nbytes=record.nbytes)
         return self.put(entry, f"{key}@{record.start}")
 
     def __getstate__(self) -> object:

@@ -11,8 +11,10 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import PurePath, PurePosixPath, PureWindowsPath
 from typing import cast
+from weakref import proxy
 
 from holdfast.core.opaque import Global, Opaque
+from holdfast.core.runtime import weakly
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.arrays import numpy_calls, numpy_values
 from holdfast.formats.pickle.table import Name, Row, Table
@@ -60,7 +62,10 @@ class DefaultDict(defaultdict[object, object]):
 
 
 class PlainTable(Table):
-    """The inert table with the rows for plain Python and numpy, and the rows that are given, which win."""
+    """The inert table with the rows for plain Python and numpy, and the rows that are given, which win.
+
+    Rows know their table weakly: it goes with its last user, and so do the tensors that it made.
+    """
 
     def __init__(
         self,
@@ -70,25 +75,25 @@ class PlainTable(Table):
         news: Mapping[Name, Row] | None = None,
     ) -> None:
         plain: dict[Name, Row] = {
-            ("collections", "OrderedDict"): self.ordered_dict,
-            ("collections", "Counter"): self.counter,
-            ("collections", "defaultdict"): self.default_dict,
-            (BUILTINS, "set"): self.set,
-            (BUILTINS, "frozenset"): self.frozenset,
-            (BUILTINS, "bytearray"): self.bytearray,
-            (BUILTINS, "bytes"): self.bytes,
+            ("collections", "OrderedDict"): weakly(self.ordered_dict),
+            ("collections", "Counter"): weakly(self.counter),
+            ("collections", "defaultdict"): weakly(self.default_dict),
+            (BUILTINS, "set"): weakly(self.set),
+            (BUILTINS, "frozenset"): weakly(self.frozenset),
+            (BUILTINS, "bytearray"): weakly(self.bytearray),
+            (BUILTINS, "bytes"): weakly(self.bytes),
             (BUILTINS, "complex"): complex_number,
             (BUILTINS, "range"): range_of,
             (BUILTINS, "slice"): slice_of,
-            ("_codecs", "encode"): self.encode,
-            ("copyreg", "_reconstructor"): self.reconstruct,
-            ("copyreg", "__newobj__"): self.newobj,
+            ("_codecs", "encode"): weakly(self.encode),
+            ("copyreg", "_reconstructor"): weakly(self.reconstruct),
+            ("copyreg", "__newobj__"): weakly(self.newobj),
         }
         for name, kind in PATHS.items():
             for module in ("pathlib", "pathlib._local"):
-                plain[module, name] = self.path_of(kind)
+                plain[module, name] = path_row(proxy(self), kind)
         empty: dict[Name, Row] = {
-            ("collections", "OrderedDict"): self.ordered_dict,
+            ("collections", "OrderedDict"): weakly(self.ordered_dict),
             (BUILTINS, "dict"): nothing_given(dict),
             (BUILTINS, "list"): nothing_given(list),
             (BUILTINS, "set"): nothing_given(set),
@@ -96,7 +101,7 @@ class PlainTable(Table):
         mentioned = [Global(BUILTINS, name) for name in (*PLAIN_TYPES, *MENTIONED)]
         super().__init__(
             values={(g.module, g.name): g for g in mentioned} | numpy_values() | dict(values or {}),
-            calls=plain | numpy_calls(self) | dict(calls or {}),
+            calls=plain | numpy_calls(proxy(self)) | dict(calls or {}),
             news=empty | dict(news or {}),
         )
 
@@ -222,18 +227,19 @@ class PlainTable(Table):
         self.spending.copy(len(args))
         return self.new(args[0], args[1:], None)
 
-    def path_of(self, kind: type[PurePath]) -> Row:
-        """The row of one kind of path."""
 
-        def path(args: tuple[object, ...]) -> object:
-            self.spending.copy(len(args))
-            parts = [part for part in args if isinstance(part, str)]
-            if len(parts) != len(args) or sum(map(len, parts)) + len(parts) > PATH_CHARACTERS:
-                raise PickleError(f"a path of what is no text, or of more than {PATH_CHARACTERS} characters")
-            self.spending.copy(sum(map(len, parts)))
-            return kind(*parts)
+def path_row(table: Table, kind: type[PurePath]) -> Row:
+    """The row of one kind of path; `table` is where the spending is."""
 
-        return path
+    def path(args: tuple[object, ...]) -> object:
+        table.spending.copy(len(args))
+        parts = [part for part in args if isinstance(part, str)]
+        if len(parts) != len(args) or sum(map(len, parts)) + len(parts) > PATH_CHARACTERS:
+            raise PickleError(f"a path of what is no text, or of more than {PATH_CHARACTERS} characters")
+        table.spending.copy(sum(map(len, parts)))
+        return kind(*parts)
+
+    return path
 
 
 def nothing_given(kind: Callable[[], object]) -> Row:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
-from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated
+from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated, detached
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.table import Table, modern
@@ -389,7 +389,7 @@ def record(data: bytes, *, limits: Limits, joblib: bool = False) -> Recorded:
     try:
         done = interpret(data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes)
     except HoldfastError as error:
-        return Recorded(table, None, None, error)
+        return Recorded(table, None, None, detached(error))
     return Recorded(table, done.value, done.stop, None)
 
 

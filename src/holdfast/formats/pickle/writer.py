@@ -1,6 +1,6 @@
 """`PickleWriter`: plain values to a pickle of protocol 2, byte for byte as CPython's own pickler writes them.
 
-1. Each type has a row, a method that appends opcodes. What has no row is a problem, with its path; writing goes on, so that all
+1. Each type has a row, a function that appends opcodes. What has no row is a problem, with its path; writing goes on, so that all
    problems are found. Nothing is asked how it would like to be pickled, so nothing of the caller's runs.
 2. Every value that can be shared is remembered (BINPUT) behind its opcodes, and met again it is a reference (BINGET): containers
    that are shared stay shared. Lists and dicts are remembered before they are filled, so they may contain themselves.
@@ -25,7 +25,6 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from pathlib import PurePath
 
@@ -150,7 +149,7 @@ def write_array(writer: PickleWriter, array: np.ndarray) -> None:
 
 
 Row = Callable[..., None]
-"""A method that appends the opcodes of a value of its own type."""
+"""A function that appends the opcodes of a value of its own type to those of a writer."""
 
 BATCH_ITEMS = 1000
 """Items between a MARK and the opcode that takes them, as CPython has it."""
@@ -194,28 +193,29 @@ class PickleWriter:
         self._dtypes: dict[np.dtype[np.generic], bytes] = {}
         self._kept: list[object] = []
         """Values made on the way that are remembered by identity, and must not make room for another with the same."""
+        # Functions and not methods of this object, which would keep it alive, and with it all that it wrote.
         self.rows: dict[type, Row] = {
-            type(None): self._none,
-            bool: self._bool,
-            int: self._int,
-            float: self._float,
-            str: self._str,
-            bytes: self._bytes,
-            bytearray: self._bytearray,
-            list: self._list,
-            tuple: self._tuple,
-            dict: self._dict,
-            OrderedDict: self._ordered_dict,
-            Counter: self._counter,
-            defaultdict: self._default_dict,
-            DefaultDict: self._default_dict,
-            set: self._set,
-            frozenset: self._set,
-            complex: self._complex,
-            range: self._range,
-            slice: self._range,
-            Global: self._global,
-            np.ndarray: partial(write_array, self),
+            type(None): PickleWriter._none,
+            bool: PickleWriter._bool,
+            int: PickleWriter._int,
+            float: PickleWriter._float,
+            str: PickleWriter._str,
+            bytes: PickleWriter._bytes,
+            bytearray: PickleWriter._bytearray,
+            list: PickleWriter._list,
+            tuple: PickleWriter._tuple,
+            dict: PickleWriter._dict,
+            OrderedDict: PickleWriter._ordered_dict,
+            Counter: PickleWriter._counter,
+            defaultdict: PickleWriter._default_dict,
+            DefaultDict: PickleWriter._default_dict,
+            set: PickleWriter._set,
+            frozenset: PickleWriter._set,
+            complex: PickleWriter._complex,
+            range: PickleWriter._range,
+            slice: PickleWriter._range,
+            Global: PickleWriter._global,
+            np.ndarray: write_array,
         }
 
     def finish(self) -> bytes:
@@ -228,7 +228,7 @@ class PickleWriter:
         row = self.rows.get(type(value))
         if row is None:
             row = self._rare(value)
-        row(value)
+        row(self, value)
 
     def refuse(self, what: str) -> None:
         """Note a problem at the path where the writer is; a None stands in the value's place."""
@@ -309,13 +309,13 @@ class PickleWriter:
 
     def _rare(self, value: object) -> Row:
         """The row of a type that is not listed by itself: numpy's scalars and dtypes, and paths."""
-        row: Row = self._problem
+        row: Row = PickleWriter._problem
         if isinstance(value, np.generic):
-            row = partial(write_scalar, self)
+            row = write_scalar
         elif isinstance(value, np.dtype):
-            row = partial(write_dtype, self)
+            row = write_dtype
         elif isinstance(value, PurePath) and type(value).__name__ in PATHS:
-            row = self._path
+            row = PickleWriter._path
         self.rows[type(value)] = row
         return row
 

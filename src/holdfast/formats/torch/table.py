@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import Source
+from holdfast.core.runtime import weakly
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.errors import MetadataError, PickleError
 from holdfast.formats.pickle.plain import PlainTable
@@ -78,15 +80,15 @@ class TorchTable(PlainTable):
         super().__init__()
         self.values.update(VALUES)
         self.calls.update(CALLS)
-        self.calls["torch._tensor", "_rebuild_from_type_v2"] = self._from_type
+        self.calls["torch._tensor", "_rebuild_from_type_v2"] = weakly(self._from_type)
         for module in ("torch._tensor", "torch.tensor"):
             # torch 1.7 to 1.10 called it so, with the attributes as a plain dict; the module was renamed in 1.9.
-            self.calls[module, "_rebuild_from_type"] = self._from_type
-        self.calls["torch._utils", "_rebuild_meta_tensor_no_storage"] = self._meta
+            self.calls[module, "_rebuild_from_type"] = weakly(self._from_type)
+        self.calls["torch._utils", "_rebuild_meta_tensor_no_storage"] = weakly(self._meta)
         for name in GRAPH_MODULES:
-            self.calls["torch.fx.graph_module", name] = self._graph_module(name)
+            self.calls["torch.fx.graph_module", name] = partial(weakly(self.graph_module), Global("torch.fx.graph_module", name))
         self.news.update(NEWS)
-        self.calls["torch", "Size"] = self.news["torch", "Size"] = self._size
+        self.calls["torch", "Size"] = self.news["torch", "Size"] = weakly(self._size)
         self._source = source
         self._persistent = persistent
 
@@ -112,16 +114,11 @@ class TorchTable(PlainTable):
             self.spending.copy(len(args[0]))
         return _size(args)
 
-    def _graph_module(self, name: str) -> Callable[[Args], object]:
+    def graph_module(self, what: Global, args: Args) -> object:
         """(attributes, source text, …): a `torch.fx.GraphModule`, kept like any module and never compiled."""
-        what = Global("torch.fx.graph_module", name)
-
-        def keep(args: Args) -> object:
-            self._used(what, "call")
-            state = args[0] if args and isinstance(args[0], dict) else None
-            return Opaque(what, args if state is None else args[1:], state=state)
-
-        return keep
+        self._used(what, "call")
+        state = args[0] if args and isinstance(args[0], dict) else None
+        return Opaque(what, args if state is None else args[1:], state=state)
 
     def _from_type(self, args: Args) -> object:
         """(function, type, arguments, state): a tensor with attributes, or one of a subclass."""

@@ -156,12 +156,12 @@ class TorchPickle(PickleWriter):
         super().__init__(limits)
         self.storages = StorageRecords(trim=trim)
         self.rows |= {
-            LazyTensor: self.tensor,
-            Composite: self._composite,
-            Size: self.size,
-            Device: self._device,
-            DType: self._torch_dtype,
-            Global: self._global_or_layout,
+            LazyTensor: TorchPickle.tensor,
+            Composite: TorchPickle._composite,
+            Size: TorchPickle.size,
+            Device: TorchPickle._device,
+            DType: TorchPickle._torch_dtype,
+            Global: TorchPickle._global_or_layout,
         }
         self._keys: list[int] = []
         """The memo's number of each record's key."""

@@ -270,15 +270,22 @@ def _with_buffers(value: object) -> object:
     """The same with `io.BytesIO` built where one was pickled, as an element of lists, tuples and mappings."""
     if not any(_is_buffer(inner) for inner, _ in levels(value)) or any(depth > DEEPEST for _, depth in levels(value)):
         return value
-    made: dict[int, object] = {}
+    return _Buffers().walk(value)
 
-    def walk(one: object) -> object:
-        if id(one) not in made:
-            made[id(one)] = one  # a container may be in itself; it is then as it was, and refused
-            made[id(one)] = built(one)
-        return made[id(one)]
 
-    def built(one: object) -> object:
+class _Buffers:
+    """One walk of `_with_buffers`."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, object] = {}
+
+    def walk(self, one: object) -> object:
+        if id(one) not in self._made:
+            self._made[id(one)] = one  # a container may be in itself; it is then as it was, and refused
+            self._made[id(one)] = self._built(one)
+        return self._made[id(one)]
+
+    def _built(self, one: object) -> object:
         if _is_buffer(one):
             content, at, _ = cast("tuple[bytes, int, object]", cast(Opaque, one).state)
             buffer = io.BytesIO(content)
@@ -286,13 +293,11 @@ def _with_buffers(value: object) -> object:
             return buffer
         if isinstance(one, dict):
             copy = one.copy()
-            copy.update({key: walk(inner) for key, inner in one.items()})
+            copy.update({key: self.walk(inner) for key, inner in one.items()})
             return copy
         if type(one) is list or type(one) is tuple:
-            return type(one)([walk(inner) for inner in one])
+            return type(one)([self.walk(inner) for inner in one])
         return one
-
-    return walk(value)
 
 
 def _is_buffer(value: object) -> bool:

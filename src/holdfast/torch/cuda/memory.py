@@ -20,6 +20,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
+from holdfast.core.runtime import weakly
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_bytes, slabs
 from holdfast.engine.source import OpenSource
@@ -62,7 +63,7 @@ class GpuMemory(Virtual):
                 refuse_capture([device])
                 self._lanes[device] = self._make_lane(device)
             self._bytes[key] = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            self.put(Entry(nbytes, partial(self._read, key)), key)
+            self.put(Entry(nbytes, partial(weakly(self._read), key)), key)
         return Storage(key, 0, nbytes, location=str(device), home=self)
 
     def flat(self, key: str) -> torch.Tensor:

@@ -120,7 +120,13 @@ def pump(
         while under_way:
             _land(under_way, free)
     if failures:
-        raise failures[0]
+        failure = failures[0]
+        failures.clear()
+        item = None
+        try:
+            raise failure
+        finally:
+            del failure
 
 
 def _alone(tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Callable[[Task, Block], Mark]) -> None:

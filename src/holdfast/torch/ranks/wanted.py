@@ -131,38 +131,38 @@ class Matching:
     def _leaves(self, state: object) -> list[Leaf]:
         """Every leaf of a nested state. Lists and tuples without tensors are leaves; an array is a tensor over its memory."""
         found: list[Leaf] = []
-
-        def enter(value: Stateful, at: Path, above: frozenset[int]) -> None:
-            inner = _ask(value)
-            if isinstance(value, torch.optim.Optimizer):
-                make_state(value, inner, self._names.checkpoint, under=self._names.prefix + dotted((*at, "")))
-            self._wanted.stateful.append((at, value, inner))
-            walk(inner, at, above)
-
-        def walk(inner: object, at: Path, above: frozenset[int], *, put: Put | None = None) -> None:
-            inside = above | {id(inner)}
-            if is_stateful(inner) and id(inner) not in above:
-                enter(cast(Stateful, inner), at, inside)
-            elif isinstance(inner, Mapping):
-                asked = dict.fromkeys(stateful_keys(inner))
-                for key in asked:
-                    walk(inner[key], (*at, _step(key)), inside)
-                for key, item in inner.items():
-                    if key not in asked:
-                        walk(item, (*at, _step(key)), inside, put=_setter(inner, key) if hasattr(inner, "__setitem__") else None)
-            elif isinstance(inner, list | tuple) and _entered(inner):
-                items = inner if isinstance(inner, list) else list(inner)
-                for i, item in enumerate(inner):
-                    walk(item, (*at, i), inside, put=_setter(items, i))
-                if type(inner) is tuple and put is not None:
-                    self._wanted.tuples.append((put, inner, items))
-            elif isinstance(inner, np.ndarray) and (tensor := _over(inner)) is not None:
-                found.append(Leaf(at, tensor, put))
-            else:
-                found.append(Leaf(at, inner, put))
-
-        walk(state, (), frozenset())
+        self._walk(state, (), frozenset(), found=found)
         return found
+
+    def _enter(self, value: Stateful, at: Path, above: frozenset[int], *, found: list[Leaf]) -> None:
+        inner = _ask(value)
+        if isinstance(value, torch.optim.Optimizer):
+            make_state(value, inner, self._names.checkpoint, under=self._names.prefix + dotted((*at, "")))
+        self._wanted.stateful.append((at, value, inner))
+        self._walk(inner, at, above, found=found)
+
+    def _walk(self, inner: object, at: Path, above: frozenset[int], *, found: list[Leaf], put: Put | None = None) -> None:
+        inside = above | {id(inner)}
+        if is_stateful(inner) and id(inner) not in above:
+            self._enter(cast(Stateful, inner), at, inside, found=found)
+        elif isinstance(inner, Mapping):
+            asked = dict.fromkeys(stateful_keys(inner))
+            for key in asked:
+                self._walk(inner[key], (*at, _step(key)), inside, found=found)
+            for key, item in inner.items():
+                if key not in asked:
+                    setter = _setter(inner, key) if hasattr(inner, "__setitem__") else None
+                    self._walk(item, (*at, _step(key)), inside, found=found, put=setter)
+        elif isinstance(inner, list | tuple) and _entered(inner):
+            items = inner if isinstance(inner, list) else list(inner)
+            for i, item in enumerate(inner):
+                self._walk(item, (*at, i), inside, found=found, put=_setter(items, i))
+            if type(inner) is tuple and put is not None:
+                self._wanted.tuples.append((put, inner, items))
+        elif isinstance(inner, np.ndarray) and (tensor := _over(inner)) is not None:
+            found.append(Leaf(at, tensor, put))
+        else:
+            found.append(Leaf(at, inner, put))
 
     # The checkpoint.
 

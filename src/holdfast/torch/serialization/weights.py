@@ -24,6 +24,7 @@ import torch
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from holdfast.core.limits import Limits
+from holdfast.core.runtime import weakly
 from holdfast.errors import MetadataError, PickleError
 from holdfast.formats.pickle.plain import PlainTable, complex_number
 from holdfast.formats.pickle.table import Row, Table
@@ -126,7 +127,7 @@ class WeightsTable(PlainTable):
             if place is None:
                 return None
             owner, name, kind = place
-            row = getattr({"plain": self._plain, "composite": self._composite}.get(owner, self), name)
+            row = weakly(getattr({"plain": self._plain, "composite": self._composite}.get(owner, self), name))
             row = self._rows[id(what)] = row if kind is None else partial(row, kind)
         return row
 

@@ -28,24 +28,23 @@ def find_value(tree: object, name: str) -> object:
     >>> find_value({"a.b": {"c": [7]}}, "a.b.c.0")
     7
     """
-    tried: set[tuple[int, int]] = set()
+    return _descend(tree, 0, name=name, tried=set())
 
-    def descend(value: object, start: int) -> object:
-        if start > len(name):
-            return value
-        if (id(value), start) in tried:
-            return ABSENT
-        tried.add((id(value), start))
-        stop = len(name)
-        while stop > start:
-            inner = _child(value, name[start:stop])
-            found = descend(inner, stop + 1) if inner is not ABSENT else ABSENT
-            if found is not ABSENT:
-                return found
-            stop = name.rfind(".", start, stop)
+
+def _descend(value: object, start: int, *, name: str, tried: set[tuple[int, int]]) -> object:
+    if start > len(name):
+        return value
+    if (id(value), start) in tried:
         return ABSENT
-
-    return descend(tree, 0)
+    tried.add((id(value), start))
+    stop = len(name)
+    while stop > start:
+        inner = _child(value, name[start:stop])
+        found = _descend(inner, stop + 1, name=name, tried=tried) if inner is not ABSENT else ABSENT
+        if found is not ABSENT:
+            return found
+        stop = name.rfind(".", start, stop)
+    return ABSENT
 
 
 def dict_under(tree: object, prefix: str) -> tuple[dict[object, object], str]:
@@ -105,23 +104,32 @@ def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Te
     What was an `nn.Parameter` or required gradients does so again. What stands in two places still does. Objects that were not
     built stay as they are.
     """
-    made: dict[int, object] = {}
+    return _Torch(tensor).walk(tree)
 
-    def walk(value: object) -> object:
+
+class _Torch:
+    """One walk of `torch_tree`."""
+
+    def __init__(self, tensor: Callable[[LazyTensor | Composite], torch.Tensor]) -> None:
+        self._tensor = tensor
+        self._made: dict[int, object] = {}
+
+    def walk(self, value: object) -> object:
         if isinstance(value, DType):
             return torch_dtype(value)
         if isinstance(value, Device):
             return torch.device(str(value))
         if not isinstance(value, LazyTensor | Composite | dict | list | tuple):
             return value
-        if id(value) not in made:
-            made[id(value)] = inside(value)
-        return made[id(value)]
+        if id(value) not in self._made:
+            self._made[id(value)] = self._inside(value)
+        return self._made[id(value)]
 
-    def inside(value: object) -> object:
+    def _inside(self, value: object) -> object:
+        walk, made = self.walk, self._made
         match value:
             case LazyTensor() | Composite():
-                return _with_traits(tensor(value), value.traits)
+                return _with_traits(self._tensor(value), value.traits)
             case Size():
                 return torch.Size(value)
             case dict():
@@ -138,8 +146,6 @@ def torch_tree(tree: object, tensor: Callable[[LazyTensor | Composite], torch.Te
             case tuple() if type(value) is tuple:
                 return tuple([walk(inner) for inner in value])
         return value
-
-    return walk(tree)
 
 
 def _with_traits(tensor: torch.Tensor, traits: Traits) -> torch.Tensor:
