@@ -90,9 +90,11 @@ class Reader(StorageReader):
         self._opened()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """What a rank asks for, as it asks: ranges are joined when they are read."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """What all ranks ask for: each reads its own, and none waits for another."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
