@@ -52,6 +52,7 @@ class Composite:
     traits: Traits
 
     def children(self) -> Iterator[tuple[str, LazyTensor]]:
+        """Its parts, each with its name."""
         yield from self.parts.items()
 
     def torch(self) -> torch.Tensor:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from typing import TYPE_CHECKING
 
 if importlib.util.find_spec("torch") is None:
     raise ModuleNotFoundError(
@@ -68,6 +69,18 @@ from holdfast.torch.serialization.settings import (
 from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint, open
 from holdfast.torch.tensors.slices import Slices, slices
+
+if TYPE_CHECKING:
+    from holdfast.torch import sparsity
+    from holdfast.torch.export.packaging import package_program
+    from holdfast.torch.export.shared_weights import TensorProperties, Weights, get_complete, group_weights
+    from holdfast.torch.ranks.background import SaveHandle
+    from holdfast.torch.ranks.load_sharded import LoadedShards, load_full, load_sharded
+    from holdfast.torch.ranks.local_shards import LocalShardsWrapper
+    from holdfast.torch.ranks.run import Run
+    from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
+    from holdfast.torch.ranks.saving import SavedShards
+    from holdfast.torch.ranks.sharding_metadata import metadata_from_torch, metadata_to_torch
 
 __all__ = [
     "DEFAULT_PROTOCOL",

@@ -87,6 +87,7 @@ class Reader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: m.Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """On every rank, before the plans: open the checkpoint."""
         self._opened()
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -120,6 +121,7 @@ class Reader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Whether this could be a place of a checkpoint: a path or a URL."""
         return is_place(checkpoint_id)
 
     def _opened(self) -> Stored:

@@ -139,10 +139,12 @@ class Writer(StorageWriter):
             self._path = place_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
+        """On every rank, before the plans: know whether the others are asked."""
         rank = kwargs.get("rank")
         self._alone = rank if isinstance(rank, int) and not kwargs.get("use_collectives", True) else None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """On every rank: the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -225,6 +227,7 @@ class Writer(StorageWriter):
         self.close()
 
     def storage_meta(self) -> m.StorageMeta:
+        """What torch notes of the save in its metadata."""
         return m.StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
 
     def close(self) -> None:
@@ -254,6 +257,7 @@ class Writer(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Whether this could be a place of a checkpoint: a path or a URL."""
         return is_place(checkpoint_id)
 
     # Files.

@@ -93,6 +93,7 @@ class Weights(dict[str, tuple[torch.Tensor, TensorProperties]]):
         return self[name]
 
     def get_weight_properties(self, name: str) -> TensorProperties:
+        """How the tensor of this name lies in its storage."""
         return self[name][1]
 
 

@@ -1,0 +1,71 @@
+"""The pages of the site, made ready for a generator of documentation: `make docs`.
+
+    python tools/site build/pages
+
+docs/ is copied, and what a page only names is put in its place:
+
+    <!-- names: holdfast.torch load save -->   these public names, by their docstrings
+    <!-- commands -->                           every command, as argparse knows it
+    <!-- plot: many-small -->                   docs/measured/many-small.json as a drawing
+    <!-- gallery -->                            every drawing that there is
+
+CHANGELOG and CONTRIBUTING come along. So the generator needs no plugin of ours, and can be another one tomorrow. Whatever is wrong (a
+public name that stands on no page or on two, one that nobody wrote a sentence about) is printed, and the exit status is 1.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import commands
+import plots
+import reference
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BESIDE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+"""Pages of the repository that are not in docs/, and what they are called on the site."""
+
+MARK = re.compile(r"^<!-- (names|commands|plot)(?:: (.+?))? -->$", re.MULTILINE)
+
+
+def main() -> int:
+    target = Path(sys.argv[1])
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", target)
+    for source, name in BESIDE.items():
+        (target / name).write_text(_moved((ROOT / source).read_text(encoding="utf-8")), encoding="utf-8")
+    names = reference.Names(ROOT / "src")
+    for page in sorted(target.rglob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        made = MARK.sub(lambda found, where=page: _made(found[1], found[2] or "", names, where), text)
+        # What tests know of a block (its files, that it is not run) is no matter of a reader's.
+        made = re.sub(r"^<!-- (files|file|not run): .+ -->\n", "", made, flags=re.MULTILINE)
+        page.write_text(made, encoding="utf-8")
+    problems = names.problems()
+    for problem in problems:
+        print(f"site: {problem}", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _made(kind: str, what: str, names: reference.Names, page: Path) -> str:
+    """What stands in the place of a mark."""
+    if kind == "names":
+        return names.listed(what, page.name)
+    if kind == "commands":
+        return commands.as_markdown()
+    return plots.drawn(ROOT / "docs" / "measured" / f"{what}.json")
+
+
+def _moved(text: str) -> str:
+    """A page of the root as one of docs/: links into docs/ lose it, and links to what is no page are text."""
+    text = re.sub(r"\]\(docs/([^)]+)\)", r"](\1)", text)
+    for source, name in BESIDE.items():
+        text = text.replace(f"]({source}", f"]({name}")
+    return re.sub(r"\[([^\]]+)\]\((?!https?:|#|mailto:)(?![\w/-]+\.md)[^)]+\)", r"\1", text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The command line, as argparse knows it: each verb's sentence, usage, options and examples."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+
+from holdfast.cli.flags import options_of, verbs_of
+from holdfast.cli.main import parser
+
+__all__ = ["as_markdown"]
+
+
+def as_markdown() -> str:
+    """A section for each command, in the order in which `holdfast --help` has them."""
+    return "\n\n".join("\n".join(_section(name, verb)) for name, verb in verbs_of(parser()).items())
+
+
+def _section(name: str, verb: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"## holdfast {name}"
+    yield ""
+    yield _text(verb.description or "")
+    yield ""
+    yield "```text"
+    yield re.sub(r"^usage: ", "", verb.format_usage()).rstrip()
+    yield "```"
+    options = [action for action in options_of(verb) if action.help != argparse.SUPPRESS]
+    if options:
+        yield ""
+        yield "| | |"
+        yield "| --- | --- |"
+        for action in options:
+            yield f"| {_spelled(action)} | {_cell(_help(action))} |"
+    if verb.epilog:
+        yield ""
+        yield "```text"
+        yield re.sub(r"^examples:\n", "", verb.epilog).rstrip("\n")
+        yield "```"
+
+
+def _spelled(action: argparse.Action) -> str:
+    """How an option is written: `-f GLOB`, `--filter GLOB`."""
+    if action.nargs == 0:
+        shown = ""
+    elif action.metavar:
+        shown = action.metavar if isinstance(action.metavar, str) else " ".join(action.metavar)
+    elif action.choices:
+        shown = "{" + ",".join(map(str, action.choices)) + "}"
+    else:
+        shown = action.dest.upper()
+    if not action.option_strings:
+        return _code(shown)
+    return ", ".join(_code(f"{flag} {shown}".strip()) for flag in action.option_strings)
+
+
+def _help(action: argparse.Action) -> str:
+    return (action.help or "").replace("%%", "%")
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|")
+
+
+def _cell(text: str) -> str:
+    return _text(text).replace("|", "\\|").replace("\n", " ")
+
+
+def _text(text: str) -> str:
+    """Words of the terminal as Markdown: what Markdown would act on is written out."""
+    return re.sub(r"([*_<>\[\]])", r"\\\1", text.strip())
