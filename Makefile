@@ -10,6 +10,7 @@
 #   make bench    the benchmarks, as ratios against torch and safetensors
 #   make test-integrations   the adapters, each with its framework, in a .venv of their own
 #   make programs other people's tests and examples, with torch and with Holdfast in its place (an hour; the package registry)
+#   make docs     the site, in build/site; a broken link or a public name without words fails it
 #   make golden   write the golden files again, with torch and safetensors
 #   make clean    remove .venv and everything that was built
 
@@ -29,7 +30,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-integrations matrix check lint types platforms architecture bench programs golden clean
+.PHONY: help demo test test-all test-integrations matrix check lint types platforms architecture bench programs docs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +83,17 @@ bench: $(FULL)
 # A virtual environment of its own, and everything that is not ours, under .cache/programs.
 programs: $(MADE)
 	@$(BIN)/python tools/programs $(ARGS)
+
+# Needs no torch: names and docstrings are read from the source.
+docs: .venv-docs/.made
+	@PYTHONPATH=src .venv-docs/bin/python tools/site build/pages
+	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
+.venv-docs/.made: requirements/docs.txt pyproject.toml
+	@$(PYTHON) -m venv .venv-docs
+	@.venv-docs/bin/python -m pip install -qq --disable-pip-version-check --editable . --requirement requirements/docs.txt
+	@touch $@
 
 golden: $(FULL)
 	@$(BIN)/python tests/golden/make.py

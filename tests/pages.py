@@ -12,6 +12,7 @@ Comments that a reader of the page does not see say the rest, each on a line of 
     <!-- files: a.pt, b.safetensors -->     the page has these from here on: `tests/page_files.py` makes them
     <!-- file: train.py -->                 the block below is the content of this file, and is run by a command further down
     <!-- not run: needs eight GPUs -->      the block below is not run, and why; `test_snippets.py` has the list of all
+    <!-- names: holdfast open read -->      the site has these names here; so with commands and plots (tools/site)
 
 Code is in fences and nowhere else, so that no snippet is overlooked: an indented block is a drawing, a record or a synopsis.
 """
@@ -30,6 +31,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 LANGUAGES = {"python", "console", "bash", "text", "json"}
 MARKS = {"files", "file", "not run"}
+MADE = re.compile(r"<!-- (names: .+|commands|plot: .+) -->")
+"""What the site puts something in the place of."""
 SWITCH = ["| you write", "you write now |"]
 """The head of a table whose cells are run."""
 
@@ -76,6 +79,8 @@ def blocks(content: str) -> list[Block]:
             language, line, inside = fence[1], number + 1, []
             if language not in LANGUAGES:
                 raise ValueError(f"line {number}: a fence of {language!r}; known are {sorted(LANGUAGES)}")
+        elif MADE.fullmatch(text):
+            continue
         elif comment := re.fullmatch(r"<!-- ([\w ]+): (.+) -->", text):
             if comment[1] not in MARKS:
                 raise ValueError(f"line {number}: nobody understands {text}; known are {sorted(MARKS)}")
