@@ -33,8 +33,8 @@ SPARSITY = """
     to_semi_structured
 """
 VERBS = """
-    alias_graph compact convert copy dequantize diff edit open package prune read replace_weights reshard save scan seal sparsity
-    stats tie to_bytes verify errors metadata
+    alias_graph compact convert copy dequantize diff edit open package prune read replace_weights report reshard save scan seal
+    sparsity stats tie to_bytes verify errors metadata
 """
 
 

@@ -10,6 +10,8 @@ from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING
 
+from holdfast.core.version import VERSION
+
 if TYPE_CHECKING:
     from holdfast import errors, metadata
     from holdfast import jax as jax
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from holdfast.inspect.stats import StatsReport, TensorStats, stats
     from holdfast.inspect.verify import VerifyReport, verify
     from holdfast.pruning.prune import Pruned, prune
+    from holdfast.reports.report import Report, report
     from holdfast.rewrite.alias_graph import AliasGraph, alias_graph
     from holdfast.rewrite.convert import Conversion, convert, edit
     from holdfast.rewrite.copy import Copied, copy
@@ -45,7 +48,7 @@ if TYPE_CHECKING:
     from holdfast.runs.run import Run
     from holdfast.runs.steps import Step
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 _MODULES = ("errors", "jax", "metadata", "torch")
 """Public modules. `jax` and `torch` are not in `__all__`, so that a star import needs neither."""
@@ -74,6 +77,7 @@ _WHERE = {
     "Limits": "core.limits",
     "Opaque": "core.opaque",
     "Pruned": "pruning.prune",
+    "Report": "reports.report",
     "Run": "runs.run",
     "Saved": "rewrite.planned",
     "ScanReport": "inspect.scan",
@@ -99,6 +103,7 @@ _WHERE = {
     "prune": "pruning.prune",
     "read": "inspect.open",
     "replace_weights": "rewrite.package",
+    "report": "reports.report",
     "reshard": "rewrite.reshard",
     "save": "rewrite.save",
     "scan": "inspect.scan",
@@ -135,6 +140,7 @@ __all__ = [
     "Limits",
     "Opaque",
     "Pruned",
+    "Report",
     "Run",
     "Saved",
     "ScanReport",
@@ -162,6 +168,7 @@ __all__ = [
     "prune",
     "read",
     "replace_weights",
+    "report",
     "reshard",
     "save",
     "scan",

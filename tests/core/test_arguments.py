@@ -94,6 +94,7 @@ def calls(tmp_path_factory) -> dict[str, Callable[..., object]]:
         "holdfast.scan": writes(holdfast.scan),
         "holdfast.seal": writes(holdfast.seal, **src, overwrite=lambda: True, durable=lambda: False),
         "holdfast.sparsity": writes(holdfast.sparsity, **src),
+        "holdfast.report": writes(holdfast.report, **src),
         "holdfast.stats": writes(holdfast.stats, **src),
         "holdfast.tie": writes(holdfast.tie, **saved),
         "holdfast.to_bytes": writes(holdfast.to_bytes, state=lambda: {"w": np.ones(2)}, format=lambda: "safetensors"),

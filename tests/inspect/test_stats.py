@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 import holdfast
+from holdfast.engine import numbers as module
+from holdfast.engine.numbers import Moments
 from holdfast.inspect import sparsity as zeros_module
-from holdfast.inspect import stats as module
 from holdfast.inspect.sparsity import sparsity
-from holdfast.inspect.stats import Moments, stats
+from holdfast.inspect.stats import stats
 
 
 @pytest.fixture(params=["whole", "blocks"])
@@ -18,6 +19,7 @@ def small_blocks(request, monkeypatch):
     if request.param == "blocks":
         whole = module.blocks
         monkeypatch.setattr(module, "blocks", lambda count: whole(count, 104))
+        monkeypatch.setattr(module, "STEP_ELEMENTS", 40)
 
 
 @pytest.mark.usefixtures("small_blocks")

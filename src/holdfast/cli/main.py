@@ -17,7 +17,23 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from holdfast.cli import compact, completion, convert, copy, edit, package, pin, prune, reshard, runs, seal, stats, tie, values
+from holdfast.cli import (
+    compact,
+    completion,
+    convert,
+    copy,
+    edit,
+    package,
+    pin,
+    prune,
+    report,
+    reshard,
+    runs,
+    seal,
+    stats,
+    tie,
+    values,
+)
 from holdfast.cli.text import clip, escape, print_lines
 from holdfast.cli.values import positive
 
@@ -102,6 +118,7 @@ examples:
   holdfast scan downloads/                   what the pickles would have done
   holdfast verify model.pt                   whether every byte is as it was written
   holdfast diff old.pt new.safetensors       what is different
+  holdfast report model.pt -o page.html      a page to look at it
   holdfast convert model.pt model.safetensors
   holdfast edit model.pt small.pt --drop 'optimizer.*'
 """
@@ -301,6 +318,9 @@ def parser() -> Parser:
     )
     stats.add_arguments(
         _verb(verbs, "stats", "say what the numbers look like", description=stats.DESCRIPTION, examples=stats.EXAMPLES)
+    )
+    report.add_arguments(
+        _verb(verbs, "report", "write a page to look at", description=report.DESCRIPTION, examples=report.EXAMPLES)
     )
     package.add_arguments(
         _verb(verbs, "package", "several models in one checkpoint", description=package.DESCRIPTION, examples=package.EXAMPLES)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.cli.outline import Branch, Leaf, Node, Survey, fold, leaves, outline, survey, total
+from holdfast.cli.outline import Branch, Leaf, Node, fold, leaves, outline, total
 from holdfast.cli.seal import seal_lines
 from holdfast.cli.text import Line, clip, count, escape, guides, line_width, nbytes, percent, plural, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ from holdfast.core.patterns import matcher
 from holdfast.core.sparse.storage import packing_of
 from holdfast.errors import UnknownFormat
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.survey import Survey, survey
 
 __all__ = ["LINES", "matcher", "run", "short_dtype", "show_table", "show_tree"]
 

@@ -68,12 +68,12 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.cli.show import matcher
     from holdfast.inspect.open import open as open_checkpoint
-    from holdfast.inspect.stats import measure
+    from holdfast.inspect.stats import measure, reading_nbytes
 
     wanted = matcher("*" if options.filter is None else options.filter)
     with open_checkpoint(options.path, threads=1) as checkpoint:
         tensors = [checkpoint[name] for name in checkpoint if wanted(name)]
-        total = sum(tensor.nbytes for tensor in tensors) * (2 if options.bins else 1)
+        total = reading_nbytes(tensors, bins=options.bins)
         with bar("Reading", total, quiet=options.quiet or options.json) as progress:
             found = measure(tensors, bins=options.bins, threads=options.threads, progress=progress)
         if options.json:

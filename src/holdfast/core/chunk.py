@@ -57,6 +57,11 @@ class Storage:
         """The same range, in a home that has the same file."""
         return replace(self, home=home)
 
+    @property
+    def ranges(self) -> tuple[tuple[str, int, int], ...]:
+        """The files and bytes that hold it, `(key, start, stop)` each, without asking them: what frames it may be among those."""
+        return ((self.key, self.start, self.start + self.nbytes),)
+
     # A device or a name is no part of it: the memory is the same. A checksum is: where two differ, both are checked.
 
     def __eq__(self, other: object) -> bool:

@@ -27,11 +27,12 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.computed import read_flat
+from holdfast.engine.numbers import countable
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
-from holdfast.inspect.stats import TensorRows, countable
+from holdfast.inspect.stats import TensorRows
 
 __all__ = ["SparsityReport", "TensorSparsity", "find_zeros", "sparsity"]
 

@@ -1,9 +1,7 @@
 """`stats`: what the numbers of each tensor look like, streamed, in parallel, in bounded memory.
 
-Elements are walked in C order a block at a time, as float64. Each block gives its count, mean and sum of squared deviations, and
-blocks are merged by the formula of Chan, Golub and LeVeque, which loses nothing where a mean is large beside the deviations. Blocks
-merge in their order, so that a result does not depend on which thread was quicker. The histogram takes a second pass, for its ends
-are the least and the largest. NaN and infinities are counted and left out of everything else.
+How they are looked at stands in `engine/numbers.py`: narrow elements are counted by their patterns, in one reading; wider ones are
+read twice where a histogram is wanted and they are too many to be held, for its ends are the least and the largest.
 """
 
 from __future__ import annotations
@@ -11,84 +9,28 @@ from __future__ import annotations
 import fnmatch
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
 
 from holdfast.core.arguments import understood
+from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import blocks, elements
-from holdfast.engine.threads import default_threads
-from holdfast.engine.transfer import run_reads
+from holdfast.engine.compare import BLOCK_ELEMENTS
+from holdfast.engine.numbers import Counts, Moments, countable, counts_patterns, histogram, walk
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
 
-__all__ = ["Moments", "StatsReport", "TensorRows", "TensorStats", "countable", "measure", "stats"]
+__all__ = ["StatsReport", "TensorRows", "TensorStats", "measure", "reading_nbytes", "stats"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """What is known of some numbers; `+` is that of both together."""
-
-    finite: int = 0
-    low: float = math.inf
-    high: float = -math.inf
-    mean: float = 0.0
-    deviations: float = 0.0
-    """The sum of the squares of the distances from the mean."""
-    squares: float = 0.0
-    nans: int = 0
-    infinities: int = 0
-    zeros: int = 0
-
-    @classmethod
-    def of(cls, values: np.ndarray) -> Moments:
-        """The moments of an array of float64.
-
-        >>> Moments.of(np.array([1.0, 3.0, np.nan])).mean
-        2.0
-        """
-        finite = np.isfinite(values)
-        nans = infinities = 0
-        if not finite.all():
-            nans = int(np.isnan(values).sum())
-            infinities = values.size - int(finite.sum()) - nans
-            values = values[finite]
-        if not values.size:
-            return cls(nans=nans, infinities=infinities)
-        with np.errstate(over="ignore", invalid="ignore"):
-            mean = float(values.mean())
-            apart = values - mean
-            # Not np.dot: BLAS would start threads of its own for each of ours.
-            deviations = float(np.einsum("i,i->", apart, apart))
-            squares = float(np.einsum("i,i->", values, values))
-        zeros = values.size - int(np.count_nonzero(values))
-        return cls(values.size, float(values.min()), float(values.max()), mean, deviations, squares, nans, infinities, zeros)
-
-    def __add__(self, other: Moments) -> Moments:
-        count = self.finite + other.finite
-        apart = other.mean - self.mean
-        share = other.finite / count if count else 0.0
-        return Moments(
-            count,
-            min(self.low, other.low),
-            max(self.high, other.high),
-            self.mean + apart * share,
-            self.deviations + other.deviations + apart * apart * self.finite * share,
-            self.squares + other.squares,
-            self.nans + other.nans,
-            self.infinities + other.infinities,
-            self.zeros + other.zeros,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +107,6 @@ def stats(
         return StatsReport(source.path, source.format, rows, source.notes)
 
 
-def countable(tensor: LazyTensor) -> bool:
-    """Whether the elements are numbers that are there."""
-    return tensor.dtype.kind in ("float", "int", "uint", "bool", "complex") and not tensor.traits.meta
-
-
 def measure(
     tensors: Iterable[LazyTensor], *, bins: int = 32, threads: int | None = None, progress: Progress | None = None
 ) -> tuple[TensorStats, ...]:
@@ -180,35 +117,61 @@ def measure(
     for tensor in wanted:
         with located(tensor=tensor.name):
             tensor.check_expansion()
-    found = _each(wanted, lambda number, values: Moments.of(values), threads, progress=progress)
-    whole = [sum(parts, Moments()) for parts in found]
-    counts = [np.zeros(0, np.int64) for _ in wanted]
-    if bins:
+    found = _Rows(wanted, bins)
+    walk(wanted, found.look, found.finish, threads=threads, progress=progress)
+    again = [number for number, counts in enumerate(found.counts) if counts is None and found.moments[number].finite]
+    if bins and again:
 
-        def histogram(number: int, values: np.ndarray) -> np.ndarray:
-            return _counts(values, whole[number].low, whole[number].high, bins=bins)
+        def draw(at: int, values: np.ndarray) -> Ints:
+            return histogram(values, found.moments[again[at]], bins)
 
-        some = [number for number, moments in enumerate(whole) if moments.finite]
-        drawn = _each(
-            [wanted[number] for number in some], lambda at, values: histogram(some[at], values), threads, progress=progress
-        )
-        for number, rows in zip(some, drawn, strict=True):
-            counts[number] = np.sum(rows, axis=0)
-    return tuple(_row(*row) for row in zip(wanted, whole, counts, strict=True))
+        def drawn(at: int, parts: list[Ints]) -> None:
+            found.counts[again[at]] = np.sum(parts, axis=0)
+
+        walk([wanted[number] for number in again], draw, drawn, threads=threads, progress=progress)
+    return tuple(_row(*row) for row in zip(wanted, found.moments, found.counts, strict=True))
 
 
-def _counts(values: np.ndarray, low: float, high: float, *, bins: int) -> np.ndarray:
-    values = values[np.isfinite(values)]
-    if low == high:
-        counts = np.zeros(bins, np.int64)
-        counts[bins // 2] = values.size
-        return counts
-    # Halved first: from the least to the largest float64 is farther than a float64 can say.
-    place = (values / 2 - low / 2) / (high / 2 - low / 2) * bins
-    return np.bincount(np.minimum(place.astype(np.int64), bins - 1), minlength=bins)
+def reading_nbytes(tensors: Iterable[LazyTensor], *, bins: int) -> int:
+    """How many bytes `measure` reads."""
+    return sum(tensor.nbytes * (1 if not bins or _at_once(tensor) else 2) for tensor in tensors if countable(tensor))
 
 
-def _row(tensor: LazyTensor, found: Moments, counts: np.ndarray) -> TensorStats:
+def _at_once(tensor: LazyTensor) -> bool:
+    """Whether one reading tells all: patterns are counted, or all elements are there together."""
+    return counts_patterns(tensor) or tensor.size <= BLOCK_ELEMENTS
+
+
+class _Rows:
+    """What is found out about each tensor in the first reading, and the histogram where that is enough for it."""
+
+    def __init__(self, tensors: Sequence[LazyTensor], bins: int) -> None:
+        self._tensors, self._bins = tensors, bins
+        self.moments = [Moments() for _ in tensors]
+        self.counts: list[Ints | None] = [None for _ in tensors]
+        self._begun: dict[int, Counts] = {}
+        self._lock = threading.Lock()
+
+    def look(self, number: int, values: np.ndarray) -> Moments:
+        tensor = self._tensors[number]
+        if counts_patterns(tensor):
+            with self._lock:
+                counts = self._begun.get(number) or self._begun.setdefault(number, Counts(values.dtype))
+            counts.add(values)
+            return Moments()
+        found = Moments.of(values)
+        if self._bins and found.finite and values.size == tensor.size:
+            self.counts[number] = histogram(values, found, self._bins)
+        return found
+
+    def finish(self, number: int, parts: list[Moments]) -> None:
+        counts = self._begun.pop(number, None)
+        found = self.moments[number] = sum(parts, Moments()) if counts is None else counts.moments()
+        if counts is not None and self._bins and found.finite:
+            self.counts[number] = counts.histogram(found, self._bins)
+
+
+def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats:
     some = found.finite > 0
     return TensorStats(
         tensor.name,
@@ -222,38 +185,5 @@ def _row(tensor: LazyTensor, found: Moments, counts: np.ndarray) -> TensorStats:
         found.nans,
         found.infinities,
         found.zeros,
-        tuple(counts.tolist()),
+        () if counts is None else tuple(counts.tolist()),
     )
-
-
-def _each(
-    tensors: Sequence[LazyTensor], of: Callable[[int, np.ndarray], T], threads: int | None, *, progress: Progress | None
-) -> list[list[T]]:
-    """A function of every block of every tensor, as float64, on threads; in order."""
-    lock = threading.Lock()
-    found: list[dict[int, T]] = [{} for _ in tensors]
-
-    def task(number: int, start: int, stop: int) -> Callable[[], None]:
-        tensor = tensors[number]
-
-        def run() -> None:
-            with located(tensor=tensor.name):
-                made = of(number, _wide(elements(tensor, start, stop)))
-            with lock:
-                found[number][start] = made
-            if progress is not None:
-                progress(tensor.dtype.nbytes(stop - start))
-
-        return run
-
-    work = [task(number, start, stop) for number, tensor in enumerate(tensors) for start, stop in blocks(tensor.size)]
-    if work:
-        run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors])
-    return [[parts[start] for start in sorted(parts)] for parts in found]
-
-
-def _wide(values: np.ndarray) -> np.ndarray:
-    if values.dtype.names:
-        return np.hypot(values["real"].astype(np.float64), values["imag"].astype(np.float64))
-    with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
-        return np.abs(values).astype(np.float64) if values.dtype.kind == "c" else values.astype(np.float64)

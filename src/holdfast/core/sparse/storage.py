@@ -28,6 +28,10 @@ class SparseStorage(Storage):
         return tuple(part for part in (self.values, self.where, self.starts) if part is not None)
 
     @property
+    def ranges(self) -> tuple[tuple[str, int, int], ...]:
+        return tuple(found for part in self.parts for found in part.ranges)
+
+    @property
     def stored_nbytes(self) -> int:
         """Bytes that the parts take."""
         return sum(part.nbytes for part in self.parts)

@@ -237,6 +237,10 @@ class ItemStorage(Storage):
         """In bits, as the elements lie."""
         return (self.found or self.items.find(self)).strides
 
+    @property
+    def ranges(self) -> tuple[tuple[str, int, int], ...]:
+        return ((self.item.file, self.item.offset, self.item.stop),)
+
     def moved(self, home: object) -> ItemStorage:
         return ItemStorage(self.items, self.item, self.name, dtype=self.dtype, sizes=self.sizes, home=home)
 

@@ -1,0 +1,105 @@
+"""Text for people: names made safe to look at, sizes and counts made short.
+
+Everything that comes out of a file is hostile text. A tensor may be called `\\x1b[2J` (clear the screen), may hold a
+bidi mark that makes `exe.tp` look like `pt.exe`, or a newline that forges a line of output. `escape` makes all of
+that visible. It does not double backslashes, so it is for reading and not for parsing: the exact text is in `--json`.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["clip", "count", "escape", "nbytes", "percent", "plural"]
+
+INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
+"""Letters and marks (to Unicode, and so to `str.isprintable`) that take no room: the default-ignorable ones of
+categories L and M.
+"""
+
+LABEL_LIMIT = 200
+"""Characters of one name on a line. Real ones stay below 120; a hostile one may have millions."""
+
+
+def escape(text: str) -> str:
+    r"""The text with everything that a terminal would act on, or hide, written out.
+
+    >>> escape("a\x1b[31m\u202eb\n")
+    'a\\x1b[31m\\u202eb\\n'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c if c.isprintable() and not INVISIBLE.match(c) else _written_out(c) for c in text)
+
+
+def _written_out(char: str) -> str:
+    known = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+    code = ord(char)
+    if char in known:
+        return known[char]
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def clip(text: str, limit: int = LABEL_LIMIT) -> str:
+    """The text, or its beginning and end when it is longer than `limit`.
+
+    >>> clip("abcdefghij", 7)
+    'abcd…ij'
+    """
+    if len(text) <= limit:
+        return text
+    tail = limit // 3
+    return f"{text[: limit - tail - 1]}…{text[-tail:]}"
+
+
+def nbytes(number: int) -> str:
+    """A size in binary units with three or four digits.
+
+    >>> nbytes(512), nbytes(1536), nbytes(154_389_504)
+    ('512 B', '1.5 KiB', '147.2 MiB')
+    """
+    if number < 1024:
+        return f"{number} B"
+    size = float(number)
+    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
+        size /= 1024
+        # 1023.96 would be shown as 1024.0: that is the next unit's 1.0.
+        if size < 1023.95:
+            return f"{size:.1f} {unit}"
+    return f"{size / 1024:,.1f} EiB"
+
+
+def count(number: int) -> str:
+    """How many, shortened above 100,000.
+
+    >>> count(50_257), count(124_439_808), count(6_738_415_616)
+    ('50,257', '124.4M', '6.74B')
+    """
+    if number < 100_000:
+        return f"{number:,}"
+    if number < 999_500:
+        return f"{number / 1e3:.0f}K"
+    if number < 999_950_000:
+        return f"{number / 1e6:.1f}M"
+    if number < 999_995_000_000:
+        return f"{number / 1e9:.2f}B"
+    return f"{number / 1e12:,.2f}T"
+
+
+def plural(number: int, noun: str) -> str:
+    """
+    >>> plural(1, "tensor"), plural(1200, "tensor")
+    ('1 tensor', '1,200 tensors')
+    """
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def percent(part: int, whole: int) -> str:
+    """A share that never rounds to "none" or "all" when it is neither.
+
+    >>> percent(1, 3), percent(1, 10**6), percent(999_999, 10**6)
+    ('33%', '<1%', '>99%')
+    """
+    if part == whole:
+        return "100%"
+    share = 100 * part / whole
+    return "<1%" if share < 0.5 else ">99%" if share >= 99.5 else f"{share:.0f}%"

@@ -1,0 +1,8 @@
+"""Pages to look at: a checkpoint, the difference of two, a run, as one HTML file that needs nothing else.
+
+report      `report` and what it gives: the document, its JSON, its page
+document    what the document is made of: front coding, labels, rounded numbers
+structure   what a checkpoint says of itself: columns, facts, the sentence, what `scan` says. Reads no tensor
+layers      from names to layers, roles and experts
+page        the HTML file, from the document and the assets in `page/` (plain JavaScript and CSS)
+"""

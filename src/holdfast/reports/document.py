@@ -1,0 +1,96 @@
+"""What the document behind a page is made of: columns of one length, one entry a tensor, in as few characters as there may be.
+
+    names      front coding: how many characters a name has in common with the one before it, and the rest
+    labels     what repeats (dtypes, shapes, files, roles) once, and numbers of it
+    numbers    four significant digits; what JSON lacks (NaN, infinities) is null
+
+The text is ASCII: what is not is written as `\\uXXXX`, so names out of hostile files are exact and harmless at once. docs/report.md
+has the schema; it only ever grows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Hashable, Iterable, Sequence
+
+__all__ = ["SCHEMA", "Document", "dumps", "front_coded", "labelled", "rounded", "short"]
+
+SCHEMA = 1
+"""Raised when a field changes its meaning or goes away."""
+
+Document = dict[str, object]
+
+LONGEST = 4000
+"""Characters of one name. Real ones have 120 at most; a hostile file may have one of a million, on every line of the page."""
+
+
+def dumps(value: object) -> str:
+    """JSON text without blanks, ASCII only, with no tokens that JSON lacks."""
+    return json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
+def short(name: str) -> str:
+    """A name, cut where it is longer than any real one.
+
+    >>> len(short("x" * 1_000_000)), short("layers.0.weight")
+    (4001, 'layers.0.weight')
+    """
+    return name if len(name) <= LONGEST else f"{name[:LONGEST]}…"
+
+
+def front_coded(names: Iterable[str]) -> dict[str, list[int] | list[str]]:
+    """How much of each name is that of the one before it, and the rest. Lengths are those of JavaScript, in units of 16 bits.
+
+    >>> front_coded(["layers.0.w", "layers.1.w", "norm"])
+    {'shared': [0, 7, 0], 'rest': ['layers.0.w', '1.w', 'norm']}
+    """
+    shared: list[int] = []
+    rest: list[str] = []
+    before = ""
+    for name in names:
+        common = _common(before, name)
+        shared.append(common if name.isascii() else _units(name[:common]))
+        rest.append(name[common:])
+        before = name
+    return {"shared": shared, "rest": rest}
+
+
+def _common(a: str, b: str) -> int:
+    """How many characters two names begin with that are the same.
+
+    >>> _common("layers.10.w", "layers.11.w"), _common("", "x")
+    (8, 0)
+    """
+    for at, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one != other:
+            return at
+    return min(len(a), len(b))
+
+
+def _units(text: str) -> int:
+    """Its length in JavaScript: characters beyond 16 bits are two units each."""
+    return len(text) + sum(character > "\uffff" for character in text)
+
+
+def labelled(values: Iterable[Hashable], known: Sequence[Hashable] = ()) -> dict[str, list[object] | list[int]]:
+    """Each value once, in the order in which they are met, and the number of each; those that are `known` come first.
+
+    >>> labelled(["f32", "bf16", "f32"])
+    {'labels': ['f32', 'bf16'], 'at': [0, 1, 0]}
+    """
+    labels: dict[Hashable, int] = {value: number for number, value in enumerate(known)}
+    at = [labels.setdefault(value, len(labels)) for value in values]
+    return {"labels": [list(label) if isinstance(label, tuple) else label for label in labels], "at": at}
+
+
+def rounded(value: float | None, digits: int = 4) -> float | int | None:
+    """A number in a few significant digits; null where there is none, or none that JSON has.
+
+    >>> rounded(0.000123456), rounded(12.0), rounded(float("nan")), rounded(123456.0)
+    (0.0001235, 12, None, 123500)
+    """
+    if value is None or not math.isfinite(value):
+        return None
+    made = float(f"{value:.{digits - 1}e}")
+    return int(made) if made.is_integer() and abs(made) < 1e15 else made

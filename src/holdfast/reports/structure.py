@@ -1,0 +1,251 @@
+"""`structure`: what a checkpoint says of itself, as columns of the document. No bytes of tensors are read.
+
+    names, dtypes, shapes, bytes      one entry a tensor, in the order of the checkpoint
+    file, start, end                  where its bytes lie, where that is one range of one file
+    tie                               which tensors share a storage
+    layer, role, expert               its place in the matrix (`layers`)
+    strides                           of those that do not lie in C order
+
+and the sentence at the top, the facts below it, and what `scan` says.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.chunk import Chunk, Storage, in_c_order
+from holdfast.core.limits import Limits
+from holdfast.core.sharing import Span, islands
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import clip, count, escape, nbytes, percent, plural
+from holdfast.inspect.scan import ScanReport, scan
+from holdfast.inspect.survey import Survey, survey
+from holdfast.reports.document import Document, front_coded, labelled, short
+from holdfast.reports.layers import places
+from holdfast.stores.paths import found_path
+from holdfast.stores.remote.url import Url
+
+__all__ = ["Structure", "columns", "dtype_label", "facts", "file_of", "look", "scanned", "sentence"]
+
+FINDINGS = 50
+"""Findings of a scan that are listed."""
+
+NOTES = 50
+
+STRIDES = 2000
+"""Tensors whose strides are given; a model has a handful that are not dense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What was found in one checkpoint."""
+
+    checkpoint: Checkpoint
+    survey: Survey
+    tensors: Mapping[str, LazyTensor]
+    """Those that were asked for, by name."""
+    files: tuple[str, ...]
+    """The files that hold bytes of them."""
+    dead_nbytes: int
+    """Bytes of storages that no tensor reaches."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self.tensors)
+
+
+def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Structure:
+    """Look at every tensor once; `wanted` says which names are listed."""
+    found = survey(checkpoint)
+    tensors = found.tensors if wanted is None else {name: tensor for name, tensor in found.tensors.items() if wanted(name)}
+    keys = set(checkpoint.source.store.list())
+    files = {file_of(key, keys) for tensor in tensors.values() for storage in tensor.storages for key, _, _ in storage.ranges}
+    return Structure(checkpoint, found, tensors, tuple(sorted(files)), dead(found))
+
+
+def file_of(key: str, known: set[str]) -> str:
+    """The file behind a key: what is made when it is read (a member that is inflated) has one of its own, `FILE@BYTE`."""
+    return key if key in known else next((file for file in (key.rpartition("@")[0],) if file in known), key)
+
+
+def dead(found: Survey) -> int:
+    """Bytes of storages that no tensor reaches, as `compact` would drop them."""
+    reached: dict[Storage, list[Span[None]]] = {}
+    whole = 0
+    for tensor in found.tensors.values():
+        for chunk in tensor.chunks:
+            # An item of a distributed checkpoint is asked where its elements lie when it is read; there are no others in it.
+            if type(chunk) is Chunk and type(chunk.storage) is Storage and not tensor.traits.meta:
+                if chunk.storage not in reached:
+                    whole += chunk.storage.nbytes
+                reached.setdefault(chunk.storage, []).append((*chunk.extent(tensor.dtype), None))
+    used = sum(island.stop - island.start for spans in reached.values() for island in islands(spans, touching=True))
+    return max(whole - used, 0)
+
+
+def dtype_label(tensor: LazyTensor) -> str:
+    """What its elements are: a dtype, or the kind of its quantised blocks."""
+    return tensor.traits.blocks or tensor.dtype.name
+
+
+def columns(found: Structure) -> Document:
+    """The tensors of a checkpoint as columns."""
+    tensors = list(found.tensors.values())
+    names = [short(name) for name in found.tensors]
+    seats = places(names)
+    keys = set(found.checkpoint.source.store.list())
+    ranges = [_range(tensor, keys) for tensor in tensors]
+    made: Document = {
+        "count": len(tensors),
+        "names": front_coded(names),
+        "dtype": labelled(dtype_label(tensor) for tensor in tensors),
+        "shape": labelled(tensor.shape for tensor in tensors),
+        "nbytes": [0 if tensor.traits.meta else tensor.nbytes for tensor in tensors],
+        "file": labelled((file for file, _, _ in ranges), found.files),
+        "start": [start for _, start, _ in ranges],
+        "end": [end for _, _, end in ranges],
+        "tie": _ties(found),
+        "layer": [seat.layer for seat in seats],
+        "role": labelled(seat.role for seat in seats),
+        "expert": [seat.expert for seat in seats],
+        "strides": _strides(tensors),
+    }
+    return made
+
+
+def _range(tensor: LazyTensor, keys: set[str]) -> tuple[str, int | None, int | None]:
+    """The file of a tensor, and its range of bytes where that is one; the first file where it lies in several."""
+    ranges = [found for storage in tensor.storages for found in storage.ranges]
+    if not ranges or tensor.traits.meta:
+        return "", None, None
+    key, start, _ = ranges[0]
+    file = file_of(key, keys)
+    if len(ranges) > 1 or len(tensor.chunks) > 1 or key != file:
+        return file, None, None
+    chunk = tensor.chunks[0]
+    if type(chunk) is not Chunk:
+        return file, start, ranges[0][2]
+    low, high = chunk.extent(tensor.dtype)
+    return file, start + low, start + high
+
+
+def _ties(found: Structure) -> list[int]:
+    """The number of the storage that a tensor shares with others that are listed; -1 for those that share none."""
+    groups: dict[str, int] = {}
+    number = 0
+    for alias in found.survey.aliases:
+        members = [name for name in alias.names if name in found.tensors and name not in groups]
+        if len(members) > 1:
+            groups.update(dict.fromkeys(members, number))
+            number += 1
+    return [groups.get(name, -1) for name in found.tensors]
+
+
+def _strides(tensors: Sequence[LazyTensor]) -> Document:
+    """In elements, of those that lie in one piece and not in C order."""
+    at: list[int] = []
+    values: list[list[int]] = []
+    for number, tensor in enumerate(tensors):
+        if len(tensor.chunks) != 1 or type(tensor.chunks[0]) is not Chunk or len(at) == STRIDES:
+            continue
+        strides = tensor.chunks[0].strides
+        if not in_c_order(tensor.shape, strides, tensor.dtype.bits):
+            at.append(number)
+            values.append([stride // tensor.dtype.bits for stride in strides])
+    return {"at": at, "values": values}
+
+
+def scanned(path: object, limits: Limits | None) -> tuple[ScanReport | None, Document]:
+    """What `scan` says of a path; nothing of what has none."""
+    if not isinstance(path, str | os.PathLike):
+        return None, {"verdict": "not scanned", "findings": []}
+    report = scan(path if isinstance(path, Url) else found_path(str(path)), limits=limits)
+    findings = [(file, finding) for file in report.reports for finding in file.findings if not finding.allowed]
+    told: list[Document] = [
+        {"severity": finding.severity, "text": f"{clip(finding.what)}: {clip(finding.reason)}"}
+        for _, finding in findings[:FINDINGS]
+    ]
+    told += [{"severity": "error", "text": clip(file.error, 600)} for file in report.reports if file.error]
+    if len(findings) > FINDINGS:
+        told.append({"severity": "note", "text": f"{len(findings) - FINDINGS:,} more findings: holdfast scan lists them"})
+    return report, {"verdict": report.verdict(), "findings": told[: FINDINGS + 1]}
+
+
+def facts(found: Structure, verdict: str) -> list[list[str]]:
+    """What there is to say in a word or two each."""
+    checkpoint, seen = found.checkpoint, found.survey
+    elements = sum(seen.elements.values())
+    common = sorted(seen.elements.items(), key=lambda item: -item[1])
+    dtypes = ", ".join(f"{dtype.name} {percent(n, elements)}" for dtype, n in common[:6] if n)
+    tied = sum(len(alias.names) for alias in seen.aliases)
+    foreign = list(dict.fromkeys(str(one.what) for one in checkpoint.foreign))
+    return [
+        ["format", checkpoint.format],
+        ["tensors", f"{len(checkpoint):,}"],
+        ["parameters", f"{elements:,}"],
+        ["tensor bytes", nbytes(seen.nbytes)],
+        ["file bytes", nbytes(checkpoint.stored_nbytes)],
+        ["files", f"{len(found.files):,}"],
+        ["dtypes", dtypes or "none"],
+        ["tied", f"{tied:,} names over {plural(len(seen.aliases), 'storage')}" if tied else "none"],
+        ["dead bytes", nbytes(found.dead_nbytes) if found.dead_nbytes else "none"],
+        ["foreign objects", _listed(foreign) if foreign else "none"],
+        ["scan", verdict],
+    ]
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(escape(clip(name, 80)) for name in names[:most])
+    return shown + (f", … {len(names) - most:,} more" if len(names) > most else "")
+
+
+def sentence(found: Structure, verdict: str) -> str:
+    """All of it in one sentence."""
+    checkpoint, seen = found.checkpoint, found.survey
+    elements = sum(seen.elements.values())
+    common = sorted(((dtype.name, n) for dtype, n in seen.elements.items() if n), key=lambda item: -item[1])
+    kinds = [name for name, _ in common]
+    dtypes = f", all {kinds[0]}" if len(kinds) == 1 else f", most of them {kinds[0]}" if kinds else ""
+    parts = [
+        f"{escape(clip(name_of(checkpoint), 120))} is a {checkpoint.format} checkpoint of {plural(len(checkpoint), 'tensor')} with "
+        f"{count(elements)} elements in {nbytes(seen.nbytes)}{dtypes}"
+    ]
+    tied = sum(len(alias.names) for alias in seen.aliases)
+    parts.append(f"{tied:,} names are tied" if tied else "nothing is tied")
+    parts.append(f"{nbytes(found.dead_nbytes)} are reached by no tensor" if found.dead_nbytes else "no bytes are dead")
+    if checkpoint.foreign:
+        parts.append(f"{plural(len({str(one.what) for one in checkpoint.foreign}), 'foreign object')} not built")
+    parts.append(f"a scan says {verdict}" if verdict != "not scanned" else "it was not scanned")
+    return "; ".join(parts) + "."
+
+
+def name_of(checkpoint: Checkpoint) -> str:
+    """The last part of its path."""
+    return checkpoint.path.rstrip("/").rpartition("/")[2] or checkpoint.path
+
+
+def made_at(checkpoint: Checkpoint) -> str | None:
+    """When the files of a checkpoint on this machine were last written, in UTC; None where nobody says."""
+    times: list[float] = []
+    place = checkpoint.source.store.place()
+    if isinstance(place, tuple) and place and place[0] == "file":
+        root = str(place[1])
+        for key in checkpoint.source.store.list():
+            try:
+                times.append(os.stat(os.path.join(root, key) if os.path.isdir(root) else root).st_mtime)
+            except OSError:
+                continue
+    return None if not times else iso(max(times))
+
+
+def iso(seconds: float) -> str:
+    """A time as ISO 8601 has it, to the second.
+
+    >>> iso(1763270000.9)
+    '2025-11-16T05:13:20Z'
+    """
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
