@@ -40,6 +40,8 @@ NOT_RUN = Counter(
         ("README.md", "installs packages"): 2,
         ("docs/benchmarks.md", "takes minutes"): 1,
         ("docs/coming-from.md", "needs Lightning"): 1,
+        ("docs/how-to/serve.md", "installs a package"): 1,
+        ("docs/how-to/serve.md", "needs a bucket"): 2,
         ("docs/integrations.md", "needs JAX"): 1,
         ("docs/integrations.md", "needs Lightning"): 1,
         ("docs/integrations.md", "needs TorchTitan"): 1,
@@ -50,6 +52,7 @@ NOT_RUN = Counter(
         ("docs/object-storage.md", "needs a bucket and a profile"): 1,
         ("docs/object-storage.md", "needs a bucket"): 2,
         ("docs/sharded.md", "needs a bucket"): 1,
+        ("docs/start.md", "installs packages"): 1,
     }
 )
 """Every block that is not run, by its page and the reason that stands there."""

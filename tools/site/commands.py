@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from collections.abc import Iterator
 
 from holdfast.cli.flags import options_of, verbs_of
@@ -28,14 +29,14 @@ def _section(name: str, verb: argparse.ArgumentParser) -> Iterator[str]:
     options = [action for action in options_of(verb) if action.help != argparse.SUPPRESS]
     if options:
         yield ""
-        yield "| | |"
+        yield "| option | what it does |"
         yield "| --- | --- |"
         for action in options:
             yield f"| {_spelled(action)} | {_cell(_help(action))} |"
     if verb.epilog:
         yield ""
         yield "```text"
-        yield re.sub(r"^examples:\n", "", verb.epilog).rstrip("\n")
+        yield textwrap.dedent(re.sub(r"^examples:\n", "", verb.epilog)).rstrip("\n")
         yield "```"
 
 

@@ -44,14 +44,18 @@ def _svg(title: str, rows: list[dict[str, object]]) -> str:
     for power in range(low, high + 1):
         at = x(2.0**power)
         label = f"{2**power}×" if power >= 0 else f"1/{2**-power}"
-        parts.append(f'<line class="{"plot-one" if not power else "plot-grid"}" x1="{at}" x2="{at}" y1="{TOP - 8}" y2="{tall - 4}"/>')
+        parts.append(
+            f'<line class="{"plot-one" if not power else "plot-grid"}" x1="{at}" x2="{at}" y1="{TOP - 8}" y2="{tall - 4}"/>'
+        )
         parts.append(f'<text class="plot-tick" x="{at}" y="{TOP - 12}">{label}</text>')
     for number, row in enumerate(rows):
         y, ratio = TOP + number * ROW, float(row["ratio"])
         begin, end = sorted((x(1), x(ratio)))
         kind = "plot-bar" if ratio >= 1 else "plot-bar plot-behind"
         parts.append(f'<text class="plot-name" x="{LEFT - 10}" y="{y + 16}">{html.escape(str(row["case"]))}</text>')
-        parts.append(f'<rect class="{kind}" x="{begin}" y="{y + 4}" width="{max(round(end - begin, 1), 1)}" height="{ROW - 8}" rx="2"/>')
+        parts.append(
+            f'<rect class="{kind}" x="{begin}" y="{y + 4}" width="{max(round(end - begin, 1), 1)}" height="{ROW - 8}" rx="2"/>'
+        )
         if row.get("target"):
             at = x(float(row["target"]))
             parts.append(f'<line class="plot-target" x1="{at}" x2="{at}" y1="{y + 1}" y2="{y + ROW - 1}"/>')

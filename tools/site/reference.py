@@ -13,7 +13,10 @@ import griffe
 
 MODULES = (
     *("holdfast", "holdfast.torch", "holdfast.torch.sparsity", "holdfast.errors", "holdfast.metadata", "holdfast.jax"),
-    *(f"holdfast.integrations.{name}" for name in ("dcp", "accelerate", "lightning", "sglang", "torchtitan", "transformers", "vllm")),
+    *(
+        f"holdfast.integrations.{name}"
+        for name in ("dcp", "accelerate", "lightning", "sglang", "torchtitan", "transformers", "vllm")
+    ),
 )
 SUBMODULES = {"holdfast": {"errors", "metadata"}, "holdfast.torch": {"sparsity"}}
 """Names that are modules with pages of their own."""
