@@ -88,7 +88,7 @@ programs: $(MADE)
 docs: .venv-docs/.made
 	@PYTHONPATH=src .venv-docs/bin/python tools/site build/pages
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
-	@echo "build/site/index.html"
+	@echo "build/site/index.html (with its search: python3 -m http.server --bind 127.0.0.1 --directory build/site)"
 
 .venv-docs/.made: requirements/docs.txt pyproject.toml
 	@$(PYTHON) -m venv .venv-docs

@@ -1,6 +1,7 @@
-"""Figures that were measured, as a drawing: bars of how many times as fast as the peer, on a scale of doublings, with the target marked.
+"""Figures that were measured, as a drawing: how many times as fast as the peer, on a scale of doublings, with the target marked.
 
-    {"title": "…", "machine": "…", "measured": "2026-11-16", "rows": [{"case": "…", "ratio": 3.2, "target": 3, "ours": "1.2 s", "peer": "3.8 s torch.save"}]}
+    {"title": "…", "machine": "…", "measured": "2026-11-16",
+     "rows": [{"case": "…", "ratio": 3.2, "target": 3, "ours": "1.2 s", "peer": "3.8 s torch.save"}]}
 
 The drawing is SVG inside of the page: colours come from the theme, text is text, and a table below it has the same figures.
 """

@@ -1,6 +1,7 @@
 """The public names, as the source says them: griffe reads it and imports nothing, so the site needs neither torch nor JAX.
 
-Every name of `__all__` of a public module stands on one page of the reference, and has a docstring; so have the public methods of a class.
+Every name of `__all__` of a public module stands on one page of the reference, and has a docstring; so have the public methods
+of a class.
 """
 
 from __future__ import annotations

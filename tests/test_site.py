@@ -1,0 +1,83 @@
+"""The site, as far as it can be known without its generator: what stands on which page, and the drawings."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.pages import ROOT
+
+pytest.importorskip("torch")
+
+MODULES = {"holdfast": {"errors", "metadata", "HoldfastError"}, "holdfast.torch": {"sparsity"}}
+"""Public modules, and names in them that stand elsewhere."""
+MODULES |= {
+    name: set() for name in ("holdfast.torch.sparsity", "holdfast.errors", "holdfast.metadata", "holdfast.integrations.dcp")
+}
+MARK = re.compile(r"^<!-- names: (\S+)(.*) -->$", re.MULTILINE)
+
+
+def tool(name: str):
+    spec = importlib.util.spec_from_file_location(f"site_{name}", ROOT / "tools" / "site" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_public_name_stands_on_one_page(module: str):
+    public = [name for name in importlib.import_module(module).__all__ if name not in MODULES[module]]
+    placed = Counter()
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        for where, names in MARK.findall(page.read_text(encoding="utf-8")):
+            if where == module:
+                placed.update(names.split() or public)
+    assert placed == Counter(public)
+
+
+def test_every_page_is_in_the_navigation():
+    known = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")]
+    listed = set(re.findall(r"[\w/-]+\.md", known))
+    assert [page for page in pages if page not in listed and not page.startswith("design/")] == []
+    assert sorted(listed - {"contributing.md", "changelog.md", "design/README.md"} - set(pages)) == []
+
+
+def test_commands_are_all_there():
+    from holdfast.cli.flags import verbs_of
+    from holdfast.cli.main import parser
+
+    made = tool("commands").as_markdown()
+    assert re.findall(r"^## holdfast (\S+)$", made, re.MULTILINE) == list(verbs_of(parser()))
+
+
+FIGURES = [*(ROOT / "docs" / "measured").glob("*.json")]
+
+
+@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
+def test_figures_are_drawn(path: Path):
+    figures = json.loads(path.read_text(encoding="utf-8"))
+    drawing = ElementTree.fromstring(tool("plots").drawn(path).split("</svg>")[0] + "</svg>")
+    bars = [bar for bar in drawing.iter("rect")]
+    assert len(bars) == sum(bool(row.get("ratio")) for row in figures["rows"])
+    assert figures["machine"]
+    assert figures["measured"]
+
+
+def test_a_drawing_is_longer_for_more_and_its_text_is_text(tmp_path: Path):
+    rows = [{"case": "<b>&", "ratio": 4, "target": 2}, {"case": "slow", "ratio": 0.5, "target": 1}, {"case": "none", "ratio": None}]
+    figures = tmp_path / "x.json"
+    figures.write_text(json.dumps({"title": "T", "machine": "m", "measured": "d", "rows": rows}))
+    made = tool("plots").drawn(figures)
+    drawing = ElementTree.fromstring(made.split("</svg>")[0] + "</svg>")
+    fast, slow = drawing.iter("rect")
+    assert float(fast.get("width")) == pytest.approx(2 * float(slow.get("width")), rel=0.02)
+    assert "plot-behind" in slow.get("class")
+    assert "<b>" not in made.split("</svg>")[0]
