@@ -65,7 +65,7 @@ FIGURES = [*(ROOT / "docs" / "measured").glob("*.json")]
 def test_figures_are_drawn(path: Path):
     figures = json.loads(path.read_text(encoding="utf-8"))
     drawing = ElementTree.fromstring(tool("plots").drawn(path).split("</svg>")[0] + "</svg>")
-    bars = [bar for bar in drawing.iter("rect")]
+    bars = list(drawing.iter("rect"))
     assert len(bars) == sum(bool(row.get("ratio")) for row in figures["rows"])
     assert figures["machine"]
     assert figures["measured"]
