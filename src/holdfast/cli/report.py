@@ -17,6 +17,7 @@ EXAMPLES = """\
 examples:
   holdfast report model.safetensors -o model.html
   holdfast report model.pt -o attention.html -f '*.attn.*'
+  holdfast report checkpoints/step-1000 -o step.html --mesh 8
   holdfast report model.pt --json | jq -r .sentence
 """
 
@@ -26,6 +27,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("path", metavar="PATH", type=values.path, help="a checkpoint of any format")
     verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="where to write the page")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
+    verb.add_argument("--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print the data behind the page (its schema is in docs/report.md)")
     verb.set_defaults(run=run)
@@ -39,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
     if options.output is None and not options.json:
         raise BadArgument("say where the page shall be: -o page.html; or --json prints the data behind it")
-    made = report(options.path, filter=options.filter)
+    made = report(options.path, filter=options.filter, mesh=options.mesh)
     if options.output is not None:
         made.save(options.output)
     if options.json:

@@ -62,6 +62,11 @@ class Storage:
         """The files and bytes that hold it, `(key, start, stop)` each, without asking them: what frames it may be among those."""
         return ((self.key, self.start, self.start + self.nbytes),)
 
+    @property
+    def copies(self) -> int:
+        """How many places hold it, where a reader compares several that must be equal."""
+        return 1
+
     # A device or a name is no part of it: the memory is the same. A checksum is: where two differ, both are checked.
 
     def __eq__(self, other: object) -> bool:

@@ -7,6 +7,7 @@ page        the one HTML file that shows it (`Report.html`, `Report.save`)
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holdfast.core.arguments import understood
@@ -20,6 +21,7 @@ from holdfast.errors import NoSuchTensor
 from holdfast.inspect.open import Openable, opened
 from holdfast.reports.document import SCHEMA, Document, dumps
 from holdfast.reports.page import page
+from holdfast.reports.shards import shards
 from holdfast.reports.structure import columns, facts, look, made_at, name_of, scanned, sentence
 from holdfast.stores.paths import local_path
 
@@ -62,15 +64,27 @@ def report(
     src: Openable | Checkpoint,
     *,
     filter: str | None = None,
+    mesh: Mapping[str, int] | str | None = None,
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Look at a checkpoint as a page: what is in it, how it is stored, and what is odd. No tensor data is read."""
+    """Look at a checkpoint as a page: what is in it, how it is stored, and what is odd. No tensor data is read.
+
+    `filter` is a glob, or a name that stands for all below it: only those tensors are shown. `mesh` adds which files each rank of
+    another mesh would read: "4" cuts the first dimension of every tensor for four ranks, "2x2" the first two.
+    """
     with opened(src, limits=limits) as checkpoint:
-        return Report(_checkpoint(src, checkpoint, filter, limits=limits))
+        return Report(_checkpoint(src, checkpoint, filter, mesh=mesh, limits=limits))
 
 
-def _checkpoint(src: Openable | Checkpoint, checkpoint: Checkpoint, filter: str | None, *, limits: Limits | None) -> Document:
+def _checkpoint(
+    src: Openable | Checkpoint,
+    checkpoint: Checkpoint,
+    filter: str | None,
+    *,
+    mesh: Mapping[str, int] | str | None,
+    limits: Limits | None,
+) -> Document:
     found = look(checkpoint, None if filter is None else matcher(filter))
     if filter is not None and not found.tensors:
         raise NoSuchTensor(f"no tensor in the checkpoint is called {filter!r}", file=checkpoint.path, found=filter)
@@ -94,7 +108,7 @@ def _checkpoint(src: Openable | Checkpoint, checkpoint: Checkpoint, filter: str 
         "tensors": columns(found),
         "measures": [],
         "details": None,
-        "shards": None,
+        "shards": shards(found, mesh),
         "run": None,
         "live": None,
     }

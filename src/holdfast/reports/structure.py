@@ -12,7 +12,7 @@ and the sentence at the top, the facts below it, and what `scan` says.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -67,7 +67,7 @@ def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) ->
     return Structure(checkpoint, found, tensors, tuple(sorted(files)), dead(found))
 
 
-def file_of(key: str, known: set[str]) -> str:
+def file_of(key: str, known: Container[str]) -> str:
     """The file behind a key: what is made when it is read (a member that is inflated) has one of its own, `FILE@BYTE`."""
     return key if key in known else next((file for file in (key.rpartition("@")[0],) if file in known), key)
 

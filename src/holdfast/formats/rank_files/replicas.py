@@ -40,6 +40,21 @@ class Copy:
     tensor: LazyTensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReplicaStorage(Storage):
+    """What several ranks have, under a key that is no file; `ranges` are those of the first."""
+
+    originals: tuple[LazyTensor, ...]
+
+    @property
+    def ranges(self) -> tuple[tuple[str, int, int], ...]:
+        return tuple(found for storage in self.originals[0].storages for found in storage.ranges)
+
+    @property
+    def copies(self) -> int:
+        return len(self.originals)
+
+
 class Replicas(Virtual):
     """The files of a folder; and entries that are read from all copies at once."""
 
@@ -74,7 +89,8 @@ class Replicas(Virtual):
         if storage is None:
             stamp = partial(_stamp, tuple(copies))
             key = self.put(Entry(first.nbytes, read, stamp, first.nbytes * len(copies)), f"replicas/{len(self._entries)}: {name}")
-            storage = self._known[place] = Storage(key, 0, first.nbytes, label=f"{len(copies)} replicas of {name}", home=self)
+            label, originals = f"{len(copies)} replicas of {name}", tuple(copy.tensor for copy in copies)
+            storage = self._known[place] = ReplicaStorage(key, 0, first.nbytes, label=label, home=self, originals=originals)
         return Chunk(Box.whole(first.shape), storage, 0, c_strides(first.shape, first.dtype.bits))
 
 
