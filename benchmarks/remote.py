@@ -1,12 +1,13 @@
 """`python -m benchmarks.remote`: object stores. Holdfast beside boto3 with threads, s3fs, DCP over fsspec, s3torchconnector.
 
     read    all tensors of a checkpoint into memory
-    slice   1 MiB out of it, opening included
+    slice   1 MiB out of a larger one, opening included
     save    a state that is in memory
 
 The server is SeaweedFS on this machine, so there is no network: what is compared is how much work each client makes of it. Each
-side runs in a process of its own, in turn, after a small request; figures are medians. Bytes and requests are counted by a proxy
-in a run of their own, without that request: it would slow down everybody. A side that is not installed, or fails, is said to be so.
+side runs in a process of its own, in turn, after a small request; figures are medians. Memory is what the process had at the most
+beyond what it had before, the state that is read included. Bytes and requests are counted by a proxy in a run of their own, without
+that request: it would slow down everybody. A side that is not installed, or fails, is said to be so.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -34,6 +35,7 @@ TENSORS = 32
 THREADS = 24
 PIECE = 8 << 20
 SLICE = 1 << 20
+JOBS = ("read", "slice", "save")
 
 
 def state(nbytes: int) -> dict[str, np.ndarray]:
@@ -76,7 +78,7 @@ def boto3_side(job: str, nbytes: int) -> Callable[[], object]:
     client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"], config=Config(max_pool_connections=THREADS))
     key = "bench/x.safetensors"
     if "COUNTED" not in os.environ:
-        client.head_object(Bucket=BUCKET, Key=key)
+        client.head_bucket(Bucket=BUCKET)
 
     def ranged(start: int, stop: int) -> bytes:
         return client.get_object(Bucket=BUCKET, Key=key, Range=f"bytes={start}-{stop - 1}")["Body"].read()
@@ -188,6 +190,7 @@ SIDES = {
 def child(side: str, job: str, nbytes: int) -> None:
     """One measured run; prints what it took."""
     call = SIDES[side](job, nbytes)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
     before = peak_nbytes()
     used, started = time.process_time(), time.perf_counter()
     result = call()
@@ -198,7 +201,7 @@ def child(side: str, job: str, nbytes: int) -> None:
 
 
 def peak_nbytes() -> int:
-    """The most memory that this process had so far."""
+    """The most memory that this process had since it was last forgotten."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
@@ -215,16 +218,20 @@ def run(side: str, job: str, nbytes: int, port: int, **more: str) -> dict[str, f
     return found
 
 
-def prepare(nbytes: int, port: int, log: Callable[[str], None]) -> None:
+def prepare(job: str, nbytes: int, port: int) -> None:
+    """Put there what a job reads."""
     from tests.remote.servers import environment
 
     import holdfast
 
     os.environ.update(environment(port))
+    if job == "save":
+        return
     holdfast.save(state(nbytes), f"s3://{BUCKET}/bench/native", overwrite=True)
-    for name in ("x.safetensors", "x.pt"):
+    for name in ("x.safetensors", "x.pt")[: 1 if job == "slice" else 2]:
         holdfast.convert(f"s3://{BUCKET}/bench/native", f"s3://{BUCKET}/bench/{name}", read_back=False, overwrite=True)
-    log(f"DCP: {run('DCP, fsspec', 'save', nbytes, port, DCP_TARGET=f's3://{BUCKET}/bench/dcp')}")
+    if job == "read":
+        run("DCP, fsspec", "save", nbytes, port, DCP_TARGET=f"s3://{BUCKET}/bench/dcp")
 
 
 def versions() -> list[str]:
@@ -240,44 +247,57 @@ def main() -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__.splitlines()[0])
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--size", type=int, default=1 << 30, help="bytes of the checkpoint (default: 1 GiB)")
+    parser.add_argument("--size", type=int, default=1 << 30, help="bytes that are read and saved (default: 1 GiB)")
+    parser.add_argument("--slice-of", type=int, default=4 << 30, help="bytes of what a slice is read from (default: 4 GiB)")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--port", type=int, help="of a server on this machine that runs already, with a bucket named bucket")
+    parser.add_argument("--job", choices=JOBS, action="append", help="of these only")
     asked = parser.parse_args()
     if asked.child:
         child(*asked.child, asked.size)
         return 0
-    from tests.remote.servers import Proxy, weed
+    from tests.remote.servers import weed
 
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores; {', '.join(versions())}")
-    with tempfile.TemporaryDirectory() as folder, nullcontext(asked.port) if asked.port else weed(Path(folder)) as port:
-        prepare(asked.size, port, print)
-        print(f"\n| job, {asked.size / 2**30:g} GiB | side | seconds | of ours | processor s | peak memory | bytes | requests |")
-        print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-        for job in ("read", "slice", "save"):
-            rounds: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-            failed: dict[str, str] = {}
-            for _ in range(asked.rounds):
-                for side in SIDES:
-                    if side not in failed:
-                        found = run(side, job, asked.size, port)
-                        if isinstance(found, str):
-                            failed[side] = found
-                        else:
-                            rounds[side].append(found)
-            for side, runs in rounds.items():
-                if side in failed:
-                    print(f"| {job} | {side} | not run: {failed[side]} | | | | | |")
-                    continue
-                with Proxy(port) as proxy:
-                    run(side, job, asked.size, proxy.port, COUNTED="1")
-                    moved = proxy.sent_nbytes if job != "save" else sum(one.nbytes for one in proxy.asked)
-                    count = len(proxy.asked)
-                wall, cpu, peak = (statistics.median(one[name] for one in runs) for name in ("wall", "cpu", "peak"))
-                ours = statistics.median(one["wall"] for one in rounds["holdfast"])
-                memory, sent = f"{peak / 2**20:.0f} MiB", f"{moved / 2**20:.1f} MiB"
-                print(f"| {job} | {side} | {wall:.2f} | {wall / ours:.2f} | {cpu:.2f} | {memory} | {sent} | {count} |", flush=True)
+    load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, {load}; {', '.join(versions())}; {asked.rounds} rounds")
+    print("\n| job | side | seconds | of ours | processor s | peak memory | bytes | requests |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    for job in asked.job or JOBS:
+        # A server of its own: what was deleted keeps its place on the disk.
+        with tempfile.TemporaryDirectory() as folder, weed(Path(folder)) as port:
+            nbytes = asked.slice_of if job == "slice" else asked.size
+            prepare(job, nbytes, port)
+            for row in table(job, nbytes, port, rounds=asked.rounds):
+                print(row, flush=True)
     return 0
+
+
+def table(job: str, nbytes: int, port: int, *, rounds: int) -> Iterator[str]:
+    """The rows of one job."""
+    from tests.remote.servers import Proxy
+
+    done: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    failed: dict[str, str] = {}
+    for _ in range(rounds):
+        for side in SIDES:
+            if side not in failed:
+                found = run(side, job, nbytes, port)
+                if isinstance(found, str):
+                    failed[side] = found
+                else:
+                    done[side].append(found)
+    named = f"{job}, {nbytes / 2**30:g} GiB"
+    for side, runs in done.items():
+        if side in failed:
+            yield f"| {named} | {side} | not run: {failed[side]} | | | | | |"
+            continue
+        with Proxy(port) as proxy:
+            run(side, job, nbytes, proxy.port, COUNTED="1")
+            moved = proxy.sent_nbytes if job != "save" else sum(one.nbytes for one in proxy.asked)
+            count = len(proxy.asked)
+        wall, cpu, peak = (statistics.median(one[name] for one in runs) for name in ("wall", "cpu", "peak"))
+        ours = statistics.median(one["wall"] for one in done["holdfast"])
+        figures = f"{wall:.3f} | {wall / ours:.2f} | {cpu:.3f} | {peak / 2**20:.0f} MiB | {moved / 2**20:.1f} MiB | {count}"
+        yield f"| {named} | {side} | {figures} |"
 
 
 if __name__ == "__main__":

@@ -77,10 +77,14 @@ def moto(folder: Path) -> Iterator[int]:
 @contextmanager
 def _running(command: Callable[[list[int]], list[str]], ports: int, folder: Path) -> Iterator[int]:
     """A server that answers, at the first of its ports. One of them may be taken by another before it is: then others are."""
+    # Credentials of whoever runs the tests would be the only ones that SeaweedFS lets in.
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     for left in reversed(range(STARTS)):
         own = free_ports(ports)
         with open(folder / "server.log", "wb") as log:
-            server = subprocess.Popen(command(own), cwd=folder, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+            server = subprocess.Popen(
+                command(own), cwd=folder, env=plain, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         try:
             try:
                 _make_bucket(own[0], server)
