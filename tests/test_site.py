@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.pages import ROOT
+from tests.pages import PAGES, ROOT, content_of
 
 pytest.importorskip("torch")
 
@@ -58,26 +58,34 @@ def test_commands_are_all_there():
     assert re.findall(r"^## holdfast (\S+)$", made, re.MULTILINE) == list(verbs_of(parser()))
 
 
-FIGURES = [*(ROOT / "docs" / "measured").glob("*.json")]
+PLOTS = [mark for page in PAGES for mark in re.findall(r"^<!-- plot: (.+) -->$", content_of(page), re.MULTILINE)]
 
 
-@pytest.mark.parametrize("path", FIGURES, ids=lambda path: path.stem)
-def test_figures_are_drawn(path: Path):
-    figures = json.loads(path.read_text(encoding="utf-8"))
-    drawing = ElementTree.fromstring(tool("plots").drawn(path).split("</svg>")[0] + "</svg>")
-    bars = list(drawing.iter("rect"))
-    assert len(bars) == sum(bool(row.get("ratio")) for row in figures["rows"])
-    assert figures["machine"]
-    assert figures["measured"]
+@pytest.mark.parametrize("mark", PLOTS)
+def test_figures_are_drawn(mark: str):
+    drawing = svg(tool("plots").drawn(ROOT / "docs" / "measured", mark))
+    assert len(list(drawing.iter("rect"))) >= 2
+
+
+def svg(made: str) -> ElementTree.Element:
+    return ElementTree.fromstring(made.split("</svg>")[0] + "</svg>")
 
 
 def test_a_drawing_is_longer_for_more_and_its_text_is_text(tmp_path: Path):
-    rows = [{"case": "<b>&", "ratio": 4, "target": 2}, {"case": "slow", "ratio": 0.5, "target": 1}, {"case": "none", "ratio": None}]
-    figures = tmp_path / "x.json"
-    figures.write_text(json.dumps({"title": "T", "machine": "m", "measured": "d", "rows": rows}))
-    made = tool("plots").drawn(figures)
-    drawing = ElementTree.fromstring(made.split("</svg>")[0] + "</svg>")
-    fast, slow = drawing.iter("rect")
+    machine = {"date": "d", "cores": 2, "memory_gib": 1, "system": "s"}
+    memory = {"ours": {"peak_nbytes": 1 << 20}, "peer": {"peak_nbytes": 2 << 20}}
+
+    def case(name: str, ratio: float | None) -> dict[str, object]:
+        medians = {"ours": 1.0, "peer": ratio}
+        return {"case": name, "title": "<b>&", "peer": "p", "ratio": ratio, "target": 2, "medians": medians, "quantities": memory}
+
+    cases = [case("b-fast", 4), case("a-slow", 0.5), case("a-none", None), case("other", 9)]
+    (tmp_path / "x.json").write_text(json.dumps({"machine": machine, "rounds": 3, "cases": cases}))
+    made = tool("plots").drawn(tmp_path, "x: b-* a-*: Title: more")
+    fast, slow = svg(made).iter("rect")
     assert float(fast.get("width")) == pytest.approx(2 * float(slow.get("width")), rel=0.02)
     assert "plot-behind" in slow.get("class")
     assert "<b>" not in made.split("</svg>")[0]
+    assert "1 MiB / 2 MiB" in made
+    with pytest.raises(ValueError, match="no race"):
+        tool("plots").drawn(tmp_path, "x: nothing*: Title")

@@ -6,7 +6,7 @@ docs/ is copied, and what a page only names is put in its place:
 
     <!-- names: holdfast.torch load save -->   these public names, by their docstrings
     <!-- commands -->                           every command, as argparse knows it
-    <!-- plot: many-small -->                   docs/measured/many-small.json as a drawing
+    <!-- plot: board: save-*: Saving -->         figures of docs/measured/board.json as a drawing
 
 CHANGELOG and CONTRIBUTING come along. So the generator needs no plugin of ours, and can be another one tomorrow. Whatever is wrong
 (a public name that stands on no page or on two, one that nobody wrote a sentence about) is printed, and the exit status is 1.
@@ -55,7 +55,7 @@ def _made(kind: str, what: str, names: reference.Names, page: Path) -> str:
         return names.listed(what, page.name)
     if kind == "commands":
         return commands.as_markdown()
-    return plots.drawn(ROOT / "docs" / "measured" / f"{what}.json")
+    return plots.drawn(ROOT / "docs" / "measured", what)
 
 
 def _moved(text: str) -> str:
