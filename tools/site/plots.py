@@ -2,9 +2,9 @@
 
     <!-- plot: board: *many* torch-small-*: Many small tensors -->
 
-The file is docs/measured/board.json, as the benchmarks write it; then globs of cases, in the order of the drawing, and a title. The target
-of a case is marked. The drawing is SVG inside of the page: colours come from the theme, text is text, and a table below it has the same
-figures, with memory.
+The file is docs/measured/board.json, as the benchmarks write it; then globs of cases, in the order of the drawing, and a title.
+The target of a case is marked. The drawing is SVG inside of the page: colours come from the theme, text is text, and a table below
+it has the same figures, with memory.
 """
 
 from __future__ import annotations
