@@ -80,6 +80,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._source
 
     @property
+    def stored(self) -> Mapping[str, LazyTensor]:
+        """The tensors as the format has them: a mapping that may know where they lie without making one (`core.columns`)."""
+        return self._description.tensors
+
+    @property
     def path(self) -> str:
         """What was opened."""
         return self._source.store.name

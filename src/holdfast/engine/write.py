@@ -35,6 +35,10 @@ BLOCK_NBYTES = 4 << 20
 GATHER_NBYTES = 256 << 10
 """Neighbouring segments are gathered into one write as long as they are smaller than this together."""
 
+GATHERED_PART, SMALL_PART = 2, 16
+"""Where a store would rather be asked for so many bytes at a time (a GPU), segments are gathered up to the first part of them, and
+those up to the second part are small enough for that."""
+
 Progress = Callable[[int], None]
 """Told how many bytes have been written since it was told last; called from several threads."""
 
@@ -146,12 +150,13 @@ def _tasks(
 ) -> Iterator[Callable[[], None]]:
     """Blocks of work: a large tensor's slab each, or a stretch of small segments that are neighbours in the file."""
     stretch: list[tuple[int, Segment]] = []
-    size = 0
+    size, most = 0, GATHER_NBYTES
     for segment, offset in zip(plan.segments, offsets, strict=True):
-        if segment.nbytes > GATHER_NBYTES and isinstance(segment, Data | Memory | Hole):
+        wished = _wished_nbytes(segment)
+        if segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole):
             if stretch:
                 yield _stretch(stretch, sink, written, progress)
-                stretch, size = [], 0
+                stretch, size, most = [], 0, GATHER_NBYTES
             match segment:
                 case Data():
                     for slab in slabs(segment.tensor, slab_block(segment.tensor, block)):
@@ -161,12 +166,20 @@ def _tasks(
                         yield _piece(segment, start, min(start + block, segment.nbytes), offset, sink, written, progress)
             continue
         stretch.append((offset, segment))
-        size += segment.nbytes
-        if size >= GATHER_NBYTES:
+        size, most = size + segment.nbytes, max(most, wished // GATHERED_PART)
+        if size >= most:
             yield _stretch(stretch, sink, written, progress)
-            stretch, size = [], 0
+            stretch, size, most = [], 0, GATHER_NBYTES
     if stretch:
         yield _stretch(stretch, sink, written, progress)
+
+
+def _wished_nbytes(segment: Segment) -> int:
+    """What the store of data would rather be asked for at a time; 0 where it has no such wish, or is far away and has others."""
+    if not isinstance(segment, Data):
+        return 0
+    store = segment.tensor.source.store
+    return 0 if store.requests else store.block_nbytes or 0
 
 
 def _block(segment: Data, slab: Slab, offset: int, sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
@@ -235,8 +248,8 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
 
 
 def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
-    """The bytes of small tensors that are far away, by their labels: neighbours come by one request."""
-    far = [s for s in segments if s.tensor.source.store.requests and s.nbytes]
+    """The bytes of small tensors that are far away, or on a GPU, by their labels: neighbours come by one request."""
+    far = [s for s in segments if s.nbytes and (s.tensor.source.store.requests or s.tensor.source.store.block_nbytes)]
     if len(far) < 2:
         return {}
     outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in far]

@@ -130,6 +130,7 @@ def test_targets_of_any_layout():
 def test_staging_into_locked_and_ordinary_memory(monkeypatch, locked):
     monkeypatch.setattr(host, "lock", lambda address, nbytes: True)
     monkeypatch.setattr(host, "unlock", lambda address: None)
+    monkeypatch.setattr(memory, "POOL", host.Pool(kept_nbytes=0))  # blocks that only pretend to be locked are nobody else's
     gpus = source()
     tensors = [torch.randn(64, 64) for _ in range(4)] + [torch.randn(64, 64).T]
     total = sum(tensor.nbytes for tensor in tensors)
@@ -146,6 +147,74 @@ def test_staging_into_locked_and_ordinary_memory(monkeypatch, locked):
         assert np.array_equal(request.out, tensor.numpy())
     assert copies.unlocked_nbytes == {"all": 0, "none": total, "half": 3 * tensors[0].nbytes}[locked]
     assert bool(copies.notes()) == (locked != "all")
+
+
+class Counted(Here):
+    """A lane that counts how often it is asked to wait."""
+
+    marks = 0
+
+    def mark(self):
+        Counted.marks += 1
+        return super().mark()
+
+
+def many() -> dict[str, torch.Tensor]:
+    made = {f"m{i}": torch.randn(3 + i % 7, 5) for i in range(400)}
+    return made | {"large": torch.randn(700_000), "turned": torch.randn(5, 4).T, "odd": torch.arange(9, dtype=torch.int8)[1:8]}
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
+def test_many_small_ones_cross_together_and_the_file_is_the_same(tmp_path, name):
+    state = many()
+    Counted.marks = 0
+    gpus = GpuSource(GpuMemory(lambda device: Counted()))
+    holdfast.save({key: described(gpus, tensor) for key, tensor in state.items()}, tmp_path / name)
+    assert 0 < Counted.marks < 12
+    (tmp_path / "other").mkdir()
+    holdfast.save(state, tmp_path / "other" / name)
+    files = [path.relative_to(tmp_path) for path in sorted(tmp_path.rglob("*")) if path.is_file() and "other" not in path.parts]
+    assert files
+    for path in files:
+        assert (tmp_path / path).read_bytes() == (tmp_path / "other" / path).read_bytes()
+
+
+@pytest.mark.parametrize("block", [256, 4096, 16 << 20])
+def test_requests_are_read_together(monkeypatch, block):
+    monkeypatch.setattr(memory, "BLOCK_NBYTES", block)
+    monkeypatch.setattr(memory, "POOL", host.Pool(make=lambda nbytes: host.HostBlock(block)))
+    gpus = source()
+    tensors = [*many().values(), *VIEWS.values()]
+    outs = [described(gpus, tensor).empty() for tensor in tensors]
+    outs[7] = np.asfortranarray(outs[7])
+    gpus.read([Request(described(gpus, tensor), out) for tensor, out in zip(tensors, outs, strict=True)])
+    for tensor, out in zip(tensors, outs, strict=True):
+        assert np.ascontiguousarray(out).tobytes() == plain(tensor)
+
+
+def test_staging_joins_what_is_close_and_keeps_what_lies_between(monkeypatch):
+    monkeypatch.setattr(host, "lock", lambda address, nbytes: True)
+    monkeypatch.setattr(host, "unlock", lambda address: None)
+    gpus, others = source(), source()
+    tensors = [torch.randn(n) for n in (3, 16, 5, 300_000, 1, 17, 2, 2)]
+    room = Room().take(2 << 20, gpu=True)
+    room.array[...] = 7
+    requests, at = [], 0
+    for tensor in tensors:
+        at += -at % 64
+        requests.append(Request(described(gpus, tensor), room.array[at : at + tensor.nbytes].view(np.float32)))
+        at += tensor.nbytes
+    starts = []
+    before = GpuSource._join
+    monkeypatch.setattr(GpuSource, "_join", lambda self, *given: starts.append(len(given[0])) or before(self, *given))
+    copies = Copies(room)
+    copies.begin(gpus, [request for number, request in enumerate(requests) if number != 6])
+    copies.begin(others, [Request(described(others, tensors[6]), requests[6].out)])
+    copies.wait()
+    for tensor, request in zip(tensors, requests, strict=True):
+        assert np.array_equal(request.out, tensor.numpy())
+    assert starts == [3, 1, 2, 1, 1]
+    assert (room.array[at:] == 7).all()
 
 
 def test_room_is_used_again_and_grows(monkeypatch):

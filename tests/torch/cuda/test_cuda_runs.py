@@ -22,6 +22,7 @@ from holdfast.errors import Corrupted
 from holdfast.plan.coalesce import PAGE_LOCKED
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.cuda import load as gpu_load
+from holdfast.torch.cuda import runs
 from holdfast.torch.cuda.load import blocks_within, load_fills
 from holdfast.torch.cuda.runs import FlatRun, pieces_of, tasks_of
 from holdfast.torch.tensors.scratch import Fill
@@ -85,9 +86,22 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @given(st.data())
 def test_every_element_comes_to_its_place(data):
     drawn = Drawn(data.draw)
-    load_fills(drawn.fills, checks_of, None, 2 << 20)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(runs, "LEAST_NBYTES", data.draw(st.sampled_from([2048, 2 << 20])))
+        patched.setattr(gpu_load, "STEP_NBYTES", data.draw(st.sampled_from([1000, 16 << 20])))
+        load_fills(drawn.fills, checks_of, None, 2 << 20)
     for one in drawn.fills:
         assert torch.equal(bits(one.target), bits(expected(one)))
+
+
+def test_the_first_blocks_and_the_last_are_not_full():
+    source = OpenSource(MemoryStore({"f": bytes(64 * BLOCK)}))
+    lazy = LazyTensor.contiguous("t", DTYPES.name("uint8"), (64 * BLOCK,), Storage("f", 0, 64 * BLOCK, home=source.store), source)
+    tasks = list(tasks_of(source, CPU, [Fill(lazy, torch.zeros(64 * BLOCK, dtype=torch.uint8))], 8 * BLOCK, readers=4))
+    sizes = [task.nbytes // BLOCK for task in tasks]
+    assert sizes[:4] == [2, 4, 6, 8]
+    assert sizes[-1] <= 2
+    assert sum(task.nbytes for task in tasks) == 64 * BLOCK
 
 
 @settings(max_examples=60)
@@ -97,7 +111,7 @@ def test_tasks_hold_what_was_asked_for_and_no_more_than_a_block(data):
     most = data.draw(st.sampled_from([4096, 20_000, BLOCK]))
     wanted = sum(one.lazy.nbytes for one in drawn.fills)
     found = read = reads = 0
-    for task in tasks_of(drawn.source, CPU, drawn.fills, most):
+    for task in tasks_of(drawn.source, CPU, drawn.fills, most, readers=data.draw(st.sampled_from([1, 3]))):
         ends = []
         for one in task.reads:
             assert one.at >= max(ends, default=0), "two reads share bytes of the block"

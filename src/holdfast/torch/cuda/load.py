@@ -45,6 +45,9 @@ LEAST_NBYTES = 2 << 20
 SPARE_BLOCKS = 8
 """Blocks beyond one a reader: those that are being emptied."""
 
+STEP_NBYTES = 16 << 20
+"""What is summed is read so many bytes at a time. Less would still be in the cache of its core, at the price of more calls."""
+
 SHORT_NBYTES = 256 << 10
 """Runs up to this length cross the bus together with their neighbours."""
 
@@ -101,9 +104,16 @@ def load_fills(
         fills_of.setdefault(one.lazy.source, []).append(one)
     checks = {source: checks_of(source, members) for source, members in fills_of.items()}
     found = lanes(device for _, device in groups)
+    # No more blocks than would hold all, and one: what is small is not worth locking more.
+    full = -(-sum(one.lazy.nbytes for one in fills) // size.nbytes) + 1
+    readers = min(threads, size.count, full)
     # All of them before the first is read: made by the readers, each call into torch would wait for the interpreter lock.
-    tasks = [task for (source, device), members in groups.items() for task in tasks_of(source, device, members, size.nbytes)]
-    count = min(size.count, len(tasks))
+    tasks = [
+        task
+        for (source, device), members in groups.items()
+        for task in tasks_of(source, device, members, size.nbytes, readers=readers)
+    ]
+    count = min(size.count, len(tasks), full)
     blocks = POOL.lend(count, size.nbytes)
     locked = all(block.locked for block in blocks)
     try:
@@ -140,13 +150,19 @@ def _read(task: Task, block: HostBlock, checks: Checks) -> None:
     memory = block.array.data
     store = task.source.store
     for read in task.reads:
-        with located(tensor=read.pieces[0].piece.name):
-            store.read(read.key, read.start, memory[read.at : read.at + read.stop - read.start])
+        summed = [taken for taken in read.pieces if checks.wants(taken.piece.storage)]
+        step = STEP_NBYTES if summed else read.stop - read.start
+        for start in range(read.start, read.stop, step):
+            at, nbytes = read.at + start - read.start, min(step, read.stop - start)
+            with located(tensor=read.pieces[0].piece.name):
+                store.read(read.key, start, memory[at : at + nbytes])
+            # What has been read to its end by now, the rest of a long one as it comes: it is in the cache.
+            for taken in summed:
+                piece = taken.piece
+                begin, end = max(taken.at, at), min(taken.at + piece.nbytes, at + nbytes)
+                if begin < end:
+                    checks.add(piece.storage, piece.start + begin - taken.at, memory[begin:end])
         task.read_nbytes += read.stop - read.start
-        for taken in read.pieces:
-            piece = taken.piece
-            if checks.wants(piece.storage):
-                checks.add(piece.storage, piece.start, memory[taken.at : taken.at + piece.nbytes])
     if task.gathered:
         requests = [Request(one.part.lazy, array_of(_value(one, at, block), one.part.lazy.dtype)) for one, at in task.gathered]
         if isinstance(task.source, OpenSource):

@@ -3,14 +3,19 @@
 A storage on a GPU is a storage like any other, known by its device and address; two tensors over one are aliases. What reads it
 asks for bytes in C order and gets them in a block of page-locked memory, which it gives back (`GpuSource.lend`): the writers of a
 save each hold one, so that copying, summing and writing overlap, and memory is bounded however large a tensor is.
+
+To copy a small tensor by itself takes a call into CUDA and a wait for its answer, and its bytes take a thousandth of that. So small
+tensors that are wanted together are laid behind each other on the device, by one kernel for hundreds of them, and cross the bus as
+one (`read`, `copy_later`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -35,8 +40,16 @@ from holdfast.torch.tensors.shared_regions import BYTES
 
 __all__ = ["GpuSource"]
 
+T = TypeVar("T")
+
 MOST_BLOCKS = 16
 """Blocks that are lent at once: one for each of the threads that write a file."""
+
+SHORT_NBYTES = 1 << 20
+"""Tensors up to this length cross the bus together with others."""
+
+PADDING_NBYTES = 64
+"""Of what is copied into one room, more than this between two tensors ends a copy."""
 
 
 class GpuMemory(Virtual):
@@ -125,31 +138,72 @@ class GpuSource(OpenSource):
                 POOL.take_back([block])
 
     def read(self, requests: Sequence[Request]) -> None:
+        small = [request for request in requests if 0 < request.tensor.nbytes <= SHORT_NBYTES and not request.tensor.dtype.packed]
+        if len(small) > 1:
+            self._read_together(small)
+            requests = [request for request in requests if request.tensor.nbytes > SHORT_NBYTES or request.tensor.dtype.packed]
         for request in requests:
-            out = request.out if request.out.flags.c_contiguous else np.empty(request.out.shape, request.out.dtype)
-            row = byte_row(out)
-            for slab in slabs(request.tensor, BLOCK_NBYTES):
-                with self.lend(slab.tensor) as data:
-                    np.copyto(row[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
-            if out is not request.out:
-                request.out[...] = out
+            with _in_c_order(request.out) as row:
+                for slab in slabs(request.tensor, BLOCK_NBYTES):
+                    with self.lend(slab.tensor) as data:
+                        np.copyto(row[slab.start : slab.start + slab.nbytes], np.frombuffer(data, np.uint8))
 
-    def copy_later(self, wanted: Sequence[tuple[LazyTensor, torch.Tensor]]) -> list[Mark]:
-        """Start to copy tensors, in C order, to bytes in page-locked memory. The callers' streams wait for that.
+    def _read_together(self, requests: Sequence[Request]) -> None:
+        """Small ones, as many at a time as go into a block."""
+        for device, own in self._by_device((request.tensor, request) for request in requests).items():
+            for group in _groups([tensor.nbytes for tensor, _ in own], BLOCK_NBYTES):
+                members = own[group]
+                total = sum(tensor.nbytes for tensor, _ in members)
+                with self._turns:
+                    (block,) = POOL.lend(1)
+                    try:
+                        lane = self.memory.lane(device)
+                        with torch.no_grad(), lane.on():
+                            self._join([tensor for tensor, _ in members], block.tensor[:total])
+                            mark = lane.mark()
+                        mark.synchronize()
+                        at = 0
+                        for tensor, request in members:
+                            with _in_c_order(request.out) as row:
+                                row[...] = block.array[at : at + tensor.nbytes]
+                            at += tensor.nbytes
+                    finally:
+                        POOL.take_back([block])
 
-        Gives back marks of where the copies end.
+    def copy_later(self, wanted: Sequence[tuple[LazyTensor, int]], room: torch.Tensor) -> list[Mark]:
+        """Start to copy tensors, in C order, each to its place in a room of page-locked memory. The callers' streams wait for that.
+
+        Places ascend. Fewer than `PADDING_NBYTES` between two of them are nobody's, and may be written to. Gives back marks of
+        where the copies end.
         """
-        by_device: dict[torch.device, list[tuple[LazyTensor, torch.Tensor]]] = {}
-        for tensor, out in wanted:
-            by_device.setdefault(self._device(tensor), []).append((tensor, out))
         marks = []
-        for device, pairs in by_device.items():
+        for device, pairs in self._by_device(wanted).items():
             lane = self.memory.lane(device)
             with torch.no_grad(), lane.on():
-                for tensor, out in pairs:
-                    self._start(tensor, out)
+                for group in _neighbours([(place, tensor.nbytes) for tensor, place in pairs]):
+                    members = pairs[group]
+                    begin, end = members[0][1], members[-1][1] + members[-1][0].nbytes
+                    self._join([tensor for tensor, _ in members], room[begin:end], [place - begin for _, place in members])
             marks.append(lane.hold_caller())
         return marks
+
+    def _by_device(self, pairs: Iterable[tuple[LazyTensor, T]]) -> dict[torch.device, list[tuple[LazyTensor, T]]]:
+        found: dict[torch.device, list[tuple[LazyTensor, T]]] = {}
+        for tensor, other in pairs:
+            found.setdefault(self._device(tensor), []).append((tensor, other))
+        return found
+
+    def _join(self, tensors: Sequence[LazyTensor], out: torch.Tensor, places: Sequence[int] | None = None) -> None:
+        """Start one copy of several tensors of one device, behind each other or at these places."""
+        if len(tensors) == 1:
+            self._start(tensors[0], out)
+            return
+        rows = [self._octets(tensor) for tensor in tensors]
+        if places is not None:
+            ends = [place + tensor.nbytes for place, tensor in zip(places, tensors, strict=True)]
+            rows = list(_padded(rows, [place - end for place, end in zip(places, (0, *ends), strict=False)]))
+        # Laid behind each other on the device, which then belongs to the side stream, and is used again behind this copy.
+        out.copy_(torch.cat(rows), non_blocking=True)
 
     def _fetch(self, tensor: LazyTensor, block: HostBlock) -> memoryview:
         self._copy(tensor, block.tensor[: tensor.nbytes]).synchronize()
@@ -208,3 +262,48 @@ class GpuSource(OpenSource):
             memory.untyped_storage(), offset // bits, chunk.shape, strides
         )
         return made.flip(backwards) if backwards else made
+
+
+@contextmanager
+def _in_c_order(out: np.ndarray) -> Iterator[np.ndarray]:
+    """The bytes of an array in C order, to be written; where they lie otherwise they are put there at the end."""
+    made = out if out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+    yield byte_row(made)
+    if made is not out:
+        out[...] = made
+
+
+def _groups(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Stretches of these that are no longer than `most` together, or one by itself."""
+    first = total = 0
+    for number, nbytes in enumerate(sizes):
+        if number > first and total + nbytes > most:
+            yield slice(first, number)
+            first, total = number, 0
+        total += nbytes
+    if sizes:
+        yield slice(first, len(sizes))
+
+
+def _padded(rows: Sequence[torch.Tensor], gaps: Sequence[int]) -> Iterator[torch.Tensor]:
+    """Rows of bytes of one device, each behind so many zeros."""
+    zeros = torch.zeros(PADDING_NBYTES, dtype=torch.uint8, device=rows[0].device) if any(gaps) else None
+    for row, gap in zip(rows, gaps, strict=True):
+        if gap and zeros is not None:
+            yield zeros[:gap]
+        yield row
+
+
+def _neighbours(places: Sequence[tuple[int, int]]) -> Iterator[slice]:
+    """Stretches of places (and lengths) that are filled by one copy: short ones, close to each other, at most a block of them."""
+    first, begin, end = 0, 0, 0
+    for number, (place, nbytes) in enumerate(places):
+        joined = number > first and 0 <= place - end < PADDING_NBYTES and place + nbytes - begin <= BLOCK_NBYTES
+        if number and not (joined and nbytes <= SHORT_NBYTES and places[first][1] <= SHORT_NBYTES):
+            yield slice(first, number)
+            first = number
+        if number == first:
+            begin = place
+        end = place + nbytes
+    if places:
+        yield slice(first, len(places))

@@ -10,6 +10,7 @@
    than their bytes), and laid into blocks one behind the other.
 3. Elements that do not lie in one piece in the file (columns, another byte order, packed types) are read by the engine, a block of
    them at a time.
+4. The first blocks and the last ones are not full (`Shares`): the bus has something to do while most readers read, and to the end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import Fill, Part, flat, in_file_order, parts_of
 
-__all__ = ["FlatRun", "Gathered", "Read", "Taken", "Task", "pieces_of", "tasks_of"]
+__all__ = ["FlatRun", "Gathered", "Read", "Shares", "Taken", "Task", "pieces_of", "tasks_of"]
 
 ALIGNMENT = 64
 """Where reads and gathered elements begin in a block, so that any dtype can look at the latter."""
@@ -161,8 +162,39 @@ def _boxes(one: Fill, most: int) -> Iterator[FlatRun | Gathered]:
             )
 
 
-def tasks_of(source: Source, device: torch.device, fills: Iterable[Fill], most: int) -> Iterator[Task]:
-    """Lay fills of one source and device into blocks of `most` bytes, in the order of the files."""
+LEAST_NBYTES = 2 << 20
+"""What a block takes when there is much to read, at the least."""
+
+
+class Shares:
+    """How many bytes the next block takes.
+
+    Readers that begin together end together: the bus waits for the first of them, all blocks are full at once, and at the end one
+    of them still reads while the others are done. So each of the first has a little more than the one before, and of what is left
+    nobody takes more than their share.
+
+    >>> shares = Shares(100 << 20, 16 << 20, readers=4)
+    >>> [shares.take() >> 20 for _ in range(12)]
+    [4, 8, 12, 16, 15, 11, 8, 6, 4, 3, 2, 2]
+    """
+
+    def __init__(self, total: int, most: int, *, readers: int = 1) -> None:
+        self._left, self._most, self._readers = total, most, readers
+        self._taken = 0
+
+    def take(self) -> int:
+        """The bytes of the next block, which is taken to be filled."""
+        most = self._most
+        if self._readers > 1:
+            self._taken += 1
+            most = min(most * self._taken // self._readers, self._left // self._readers)
+            most = min(max(most, LEAST_NBYTES), self._most)
+        self._left = max(self._left - most, 0)
+        return most
+
+
+def tasks_of(source: Source, device: torch.device, fills: Iterable[Fill], most: int, *, readers: int = 1) -> Iterator[Task]:
+    """Lay fills of one source and device into blocks of `most` bytes, in the order of the files, for so many readers."""
     gathered: list[Gathered] = []
     files: dict[str, list[FlatRun]] = {}
     for one in fills:
@@ -171,7 +203,10 @@ def tasks_of(source: Source, device: torch.device, fills: Iterable[Fill], most: 
                 gathered.append(piece)
             else:
                 files.setdefault(piece.storage.key, []).append(piece)
-    yield from _dense_tasks(source, device, (row for _, pieces in sorted(files.items()) for row in _joined(pieces)), most)
+    total = sum(piece.nbytes for pieces in files.values() for piece in pieces)
+    shares = Shares(total, most, readers=readers)
+    rows = (row for _, pieces in sorted(files.items()) for row in _joined(pieces))
+    yield from _dense_tasks(source, device, rows, most, shares=shares)
     yield from _gathered_tasks(source, device, gathered, most)
 
 
@@ -184,9 +219,11 @@ def _joined(pieces: list[FlatRun]) -> Iterator[list[FlatRun]]:
     return (pieces[first:last] for first, last in pairwise([*heads, len(pieces)]))
 
 
-def _dense_tasks(source: Source, device: torch.device, rows: Iterable[list[FlatRun]], most: int) -> Iterator[Task]:
+def _dense_tasks(
+    source: Source, device: torch.device, rows: Iterable[list[FlatRun]], most: int, *, shares: Shares
+) -> Iterator[Task]:
     """Those that lie in one piece: a read for each row of them, or several where blocks end."""
-    task, end = Task(source, device), 0
+    task, end, share = Task(source, device), 0, shares.take()
     for row in rows:
         read: Read | None = None
         for whole in row:
@@ -195,12 +232,13 @@ def _dense_tasks(source: Source, device: torch.device, rows: Iterable[list[FlatR
                 # One that began before the block did is read again.
                 joined = read if read is not None and piece.start >= read.start else None
                 begin = _aligned(end) if joined is None else joined.at + piece.start - joined.start
-                room = most - begin
+                # What must be whole may take a block for itself.
+                room = (share if task.reads or piece.target.ndim == 1 else most) - begin
                 head, rest = piece.cut(room) if piece.target.ndim == 1 else (piece, None)
                 if head.nbytes > room:
                     # Not even one element, or a box that must be whole: it begins the next block.
                     yield task
-                    task, end, read = Task(source, device), 0, None
+                    task, end, read, share = Task(source, device), 0, None, shares.take()
                     continue
                 if joined is None:
                     joined = Read(head.storage.key, head.start, head.start + head.nbytes, begin)
@@ -211,7 +249,7 @@ def _dense_tasks(source: Source, device: torch.device, rows: Iterable[list[FlatR
                 read, piece, end = joined, rest, joined.at + joined.stop - joined.start
                 if piece is not None:
                     yield task
-                    task, end, read = Task(source, device), 0, None
+                    task, end, read, share = Task(source, device), 0, None, shares.take()
     if task.reads:
         yield task
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch
 
 from holdfast.core.arrays import byte_row
 from holdfast.core.protocols import Request
@@ -86,16 +85,16 @@ class Copies:
         """Start to copy tensors to their places in the room. The caller's streams wait for what was started."""
         self._kept.append(source)
         work: list[Callable[[], None]] = []
-        direct: list[tuple[LazyTensor, torch.Tensor]] = []
+        direct: list[tuple[LazyTensor, int]] = []
         for request in requests:
             flat = byte_row(request.out)
-            end = flat.ctypes.data + flat.nbytes - self._room.address
-            if end <= self._room.locked_nbytes:
-                direct.append((request.tensor, torch.from_numpy(flat)))
+            place = flat.__array_interface__["data"][0] - self._room.address
+            if place + flat.nbytes <= self._room.locked_nbytes:
+                direct.append((request.tensor, place))
             else:
                 self.unlocked_nbytes += flat.nbytes
                 work += [_slab_task(source, slab, flat) for slab in slabs(request.tensor, BLOCK_NBYTES)]
-        self._marks += source.copy_later(direct)
+        self._marks += source.copy_later(direct, self._room.tensor)
         if work:
             run_all(work, default_threads())
 

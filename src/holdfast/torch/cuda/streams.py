@@ -41,6 +41,10 @@ class Lane:
         """The point that the lane has been asked to get to."""
         raise NotImplementedError
 
+    def lend(self, tensor: torch.Tensor) -> None:
+        """The caller's stream uses a tensor of this lane as well: its memory is not for others until that is over."""
+        raise NotImplementedError
+
 
 class Side(Lane):
     """The side stream of one GPU, which waits for the stream that is current now."""
@@ -64,6 +68,9 @@ class Side(Lane):
     def mark(self) -> Mark:
         return cast(Mark, self.stream.record_event())
 
+    def lend(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.current)
+
 
 class Here(Lane):
     """No stream at all: copies are done when they return."""
@@ -79,6 +86,9 @@ class Here(Lane):
 
     def mark(self) -> Mark:
         return _Done()
+
+    def lend(self, tensor: torch.Tensor) -> None:
+        """There is one stream for everybody."""
 
 
 class _Done:

@@ -14,6 +14,7 @@ Sparse, quantised and nested tensors stand under their own name here, and not un
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
@@ -25,10 +26,12 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.errors import HoldfastWarning
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
+from holdfast.torch.cuda.columns import read_small
 from holdfast.torch.tensors.allocate import Fresh, Want, make_storage, read_tensors
 from holdfast.torch.tensors.fill import fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -129,18 +132,31 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         at most `max_host_memory` bytes of it (1 GiB unless said otherwise), which is kept for the next call.
         """
         listed = self._listed()
-        plain: dict[str, LazyTensor] = {}
         wholes: dict[str, Composite] = {}
         order = list(listed if names is None else names)
+        plain: list[str] = []
         for name in order:
             whole = listed.get(name)
             if whole is None:
-                plain[name] = self.lazy[name]
+                plain.append(name)
             else:
                 wholes[name] = whole
-        made = read_tensors(plain, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
+        made = self._read_plain(plain, device=_device(device), dtype=dtype, max_host_memory=max_host_memory)
         made |= {name: _moved(whole.torch(), device, dtype) for name, whole in wholes.items()}
         return {name: made[name] for name in order}
+
+    def _read_plain(
+        self, names: list[str], *, device: torch.device | None, dtype: torch.dtype | None, max_host_memory: int | None
+    ) -> dict[str, torch.Tensor]:
+        """Tensors by their names: the many and small ones of a GPU without an object each, all others together."""
+        made: dict[str, torch.Tensor] = {}
+        if device is not None and device.type == "cuda" and dtype is None:
+            made, notes = read_small(self.lazy.stored, names, device, max_host_memory=max_host_memory)
+            for note in notes:
+                warnings.warn(note, HoldfastWarning, stacklevel=4)
+        others = {name: self.lazy[name] for name in names if name not in made}
+        made |= read_tensors(others, device=device, dtype=dtype, max_host_memory=max_host_memory)
+        return made
 
     @property
     def tree(self) -> object:

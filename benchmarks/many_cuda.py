@@ -1,0 +1,343 @@
+"""`python -m benchmarks.many_cuda`: 30,000 small tensors to a GPU and back, and large ones at the speed of the bus; floors beside.
+
+    python -m benchmarks.many_cuda                     everything, about four minutes
+    python -m benchmarks.many_cuda --part many         one part of: floors, many, large, sweep
+    python -m benchmarks.many_cuda --quick             small and once: does everything run? With --device cpu also without a GPU
+    python -m benchmarks.many_cuda --json OUT          all figures, and what the machine is
+
+Sides run in turn, round by round, and what counts is the median. What each load gives is compared with what was saved, bit by bit,
+in an unmeasured round before; so is what torch and safetensors read of each file that was saved. Processor time is that of the
+whole process, threads included.
+
+`sweep` loads with other blocks, readers and steps than the usual ones, to find out whether these are still the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import holdfast
+import holdfast.torch as ht
+from holdfast.torch.cuda import host
+from holdfast.torch.cuda import load as gpu_load
+from holdfast.torch.cuda import runs as gpu_runs
+
+DEVICE = "cuda"
+State = dict[str, torch.Tensor]
+Side = Callable[[], object]
+PARTS = ("floors", "many", "large", "sweep")
+SWEEP: tuple[dict[str, int], ...] = (
+    {},
+    {"block": 8},
+    {"block": 32},
+    {"threads": 12},
+    {"threads": 24},
+    {"spare": 16},
+    {"spare": 24},
+    {"least": 16},
+    {"least": 4},
+    {"step": 1},
+    {"step": 2},
+    {"step": 4},
+    {"step": 8},
+    {"block": 8, "threads": 24},
+    {"block": 32, "threads": 12},
+)
+"""Megabytes of a block, of the smallest task, and of what is summed at a time; readers; blocks beyond one a reader."""
+
+
+@dataclass
+class Row:
+    """One side of one part."""
+
+    part: str
+    side: str
+    nbytes: int
+    wall_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+
+    def shown(self) -> str:
+        wall, cpu = statistics.median(self.wall_s), statistics.median(self.cpu_s)
+        speed = f"{self.nbytes / wall / 1e9:7.2f} GB/s" if self.nbytes else ""
+        return f"{self.part:7} {self.side:42} {wall * 1e3:9.1f} ms {cpu * 1e3:9.1f} ms cpu {speed}"
+
+
+def timed(side: Side) -> tuple[float, float, object]:
+    gc.collect()
+    settle()
+    wall, cpu = time.perf_counter(), time.process_time()
+    result = side()
+    settle()
+    return time.perf_counter() - wall, time.process_time() - cpu, result
+
+
+def settle() -> None:
+    """Wait for the GPU."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+class Bench:
+    """The files of a run, its sizes, and what was measured."""
+
+    def __init__(self, folder: Path, rounds: int, *, quick: bool) -> None:
+        self.folder, self.rounds, self.quick = folder, rounds, quick
+        self.rows: list[Row] = []
+
+    def path(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def race(self, part: str, sides: Mapping[str, Side], nbytes: int, rounds: int | None = None) -> None:
+        rows = {name: Row(part, name, nbytes) for name in sides}
+        for _ in range(rounds or self.rounds):
+            for name, side in sides.items():
+                wall, cpu, made = timed(side)
+                del made
+                rows[name].wall_s.append(wall)
+                rows[name].cpu_s.append(cpu)
+        for row in rows.values():
+            print(row.shown(), flush=True)
+        self.rows += rows.values()
+
+    def floors(self) -> None:
+        """What the bus, the device and the calls take by themselves."""
+        count, width = (1000, 4096) if self.quick else (30_000, 4096)
+        nbytes = count * width * 4
+        locked = torch.empty(nbytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
+        device = torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
+        tensors = list(torch.randn(count * width, device=DEVICE).split(width))
+        bytes_of = [tensor.view(torch.uint8) for tensor in tensors]
+        some = bytes_of[:1000]
+        joined = torch.cat(some).view(torch.int32)
+        self.race(
+            "floors",
+            {
+                "bus, to the host": lambda: locked.copy_(device, non_blocking=True),
+                "bus, to the device": lambda: device.copy_(locked, non_blocking=True),
+                f"torch.empty, {count}": lambda: [torch.empty(width, device=DEVICE) for _ in range(count)],
+                f"views as bytes, {count}": lambda: [tensor.view(torch.uint8) for tensor in tensors],
+                f"cat of bytes, {count}": lambda: torch.cat(bytes_of),
+                "cat of bytes, 1000": lambda: torch.cat(some),
+                "split and add 0 to each, 1000": lambda: torch._foreach_add(joined.split(width), 0),
+                "foreach copy, 1000": lambda: torch._foreach_copy_(some, list(joined.view(torch.uint8).split(width * 4))),
+            },
+            nbytes,
+        )
+
+    def many(self) -> None:
+        """30,000 tensors of 16 KiB."""
+        count = 1000 if self.quick else 30_000
+        torch.manual_seed(0)
+        state = {f"layers.{i // 50}.experts.{i % 50}.weight": torch.randn(64, 64, device=DEVICE) for i in range(count)}
+        nbytes = sum(tensor.nbytes for tensor in state.values())
+        saves: dict[str, Side] = {
+            "holdfast.torch.save": lambda: ht.save(state, self.path("h.pt"), durable=False),
+            "torch.save": lambda: torch.save(state, self.path("t.pt")),
+            "holdfast.save safetensors": lambda: holdfast.save(state, self.path("h.safetensors"), durable=False),
+            "save_file": lambda: save_file(state, self.path("t.safetensors")),
+            "holdfast.save native": lambda: holdfast.save(state, self.path("h"), durable=False, overwrite=True),
+        }
+        for side in saves.values():
+            side()
+        assert Path(self.path("h.pt")).stat().st_size == Path(self.path("t.pt")).stat().st_size
+        same(torch.load(self.path("h.pt"), map_location=DEVICE), state)
+        same(load_file(self.path("h.safetensors"), device=DEVICE), state)
+        self.race("save", saves, nbytes)
+        loads: dict[str, Side] = {
+            "holdfast safetensors": lambda: read(self.path("t.safetensors")),
+            "holdfast safetensors, checked": lambda: read(self.path("h.safetensors")),
+            "load_file": lambda: load_file(self.path("t.safetensors"), device=DEVICE),
+            "holdfast native, checked": lambda: read(self.path("h")),
+            "holdfast.torch.load, checked": lambda: ht.load(self.path("t.pt"), map_location=DEVICE),
+            "torch.load": lambda: torch.load(self.path("t.pt"), map_location=DEVICE),
+            "torch.load(mmap=True)": lambda: torch.load(self.path("t.pt"), map_location=DEVICE, mmap=True),
+        }
+        for side in loads.values():
+            same(side(), state)
+        self.race("load", loads, nbytes)
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        ht.load_sharded(self.path("h"), into)
+        same(into, state)
+        self.race("into", {"holdfast load_sharded": lambda: ht.load_sharded(self.path("h"), into)}, nbytes)
+        self.stage(state, nbytes)
+
+    def stage(self, state: State, nbytes: int) -> None:
+        """Until the caller goes on, and until its stream does."""
+        rows = {name: Row("stage", name, nbytes) for name in ("holdfast returns", "holdfast", "dcp.async_save")}
+        ht.async_save_sharded(self.path("s"), state, overwrite=True, durable=False).wait()
+        for _ in range(min(self.rounds, 3)):
+            os.sync()
+            settle()
+            wall, cpu = time.perf_counter(), time.process_time()
+            handle = ht.async_save_sharded(self.path("s"), state, overwrite=True, durable=False)
+            rows["holdfast returns"].wall_s.append(time.perf_counter() - wall)
+            rows["holdfast returns"].cpu_s.append(time.process_time() - cpu)
+            torch.cuda.current_stream().synchronize() if DEVICE == "cuda" else None
+            rows["holdfast"].wall_s.append(time.perf_counter() - wall)
+            rows["holdfast"].cpu_s.append(time.process_time() - cpu)
+            handle.wait()
+            wall, cpu = time.perf_counter(), time.process_time()
+            future = dcp.async_save(state, checkpoint_id=self.path("d"))
+            rows["dcp.async_save"].wall_s.append(time.perf_counter() - wall)
+            rows["dcp.async_save"].cpu_s.append(time.process_time() - cpu)
+            future.result()
+        same(read(self.path("s")), state)
+        for row in rows.values():
+            print(row.shown(), flush=True)
+        self.rows += rows.values()
+
+    def large(self) -> None:
+        """4.3 GB in 32 tensors, and the weights of a Llama in 218."""
+        for label, state in self.large_states():
+            self.race_large(label, state)
+
+    def race_large(self, label: str, state: State) -> None:
+        nbytes = sum(tensor.nbytes for tensor in state.values())
+        save_file(state, self.path("t.safetensors"))
+        holdfast.save(state, self.path("h.safetensors"), durable=False)
+        loads: dict[str, Side] = {
+            f"holdfast, {label}": lambda: read(self.path("t.safetensors")),
+            f"holdfast checked, {label}": lambda: read(self.path("h.safetensors")),
+            f"load_file, {label}": lambda: load_file(self.path("t.safetensors"), device=DEVICE),
+        }
+        for side in loads.values():
+            same(side(), state)
+        self.race("large", loads, nbytes)
+        target = self.path("saved.pt")
+        saves: dict[str, Side] = {
+            f"holdfast.torch.save, {label}": lambda: ht.save(state, target, durable=False),
+            f"torch.save, {label}": lambda: torch.save(state, target),
+            f"holdfast.torch.save durable, {label}": lambda: ht.save(state, target),
+        }
+        self.race("large", saves, nbytes, 3)
+        Path(target).unlink()
+
+    def sweep(self) -> None:
+        """The same loads, checked and not, with other parameters."""
+        for label, state in self.large_states():
+            nbytes = sum(tensor.nbytes for tensor in state.values())
+            holdfast.save(state, self.path("h.safetensors"), durable=False)
+            del state
+            for given in SWEEP[:2] if self.quick else SWEEP:
+                self.race_with(given, label, nbytes)
+
+    def race_with(self, given: Mapping[str, int], label: str, nbytes: int) -> None:
+        name = ", ".join(f"{key} {value}" for key, value in given.items()) or "as it is"
+        path, threads = self.path("h.safetensors"), given.get("threads")
+        with parameters(given):
+            read(path, threads=threads)
+            sides: dict[str, Side] = {
+                f"{label}: {name}": lambda: read(path, threads=threads, verify=False),
+                f"{label}, checked: {name}": lambda: read(path, threads=threads),
+            }
+            self.race("sweep", sides, nbytes)
+
+    def large_states(self) -> Iterator[tuple[str, State]]:
+        torch.manual_seed(0)
+        few, layers = (2, 1) if self.quick else (32, 24)
+        yield f"{few} tensors", {f"w{i}": torch.randn(1 << 26, device=DEVICE).to(torch.bfloat16) for i in range(few)}
+        shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (2048, 2048) for name in ("q", "k", "v", "o")}
+        shapes |= {"up.weight": (5632, 2048), "gate.weight": (5632, 2048), "down.weight": (2048, 5632)}
+        shapes |= {"norm1.weight": (2048,), "norm2.weight": (2048,)}
+        made: dict[str, tuple[int, ...]] = {"embedding.weight": (32_000, 2048), "head.weight": (32_000, 2048)}
+        made |= {f"layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()}
+        yield (
+            f"a Llama of {len(made)}",
+            {name: torch.randn(shape, dtype=torch.bfloat16, device=DEVICE) for name, shape in made.items()},
+        )
+
+
+@contextmanager
+def parameters(given: Mapping[str, int]) -> Iterator[None]:
+    """Loads with these parameters instead of the usual ones."""
+    places = [
+        (host, "BLOCK_NBYTES", "block", 1 << 20),
+        (gpu_load, "BLOCK_NBYTES", "block", 1 << 20),
+        (gpu_load, "SPARE_BLOCKS", "spare", 1),
+        (gpu_load, "STEP_NBYTES", "step", 1 << 20),
+        (gpu_runs, "LEAST_NBYTES", "least", 1 << 20),
+    ]
+    before = [getattr(module, name) for module, name, _, _ in places]
+    host.POOL.free()
+    for module, name, key, unit in places:
+        if key in given:
+            setattr(module, name, given[key] * unit)
+    try:
+        yield
+    finally:
+        host.POOL.free()
+        for (module, name, _, _), value in zip(places, before, strict=True):
+            setattr(module, name, value)
+
+
+def read(path: str, *, threads: int | None = None, verify: bool = True) -> State:
+    with ht.open(path, threads=threads, verify=verify) as checkpoint:
+        return checkpoint.read(device=DEVICE)
+
+
+def same(found: object, state: State) -> None:
+    """Stop where a load did not give what was saved, or gave two tensors one storage."""
+    assert isinstance(found, Mapping)
+    assert set(found) == set(state), "names differ"
+    joined = [torch.cat([source[name].reshape(-1).view(torch.uint8) for name in state]) for source in (found, state)]
+    assert all(found[name].shape == tensor.shape and found[name].dtype == tensor.dtype for name, tensor in state.items())
+    assert torch.equal(*joined), "bits differ"
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(state), "storages are shared"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_cuda", description="Many small tensors on a GPU.")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part (may be given several times)")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side (default: 5)")
+    parser.add_argument("--quick", action="store_true", help="small and once")
+    parser.add_argument("--json", type=Path, help="where all figures go")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, whose figures mean nothing")
+    asked = parser.parse_args()
+    global DEVICE
+    DEVICE = asked.device
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        print("there is no GPU here", file=sys.stderr)
+        return 2
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    folder = Path(tempfile.mkdtemp(prefix="holdfast-cuda-"))
+    bench = Bench(folder, 1 if asked.quick else asked.rounds, quick=asked.quick)
+    machine = {
+        "gpu": torch.cuda.get_device_name() if DEVICE == "cuda" else "none",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load": os.getloadavg(),
+    }
+    print(machine, flush=True)
+    try:
+        for part in asked.part or PARTS:
+            getattr(bench, part)()
+            if asked.json:
+                asked.json.write_text(json.dumps({"machine": machine, "rows": [asdict(row) for row in bench.rows]}, indent=1))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

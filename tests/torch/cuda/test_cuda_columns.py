@@ -1,0 +1,179 @@
+"""Many small tensors to a GPU, with the CPU in its place: the same as the way of objects, or left to it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.errors import Corrupted
+from holdfast.torch import open as torch_open
+from holdfast.torch.cuda import columns, host
+from holdfast.torch.cuda.columns import read_small, rows_of
+from holdfast.torch.tensors.allocate import read_tensors
+
+CPU = torch.device("cpu")
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+]  # fmt: skip
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Bits of all kinds: also numbers that are none, and zeros below zero."""
+    made = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made)
+    return raw.view(dtype).reshape(shape)
+
+
+def kinds(name: str) -> list[torch.dtype]:
+    return [dtype for dtype in DTYPES if dtype is not torch.complex128] if name.endswith("safetensors") else DTYPES
+
+
+def many(name: str) -> dict[str, torch.Tensor]:
+    own = kinds(name)
+    made = {f"t{i}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=own[i % len(own)], seed=i) for i in range(300)}
+    return made | {"zero": torch.tensor(-0.0), "empty": torch.zeros(0, 3), "large": values(300, 300), "turned": values(7, 9).T}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in found.items():
+        other = expected[name]
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (other.dtype, other.shape, other.stride()), name
+        assert bits(tensor) == bits(other), name
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(found)
+
+
+@pytest.mark.parametrize("block", [None, 2 << 20])
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
+def test_as_the_way_of_objects(tmp_path, name, block):
+    state = many(name)
+    holdfast.save(state, tmp_path / name)
+    with holdfast.open(tmp_path / name) as checkpoint:
+        names = list(checkpoint)
+        expected = read_tensors(dict(checkpoint))
+        found, _ = read_small(checkpoint.stored, names, CPU, max_host_memory=block)
+    check(found, expected)
+    assert set(found) >= {f"t{i}" for i in range(300)} | {"zero"}
+    assert not {"empty", "large"} & set(found)
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_drawn_files(tmp_path_factory, data):
+    """Files of any header length, so that tensors begin anywhere; some names, in any order."""
+    folder = tmp_path_factory.mktemp("drawn")
+    count = data.draw(st.integers(64, 200))
+    name = data.draw(st.sampled_from(["a.safetensors", "a.pt", "native"]))
+    state = {
+        f"{'x' * data.draw(st.integers(0, 9))}{i}": values(
+            data.draw(st.integers(0, 40)), dtype=data.draw(st.sampled_from(kinds(name))), seed=i
+        )
+        for i in range(count)
+    }
+    holdfast.save(state, folder / name)
+    with holdfast.open(folder / name) as checkpoint:
+        names = data.draw(st.permutations(list(checkpoint)))[: data.draw(st.integers(64, count))]
+        expected = read_tensors({name: checkpoint[name] for name in names})
+        found, _ = read_small(checkpoint.stored, names, CPU, max_host_memory=2 << 20)
+    check(found, expected)
+    assert len(found) in (0, sum(1 for name in names if state[name].nbytes))
+
+
+def test_what_begins_at_odd_places(tmp_path):
+    header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}%s}'
+    more = b"".join(b',"b%d":{"dtype":"F64","shape":[1],"data_offsets":[%d,%d]}' % (i, 8 + 8 * i, 16 + 8 * i) for i in range(100))
+    raw = header % more
+    raw += b" " * (3 - len(raw) % 8)
+    content = np.random.default_rng(0).integers(0, 256, 808, np.uint8).tobytes()
+    (tmp_path / "odd.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + content)
+    with holdfast.open(tmp_path / "odd.safetensors") as checkpoint:
+        found, _ = read_small(checkpoint.stored, list(checkpoint), CPU)
+        check(found, read_tensors(dict(checkpoint)))
+    assert len(found) == 101
+
+
+def shared() -> dict[str, torch.Tensor]:
+    base, whole = values(40, 10), values(64, seed=5)
+    state = {f"row{i}": base[i] for i in range(40)} | {f"own{i}": values(4, seed=i) for i in range(80)}
+    return state | {"whole": whole, "part": whole[8:16], "tied": state["own3"]}
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
+def test_what_shares_a_storage_is_left_to_others(tmp_path, name):
+    holdfast.save(shared(), tmp_path / name)
+    with holdfast.open(tmp_path / name) as checkpoint:
+        rows = rows_of(checkpoint.stored, list(checkpoint))
+        names = {list(checkpoint)[rows.columns.numbers[row]] for row in rows.chosen.tolist()}
+    assert names == {f"own{i}" for i in range(80)} - {"own3"}
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "native"])
+def test_damage_is_left_to_who_can_say_it(tmp_path, name):
+    holdfast.save({f"t{i}": values(16, seed=i) for i in range(100)}, tmp_path / name)
+    file = tmp_path / name if name != "native" else next(path for path in (tmp_path / name).iterdir() if path.suffix != ".json")
+    raw = bytearray(file.read_bytes())
+    raw[-100] ^= 1
+    file.write_bytes(raw)
+    with holdfast.open(tmp_path / name) as checkpoint:
+        assert read_small(checkpoint.stored, list(checkpoint), CPU) == ({}, [])
+        with pytest.raises(Corrupted):
+            read_tensors(dict(checkpoint))
+    with holdfast.open(tmp_path / name, verify=False) as checkpoint:
+        assert len(read_small(checkpoint.stored, list(checkpoint), CPU)[0]) == 100
+
+
+def test_few_and_missing_ones_are_left_to_others(tmp_path):
+    holdfast.save({f"t{i}": values(4, seed=i) for i in range(100)}, tmp_path / "a.safetensors")
+    with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
+        names = list(checkpoint)
+        assert read_small(checkpoint.stored, names[:63], CPU) == ({}, [])
+        assert read_small(checkpoint.stored, [*names, "none"], CPU) == ({}, [])
+
+
+def test_the_checkpoint_asks_it_for_a_gpu_and_puts_all_in_order(tmp_path, monkeypatch):
+    """The device is called a GPU where it is decided, and is the CPU where it is used."""
+    state = many("a.pt") | {"tied": (tied := values(5)), "twin": tied}
+    holdfast.save(state, tmp_path / "a.pt")
+    asked = []
+
+    class Device:
+        type = "cuda"
+
+    from holdfast.torch.tensors import open as opened
+
+    def small(tensors, names, device, *, max_host_memory):
+        asked.append(len(names))
+        return columns.read_small(tensors, names, CPU, max_host_memory=max_host_memory)
+
+    monkeypatch.setattr(opened, "read_small", small)
+    monkeypatch.setattr(opened, "_device", lambda device: Device())
+    monkeypatch.setattr(opened, "read_tensors", lambda others, *, device, dtype, max_host_memory: read_tensors(others, dtype=dtype))
+    with torch_open(tmp_path / "a.pt") as checkpoint:
+        found = checkpoint.read(device="cpu")
+        assert list(found) == list(checkpoint)
+        assert asked == [len(state)]
+        assert found["tied"].untyped_storage().data_ptr() == found["twin"].untyped_storage().data_ptr()
+        for name, tensor in state.items():
+            assert bits(found[name]) == bits(tensor), name
+        assert checkpoint.read(["zero"] * 70, device="cpu", dtype=torch.float64)["zero"].dtype == torch.float64
+        assert asked == [len(state)]
+
+
+def test_blocks_are_given_back(tmp_path, monkeypatch):
+    pool = host.Pool()
+    monkeypatch.setattr(columns, "POOL", pool)
+    holdfast.save({f"t{i}": values(64, seed=i) for i in range(500)}, tmp_path / "a.safetensors")
+    with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
+        for _ in range(3):
+            read_small(checkpoint.stored, list(checkpoint), CPU)
+    assert pool.kept_nbytes == host.BLOCK_NBYTES
