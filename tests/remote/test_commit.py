@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import obstore
@@ -16,8 +17,9 @@ import pytest
 from obstore.store import MemoryStore
 
 import holdfast
+from holdfast.engine.commit.remote import ObjectSave
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, SaveError, StoreError
-from holdfast.stores.remote.client import bucket_of
+from holdfast.stores.remote.client import Bucket, Got, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy, environment
 
@@ -123,6 +125,120 @@ def test_one_of_many_savers_wins(proxy: Proxy, url: str, request: pytest.Fixture
         assert sorted(outcome) == ["lost"] * 15 + ["won"], (round, outcome)
         assert content(where) == outcome.index("won")
         assert len(keys(where)) == 2, "the losers took theirs away"
+
+
+LONG = ObjectSave.AT_ONCE
+"""Above this, an object is uploaded in parts; tests lower it."""
+
+
+@pytest.fixture
+def short_puts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every object is a long one."""
+    monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10)
+
+
+@pytest.mark.usefixtures("short_puts")
+def test_one_of_many_savers_of_a_long_object_wins(proxy: Proxy, url: str, request: pytest.FixtureRequest):
+    """As with a prefix, though the end of an upload has no condition."""
+    rounds = 50 if request.config.getoption("--exhaustive") else 3
+    for round in range(rounds):
+        lost = random.Random(round)
+        proxy.fault = lambda asked, lost=lost: "cut" if lost.random() < 0.1 else None
+        where, outcome = f"{url}-{round}.safetensors", [""] * 8
+        together = threading.Barrier(8)
+
+        def save(number: int, where: str = where, outcome: list[str] = outcome, together: threading.Barrier = together) -> None:
+            together.wait()
+            try:
+                holdfast.save(state(number), where, overwrite=False)
+                outcome[number] = "won"
+            except NotCommitted:
+                outcome[number] = "lost"
+
+        threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        proxy.fault = only(-1, None)
+        assert sorted(outcome) == ["lost"] * 7 + ["won"], (round, outcome)
+        assert content(where) == outcome.index("won")
+    folder = url.rpartition("/")[0]
+    assert len(keys(folder)) == rounds, "nothing is left beside them"
+
+
+@pytest.mark.usefixtures("short_puts")
+def test_each_request_of_a_long_object_meets_a_fault(proxy: Proxy, url: str):
+    holdfast.save(state(0), f"{url}-0.safetensors", overwrite=False)
+    proxy.clear()
+    holdfast.save(state(0), f"{url}-1.safetensors", overwrite=False)
+    number = 1
+    for at in range(len(proxy.asked)):
+        for fault in ("drop", "cut", "503"):
+            number += 1
+            where = f"{url}-{number}.safetensors"
+            proxy.clear()
+            proxy.fault = only(at, fault)
+            holdfast.save(state(number), where, overwrite=False)
+            proxy.fault = only(-1, None)
+            assert content(where) == number, (at, fault)
+
+
+@pytest.mark.parametrize("long", [True, False])
+def test_a_single_object_never_takes_the_place_of_another(long: bool, either: int, url: str, monkeypatch: pytest.MonkeyPatch):
+    """One that appears while it is written stays, whoever put it there."""
+    monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10 if long else LONG)
+    for name, value in environment(either).items():
+        monkeypatch.setenv(name, value)
+    where, other = url_of(url + ".safetensors"), url + "-other.safetensors"
+    holdfast.save(state(2), other)
+    begin = ObjectSave.begin
+
+    def then_another(self: ObjectSave) -> None:
+        begin(self)
+        if bucket_of(where).below(where.key.rpartition("/")[0] + "/", 10)[0].key != where.key:
+            bucket_of(where).put(where.key, b"of another program")
+
+    monkeypatch.setattr(ObjectSave, "begin", then_another)
+    for act in (lambda: holdfast.save(state(1), where, overwrite=False), lambda: holdfast.copy(other, where)):
+        bucket_of(where).delete([where.key])
+        with pytest.raises(NotCommitted, match="the object exists"):
+            act()
+        assert bytes(bucket_of(where).whole(where.key, 100).data) == b"of another program"
+        assert len(keys(url.rpartition("/")[0])) == 2, "no claim is left"
+
+
+def test_a_claim_that_a_dead_saver_left(proxy: Proxy, url: str, short_puts: None):
+    """It is told what to do; who may replace what is there needs no claim; and readers do not see it."""
+    holdfast.save(state(0), url + ".safetensors")
+    where = url_of(url + "-new.safetensors")
+    claim = where.sibling(".step-1-new.safetensors.0000000000000000.tmp")
+    bucket_of(where).put(claim.key, b"somebody's")
+    with pytest.raises(NotCommitted, match=r"cut off while it was; pass overwrite=True"):
+        holdfast.save(state(1), where, overwrite=False)
+    assert content(where) is None
+    holdfast.save(state(2), where, overwrite=True)
+    assert content(where) == 2
+
+
+@pytest.mark.parametrize(("overwrite", "long"), [(True, True), (False, True), (False, False)])
+def test_a_single_object_is_read_back(overwrite: bool, long: bool, monkeypatch: pytest.MonkeyPatch):
+    """It is there by then; so nobody is told that nothing was done, nor that all is well."""
+    monkeypatch.setattr(ObjectSave, "AT_ONCE", 1 << 10 if long else LONG)
+    store = MemoryStore()
+    if overwrite:
+        holdfast.save(state(0), "x.safetensors", store=store)
+    damaged = Bucket._answer
+
+    async def flip(self: Bucket, *args: object) -> Got:
+        got = await damaged(self, *args)  # type: ignore[arg-type]
+        return replace(got, data=memoryview(bytes(got.data[:-1]) + b"?")) if got.data.nbytes > 1 << 10 else got
+
+    monkeypatch.setattr(Bucket, "_answer", flip)
+    with pytest.raises(DurabilityUncertain, match="read back the same"):
+        holdfast.save(state(1), "x.safetensors", store=store, overwrite=overwrite, read_back=True)
+    monkeypatch.undo()
+    assert [one["path"] for batch in obstore.list(store) for one in batch] == ["x.safetensors"]
 
 
 PROGRAM = """

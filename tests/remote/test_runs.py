@@ -22,6 +22,7 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast import Best, Every, Export, Latest
 from holdfast.cli.main import main
+from holdfast.engine.commit.remote import CLAIM
 from holdfast.errors import (
     BadArgument,
     HeaderError,
@@ -269,19 +270,20 @@ def test_a_sweep_takes_litter_and_nothing_else(store: MemoryStore):
     others = ["notes.txt", "step-00000009/data-0123.safetensors", "step-00000009/model.safetensors", "deep/er/" + LITTER]
     probes = ["step-00000001.holdfast-probe-0123456789abcdef", "step-00000001/x.holdfast-probe-0123456789abcdef"]
     beside = "step-00000002/data-0123456789abcdef-00001-of-00001.safetensors"
-    litter = [LITTER, beside, *probes]
+    hidden = [".x.safetensors.0123456789abcdef.tmp", f"step-00000002/{CLAIM}"]
+    litter = [LITTER, beside, *probes, *hidden]
     for key in [*others, *litter]:
         obstore.put(store, f"run/{key}", b"xy")
     obstore.put(store, "other/" + LITTER, b"xy")
     before = keys(store)
-    assert sweep("run", store=store).young == 4
+    assert sweep("run", store=store).young == 6
     assert keys(store) == before, "all of it is young"
     with later(25):
         looked = sweep("run", dry_run=True, store=store)
         assert keys(store) == before
         done = sweep("run", store=store)
     assert looked.keys == done.keys
-    assert (sorted(done.keys), done.nbytes, done.young) == (sorted(f"run/{key}" for key in litter), 8, 0)
+    assert (sorted(done.keys), done.nbytes, done.young) == (sorted(f"run/{key}" for key in litter), 12, 0)
     assert keys(store) == sorted(set(before) - set(litter))
     assert keys(store, "other") == [LITTER]
     assert all(map(loads, run))

@@ -61,7 +61,7 @@ def put_plan(
         (file,) = plan.files
         single = ObjectSave(url, overwrite=writing.overwrite is not False, parts=parts)
         single.begin()
-        single.write(file.nbytes, content(file), last)
+        single.write(file.nbytes, content(file), last, check=_check(file, writing, crcs))
         return
     *others, index = (*plan.files, *plan.index)
     save = PrefixSave(url, index.key, overwrite=bool(writing.overwrite), parts=parts)
@@ -71,7 +71,7 @@ def put_plan(
     def put(file: FilePlan) -> None:
         save.write(file.key, file.nbytes, content(file))
         if writing.read_back:
-            check_uploaded(file, url, crcs)
+            check_uploaded(file, url.below(file.key), crcs)
 
     # What others have a name for is put when all else is there, and nothing is known against it.
     late = [file for file in others if not SAVED.search(file.key)]
@@ -117,7 +117,7 @@ def put_copy(
             last()
             single.copy(Url(one.folder).key)
         for file in plan.files:
-            single.write(file.nbytes, content(file), last)
+            single.write(file.nbytes, content(file), last, check=_check(file, writing, crcs))
         return
     index = plan.index[0] if plan.index else None
     save = PrefixSave(url, index.key if index else "", overwrite=overwrite, parts=writing.parts)
@@ -134,7 +134,7 @@ def put_copy(
             for file in sorted(plan.files, key=lambda file: is_replaceable(file.key)):
                 save.write(file.key, file.nbytes, content(file))
                 if writing.read_back:
-                    check_uploaded(file, url, crcs)
+                    check_uploaded(file, url.below(file.key), crcs)
             last()
             if index is not None:
                 text = io.BytesIO()
@@ -183,9 +183,14 @@ def _named(url: Url, there: Collection[str]) -> Sequence[str]:
     return [name for name in names if "/" not in name]
 
 
+def _check(file: FilePlan, writing: Writing, crcs: Mapping[str, int]) -> Callable[[Url], None] | None:
+    """What looks at a single object, at whichever place it was written to."""
+    return (lambda where: check_uploaded(file, where, crcs)) if writing.read_back else None
+
+
 def check_uploaded(file: FilePlan, url: Url, crcs: Mapping[str, int]) -> None:
     """Read an object back, and compare it with the checksums of what was written to it."""
-    store = RemoteStore(url.below(file.key))
+    store = RemoteStore(url)
     (key,) = store.list()
     segments = [
         (s.label, Span(key, offset, s.nbytes))

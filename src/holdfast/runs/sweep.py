@@ -4,8 +4,8 @@ In a directory a save that dies leaves a hidden folder, whose lock says that nob
 manifest may be a save that goes on. So the sweep waits (`grace`), and goes in this order:
 
     1  the time, by the store's own clock: a small object is put, and its date is asked for
-    2  candidates: objects under the names that saves give to their data, in the run's prefix or one below it, and the probes of
-       the commit (engine/commit/remote); older than the grace time
+    2  candidates: objects under the names that saves give to their data, in the run's prefix or one below it, and the probes,
+       hidden uploads and claims of the commit (engine/commit/remote); older than the grace time
     3  the manifests beside them are read: what one of them names is no candidate
     4  once more, when all candidates are known: a save may have been published meanwhile
     5  what is named by none then is deleted
@@ -34,6 +34,7 @@ from holdfast.engine.commit.target import refusal
 from holdfast.errors import BadArgument, HoldfastError, StoreError
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.runs.bucket_steps import DATA, listed, named_by
+from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.client import Bucket, Found, bucket_of
 from holdfast.stores.remote.url import Url
@@ -97,7 +98,7 @@ Candidate = tuple[str, str, Found]
 
 def _is_ours(name: str) -> bool:
     """Whether a name is one that nobody but a save gives."""
-    return DATA.fullmatch(name) is not None or ("/" not in name and PROBE.fullmatch(name) is not None)
+    return DATA.fullmatch(name) is not None or ("/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name)))
 
 
 def _unnamed(bucket: Bucket, url: Url, candidates: Iterable[Candidate], notes: dict[str, str]) -> list[Candidate]:

@@ -15,6 +15,10 @@ first. So an answer is never believed to be a refusal. What is there is read bac
 it is another's, that save has won, and this one is `NotCommitted`; if nothing is there, it is put again; and if nobody can say, it
 is `DurabilityUncertain`, and the data stays.
 
+**One object** (`.pt`, `.safetensors`) that may not replace anything is put with the condition, too. A long one is an upload in
+parts, whose end has no condition that all stores keep. So whoever publishes one object claims its name first, by a hidden object
+beside it that only one can create; looks whether anything is there; ends the upload; and takes the claim away.
+
 **Conditions.** A store that takes no notice of them would let the last saver win without anybody knowing. Each bucket is tried
 once.
 """
@@ -25,12 +29,12 @@ import errno
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
-from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError, detached
+from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, StoreError, detached
 from holdfast.stores.remote.client import Bucket, Taken, bucket_of
 from holdfast.stores.remote.url import FILES, Url
 
@@ -42,7 +46,10 @@ INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"
 TRIES = 5
 """How often the index is put while nobody can say whether it is there."""
 
-CLAIM: Final = ".copy.0000000000000000.tmp"
+NOBODY: Final = "0" * 16
+"""In the name of a claim, where other hidden names have the id of a save."""
+
+CLAIM: Final = f".copy.{NOBODY}.tmp"
 """The object that says that somebody copies to this place. No reader takes it for a file of a checkpoint."""
 
 SAVE: Final = "holdfastsave"
@@ -50,6 +57,9 @@ SAVE: Final = "holdfastsave"
 
 Write = Callable[[Writer], None]
 """Writes the content of one object, from front to back."""
+
+Check = Callable[[Url], None]
+"""Reads back what was written to a place, and raises where it is something else."""
 
 
 def save_id() -> str:
@@ -81,6 +91,39 @@ def check_conditions(bucket: Bucket, url: Url) -> None:
             url,
             errno.ENOTSUP,
         )
+
+
+@contextmanager
+def claimed(bucket: Bucket, key: str, url: Url, *, told: str, force: bool = False) -> Iterator[None]:
+    """Have a place alone, by a small object that only one can create. `force` takes the place of one whose saver is dead.
+
+    Raises `NotCommitted`, with what is told, where another has it. Where nobody can say how the block ended, the claim stays.
+    """
+    mine = save_id().encode()
+
+    def is_mine() -> bool:
+        try:
+            return bytes(bucket.whole(key, 1 << 10).data) == mine
+        except HoldfastError:
+            return False
+
+    try:
+        bucket.put(key, mine, create=not force)
+    except StoreError as error:
+        if not is_mine():
+            message = f"{told}; pass overwrite=True when none is" if isinstance(error, Taken) else error.message
+            raise refusal(message, url, error.errno) from None
+    keep = False
+    try:
+        yield
+    except DurabilityUncertain:
+        keep = True
+        raise
+    finally:
+        if not keep:
+            with suppress(HoldfastError):
+                if is_mine():
+                    bucket.delete([key])
 
 
 class PrefixSave:
@@ -174,25 +217,9 @@ class PrefixSave:
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Have the place alone, for a save whose names another would write as well. Raises `NotCommitted` where one does."""
-        key, mine = self._key(CLAIM), save_id().encode()
-        try:
-            self._bucket.put(key, mine, create=not self._overwrite)
-        except StoreError as error:
-            if not self._is(key, mine):
-                told = "another copy to this place is under way, or one was cut off; pass overwrite=True when none is"
-                raise refusal(told if isinstance(error, Taken) else error.message, self.url, error.errno) from None
-        try:
+        told = "another copy to this place is under way, or one was cut off"
+        with claimed(self._bucket, self._key(CLAIM), self.url, told=told, force=self._overwrite):
             yield
-        finally:
-            with suppress(HoldfastError):
-                if self._is(key, mine):
-                    self._bucket.delete([key])
-
-    def _is(self, key: str, content: bytes) -> bool:
-        try:
-            return bytes(self._bucket.whole(key, 1 << 10).data) == content
-        except HoldfastError:
-            return False
 
     def replaces_nothing(self, index: Sequence[str]) -> None:
         """Take the old index away before anything is written: from now on there is no checkpoint, until this one is."""
@@ -250,29 +277,59 @@ class ObjectSave:
     def copy(self, key: str) -> None:
         """Have the store copy an object of the same bucket."""
         try:
-            self._bucket.copy(key, self.url.key)
+            with self._last_look():
+                self._bucket.copy(key, self.url.key)
         except StoreError as error:
             raise refusal(f"{error.message}; nothing was published", self.url, error.errno) from None
 
-    def write(self, nbytes: int, write: Write, before_commit: Callable[[], None]) -> None:
-        """Write and publish. Without `overwrite`, a long object is looked for again before it is there, which is no condition."""
+    def write(self, nbytes: int, write: Write, before_commit: Callable[[], None], *, check: Check | None = None) -> None:
+        """Write and publish. `check` is given the place of what was written, when it is there.
+
+        Without `overwrite`, a short object is put with a condition; a long one is an upload in parts, which S3 gives none. So the
+        name is claimed for the moment in which either becomes an object.
+        """
         attributes: Mapping[str, str] = {SAVE: self._id}
         if not self._overwrite and nbytes <= self.AT_ONCE:
             gathered = Gathered()
             write(gathered)
             before_commit()
-            self._create(bytes(gathered.content), attributes)
+            with self._last_look():
+                self._create(bytes(gathered.content), attributes)
+        else:
+            self._upload(nbytes, write, before_commit, attributes)
+        if check is None:
             return
         try:
-            with self._bucket.uploading(self.url.key, nbytes, attributes=attributes, parts=self._parts) as upload:
-                write(upload)
-                before_commit()
-                if not self._overwrite:
-                    self.begin()
-        except StoreError as error:
-            if isinstance(error, HoldfastError) and error.file != self._bucket.url(self.url.key):
-                raise
-            self._uncertain(error)
+            check(self.url)
+        except NotCommitted:
+            told = "the object is there, and does not read back the same as it was written; save it again"
+            raise DurabilityUncertain(told, file=self.url) from None
+        except HoldfastError as error:
+            raise DurabilityUncertain(f"the object is there, and cannot be read back: {error.message}", file=self.url) from None
+
+    def _upload(self, nbytes: int, write: Write, before_commit: Callable[[], None], attributes: Mapping[str, str]) -> None:
+        with ExitStack() as held:
+            try:
+                with self._bucket.uploading(self.url.key, nbytes, attributes=attributes, parts=self._parts) as upload:
+                    write(upload)
+                    before_commit()
+                    held.enter_context(self._last_look())
+            except StoreError as error:
+                if error.file != self._bucket.url(self.url.key):
+                    raise
+                self._uncertain(error)
+
+    @contextmanager
+    def _last_look(self) -> Iterator[None]:
+        """Have the name alone while it is published, and nothing there. With `overwrite`, nothing is asked."""
+        if self._overwrite:
+            yield
+            return
+        folder, slash, name = self.url.key.rpartition("/")
+        told = "another save to the same place is being published, or one was cut off while it was"
+        with claimed(self._bucket, f"{folder}{slash}.{name}.{NOBODY}.tmp", self.url, told=told):
+            self.begin()
+            yield
 
     def _create(self, content: bytes, attributes: Mapping[str, str]) -> None:
         last: StoreError | None = None
