@@ -44,6 +44,12 @@ class Keys:
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.keys[start:stop]
 
+    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        yield from (self.read(at, min(at + 7, stop)) for at in range(start, stop, 7))
+
+    def tops(self, start: int, stop: int) -> None:
+        return None
+
     def around(self, count: int) -> None:
         return None
 

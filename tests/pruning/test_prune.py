@@ -17,9 +17,9 @@ from holdfast.core.sparse.storage import packing_of
 from holdfast.errors import CannotHold
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning import masked as prune_loss
+from holdfast.pruning import masks as prune_masks
 from holdfast.pruning import order as prune_order
 from holdfast.pruning import prune as module
-from holdfast.pruning import select as prune_masks
 from holdfast.pruning import select as prune_select
 from holdfast.pruning.rules import parse_rule, tensor_seed
 

@@ -9,18 +9,20 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.engine.arrays import Resident
 from holdfast.errors import NotCommitted
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning import masked as prune_loss
 from holdfast.pruning import order as prune_order
 from holdfast.pruning import select as prune_select
-from holdfast.pruning.keys import RandomOrder, mean_squares, random_keys
-from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts
-from holdfast.pruning.select import Counts, GroupMask, select
+from holdfast.pruning.keys import Magnitudes, RandomOrder, mean_squares, random_keys
+from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts, prune_values
+from holdfast.pruning.masks import GroupMask, ThresholdMask
+from holdfast.pruning.select import Counts, select
 
 WIDTHS = {15: np.uint16, 31: np.uint32, 63: np.uint64}
 
@@ -42,6 +44,12 @@ class Given:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.keys[start:stop]
+
+    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        yield from (self.read(at, min(at + 3, stop)) for at in range(start, stop, 3))
+
+    def tops(self, start: int, stop: int) -> None:
+        return None
 
     def around(self, count: int) -> tuple[int, int] | None:
         return self.guess
@@ -197,3 +205,39 @@ def _kept(values: np.ndarray) -> np.ndarray:
     kept = np.ones(order.shape, bool)
     np.put_along_axis(kept, order[:, :2], False, axis=1)
     return kept.reshape(-1)
+
+
+FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
+
+
+@settings(deadline=None, max_examples=80)
+@given(st.sampled_from(FLOATS), st.binary(min_size=16, max_size=640), st.data())
+def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
+    width = np.dtype(dtype).itemsize
+    values = np.frombuffer(content[: len(content) // 16 * 16], dtype).copy()
+    # Few values, so that many are equal.
+    values = np.where(np.arange(len(values)) % 3 == 0, values, values[0]) if data.draw(st.booleans()) else values
+    name, tensor, start = np.dtype(dtype).name, Resident().array(values), data.draw(st.integers(0, 9))
+    kind = data.draw(st.sampled_from(["threshold", "groups", "random"]))
+    if kind == "groups":
+        m = data.draw(st.sampled_from([m for m in (2, 4, 8, 32) if len(values) % m == 0]))
+        mask, start = GroupMask(data.draw(st.integers(1, m - 1)), m, name), start * m
+    elif kind == "random":
+        keys = RandomOrder(len(values) + start, 7)
+        mask = ThresholdMask(keys, int(np.sort(keys.read(0, keys.count))[keys.count // 2]), start + len(values) // 2)
+    else:
+        order = data.draw(st.sampled_from([name, "float64"]))
+        keys = Magnitudes(tensor, order)
+        own = [*keys.of(values, 0).tolist(), 0, keys.most]
+        mask = ThresholdMask(keys, data.draw(st.sampled_from(own)), data.draw(st.integers(0, start + len(values) + 1)))
+    kept = mask.keep(values, start)
+    expected = np.where(kept, values.view(f"u{width}"), 0)
+    after = values.copy()
+    loss = prune_values(after, mask, start, weigh=True)
+    assert after.view(f"u{width}").tolist() == expected.tolist()
+    assert loss.pruned == int((~kept).sum())
+    assert loss == loss_of(values, kept) or not math.isfinite(loss.squares)
+    if width < 8:
+        keys = prune_keys.magnitude_keys(values, name)
+        counts = np.bincount(keys >> keys.dtype.type(8 * width - 16), minlength=1 << 15)
+        assert prune_keys.top_counts(values, name).tolist() == counts.tolist()

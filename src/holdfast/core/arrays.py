@@ -1,11 +1,11 @@
-"""Numpy arrays of the kinds that stand everywhere, and any array as a row of its bytes."""
+"""Numpy arrays of the kinds that stand everywhere, any array as a row of its bytes, and inner products."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AnyDType", "Bools", "Ints", "byte_row"]
+__all__ = ["AnyDType", "Bools", "Ints", "byte_row", "inner"]
 
 Ints = npt.NDArray[np.int64]
 """Offsets, lengths, counts: whatever may pass 2^31."""
@@ -13,6 +13,9 @@ Ints = npt.NDArray[np.int64]
 AnyDType = np.dtype[np.generic]
 
 Bools = npt.NDArray[np.bool_]
+
+DOT_ELEMENTS = 8192
+"""Of a row that BLAS multiplies by itself: from 10,000 on it would start threads of its own, for each of ours."""
 
 
 def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:
@@ -22,3 +25,18 @@ def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:
     [1, 0, 3, 0, 2, 0, 4, 0]
     """
     return array.reshape(-1).view(np.uint8)
+
+
+def inner(a: np.ndarray, b: np.ndarray) -> float:
+    """The sum of the products of two rows of float64; NaN or infinite where one of them is, or where it is beyond float64.
+
+    >>> inner(np.array([1.0, 2.0]), np.array([3.0, 4.0]))
+    11.0
+    """
+    whole = len(a) // DOT_ELEMENTS * DOT_ELEMENTS
+    with np.errstate(over="ignore", invalid="ignore"):
+        total = float(np.einsum("i,i->", a[whole:], b[whole:]))
+        if whole:  # a third of einsum's time
+            rows = np.matmul(a[:whole].reshape(-1, 1, DOT_ELEMENTS), b[:whole].reshape(-1, DOT_ELEMENTS, 1))
+            total += float(rows.sum())
+    return total

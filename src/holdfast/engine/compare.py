@@ -24,7 +24,7 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from holdfast.core.arrays import Bools
+from holdfast.core.arrays import Bools, inner
 from holdfast.core.digest import canonical
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
@@ -152,7 +152,7 @@ class _Plain:
     def add(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Compare some elements. False, and nothing is counted, where one of them is not finite."""
         wide_a, wide_b = _wide(a), _wide(b)
-        squares_a, squares_b = _product(wide_a, wide_a), _product(wide_b, wide_b)
+        squares_a, squares_b = inner(wide_a, wide_a), inner(wide_b, wide_b)
         # What is not finite stays so in the sum of squares, and no finite number of 32 bits makes it so.
         if not (math.isfinite(squares_a) and math.isfinite(squares_b)):
             return False
@@ -160,7 +160,7 @@ class _Plain:
         self._total += a.size
         self._squares_a += squares_a
         self._squares_b += squares_b
-        self._dot += _product(wide_a, wide_b) if changed else squares_a
+        self._dot += inner(wide_a, wide_b) if changed else squares_a
         if changed:
             self._changed += changed
             apart = wide_a - wide_b
@@ -267,12 +267,7 @@ def _parts(array: np.ndarray) -> np.ndarray:
 
 def _squares(array: np.ndarray) -> Fraction:
     flat, exponent = _scaled(array)
-    return Fraction(_product(flat, flat)) * Fraction(2) ** (2 * exponent)
-
-
-def _product(a: np.ndarray, b: np.ndarray) -> float:
-    # Not np.dot: BLAS would start threads of its own for each of our threads.
-    return float(np.einsum("i,i->", a, b))
+    return Fraction(inner(flat, flat)) * Fraction(2) ** (2 * exponent)
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:
@@ -280,7 +275,7 @@ def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:
     if a.dtype != b.dtype:
         a, b = a.astype(np.complex128), b.astype(np.complex128)
     (left, first), (right, second) = _scaled(a), _scaled(b)
-    return Fraction(_product(left, right)) * Fraction(2) ** (first + second)
+    return Fraction(inner(left, right)) * Fraction(2) ** (first + second)
 
 
 # Integers of any two of numpy's integer types, exactly. numpy before 2 compares int64 with uint64 as float64, and subtracting them

@@ -60,9 +60,9 @@ def _in_row(at: int, rest: tuple[slice, ...]) -> tuple[slice, ...]:
     return (slice(at, at + 1), *rest)
 
 
-def read_flat(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
-    """The elements [start, stop) of a tensor in C order, as a 1-D array."""
-    out = np.empty(stop - start, tensor.dtype.numpy)
+def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None) -> np.ndarray:
+    """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
+    out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
     requests, at = [], 0
     for box in flat_boxes(tensor.shape, start, stop):
         part = tensor[box] if box else tensor

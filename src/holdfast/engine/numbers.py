@@ -21,7 +21,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Ints, inner
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks, elements
@@ -96,10 +96,9 @@ class Moments:
         with np.errstate(over="ignore", invalid="ignore"):
             mean = float(wide.mean())
             zeros = wide.size - int(np.count_nonzero(wide != 0))
-            # Not np.dot: BLAS would start threads of its own for each of ours.
-            squares = float(np.einsum("i,i->", wide, wide))
+            squares = inner(wide, wide)
             wide -= mean
-            deviations = float(np.einsum("i,i->", wide, wide))
+            deviations = inner(wide, wide)
         return cls(wide.size, low, high, mean, deviations, squares, nans, infinities, zeros)
 
     def __add__(self, other: Moments) -> Moments:

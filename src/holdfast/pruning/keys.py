@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import ml_dtypes
 import numpy as np
 
+from holdfast.core.arrays import Ints
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
@@ -30,6 +31,7 @@ __all__ = [
     "magnitude_keys",
     "pieces",
     "random_keys",
+    "top_counts",
 ]
 
 PIECE_ELEMENTS = 1 << 19
@@ -37,7 +39,10 @@ PIECE_ELEMENTS = 1 << 19
 memory."""
 
 RUN_KEYS = 1 << 15
-"""Random keys at a time: a dozen steps over 256 KiB that stay in the cache."""
+"""Keys at a time: a dozen steps over 256 KiB that stay in the cache."""
+
+TOP_BITS = 15
+"""Of a key, the bits by which the first histogram counts: all but the sign of the upper two bytes of a float."""
 
 ORDERS: dict[str, tuple[np.dtype[Any], np.dtype[Any]]] = {
     "float16": (np.dtype(np.float16), np.dtype(np.uint16)),
@@ -62,6 +67,23 @@ def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
     if keys.size and keys.max() > INFINITY_BITS[order]:  # to look costs a tenth of the minimum
         np.minimum(keys, bits.type(nan_key(order)), out=keys)
     return keys
+
+
+def top_counts(values: np.ndarray, order: str) -> Ints:
+    """How many there are by the upper 15 bits of their keys, without making the keys; of floats up to 32 bits.
+
+    >>> np.flatnonzero(top_counts(np.array([1.0, -1.0, np.nan], np.float16), "float16")).tolist()  # 0x3C00, and the key of NaN
+    [15360, 31745]
+    """
+    floats, bits = ORDERS[order]
+    with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
+        own = values.astype(floats, copy=False)
+    counts = np.bincount(own.view("<u2")[bits.itemsize // 2 - 1 :: bits.itemsize // 2], minlength=2 << TOP_BITS)
+    counts = counts[: 1 << TOP_BITS] + counts[1 << TOP_BITS :]
+    last = nan_key(order) >> (8 * bits.itemsize - 1 - TOP_BITS)
+    counts[last] += counts[last + 1 :].sum()
+    counts[last + 1 :] = 0
+    return counts
 
 
 def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
@@ -117,6 +139,12 @@ class Keys(Protocol):
     def read(self, start: int, stop: int) -> np.ndarray:
         """The keys of one of these ranges."""
 
+    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """The same, in parts that stay in a cache, in order."""
+
+    def tops(self, start: int, stop: int) -> Ints | None:
+        """How many keys of one of these ranges there are by their upper 15 bits, where that is quicker than to make them."""
+
     def around(self, count: int) -> tuple[int, int] | None:
         """A range of keys that holds the `count`-th lowest almost surely, where that is known without a look."""
 
@@ -142,11 +170,23 @@ class Magnitudes:
     def width(self) -> int:
         return 8 * ORDERS[self.order][1].itemsize - 1
 
+    @property
+    def most(self) -> int:
+        """The largest key, of every NaN."""
+        return nan_key(self.order)
+
     def pieces(self) -> Iterator[tuple[int, int]]:
         return pieces(self.count)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.of(read_flat(self.tensor, start, stop), start)
+
+    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        values = read_flat(self.tensor, start, stop)
+        return (self.of(values[at : at + RUN_KEYS], start + at) for at in range(0, len(values), RUN_KEYS))
+
+    def tops(self, start: int, stop: int) -> Ints | None:
+        return top_counts(read_flat(self.tensor, start, stop), self.order) if self.width < 32 else None
 
     def of(self, values: np.ndarray, start: int) -> np.ndarray:
         """The keys of values that were read."""
@@ -169,6 +209,12 @@ class RandomOrder:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         return random_keys(start, stop, self.seed)
+
+    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        return (random_keys(at, min(at + RUN_KEYS, stop), self.seed) for at in range(start, stop, RUN_KEYS))
+
+    def tops(self, start: int, stop: int) -> None:
+        return None
 
     def of(self, values: np.ndarray, start: int) -> np.ndarray:
         """The keys of values that were read."""
@@ -202,6 +248,12 @@ class BlockScores:
 
     def around(self, count: int) -> None:
         return None
+
+    def tops(self, start: int, stop: int) -> None:
+        return None
+
+    def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        yield self.read(start, stop)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """Whole rows of blocks, or parts of one that begin at multiples of eight, so that their bits fill bytes."""
@@ -239,15 +291,18 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
     [[1.5, 17.0]]
     """
     rows, columns = values.shape
+    sums = np.zeros((-(-rows // height), -(-columns // width)))
+    # A few rows of blocks at a time, which stay in the cache while they are passed over once for each place in a block.
+    down = max(RUN_KEYS // (columns * height), 1)
     with np.errstate(all="ignore"):
-        squares = values.astype(np.float64)
-        np.multiply(squares, squares, out=squares)
-        sums = np.zeros((-(-rows // height), -(-columns // width)))
-        for row in range(min(height, rows)):
-            for column in range(min(width, columns)):
-                part = squares[row::height, column::width]
-                sums[: part.shape[0], : part.shape[1]] += part
-        down = np.minimum(height, rows - np.arange(0, rows, height))
+        for top in range(0, len(sums), down):
+            squares = values[top * height : (top + down) * height].astype(np.float64)
+            np.multiply(squares, squares, out=squares)
+            for row in range(min(height, len(squares))):
+                for column in range(min(width, columns)):
+                    part = squares[row::height, column::width]
+                    sums[top : top + part.shape[0], : part.shape[1]] += part
+        high = np.minimum(height, rows - np.arange(0, rows, height))
         across = np.minimum(width, columns - np.arange(0, columns, width))
-        sums /= down[:, None] * across
+        sums /= high[:, None] * across
     return sums

@@ -19,22 +19,25 @@ from functools import partial
 
 import numpy as np
 
+from holdfast.core.arrays import inner
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning.keys import ORDERS, pieces
+from holdfast.pruning.masks import Mask, keep_range, zero_out
 from holdfast.pruning.order import INFINITY_BITS
-from holdfast.pruning.select import Counts, Mask, keep_range
+from holdfast.pruning.select import Counts
 from holdfast.stores.virtual import Entry, tensor_stamp
 
-__all__ = ["Loss", "Masked", "Tally", "loss_of", "loss_of_counts", "pruned_values", "weighing"]
+__all__ = ["Loss", "Masked", "Tally", "loss_of", "loss_of_counts", "prune_values", "weighing"]
 
-STEP_ELEMENTS = 1 << 17
-"""Elements that are weighed at a time: 1 MiB as float64, which a cache holds, in calls long enough that threads do not wait for
-each other's turn at the interpreter."""
+STEP_ELEMENTS = 1 << 16
+"""Elements that are pruned and weighed at a time: 512 KiB as float64, which a cache holds, in calls long enough that threads do not
+wait for each other's turn at the interpreter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +102,7 @@ def weighing(tensor: LazyTensor, mask: Mask, tally: Tally, *, progress: Callable
 
     def task(start: int, stop: int) -> Callable[[], None]:
         def run() -> None:
-            tally.add(start, stop, loss_of(*keep_range(tensor, mask, start, stop=stop)))
+            tally.add(start, stop, prune_values(read_flat(tensor, start, stop), mask, start, weigh=True))
             progress(tensor.dtype.nbytes(stop - start))
 
         return run
@@ -116,7 +119,22 @@ def loss_of(values: np.ndarray, kept: np.ndarray) -> Loss:
     """
     total = Loss()
     for at in range(0, len(values), STEP_ELEMENTS):
-        total += _step(values[at : at + STEP_ELEMENTS], kept[at : at + STEP_ELEMENTS])
+        before = values[at : at + STEP_ELEMENTS]
+        after = before.copy()
+        total += _lost(before, after, zero_out(after, kept[at : at + STEP_ELEMENTS]))
+    return total
+
+
+def prune_values(values: np.ndarray, mask: Mask, start: int, *, weigh: bool) -> Loss:
+    """Apply a mask to values in their place, the first of which has this index, a multiple of `mask.align`; what they lose."""
+    step = max(STEP_ELEMENTS // mask.align, 1) * mask.align
+    total = Loss()
+    for at in range(0, len(values), step):
+        part = values[at : at + step]
+        before = part.copy() if weigh else None
+        gone = mask.prune(part, start + at)
+        if before is not None:
+            total += _lost(before, part, gone)
     return total
 
 
@@ -135,33 +153,22 @@ def loss_of_counts(counts: Counts, order: str) -> Loss:
     )
 
 
-def _step(values: np.ndarray, kept: np.ndarray) -> Loss:
-    bits = values.view(f"u{values.dtype.itemsize}")
-    gone = ~kept
+def _lost(before: np.ndarray, after: np.ndarray, gone: int) -> Loss:
+    """What was lost of some values when `gone` of them became zero."""
+    kind = f"u{before.dtype.itemsize}"
+    bits = after.view(kind)
     with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN that is widened, a float64 whose square is none
-        wide, lost = values.astype(np.float64), (bits * gone).view(values.dtype).astype(np.float64)
+        wide = before.astype(np.float64)
+        lost = (before.view(kind) ^ bits).view(before.dtype).astype(np.float64)
         nonfinite = 0
-        squares = float(np.einsum("i,i->", wide, wide))
+        squares = inner(wide, wide)
         if not math.isfinite(squares):
             finite = np.isfinite(wide)
             nonfinite = len(wide) - int(np.count_nonzero(finite))
             wide, lost = np.where(finite, wide, 0.0), np.where(finite, lost, 0.0)
-            squares = float(np.einsum("i,i->", wide, wide))
-        stays = (bits << bits.dtype.type(1)) != 0  # all but the sign
-        np.logical_and(stays, kept, out=stays)
-        return Loss(
-            int(np.count_nonzero(gone)),
-            len(kept) - int(np.count_nonzero(stays)),
-            nonfinite,
-            squares,
-            float(np.einsum("i,i->", lost, lost)),
-        )
-
-
-def pruned_values(values: np.ndarray, kept: np.ndarray) -> np.ndarray:
-    """The values with +0.0 in place of what goes; what stays keeps its bits."""
-    bits: np.ndarray = values.view(f"u{values.dtype.itemsize}") * kept
-    return bits.view(values.dtype)
+            squares = inner(wide, wide)
+        stays = np.count_nonzero(bits << bits.dtype.type(1))  # all but the sign
+        return Loss(gone, len(bits) - int(stays), nonfinite, squares, inner(lost, lost))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,27 +188,55 @@ class Content:
 
     def read(self, start: int, out: memoryview) -> None:
         """The bytes from `start` on."""
+        width = self.tensor.dtype.bits // 8
         if self.packed:
             first, last, begin = start * 8, min((start + out.nbytes) * 8, self.tensor.size), 0
-        else:
-            width = self.tensor.dtype.bits // 8
+        elif start % width or out.nbytes % width:
             first, last, begin = start // width, -(-(start + out.nbytes) // width), start % width
+        else:
+            self._fill(start // width, np.ndarray(out.nbytes // width, self.tensor.dtype.numpy, out))
+            return
         at = 0
-        for made in self._elements(first, last):
+        for low, high in self._pieces(first, last):
+            made = self._bits(low, high) if self.packed else self._values(low, high).view(np.uint8)
             part = made[begin : begin + out.nbytes - at]
             out[at : at + len(part)] = part.data
             at, begin = at + len(part), 0
 
-    def _elements(self, start: int, stop: int) -> Iterator[np.ndarray]:
-        """The bytes of elements [start, stop), in pieces that begin where a tensor's pieces do."""
+    def _fill(self, start: int, out: np.ndarray) -> None:
+        """The elements from `start` on: read into their place, and pruned there."""
+        for low, high in self._pieces(start, start + len(out)):
+            part = out[low - start : high - start]
+            if low % self.mask.align or (high % self.mask.align and high != self.tensor.size):
+                part[:] = self._values(low, high)
+                continue
+            read_flat(self.tensor, low, high, out=part)
+            loss = prune_values(part, self.mask, low, weigh=self.tally is not None)
+            if self.tally is not None:
+                self.tally.add(low, high, loss)
+
+    def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Elements [start, stop), in pieces that begin where a tensor's pieces do."""
         step = max(prune_keys.PIECE_ELEMENTS // 8, 1) * 8
         while start < stop:
             end = min((start // step + 1) * step, stop)
-            values, kept = keep_range(self.tensor, self.mask, start, stop=end)
-            if self.tally is not None:
-                self.tally.add(start, end, loss_of(values, kept))
-            yield np.packbits(kept, bitorder="little") if self.packed else pruned_values(values, kept).view(np.uint8)
+            yield start, end
             start = end
+
+    def _values(self, start: int, stop: int) -> np.ndarray:
+        """Pruned elements of any range."""
+        values, kept = keep_range(self.tensor, self.mask, start, stop=stop)
+        if self.tally is not None:
+            self.tally.add(start, stop, loss_of(values, kept))
+        zero_out(values, kept)
+        return values
+
+    def _bits(self, start: int, stop: int) -> np.ndarray:
+        """The mask of some elements, packed."""
+        values, kept = keep_range(self.tensor, self.mask, start, stop=stop)
+        if self.tally is not None:
+            self.tally.add(start, stop, loss_of(values, kept))
+        return np.packbits(kept, bitorder="little")
 
 
 class Masked(Sourced):

@@ -31,7 +31,7 @@ SPLITMIX = (0x9E37_79B9_7F4A_7C15, 0xBF58_476D_1CE4_E5B9, 0x94D0_49BB_1331_11EB)
 SORTED_KEYS = 1 << 20
 """As many keys as are held and sorted directly: 8 MiB."""
 
-SHIFTS = {15: (0,), 31: (15, 0), 63: (47, 31, 15, 0), 64: (47, 31, 15, 0)}
+SHIFTS = {15: (0,), 31: (16, 0), 63: (47, 31, 15, 0), 64: (47, 31, 15, 0)}
 """By the bits of keys: the bits below those that each histogram counts by."""
 
 Histogram = Callable[[int, int, int], Ints]

@@ -36,8 +36,8 @@ from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
+from holdfast.pruning.masks import GroupMask, Mask, block_mask, threshold_masks
 from holdfast.pruning.rules import Block, Global, Groups, Job, Magnitude, Random, Rule, assign, conflicts, parse_rule, tensor_seed
-from holdfast.pruning.select import GroupMask, Mask, block_mask, threshold_masks
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of

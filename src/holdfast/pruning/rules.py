@@ -34,7 +34,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import values_inside
 from holdfast.errors import HoldfastError
 from holdfast.pruning.masked import Loss, Tally
-from holdfast.pruning.select import Mask
+from holdfast.pruning.masks import Mask
 
 __all__ = [
     "Block",
