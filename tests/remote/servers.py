@@ -145,6 +145,7 @@ class Asked:
 Fault = str | float | None
 """`drop`: the request never arrives. `cut`: it arrives, and its answer is lost. `half`: the answer breaks off in its body.
 `503`: SlowDown. `403`: expired credentials. `reset`: the connection is reset. `whole`: 200 and all of it, whatever the range.
+`flip`: one bit of its body arrives as another.
 `elsewhere`: another range than the one that was asked for, and the answer says so. `stall`: half of the answer, and then nothing
 for a while. A number: the answer comes so many seconds late."""
 
@@ -219,6 +220,8 @@ class Proxy:
         if fault == "reset":
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return False
+        if fault == "flip" and body:
+            body = bytes([body[0] ^ 1]) + body[1:]
         if fault == "whole":
             headers.pop("range", None)
         if fault == "elsewhere" and "range" in headers:

@@ -105,6 +105,22 @@ def test_parts_of_an_upload_that_are_lost(fault: str, proxy: Proxy, url: str):
         np.testing.assert_array_equal(checkpoint["w"].numpy(), big["w"])
 
 
+@pytest.mark.parametrize("what", ["", "partNumber"])
+def test_a_bit_that_flips_on_the_way_is_found_by_the_server(what: str, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
+    """Every put and every part brings its hash."""
+    big = {"w": np.zeros((2, 9 << 20), np.uint8)} if what else state(1)
+    holdfast.save(state(0), url)
+    proxy.fault = lambda asked: "flip" if asked.method == "PUT" and asked.nbytes > 1 << 10 and what in asked.path else None
+    with pytest.raises(NotCommitted, match="BadDigest"):
+        holdfast.save(big, url, overwrite=True)
+    proxy.fault = lambda asked: None
+    assert content(url) == 0
+    monkeypatch.setenv("HOLDFAST_WITHOUT_CHECKSUMS", "1")
+    proxy.clear()
+    holdfast.save(big, url, overwrite=True)
+    assert not any("x-amz-checksum-sha256" in asked.headers for asked in proxy.asked if asked.method == "PUT")
+
+
 def test_an_upload_that_cannot_be_done_leaves_nothing(proxy: Proxy, url: str):
     holdfast.save(state(0), url)
     proxy.fault = lambda asked: "403" if "partNumber" in asked.path else None

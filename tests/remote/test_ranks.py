@@ -282,6 +282,26 @@ def test_a_client_of_the_callers_own(url: str):
         holdfast.torch.save_sharded("run/step-2", state, store=store)
 
 
+def test_torchs_own_functions_with_a_client_of_the_callers_own():
+    """A path or a `checkpoint_id` is a key in it."""
+    import obstore
+    import torch.distributed.checkpoint as dcp
+    from obstore.store import MemoryStore
+
+    from holdfast.integrations.dcp import Reader, Writer
+
+    store = MemoryStore()
+    state = {"w": torch.arange(12.0), "step": 3}
+    dcp.save(state, storage_writer=Writer("run/step-1", store=store), no_dist=True)
+    dcp.save(state, checkpoint_id="run/step-2", storage_writer=Writer(store=store), no_dist=True)
+    for reader, more in ((Reader("run/step-2", store=store), {}), (Reader(store=store), {"checkpoint_id": "run/step-1"})):
+        found = {"w": torch.zeros(12), "step": 0}
+        dcp.load(found, storage_reader=reader, no_dist=True, **more)
+        assert torch.equal(found["w"], state["w"])
+        assert found["step"] == 3
+    assert sorted(one["path"] for one in obstore.list_with_delimiter(store, "run/step-1")["objects"])[0] == "run/step-1/.metadata"
+
+
 def test_a_save_that_may_be_there_is_left_alone(monkeypatch: pytest.MonkeyPatch):
     """Nobody can say whether the index was put: its objects stay."""
     from holdfast.stores.remote.client import Bucket

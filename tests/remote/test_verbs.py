@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.errors import HoldfastError, NotCommitted
+from holdfast.errors import Corrupted, HoldfastError, NotCommitted
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Proxy
@@ -231,3 +232,37 @@ def test_torch_reads_from_a_url(proxy: Proxy, url: str):
     assert module.norm.eq(1).all()
     with holdfast.torch.open(url) as checkpoint:
         assert checkpoint["a.weight"][3, 5].item() == 3 * 128 + 5
+
+
+@pytest.mark.parametrize("source", ["", ".pt", ".safetensors"])
+def test_what_records_its_sums_is_fetched_once(source: str, proxy: Proxy, url: str):
+    """Also by a format with its sums before its data."""
+    state = {"w": np.random.default_rng(0).random((1024, 1024)), "v": np.ones(1000)}
+    nbytes = sum(array.nbytes for array in state.values())
+    holdfast.save(state, url + source)
+    proxy.clear()
+    holdfast.convert(url + source, f"{url}-new.safetensors", read_back=False)
+    assert nbytes <= proxy.sent_nbytes < 1.1 * nbytes
+    same(f"{url}-new.safetensors", state)
+    proxy.clear()
+    holdfast.convert(url + source, f"{url}-cast.safetensors", dtype="f32", read_back=False)
+    assert proxy.sent_nbytes > 1.9 * nbytes, "nothing is recorded of what is computed"
+    same(f"{url}-cast.safetensors", {name: array.astype(np.float32) for name, array in state.items()})
+
+
+def test_sums_that_are_believed_are_compared():
+    """A source that is damaged is refused, and what was there is there still."""
+    store = MemoryStore()
+    holdfast.save({"w": np.ones(3 << 20)}, "a.safetensors", store=store)
+    holdfast.save({"x": np.ones(3)}, "b.safetensors", store=store)
+    raw = bytearray(obstore.get(store, "a.safetensors").bytes())
+    raw[-1] ^= 1
+    obstore.put(store, "a.safetensors", bytes(raw))
+    with holdfast.open("a.safetensors", store=store) as source:
+        with pytest.raises(Corrupted, match="checksum that it records"):
+            holdfast.convert(source, "b.safetensors", store=store, overwrite=True)
+        for format in ("safetensors", "torch"):
+            with pytest.raises(Corrupted, match="checksum that it records"):
+                holdfast.save(source, io.BytesIO(), format=format)
+    with holdfast.open("b.safetensors", store=store) as kept:
+        assert list(kept) == ["x"]

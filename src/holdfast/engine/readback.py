@@ -26,7 +26,7 @@ def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
             if recorded is not None and segment.nbytes and recorded != crcs[segment.label]:
                 (chunk,) = segment.tensor.chunks
                 raise Corrupted(
-                    "the source does not have the checksum that it records; nothing was written",
+                    "the source does not have the checksum that it records: it changed after it was written; get it again",
                     file=chunk.storage.key,
                     tensor=segment.tensor.name or segment.label,
                     offset=chunk.storage.start,

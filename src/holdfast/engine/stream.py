@@ -2,7 +2,8 @@
 
 Such a target cannot be written at an offset, so there is one writer. A large piece of memory is summed by several threads, a window
 ahead of the writing: the sum of a piece is needed behind it, and nobody waits for it. A format with its sums in front of the data
-(safetensors) is read twice: summed first, then written.
+(safetensors) is read twice, summed first and then written, but for what its source records the sums of: those are believed, and
+compared when it passes by.
 
 What comes from far away is asked for ahead: as many requests are under way as the store wants, and blocks are written in order.
 """
@@ -18,6 +19,8 @@ from typing import Protocol
 
 from holdfast.core.crc import Sums, crc32
 from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slabs
+from holdfast.engine.digest import recorded_crc
+from holdfast.engine.readback import check_source
 from holdfast.engine.threads import Beside, default_threads, run_all
 from holdfast.engine.write import GATHER_NBYTES, fetch_small, small_bytes
 from holdfast.errors import SaveError, located
@@ -70,13 +73,18 @@ def write_stream(
     """Write all segments in order, and flush the target if it can. Gives the CRC-32 of each piece of data, by its label.
 
     `known` are those of files that were written before. `requests` bounds how many blocks of what is far away are read ahead, of
-    `block` bytes each. Raises `SaveError` where data changed between two readings.
+    `block` bytes each. Raises `SaveError` where data changed between two readings, `Corrupted` where it is not what its source
+    records of it and a sum stands before it.
     """
     far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.requests]
     wanted = max((segment.tensor.source.store.requests for segment in far), default=0)
     window = max(1, min(wanted, requests or wanted))
-    with closing(_ahead(_fetches(far, block), window)) as blocks:
-        foreseen = _sums(plan, blocks) if _asks_ahead(plan) else {}
+    foreseen: dict[str, int] = {}
+    if _asks_ahead(plan):
+        foreseen = _recorded(plan)
+        unknown = [segment for segment in far if segment.label not in foreseen]
+        with closing(_ahead(_fetches(unknown, block), window)) as blocks:
+            foreseen |= _sums(plan, blocks, known=foreseen)
     with closing(_ahead(_fetches(far, block), window)) as blocks:
         return _write_all(plan, target, foreseen, known=known, blocks=blocks)
 
@@ -115,6 +123,7 @@ def _write_all(
     flush()
     changed = [label for label, crc in foreseen.items() if crcs[label] != crc]
     if changed:
+        check_source(plan, crcs)
         raise SaveError(f"{changed[0]!r} changed while it was saved; what was written is of no use", tensor=changed[0])
     finish = getattr(target, "flush", None)
     if callable(finish):
@@ -183,14 +192,25 @@ def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Gene
             one.__exit__(None, None, None)
 
 
-def _sums(plan: FilePlan, blocks: Iterator[memoryview]) -> dict[str, int]:
-    """The sum of all data, by its label."""
+def _recorded(plan: FilePlan) -> dict[str, int]:
+    """The sums that sources record of data, by its label."""
+    found: dict[str, int] = {}
+    for segment in plan.segments:
+        if isinstance(segment, Data) and any(chunk.storage.crc32 is not None for chunk in segment.tensor.chunks):
+            crc = recorded_crc(segment.tensor)
+            if crc is not None and segment.nbytes:
+                found[segment.label] = crc
+    return found
+
+
+def _sums(plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, int]) -> dict[str, int]:
+    """The sum of all data that is not known, by its label."""
     return {
         segment.label: _write_data(NOWHERE, segment, blocks)
         if isinstance(segment, Data)
         else _write_memory(NOWHERE, segment.content)
         for segment in plan.segments
-        if isinstance(segment, Data | Memory)
+        if isinstance(segment, Data | Memory) and segment.label not in known
     }
 
 

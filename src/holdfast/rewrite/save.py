@@ -25,6 +25,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
+from holdfast.engine.readback import check_source
 from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
@@ -150,7 +151,7 @@ def _stream(
     report = Saved(path=where, format=found, nbytes=one.nbytes, files=((where, one.nbytes),), notes=notes, free_nbytes=one.nbytes)
     if writing.dry_run:
         return report
-    write_stream(one, Told(file, progress) if progress else file)
+    check_source(one, write_stream(one, Told(file, progress) if progress else file))
     for store in stores_of(described):
         if store.changed():
             raise SaveError(f"the source {store.name!r} changed while it was read; what was written is of no use", file=where)

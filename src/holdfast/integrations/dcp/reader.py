@@ -39,13 +39,18 @@ class Reader(StorageReader):
         self,
         path: Where | None = None,
         *,
+        store: object | None = None,
         verify: bool = True,
         threads: int | None = None,
         limits: Limits | None = None,
         _extension_registry: Extensions | None = None,
     ) -> None:
-        """`_extension_registry` is torch's own argument: it has the classes for items that a writer transformed (zstd is known)."""
-        self._path = None if path is None else place_of(path)
+        """`store` is an obstore store that `path`, or the `checkpoint_id`, is a key in.
+
+        `_extension_registry` is torch's own argument: it has the classes for items that a writer transformed (zstd is known).
+        """
+        self._store = store
+        self._path = None if path is None else place_of(path, store)
         self.load_id = uuid.uuid4().hex
         self._verify, self._threads, self._limits = verify, threads, limits
         self._extensions = _extension_registry
@@ -68,7 +73,7 @@ class Reader(StorageReader):
         self._rank = None
         self.load_id = uuid.uuid4().hex
         if checkpoint_id is not None:
-            self._path = place_of(checkpoint_id)
+            self._path = place_of(checkpoint_id, self._store)
 
     def read_metadata(self, *args: object, **kwargs: object) -> m.Metadata:
         """Every tensor with its chunks, and every value, as torch's planner knows them.

@@ -90,6 +90,7 @@ class Writer(StorageWriter):
         self,
         path: Where | None = None,
         *,
+        store: object | None = None,
         overwrite: bool = True,
         durable: bool = True,
         threads: int | None = None,
@@ -100,14 +101,17 @@ class Writer(StorageWriter):
         cache_staged_state_dict: bool = False,
         _extensions: Sequence[Extension] | None = None,
     ) -> None:
-        """`per_thread_copy_ahead` has no meaning here: tensors of a GPU pass through page-locked blocks.
+        """`store` is an obstore store that `path`, or the `checkpoint_id`, is a key in.
+
+        `per_thread_copy_ahead` has no meaning here: tensors of a GPU pass through page-locked blocks.
 
         With `cache_staged_state_dict`, `dcp.async_save` copies the state into the same memory each time, if the writer is kept.
         `_extensions` are torch's own: each transforms what is written, the last one first.
         """
         if _extensions:
             versions.TRANSFORMS.require("a checkpoint with _extensions")
-        self._path = None if path is None else place_of(path)
+        self._store = store
+        self._path = None if path is None else place_of(path, store)
         self.save_id = uuid.uuid4().hex
         self.overwrite, self.durable = overwrite, durable and sync_files
         self._threads = threads or thread_count or default_threads()
@@ -136,7 +140,7 @@ class Writer(StorageWriter):
         self.close()
         self.save_id = uuid.uuid4().hex
         if checkpoint_id is not None:
-            self._path = place_of(checkpoint_id)
+            self._path = place_of(checkpoint_id, self._store)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """On every rank, before the plans: know whether the others are asked."""

@@ -49,6 +49,9 @@ PARTS = 10_000
 ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL", "AWS_ENDPOINT"), "az": ("AZURE_ENDPOINT", "AZURE_STORAGE_ENDPOINT")}
 """Where the environment says that a server is another than the cloud's; one without TLS is meant so."""
 
+PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"
+"""Set in the environment, this lets requests to S3 go without checksums, for a server that refuses them."""
+
 ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 
 
@@ -469,6 +472,9 @@ def _made(url: Url) -> ObjectStore:
     try:
         if url.scheme == "az":
             return stores.AzureStore(container_name=url.root.partition("://")[2], client_options=options, retry_config=retry)
+        if url.scheme == "s3" and not os.environ.get(PLAIN):
+            # The hash is there: the signature of a request needs it. With it in a header, any server compares what arrived.
+            return stores.from_url(url.root, client_options=options, retry_config=retry, checksum_algorithm="SHA256")
         return stores.from_url(url.root, client_options=options, retry_config=retry)
     except Exception as error:
         message = f"no client for {url.root}: {_reason(error)}"
