@@ -19,9 +19,9 @@ from typing import Protocol
 from holdfast.core.crc import Sums, crc32
 from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import Beside, default_threads, run_all
-from holdfast.engine.write import GATHER_NBYTES, fetch_small, small_bytes
+from holdfast.engine.write import GATHER_NBYTES, fetch_small, gather, small_bytes
 from holdfast.errors import SaveError, located
-from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
+from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Late, Literal, Memory
 
 __all__ = ["FAR_BLOCK_NBYTES", "Told", "Writer", "write_stream"]
 
@@ -102,6 +102,12 @@ def _write_all(
                 if len(made) != segment.nbytes:
                     raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
                 texts.append(made)
+            case Gathered():
+                content, found = gather(segment)
+                texts.append(content)
+                flush()
+                crcs.update(found)
+                own.update(found)
             case Hole():
                 flush()
                 for start in range(0, segment.nbytes, len(ZEROS)):
@@ -128,8 +134,10 @@ def _asks_ahead(plan: FilePlan) -> bool:
     waiting = False
     for segment in plan.segments:
         match segment:
-            case Data() | Memory() if waiting:
+            case Data() | Memory() | Gathered() if waiting:
                 return True
+            case Gathered():
+                passed.update(segment.labels)
             case Data() | Memory():
                 passed.add(segment.label)
             case Late():
@@ -185,13 +193,16 @@ def _ahead(calls: Iterable[Callable[[], list[memoryview]]], window: int) -> Gene
 
 def _sums(plan: FilePlan, blocks: Iterator[memoryview]) -> dict[str, int]:
     """The sum of all data, by its label."""
-    return {
-        segment.label: _write_data(NOWHERE, segment, blocks)
-        if isinstance(segment, Data)
-        else _write_memory(NOWHERE, segment.content)
-        for segment in plan.segments
-        if isinstance(segment, Data | Memory)
-    }
+    sums: dict[str, int] = {}
+    for segment in plan.segments:
+        match segment:
+            case Data():
+                sums[segment.label] = _write_data(NOWHERE, segment, blocks)
+            case Memory():
+                sums[segment.label] = _write_memory(NOWHERE, segment.content)
+            case Gathered():
+                sums.update(gather(segment)[1])
+    return sums
 
 
 class Nowhere:
