@@ -1,6 +1,6 @@
 """A store over a save that has not been written: what its files will hold, as far as it is known and somebody asks.
 
-    Literal, Memory    the bytes themselves
+    Literal, Memory    the bytes themselves, and so of Gathered
     Late               made with a checksum of 0 for all data: no format refuses one when it opens a file
     Data               zeros, which cost nothing. Only a reader that looks into one segment and not past it gets its bytes: a record
                        that is copied from another archive and described, a program or sample inputs
@@ -14,8 +14,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 
-from holdfast.engine.write import small_bytes
-from holdfast.plan.saves import Data, FilePlan, Late, LinkedFile, Literal, Memory, Segment, known_later
+from holdfast.engine.write import gather, small_bytes
+from holdfast.plan.saves import Data, FilePlan, Gathered, Late, LinkedFile, Literal, Memory, Segment, known_later
 from holdfast.stores.virtual import Entry, Virtual
 
 __all__ = ["PlannedFile", "PlannedStore"]
@@ -61,6 +61,11 @@ class PlannedFile:
                 return made
             case Memory():
                 return segment.content
+            case Gathered():
+                made = self._made.get(at)
+                if made is None:
+                    made = self._made[at] = gather(segment)[0]
+                return made
         return bytes(segment.nbytes)
 
 

@@ -22,9 +22,9 @@ from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slab
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.readback import check_source
 from holdfast.engine.threads import Beside, default_threads, run_all
-from holdfast.engine.write import GATHER_NBYTES, fetch_small, small_bytes
+from holdfast.engine.write import GATHER_NBYTES, fetch_small, gather, small_bytes
 from holdfast.errors import SaveError, located
-from holdfast.plan.saves import Data, FilePlan, Hole, Late, Literal, Memory
+from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Late, Literal, Memory
 
 __all__ = ["FAR_BLOCK_NBYTES", "Told", "Writer", "write_stream"]
 
@@ -110,6 +110,12 @@ def _write_all(
                 if len(made) != segment.nbytes:
                     raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
                 texts.append(made)
+            case Gathered():
+                content, found = gather(segment)
+                texts.append(content)
+                flush()
+                crcs.update(found)
+                own.update(found)
             case Hole():
                 flush()
                 for start in range(0, segment.nbytes, len(ZEROS)):
@@ -137,8 +143,10 @@ def _asks_ahead(plan: FilePlan) -> bool:
     waiting = False
     for segment in plan.segments:
         match segment:
-            case Data() | Memory() if waiting:
+            case Data() | Memory() | Gathered() if waiting:
                 return True
+            case Gathered():
+                passed.update(segment.labels)
             case Data() | Memory():
                 passed.add(segment.label)
             case Late():
@@ -205,13 +213,16 @@ def _recorded(plan: FilePlan) -> dict[str, int]:
 
 def _sums(plan: FilePlan, blocks: Iterator[memoryview], *, known: Mapping[str, int]) -> dict[str, int]:
     """The sum of all data that is not known, by its label."""
-    return {
-        segment.label: _write_data(NOWHERE, segment, blocks)
-        if isinstance(segment, Data)
-        else _write_memory(NOWHERE, segment.content)
-        for segment in plan.segments
-        if isinstance(segment, Data | Memory) and segment.label not in known
-    }
+    sums: dict[str, int] = {}
+    for segment in plan.segments:
+        match segment:
+            case Data() if segment.label not in known:
+                sums[segment.label] = _write_data(NOWHERE, segment, blocks)
+            case Memory() if segment.label not in known:
+                sums[segment.label] = _write_memory(NOWHERE, segment.content)
+            case Gathered():
+                sums.update(gather(segment)[1])
+    return sums
 
 
 class Nowhere:

@@ -4,7 +4,8 @@
 2. Data is cut into blocks. Tensors in memory are written straight from it; tensors in files are read into scratch, one block a
    thread. Small tensors are gathered into blocks as well, since a system call a tensor would cost more than its bytes.
 3. Each block's CRC-32 is taken by the thread that has it; a tensor's follows by combination. So does its hash, where it is wanted.
-4. A Late segment that needs one CRC is made where that tensor is written, if both are in one stretch; the others are made and
+4. A Gathered segment is made and written by one thread; it knows its own CRCs.
+5. A Late segment that needs one CRC is made where that tensor is written, if both are in one stretch; the others are made and
    written when all data is.
 """
 
@@ -25,9 +26,9 @@ from holdfast.engine.blocks import Slab, mapped_bytes, pack, read_slab, slab_blo
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
 from holdfast.errors import located
-from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Hole, Late, Literal, Memory, Segment
+from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["Progress", "Receipt", "Sink", "fetch_small", "small_bytes", "write_file"]
+__all__ = ["Progress", "Receipt", "Sink", "fetch_small", "gather", "small_bytes", "write_file"]
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
@@ -73,6 +74,8 @@ class Written:
     """Of each tensor that is hashed and comes in several blocks, by its label."""
     hashed: dict[str, Hashed] = field(default_factory=dict)
     """Of each that came in one."""
+    gathered: dict[str, int] = field(default_factory=dict)
+    """What segments with many tensors in them said of those, by their labels."""
 
     def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
         """Sum and hash a block of a tensor, while it is in the cache; its CRC-32."""
@@ -117,6 +120,7 @@ def write_file(
                 label = segment.label
                 hashed = written.hashed.get(label) or written.hashes[label].done()
                 receipt.crcs[label + HASH_KEY], receipt.crcs[label + HEAD_KEY] = hashed.hash or 0, hashed.head or 0
+    receipt.crcs |= written.gathered
     known |= receipt.crcs
     for pieces in _joined_late(plan, offsets, known, written.made):
         sink.write(pieces[0], memoryview(pieces[1]))
@@ -153,11 +157,14 @@ def _tasks(
     size, most = 0, GATHER_NBYTES
     for segment, offset in zip(plan.segments, offsets, strict=True):
         wished = _wished_nbytes(segment)
-        if segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole):
+        large = segment.nbytes > max(GATHER_NBYTES, wished // SMALL_PART) and isinstance(segment, Data | Memory | Hole)
+        if large or isinstance(segment, Gathered):
             if stretch:
                 yield _stretch(stretch, sink, written, progress)
                 stretch, size, most = [], 0, GATHER_NBYTES
             match segment:
+                case Gathered():
+                    yield _gathered(segment, offset, sink, written, progress)
                 case Data():
                     for slab in slabs(segment.tensor, slab_block(segment.tensor, block)):
                         yield _block(segment, slab, offset, sink, written, progress)
@@ -208,6 +215,25 @@ def _piece(
     return run
 
 
+def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
+    def run() -> None:
+        content, known = gather(segment)
+        written.gathered.update(known)
+        sink.write(offset, memoryview(content))
+        if progress:
+            progress(segment.nbytes)
+
+    return run
+
+
+def gather(segment: Gathered) -> tuple[bytes, Mapping[str, int]]:
+    """What a segment with many tensors in it makes: its bytes, and the CRC-32 of each tensor."""
+    content, known = segment.make()
+    if len(content) != segment.nbytes:
+        raise ValueError(f"a gathered segment of {segment.nbytes} bytes was made with {len(content)}")
+    return content, known
+
+
 def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, progress: Progress | None) -> Callable[[], None]:
     """Neighbouring small segments in one write; the place of a late one is left blank until it is known."""
 
@@ -234,7 +260,7 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
                     data = segment.content if isinstance(segment, Memory) else fetched.get(segment.label) or small_bytes(segment)
                 here[segment.label] = written.add(segment, 0, data)
                 buffer[at:end] = data
-            elif segment.needs in here:
+            elif isinstance(segment, Late) and segment.needs in here:
                 buffer[at:end] = segment.make(here)
                 written.made.add(offset)
             else:

@@ -6,6 +6,7 @@ written in any order and by several threads:
     Literal    bytes that are known now: headers, names, padding
     Data       the elements of one tensor in C order, little-endian; its CRC-32 is computed while it passes by, its hash if wanted
     Memory     bytes of this process as they lie there, with a CRC-32 like data: the storages of torch's own objects
+    Gathered   many small pieces of data with what stands between them: a few megabytes, made at once when they are written
     Hole       room that is left as it is: zeros, where the file system can do it without writing them
     Late       bytes of a known length that depend on those CRCs: data descriptors, central directories, checksum fields
 
@@ -22,8 +23,10 @@ from holdfast.core.tensor import LazyTensor
 __all__ = [
     "HASH_KEY",
     "HEAD_KEY",
+    "MISTAKEN_KEY",
     "Data",
     "FilePlan",
+    "Gathered",
     "Hashing",
     "Hole",
     "Late",
@@ -40,10 +43,15 @@ HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
 """What is put behind the label of data for its hash and its head, which stand among the checksums; the head is 0 for data that has
 none (`core.content_hash`). Half of a surrogate pair: no name that is saved has one."""
 
+MISTAKEN_KEY = "\udc00mistaken"
+"""The same for what torch's writer takes for one more checksum of a record (`formats.torch.write.mistaken_crc`)."""
+
+BESIDE_CRCS = (HASH_KEY, HEAD_KEY, MISTAKEN_KEY)
+
 
 def without_hashes(sums: Mapping[str, int]) -> dict[str, int]:
     """The CRC-32 of all data, without its hashes."""
-    return {label: crc for label, crc in sums.items() if not label.endswith((HASH_KEY, HEAD_KEY))}
+    return {label: crc for label, crc in sums.items() if not label.endswith(BESIDE_CRCS)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +99,17 @@ class Memory:
         return self.content.nbytes
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """A stretch of a file that has many small pieces of data in it. None of them is an object of its own."""
+
+    nbytes: int
+    labels: Sequence[str]
+    """Of the pieces that are not empty, each as for `Data`."""
+    make: Callable[[], tuple[bytes, Mapping[str, int]]]
+    """Fetches the pieces: exactly `nbytes` bytes, and the CRC-32 of each piece by its label. It may say more (`MISTAKEN_KEY`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Hole:
     """Room without content. It has no checksum: whoever fills it knows better."""
@@ -104,21 +123,23 @@ class Late:
 
     nbytes: int
     make: Callable[[Mapping[str, int]], bytes]
-    """From the CRC-32 of every `Data` and `Memory` segment of the plan, by label, to exactly `nbytes` bytes."""
+    """From the CRC-32 of all data of the plan, by label, to exactly `nbytes` bytes."""
     needs: str | None = None
     """The one label that it depends on, where it is only one: it can then be made as soon as that data has passed by."""
     blank: bytes | None = None
     """What it is with 0 in the place of every checksum, where somebody has made that already."""
 
 
-Segment = Literal | Data | Memory | Hole | Late
+Segment = Literal | Data | Memory | Gathered | Hole | Late
 
 
 def known_later(segments: Iterable[Segment]) -> list[str]:
     """Under which keys something is known when these segments are written."""
-    keys = []
+    keys: list[str] = []
     for segment in segments:
-        if isinstance(segment, Data | Memory):
+        if isinstance(segment, Gathered):
+            keys += segment.labels
+        elif isinstance(segment, Data | Memory):
             keys.append(segment.label)
             if isinstance(segment, Data) and segment.hashed:
                 keys += (segment.label + HASH_KEY, segment.label + HEAD_KEY)

@@ -2,5 +2,5 @@
 
 zip, legacy      the containers, read, alone or in records    table      globals and persistent ids of their pickles
 tensors          what a tensor claims, checked               records    which storages a file gets
-write, writer    the zip, laid out; the pickle in it
+write, writer    the zip, laid out; the pickle in it         rows       the same pickle, of very many tensors
 """

@@ -19,7 +19,7 @@ storage differs: torch writes all of the storage, this writes what is reached (u
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import PurePath
 
@@ -36,8 +36,9 @@ from holdfast.errors import CannotHold
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import NESTED, TorchPickle
-from holdfast.formats.zip.writer import Payload, lay_out_zip
-from holdfast.plan.saves import Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
+from holdfast.formats.zip.numbered import SMALL_NBYTES, Numbered
+from holdfast.formats.zip.writer import Payload, Records, lay_out_zip
+from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
 
 __all__ = [
     "NBYTES",
@@ -226,7 +227,7 @@ def _lay_out(state: State, name: str, alignment: int, *, crc: bool, trim: bool, 
 def lay_out_container(
     name: str,
     content: bytes,
-    storages: Sequence[tuple[str, Payload]],
+    storages: Records,
     *,
     alignment: int = ALIGNMENT,
     crc: bool = True,
@@ -239,7 +240,7 @@ def lay_out_container(
     """
     order: list[tuple[str, Payload]] = [("byteorder", sys.byteorder.encode())]
     numbers: list[tuple[str, Payload]] = [(".format_version", b"1"), (".storage_alignment", b"%d" % alignment)]
-    records: list[tuple[str, Payload]] = [
+    records: list[tuple[str, Payload] | Numbered] = [
         ("data.pkl", content),
         *(numbers if numbered else ()),
         *(order if order_first else ()),
@@ -256,13 +257,20 @@ class Identity:
 
     __slots__ = ("crc", "records")
 
-    def __init__(self, records: Sequence[tuple[str, Payload]], *, crc: bool) -> None:
+    def __init__(self, records: Records, *, crc: bool) -> None:
         self.records = records
         self.crc = crc
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
         found: list[int] = []
-        for _, payload in self.records:
+        names: list[str] = []
+        for record in self.records:
+            if isinstance(record, Numbered):
+                names += record.names()
+                found += self._numbered(record, crcs)
+                continue
+            name, payload = record
+            names.append(name)
             if not (payload if isinstance(payload, bytes) else payload.nbytes):
                 continue
             mistaken = mistaken_crc(_head(payload))
@@ -274,7 +282,19 @@ class Identity:
                 found.append(crc32(payload))
             elif isinstance(payload, Data | Memory):
                 found.append(crcs[payload.label])
-        return serialization_id([name for name, _ in self.records], found)
+        return serialization_id(names, found)
+
+    def _numbered(self, rows: Numbered, crcs: Mapping[str, int]) -> Iterator[int]:
+        """The checksums of numbered records."""
+        alone = frozenset(np.flatnonzero(rows.nbytes > SMALL_NBYTES).tolist())
+        for number in np.flatnonzero(rows.nbytes).tolist():
+            label = rows.name(number)
+            mistaken = crcs.get(label + MISTAKEN_KEY) if MISTAKEN_KEY in crcs else None
+            if number in alone:
+                mistaken = mistaken_crc(_head(rows.alone(number)))
+            if mistaken is not None:
+                yield mistaken
+            yield crcs[label] if self.crc else 0
 
 
 def _head(data: Payload) -> bytes:

@@ -13,6 +13,8 @@
 Everything but the checksums is known here, so a record of data costs two segments: the `Data`, and a `Late` with its
 descriptor and all that is known up to the next data. The last `Late` is the central directory, made beforehand with blank
 checksums, which are filled in together.
+
+Many small records that are called by their numbers come as one `Numbered` (`formats.zip.numbered`): rows instead of objects.
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ from holdfast.formats.zip.layout import (
     MAX32,
     UTF8,
 )
+from holdfast.formats.zip.numbered import ENTRY_CRC, Numbered, lay_out_numbered
 from holdfast.plan.saves import Data, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "entry", "header", "lay_out_zip", "tail"]
+__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "Records", "entry", "header", "lay_out_zip", "tail"]
 
 Payload = bytes | Data | Memory | Hole | Late
 """What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
 
 A `Late` one is known when the checksums of all records before it are; it stands last."""
+
+Records = Sequence[tuple[str, Payload] | Numbered]
+"""What an archive holds, in this order."""
 
 MAX_ALIGNMENT = MAX16 - 31
 """The padding is an extra field, whose length has 16 bits; 4 bytes of it begin the block and 28 may be a zip64 block.
@@ -48,8 +54,6 @@ torch 2.13 accepts more, and writes a file that it cannot read."""
 
 HEADER = struct.Struct("<I5H3I2H")
 ENTRY = struct.Struct("<I6H3I5H2I")
-ENTRY_CRC = 16
-"""Where the checksum lies in an entry."""
 SHORT_DESCRIPTOR = struct.Struct("<IIII")
 LONG_DESCRIPTOR = struct.Struct("<IIQQ")
 ZIP64_END = struct.Struct("<IQ2H2I4Q")
@@ -118,9 +122,7 @@ class Ending:
         return before + filled.tobytes()
 
 
-def lay_out_zip(
-    prefix: str, records: Sequence[tuple[str, Payload]], *, alignment: int = 64, crc: bool = True
-) -> tuple[Segment, ...]:
+def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool = True) -> tuple[Segment, ...]:
     """The segments of an archive with these records, in this order, all under the folder `prefix`.
 
     A `Data` record's label is the key of its checksum. With `crc=False` every checksum field is 0, as torch's
@@ -128,7 +130,9 @@ def lay_out_zip(
     """
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise ValueError(f"an alignment of {alignment}: a zip archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
-    if len({name.casefold() for name, _ in records}) != len(records):
+    folders = [record.folder.casefold() + "/" for record in records if isinstance(record, Numbered)]
+    names = [record[0].casefold() for record in records if not isinstance(record, Numbered)]
+    if len({*names, *folders}) != len(records) or any(name.startswith(tuple(folders)) for name in names):
         raise ValueError("two records of one name (readers ignore case)")
     return _Forward(prefix, alignment=alignment, crc=crc).lay_out(records)
 
@@ -150,45 +154,69 @@ class _Forward:
         """Bytes of the entries so far."""
         self.labels: list[str] = []
         self.places: list[int] = []
+        self.count = 0
+        self.late: tuple[Late, bool] | None = None
 
-    def lay_out(self, records: Sequence[tuple[str, Payload]]) -> tuple[Segment, ...]:
-        late: tuple[Late, bool] | None = None
-        for name, payload in records:
-            if late is not None:
+    def lay_out(self, records: Records) -> tuple[Segment, ...]:
+        for record in records:
+            if self.late is not None:
                 raise ValueError("a late payload must be the last record")
-            if isinstance(payload, bytes):
-                nbytes = len(payload)
-                own = crc32(payload) if self.crc and nbytes else 0
-                wide = self._header(name, payload, nbytes, own=own)
-                self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
-                if nbytes:
-                    self.known += (
-                        payload,
-                        (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes),
-                    )
-                continue
-            nbytes = payload.nbytes
-            wide = self._header(name, payload, nbytes, own=0)
-            self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
-            if isinstance(payload, Late):
-                late = payload, wide
-            elif nbytes:
-                self._flush()
-                self.segments.append(payload)
-                if self.crc and not isinstance(payload, Hole):
-                    self.waiting = payload.label, nbytes, wide
-                else:
-                    self.known.append((LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
+            if isinstance(record, Numbered):
+                self._numbered(record)
+            else:
+                self._record(*record)
         self._flush()
-        blank = b"".join((*self.entries, tail(len(records), self.at, self.directory)))
+        blank = b"".join((*self.entries, tail(self.count, self.at, self.directory)))
         ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
-        if late is not None:
-            ending.payload, ending.wide = late
-        if self.labels or late is not None:
+        if self.late is not None:
+            ending.payload, ending.wide = self.late
+        if self.labels or self.late is not None:
             self.segments.append(Late(ending.nbytes, ending))
         else:
             self._literal(ending({}))
         return tuple(self.segments)
+
+    def _record(self, name: str, payload: Payload) -> None:
+        self.count += 1
+        if isinstance(payload, bytes):
+            nbytes = len(payload)
+            own = crc32(payload) if self.crc and nbytes else 0
+            wide = self._header(name, payload, nbytes, own=own)
+            self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
+            if nbytes:
+                self.known += (
+                    payload,
+                    (LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, own, nbytes, nbytes),
+                )
+            return
+        nbytes = payload.nbytes
+        wide = self._header(name, payload, nbytes, own=0)
+        self.at += nbytes + _descriptor_nbytes(nbytes, wide=wide)
+        if isinstance(payload, Late):
+            self.late = payload, wide
+        elif nbytes:
+            self._flush()
+            self.segments.append(payload)
+            if self.crc and not isinstance(payload, Hole):
+                self.waiting = payload.label, nbytes, wide
+            else:
+                self.known.append((LONG_DESCRIPTOR if wide else SHORT_DESCRIPTOR).pack(DESCRIPTOR_SIGNATURE, 0, nbytes, nbytes))
+
+    def _numbered(self, rows: Numbered) -> None:
+        """Many records at once; one by one where the archive is so long that its offsets have another form."""
+        laid = lay_out_numbered(rows, self.prefix, self.at, alignment=self.alignment, crc=self.crc)
+        if laid is None:
+            for number in range(len(rows)):
+                self._record(rows.name(number), rows.alone(number))
+            return
+        self._flush()
+        self.segments += laid.segments
+        self.entries.append(laid.entries)
+        self.labels += laid.labels if self.crc else ()
+        self.places += (laid.places + self.directory).tolist() if self.crc else ()
+        self.directory += len(laid.entries)
+        self.at = laid.stop
+        self.count += len(rows)
 
     def _header(self, name: str, payload: Payload, nbytes: int, *, own: int) -> bool:
         """Add a record's header to what is known and its entry to the directory; whether it has a zip64 block.

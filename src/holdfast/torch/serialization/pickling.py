@@ -13,7 +13,10 @@ The way back, `unpickler`, is for `weights_only=False`. It runs what the file sa
 
 from __future__ import annotations
 
+import copyreg
 import io
+import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
@@ -22,10 +25,16 @@ from typing import BinaryIO, Protocol, cast
 import torch
 
 from holdfast.core.dtype import DTYPES
+from holdfast.core.limits import Limits
 from holdfast.errors import Refused
+from holdfast.formats.pickle.writer import PickleWriter
+from holdfast.formats.torch.rows import CONTAINERS, RowPickle, leaves
+from holdfast.formats.zip.numbered import Numbered
 from holdfast.torch.serialization.locations import location_tag, stays_on_cpu
+from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
+from holdfast.torch.tensors.rows import TYPES, ask
 
-__all__ = ["StorageClass", "StorageIds", "check_pickle_module", "pickle_object", "unpickler"]
+__all__ = ["StorageClass", "StorageIds", "check_pickle_module", "pickle_object", "pickle_rows", "unpickler"]
 
 STORAGE = "storage"
 CLASH = (
@@ -122,6 +131,47 @@ def pickle_object(obj: object, ids: PickledObject, *, pickle_module: ModuleType,
     pickler.persistent_id = ids.persistent_id
     pickler.dump(obj)
     return buffer.getvalue()
+
+
+FEW = 16
+"""Fewer tensors are left to the pickler: it is faster with few objects."""
+
+REDUCED_BY = torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__
+"""How torch pickles its tensors. Whoever changed that is asked."""
+
+
+def pickle_rows(obj: object) -> tuple[bytes, Numbered] | None:
+    """What `pickle_object` gives with CPython's pickler and torch's protocol, and the storages; None where `obj` is not common.
+
+    Nothing is raised: the pickler says what is wrong.
+    """
+    changed = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__) != REDUCED_BY
+    if type(obj) not in CONTAINERS or changed or not _is_same_pickler() or not copyreg.dispatch_table.keys().isdisjoint(TYPES):
+        return None
+    if not stays_on_cpu(None, "cpu"):
+        return None
+    tensors = leaves(obj, TYPES, LIMITS)
+    asked = ask(tensors, whole=False) if tensors is not None and len(tensors) >= FEW else None
+    if asked is None:
+        return None
+    pickled = RowPickle(asked, TYPES, LIMITS)
+    pickled.write(obj)
+    return None if pickled.problems else (pickled.finish(), asked.storages)
+
+
+LIMITS = Limits()
+
+
+@cache
+def _is_same_pickler() -> bool:
+    """Whether this Python pickles containers as the writer does, which is tried: another batch of items is another stream."""
+    counts = (0, 1, 2, 999, 1000, 1001, 2000)
+    some = [{n: n for n in range(count)} for count in counts] + [list(range(count)) for count in counts]
+    some += [OrderedDict((n, None) for n in range(count)) for count in counts]  # type: ignore[misc]  # dicts and lists
+    tried: list[object] = [some, tuple(some), "text", "text", -1, 1 << 40, 0.5, True, ()]
+    writer = PickleWriter()
+    writer.write(tried)
+    return writer.finish() == pickle.dumps(tried, DEFAULT_PROTOCOL)
 
 
 def check_pickle_module(pickle_module: ModuleType) -> None:

@@ -1,6 +1,7 @@
 """`save`: what `torch.save` does, byte for byte, and the old file stays whole until the new one is.
 
-1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied.
+1. The object is pickled by the caller's pickle module (pickling.py); its storages are collected, not copied. A state with many
+   tensors and nothing unusual is written as rows instead (formats/torch/rows.py), in the same bytes.
 2. The file is laid out around pickle and storages (formats/torch/write.py, or `lay_out_legacy` for the container before 1.6).
 3. A path is written by the engine: threads, checksums while the bytes pass by, a hidden sibling, one rename. Anything with a
    `write` is written from front to back.
@@ -38,7 +39,7 @@ from holdfast.rewrite.planned import Writing, write_plan
 from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
-from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object
+from holdfast.torch.serialization.pickling import StorageIds, check_pickle_module, pickle_object, pickle_rows
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
 from holdfast.torch.versions import config, local
@@ -150,8 +151,13 @@ def _lay_out(
     alignment: int = config.save.storage_alignment
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise Refused(f"a storage alignment of {alignment}: an archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
+    crc: bool = config.save.compute_crc32
     ids = StorageIds()
     with resting_collector():
+        if pickle_module is pickle and protocol == DEFAULT_PROTOCOL and not skip and versions.NUMBERED_CONTAINER:
+            many = pickle_rows(obj)
+            if many is not None:
+                return lay_out_container(name, many[0], [many[1]], alignment=alignment, crc=crc, order_first=order_first)
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
     gpus = GpuSource()
     # A numbered container has them in the order of their numbers, older ones in that of the texts.
@@ -162,7 +168,7 @@ def _lay_out(
         content,
         storages,
         alignment=alignment,
-        crc=config.save.compute_crc32,
+        crc=crc,
         order_first=order_first,
         numbered=bool(versions.NUMBERED_CONTAINER),
     )

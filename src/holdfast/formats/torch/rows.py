@@ -1,0 +1,271 @@
+"""`RowPickle`: the `data.pkl` of a state with very many tensors, which are rows and not objects.
+
+    state ── leaves ──▶ its tensors ── a taker ──▶ TensorRows ── RowPickle ──▶ data.pkl
+                                                              └─ Numbered ──▶ data/0, data/1 …
+
+Fifty thousand tensors are of a few kinds: a dtype, a shape, what they are beyond their elements. Tensors of a kind have the same
+opcodes, but for the key of their storage and the numbers that the memo counts.
+
+1. The first tensors of a kind are written opcode by opcode. Once the memo's numbers are four bytes wide, what was written is kept
+   as the template of its kind, with a note where the numbers stand (`_Template`).
+2. From then on a tensor is its key between two pieces of bytes. The numbers are filled in by `finish`, all of them together.
+
+Containers and plain values are written by `PickleWriter`. So the bytes are those of `TorchPickle`, and those of CPython's pickler
+with torch's persistent ids. *Common* is what both write alike, and `leaves` knows it: the exact types of containers and values,
+keys that are text or numbers. For all other states there are the other writers; they say what is wrong with them, too.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from holdfast.core.arrays import Ints
+from holdfast.core.dtype import DType
+from holdfast.core.limits import Limits
+from holdfast.formats.pickle.table import ATTRIBUTES
+from holdfast.formats.pickle.writer import TEXT, TUPLES, get, integer
+from holdfast.formats.torch.writer import STORAGE, UTILS, TorchPickle
+from holdfast.formats.zip.numbered import Numbered
+
+__all__ = ["CONTAINERS", "RowKind", "RowPickle", "TensorRows", "leaves"]
+
+PLAIN = frozenset({type(None), bool, int, float, str})
+KEYS = frozenset({str, int})
+CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
+
+SHORT = 255
+"""The last number of the memo that takes one byte."""
+
+ONE_DIGIT = 10
+"""CPython has a text of one character once, so the key of such a storage may be the same object as a text of the state."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What many tensors have in common."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """In elements, from the begin of the storage."""
+    count: int
+    """Elements of the storage; bytes, for dtypes whose storage has none."""
+    requires_grad: bool = False
+    parameter: bool = False
+    location: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRows:
+    """Tensors of one state in the order in which they are met, each once."""
+
+    rows: dict[int, int]
+    """From the identity of a tensor to its row."""
+    kinds: Sequence[int]
+    """Of each row, as a position in `table`."""
+    table: Sequence[RowKind]
+    records: Sequence[int]
+    """The storage of each row. New storages have the next number."""
+    storages: Numbered
+    """Their bytes."""
+
+
+def leaves(tree: object, kinds: Collection[type], limits: Limits) -> list[object] | None:
+    """The values of these types in a state, in the order in which a pickle meets them, each once; None where it is not common.
+
+    A container that stands in two places is written once; so it is walked once.
+    """
+    walk = _Walk(kinds, limits.depth)
+    return list(walk.found.values()) if walk.through(tree, 1) else None
+
+
+class _Walk:
+    """One walk for `leaves`. An object, because a function that calls itself is a cycle, and would keep the tensors."""
+
+    def __init__(self, kinds: Collection[type], depth: int) -> None:
+        self._kinds = frozenset(kinds)
+        self._depth = depth
+        self._walked: set[int] = set()
+        self.found: dict[int, object] = {}
+
+    def through(self, value: object, depth: int) -> bool:
+        """Whether all is common from here on."""
+        kind = type(value)
+        if kind in PLAIN:
+            return True
+        if kind in self._kinds:
+            self.found[id(value)] = value
+            return True
+        if kind not in CONTAINERS or depth > self._depth:
+            return False
+        if id(value) in self._walked:
+            return True
+        self._walked.add(id(value))
+        inside: Iterable[object]
+        if isinstance(value, dict):
+            if not KEYS.issuperset(map(type, value)):
+                return False
+            inside = value.values()
+        else:
+            inside = value  # type: ignore[assignment]  # a list or a tuple
+        types = set(map(type, inside))
+        if types.issubset(self._kinds):
+            self.found.update(zip(map(id, inside), inside, strict=True))
+        elif not types.issubset(PLAIN):
+            for item in inside:
+                if not self.through(item, depth + 1):
+                    return False
+        if kind is OrderedDict and (state := vars(value)):
+            # What a module says of its versions.
+            return ATTRIBUTES not in state and self.through(state, depth + 1)
+        return True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Template:
+    """The opcodes of tensors of a kind."""
+
+    before: bytes
+    """Up to the key of the storage."""
+    behind: bytes
+    """From there on."""
+    holes: Ints
+    """Where in `behind` the numbers of the memo stand; they follow each other."""
+
+
+@dataclass(slots=True, eq=False)
+class _Filled:
+    """Tensors that were written by one template."""
+
+    holes: Ints
+    pieces: list[int] = field(default_factory=list)
+    """Which of the writer's pieces is the one with the numbers."""
+    numbers: list[int] = field(default_factory=list)
+    """The first of them."""
+
+
+class RowPickle(TorchPickle):
+    """The pickle of a state whose tensors are rows. `types` are those of the tensors."""
+
+    def __init__(self, tensors: TensorRows, types: Iterable[type], limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self._tensors = tensors
+        self.rows |= dict.fromkeys(types, RowPickle._row)
+        self._templates: dict[tuple[int, bool], tuple[_Template, _Filled]] = {}
+        """By kind, and by whether the storage is new."""
+        self._puts: list[int] | None = None
+        """Which pieces remember something, while a template is made."""
+
+    def finish(self) -> bytes:
+        content = np.frombuffer(bytearray(super().finish()), np.uint8)
+        ends = np.cumsum(np.fromiter(map(len, self.out), np.int64, len(self.out)))
+        for _, filled in self._templates.values():
+            at = ends[np.array(filled.pieces, np.int64) - 1] if filled.pieces else np.zeros(0, np.int64)
+            numbers = np.array(filled.numbers, "<u4")[:, None] + np.arange(len(filled.holes), dtype="<u4")
+            places = (at[:, None] + filled.holes)[:, :, None] + np.arange(4)
+            content[places] = np.ascontiguousarray(numbers.astype("<u4")).view(np.uint8).reshape(places.shape)
+        return content.tobytes()
+
+    def put(self) -> int:
+        if self._puts is not None:
+            self._puts.append(len(self.out))
+        return super().put()
+
+    def _row(self, value: object) -> None:
+        """A tensor."""
+        tensors, identity = self._tensors, id(value)
+        number = self.memo.get(identity)
+        if number is not None:
+            self.out.append(get(number))
+            return
+        row = tensors.rows[identity]
+        kind, record, number = tensors.kinds[row], tensors.records[row], self.count
+        new = record == len(self._keys)
+        made = self._templates.get((kind, new))
+        if made is None or record < ONE_DIGIT:
+            self._write_row(tensors.table[kind], record)
+            if number > SHORT and made is None:
+                self._templates[kind, new] = self._template(tensors.table[kind], new=new)
+        else:
+            template, filled = made
+            if new:
+                self._keys.append(number)
+                key = b"%d" % record
+                self.out.append(template.before + TEXT(b"X", len(key)) + key)
+            else:
+                self.out.append(template.before + get(self._keys[record]))
+            filled.pieces.append(len(self.out))
+            filled.numbers.append(number)
+            self.out.append(template.behind)
+            self.count = number + len(template.holes)
+        self.memo[identity] = self.count - 1
+
+    def _template(self, kind: RowKind, *, new: bool) -> tuple[_Template, _Filled]:
+        """What was just written, once more and without the key: all that it refers to is known now."""
+        out, count = self.out, self.count
+        self.out, self._puts = [], []
+        try:
+            self._begin(kind)
+            cut = len(self.out)
+            if new:
+                self.put()
+            self._end(kind)
+            before, behind = b"".join(self.out[:cut]), b"".join(self.out[cut:])
+            lengths = np.cumsum([0, *map(len, self.out[cut:])])
+            # Behind the opcode.
+            holes = lengths[np.array(self._puts, np.int64) - cut] + 1
+            return _Template(before, behind, holes), _Filled(holes)
+        finally:
+            self.out, self.count, self._puts = out, count, None
+
+    def _write_row(self, kind: RowKind, record: int) -> None:
+        self._begin(kind)
+        if record == len(self._keys):
+            key = str(record)
+            self.keep(key)
+            self._str(key)
+            self._keys.append(self.memo[id(key)])
+        else:
+            self.out.append(get(self._keys[record]))
+        self._end(kind)
+
+    def _begin(self, kind: RowKind) -> None:
+        """Up to the key of the storage."""
+        untyped = kind.dtype.storage is None
+        if kind.parameter:
+            self.name(UTILS, "_rebuild_parameter")
+        self.name(UTILS, "_rebuild_tensor_v3" if untyped else "_rebuild_tensor_v2")
+        self.out.append(b"((")
+        self._shared(STORAGE)
+        if kind.dtype.storage is None:
+            self.name("torch.storage", "UntypedStorage")
+        else:
+            self.name("torch", kind.dtype.storage)
+
+    def _end(self, kind: RowKind) -> None:
+        """From the location of the storage on."""
+        self._shared(kind.location)
+        self.out += (integer(kind.count), b"t")
+        self.put()
+        self.out += (b"Q", integer(kind.offset))
+        self._ints(kind.shape)
+        self._ints(kind.strides)
+        self._bool(kind.requires_grad and not kind.parameter)
+        self.hooks()
+        if kind.dtype.storage is None:
+            self._torch_dtype(kind.dtype)
+        self.end_call(b"t")
+        if kind.parameter:
+            self._bool(kind.requires_grad)
+            self.hooks()
+            self.end_call(TUPLES[3])
+
+
+Taker = Callable[[list[object]], TensorRows | None]
+"""Asks tensors what they are, all at once; None where one is not ordinary."""

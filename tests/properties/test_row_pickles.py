@@ -1,0 +1,232 @@
+"""`holdfast.torch.save` by rows against torch's own `save`: the same bytes, the same refusals, whatever stands in the state."""
+
+import copyreg
+import io
+from collections import OrderedDict, defaultdict
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast.torch as ht
+from holdfast.formats.torch import rows
+from holdfast.torch import versions
+from holdfast.torch.serialization import pickling
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+SHAPES = [(), (1,), (3,), (2, 3), (0,), (2, 0, 3), (1, 1, 1, 1, 2)]
+TEXTS = st.sampled_from(["cpu", "storage", "weight", "0", "7", "", "é\U0001f600", "a" * 300]) | st.text(max_size=3)
+NUMBERS = st.sampled_from([0, 255, 256, 65536, -1, 1 << 31, 1 << 62, -(1 << 63)])
+PLAIN = st.none() | st.booleans() | NUMBERS | st.floats() | TEXTS
+
+pytestmark = pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
+
+
+def made(kind, shape, how):
+    tensor = torch.zeros(shape).to(kind)
+    match how:
+        case "parameter":
+            return torch.nn.Parameter(tensor, requires_grad=kind.is_floating_point)
+        case "wants a gradient" if kind.is_floating_point:
+            return tensor.requires_grad_()
+        case "transposed":
+            return tensor.T if tensor.dim() == 2 else tensor
+        case "a view":
+            return torch.zeros((4, *shape)).to(kind)[1]
+    return tensor
+
+
+TENSORS = st.builds(
+    made,
+    st.sampled_from(DTYPES),
+    st.sampled_from(SHAPES),
+    st.sampled_from(["plain", "plain", "parameter", "wants a gradient", "transposed", "a view"]),
+)
+
+
+def ordered(items, metadata):
+    made = OrderedDict(items)
+    if metadata is not None:
+        made._metadata = metadata
+    return made
+
+
+@st.composite
+def states(draw):
+    """Trees in which tensors, texts and containers come again, behind so many tensors that the numbers of the memo are long."""
+    pool = draw(st.lists(TENSORS, min_size=1, max_size=5))
+    pool += [tensor.detach() for tensor in pool]
+    texts = draw(st.lists(TEXTS, min_size=1, max_size=4))
+    shared = draw(st.lists(st.sampled_from(pool), max_size=3))
+    leaf = st.sampled_from(pool) | TENSORS | PLAIN | st.sampled_from(texts) | st.just(shared)
+    keys = st.sampled_from(texts) | TEXTS | NUMBERS
+    tree = st.recursive(
+        leaf,
+        lambda inner: (
+            st.lists(inner, max_size=5)
+            | st.lists(inner, max_size=5).map(tuple)
+            | st.dictionaries(keys, inner, max_size=6)
+            | st.builds(ordered, st.dictionaries(keys, inner, max_size=4), st.none() | st.dictionaries(keys, inner, max_size=2))
+        ),
+        max_leaves=25,
+    )
+    many = {f"t.{n}": pool[n % len(pool)].detach().clone() for n in range(draw(st.sampled_from([0, 12, 45])))}
+    return {**many, "rest": draw(tree), "end": [t.clone() for t in pool[:2]]}
+
+
+def outcome(save, state):
+    buffer = io.BytesIO()
+    try:
+        save(state, buffer)
+    except (RuntimeError, TypeError) as error:
+        return type(error).__mro__[-3]
+    return buffer.getvalue()
+
+
+def assert_as_torch(state):
+    with mock.patch.object(pickling, "FEW", 1):
+        assert outcome(ht.save, state) == outcome(torch.save, state)
+
+
+@settings(max_examples=80, deadline=None)
+@given(states())
+def test_rows_are_pickled_as_torch_pickles(state):
+    assert_as_torch(state)
+
+
+class Odd(torch.Tensor):
+    """A class of somebody's."""
+
+
+def with_attribute(tensor):
+    tensor.note = "mine"
+    return tensor
+
+
+def with_hook(tensor):
+    tensor.register_hook(lambda grad: grad)
+    return tensor
+
+
+def inside_itself():
+    made = []
+    made.append(made)
+    return made
+
+
+def deep():
+    made = []
+    for _ in range(70):
+        made = [made]
+    return made
+
+
+ODD = {
+    "an attribute": lambda: with_attribute(torch.ones(2)),
+    "a hook": lambda: with_hook(torch.ones(2, requires_grad=True)),
+    "conjugate": lambda: torch.ones(2, dtype=torch.complex64).conj(),
+    "negative": lambda: (torch.ones(2) + 1j).conj().imag,
+    "meta": lambda: torch.ones(2, device="meta"),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "a subclass": lambda: torch.ones(2).as_subclass(Odd),
+    "a buffer": lambda: torch.nn.Buffer(torch.ones(2)),
+    "two dtypes over one storage": lambda: [(a := torch.ones(2)), a.view(torch.int32)],
+    "two storages over one memory": lambda: [(a := np.ones(3), torch.from_numpy(a))[1], torch.from_numpy(a)],
+    "an array": lambda: np.ones(3),
+    "a size": lambda: torch.Size([2]),
+    "a device": lambda: torch.device("cpu"),
+    "a dtype": lambda: torch.float32,
+    "bytes": lambda: b"abc",
+    "a set": lambda: {1, 2},
+    "a defaultdict": lambda: defaultdict(list, a=[1]),
+    "an integer without end": lambda: 1 << 200,
+    "a key that is a tuple": lambda: {(1, 2): 3},
+    "a key that is a truth": lambda: {True: 3},
+    "inside itself": inside_itself,
+    "deep": deep,
+    "a storage": lambda: torch.ones(3).untyped_storage(),
+}
+WRITTEN_AS_ROWS = {"two storages over one memory", "inside itself"}
+
+
+def many(count=60):
+    return {f"t.{n}": torch.full((n % 3,), n) for n in range(count)}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("odd", sorted(ODD))
+def test_what_is_odd_is_left_to_the_pickler(odd):
+    state = many() | {"odd": ODD[odd]()}
+    assert (pickling.pickle_rows(state) is not None) == (odd in WRITTEN_AS_ROWS)
+    assert_as_torch(state)
+
+
+@pytest.mark.parametrize("count", [1, 16, 17, 999, 1000, 1001, 2000])
+def test_batches(count):
+    for state in (
+        many(count),
+        OrderedDict(many(count)),
+        list(many(count).values()),
+        dict(enumerate(many(count).values())),
+    ):
+        assert (pickling.pickle_rows(state) is not None) == (count >= pickling.FEW)
+        assert_as_torch(state)
+
+
+def test_a_model_and_its_optimizer():
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(40)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "epoch": 3,
+        "parameters": dict(model.named_parameters()),
+    }
+    assert pickling.pickle_rows(state) is not None
+    assert_as_torch(state)
+
+
+def test_long_ones_stay_where_they_are():
+    long = torch.arange(40_000.0)
+    state = {"long": long, **many(), "view": long[7:], "other": torch.ones(30_000)}
+    with mock.patch.object(pickling, "pickle_object", side_effect=AssertionError):
+        assert_as_torch(state)
+
+
+def test_whoever_changes_how_tensors_are_pickled_is_asked():
+    state = many()
+    copyreg.pickle(torch.Tensor, lambda tensor: (int, (len(tensor),)))
+    try:
+        assert pickling.pickle_rows(state) is None
+        assert_as_torch(state)
+    finally:
+        del copyreg.dispatch_table[torch.Tensor]
+    with mock.patch.object(torch.Tensor, "__reduce_ex__"):
+        assert pickling.pickle_rows(state) is None
+    with torch.overrides.TorchFunctionMode():
+        assert pickling.pickle_rows(state) is None
+    assert pickling.pickle_rows(state) is not None
+
+
+def test_another_python_writes_with_its_own_pickler():
+    pickling._is_same_pickler.cache_clear()
+    try:
+        with mock.patch("holdfast.formats.pickle.writer.BATCH_ITEMS", 999):
+            assert pickling.pickle_rows(many()) is None
+    finally:
+        pickling._is_same_pickler.cache_clear()
+    assert pickling.pickle_rows(many()) is not None
+
+
+def test_a_template_is_used():
+    state = many(200)
+    with mock.patch.object(rows.RowPickle, "_write_row", autospec=True, side_effect=rows.RowPickle._write_row) as one_by_one:
+        assert_as_torch(state)
+    assert one_by_one.call_count < 60
