@@ -1,6 +1,6 @@
 """torch's own containers: the zip since 1.6, the stream and the tar before it, and TorchScript archives as data.
 
-zip, legacy      the containers, read, alone or in records    table      globals and persistent ids of their pickles
-tensors          what a tensor claims, checked               records    which storages a file gets
-write, writer    the zip, laid out; the pickle in it
+zip, legacy      the containers, read, alone or in records    table      the globals of their pickles
+tensors          what a tensor claims, checked               storages   persistent ids, and the storages behind them
+write, writer    the zip, laid out; the pickle in it         records    which storages a file gets
 """
