@@ -65,6 +65,7 @@ REPEATED = {
     "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 96),
     "test_every_header_byte_flipped": ("tests/hostile/test_damage.py", 2),
     "test_an_attack": ("tests/integrations/test_dcp_hostile.py", 4),
+    "test_an_attack_means_the_same_at_a_glance": ("tests/properties/test_glance.py", 8),
     "test_each_request_meets_each_fault": ("tests/remote/test_commit.py", 2),
 }
 """Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks, all writers crash

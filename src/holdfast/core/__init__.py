@@ -3,6 +3,7 @@
 box, chunk             where the elements of a tensor lie: a storage, a box of it
 tensor                 a tensor that is described and not read, slices of it as arithmetic; one that is made of several
 index                  slices: an index on a tensor as arithmetic on its chunks
+rows                   one of many tensors of a kind, whose chunk is made when it is asked for
 columns                where many ordinary tensors lie, as numbers in rows; arrays of them, and of any others
 sharing                which tensors share memory: groups, twins, islands, overlaps
 tiling                 do boxes cover a tensor exactly once; how the boxes of one holder lie to each other

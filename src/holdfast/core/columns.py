@@ -27,6 +27,7 @@ from holdfast.core.arrays import AnyDType, Ints
 from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request, Source, by_source
+from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import PLAIN, LazyTensor
 
 __all__ = ["FEW", "NO_CRC", "Columned", "Columns", "columns_of", "read_mapping", "read_tensors"]
@@ -89,6 +90,15 @@ def columns_of(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> Columns
     """Bytes of a dtype, a shape and strides; -1 where that is not ordinary. There are a dozen of them among many tensors."""
     for number in numbers if numbers and _ordinary_limits(tensors[numbers[0]].source) else ():
         tensor = tensors[number]
+        if type(tensor) is RowTensor:
+            row = tensor.kind
+            if row.dense >= 0 and 0 <= tensor.start < FAR:
+                crc = tensor.crc32 if row.dense == row.nbytes else None
+                place = keys.setdefault(row.key, len(keys)), tensor.start + row.offset // 8, row.dense
+                places.append((*place, NO_CRC if crc is None else crc))
+                found.append(number)
+                dtypes.append(row.dtype.numpy)
+            continue
         chunks, dtype, traits, shape = tensor.chunks, tensor.dtype, tensor.traits, tensor.shape
         if len(chunks) != 1 or (traits is not PLAIN and (traits.conj or traits.neg or traits.meta)):
             continue

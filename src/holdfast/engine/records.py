@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,9 +35,8 @@ FEW_NBYTES = 1 << 20
 """What such records have in all."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordRead:
-    """One record and where it goes."""
+class RecordRead(NamedTuple):
+    """One record and where it goes. A tuple, since there are tens of thousands of them."""
 
     start: int
     """First byte in the file."""
@@ -68,11 +67,10 @@ class Records(Sink):
     """Records of one file, cut where its blocks end."""
 
     def __init__(self, key: str, records: Sequence[RecordRead], *, verify: bool) -> None:
-        count, self._records = len(records), records
-        starts = np.fromiter((record.start for record in records), np.int64, count)
-        lengths = np.fromiter((record.nbytes for record in records), np.int64, count)
-        addresses = np.fromiter((record.address for record in records), np.int64, count)
-        summed = np.fromiter((verify and record.crc32 is not None for record in records), np.bool_, count)
+        self._records = records
+        first, nbytes, places, crcs, _ = zip(*records, strict=True) if records else ((),) * 5
+        starts, lengths, addresses = (np.array(column, np.int64) for column in (first, nbytes, places))
+        summed = np.array([verify and crc is not None for crc in crcs], np.bool_)
         self.parts = join_parts(key, starts, starts + lengths, RECORDS)
         owners = self.parts.owners
         self._addresses = addresses[owners] + self.parts.begins - starts[owners]

@@ -29,7 +29,8 @@ from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import FormatError, MetadataError, PickleError, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.table import StorageId, Storages, TorchTable
+from holdfast.formats.torch.storages import StorageId, Storages
+from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import brief
 from holdfast.formats.torch.zip import PickleReader, record_bytes
 from holdfast.formats.zip.reader import Archive, read_archive

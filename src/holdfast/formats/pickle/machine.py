@@ -29,6 +29,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign
 from holdfast.core.runtime import resting_collector
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
+from holdfast.formats.pickle.glance import NEVER, START, Glance, Stub
 from holdfast.formats.pickle.rare import RARE, REFUSED
 from holdfast.formats.pickle.state import State
 from holdfast.formats.pickle.table import Pending, Table
@@ -36,6 +37,9 @@ from holdfast.formats.pickle.text import utf8
 from holdfast.formats.pickle.tolerant import TOLERANT
 
 __all__ = ["Interpreted", "interpret", "interpret_whole"]
+
+UNKNOWN = Stub(START, 0)
+"""Found where the memo has nothing in that place; what is in no place in order is asked of the state."""
 
 PROTOCOL = 5
 """The highest protocol there is."""
@@ -125,6 +129,8 @@ def _run(state: State) -> object:
     table, memo, marked, watched = state.table, state.memo, state.marked, state.watched
     call, persistent, fill = table.call, table.persistent, table.spending.fill
     uint16, uint32, int32 = (struct.Struct(code).unpack_from for code in ("<H", "<I", "<i"))
+    opener: object = NEVER
+    glance = Glance(state)
     pos = _protocol(state)
     stack: list[object] = state.stack
     count = int(pos > state.start)
@@ -144,18 +150,26 @@ def _run(state: State) -> object:
                     else:
                         state.at, state.count, state.stack = pos - 1, count, stack
                         state.put(index)
+                        opener = state.opener
                     pos += 4
                 elif op == 0x4B:  # BININT1
                     stack.append(data[pos])
                     pos += 1
                 elif op == 0x68:  # BINGET
                     index = data[pos]
-                    if index < len(memo):
-                        stack.append(memo[index])
-                    else:
-                        state.at = pos - 1
-                        stack.append(state.get(index))
                     pos += 1
+                    value = memo[index] if index < len(memo) else UNKNOWN
+                    if value is opener:
+                        end = glance.take(pos, limit)
+                        if end:
+                            stack.append(glance.made)
+                            pos, count = end, count + glance.opcodes
+                            continue
+                    elif type(value) is Stub:
+                        state.at = pos - 2
+                        value = state.get(index)
+                        opener = state.opener
+                    stack.append(value)
                 elif op == 0x94:  # MEMOIZE
                     if state.sparse:
                         state.at, state.count, state.stack = pos - 1, count, stack
@@ -224,15 +238,23 @@ def _run(state: State) -> object:
                     stack.append(None)
                 elif op == 0x6A:  # LONG_BINGET
                     (index,) = uint32(data, pos)
-                    if index < len(memo):
-                        stack.append(memo[index])
-                    else:
-                        state.at = pos - 1
-                        stack.append(state.get(index))
                     pos += 4
+                    value = memo[index] if index < len(memo) else UNKNOWN
+                    if value is opener:
+                        end = glance.take(pos, limit)
+                        if end:
+                            stack.append(glance.made)
+                            pos, count = end, count + glance.opcodes
+                            continue
+                    elif type(value) is Stub:
+                        state.at = pos - 5
+                        value = state.get(index)
+                        opener = state.opener
+                    stack.append(value)
                 elif op == 0x71:  # BINPUT
                     state.at, state.count, state.stack = pos - 1, count, stack
                     state.put(data[pos])
+                    opener = state.opener
                     pos += 1
                 elif op == 0x4D:  # BININT2
                     stack.append(uint16(data, pos)[0])
@@ -278,7 +300,7 @@ def _run(state: State) -> object:
                     if rare is None:
                         raise state.fail(f"Unsupported operand {op}: opcode 0x{op:02x} is {REFUSED.get(op, 'not one of pickle')}")
                     rare(state)
-                    pos, stack = state.pos, state.stack
+                    pos, stack, opener = state.pos, state.stack, state.opener
             state.at = limit
             if pos > limit or not state.framed:
                 raise state.short()

@@ -210,6 +210,7 @@ def index_text(s: State) -> int:
 def global_(s: State) -> None:
     module, name = text.utf8(s.line(most=NAME_NBYTES)), text.utf8(s.line(most=NAME_NBYTES))
     s.stack.append(s.table.find(module, name))
+    s.named()
 
 
 def stack_global(s: State) -> None:
@@ -220,6 +221,7 @@ def stack_global(s: State) -> None:
     if len(name) > NAME_NBYTES or len(module) > NAME_NBYTES:
         raise s.fail(f"a global with a name of more than {NAME_NBYTES} characters")
     s.stack.append(s.table.find(module, name))
+    s.named()
 
 
 def inst(s: State) -> None:

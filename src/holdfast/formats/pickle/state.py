@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from holdfast.core.limits import Limits
 from holdfast.errors import FormatError, LimitExceeded, PickleError, Truncated
+from holdfast.formats.pickle.glance import NEVER, Stub, settle
 from holdfast.formats.pickle.table import Pending, Table
 
 __all__ = ["NAME_NBYTES", "State"]
@@ -22,8 +23,8 @@ class State:
     """One interpretation at work. The loop keeps `pos` and `stack` in local variables and writes them back for rare opcodes."""
 
     __slots__ = (
-        "at", "count", "counted", "data", "end", "framed", "limit", "limits", "marked", "memo", "pos", "sparse", "stack", "start",
-        "stream", "table", "watched",
+        "at", "count", "counted", "data", "end", "framed", "limit", "limits", "marked", "memo", "opener", "pos", "settled",
+        "sparse", "stack", "start", "stream", "table", "watched",
     )  # fmt: skip
 
     def __init__(self, data: bytes, table: Table, limits: Limits, *, stream: str, start: int, end: int) -> None:
@@ -48,6 +49,10 @@ class State:
         self.sparse: dict[int, object] = {}
         self.counted = 0
         """Entries of `memo` that were looked for in `sparse`."""
+        self.settled = False
+        """Whether the memo holds every value, and the machine works alone."""
+        self.opener: object = NEVER
+        """What the memo holds where a tensor may begin that is taken at a glance."""
         self.watched: dict[int, tuple[Pending, list[int]]] = {}
         """Unfinished objects, by identity, with the memo entries that hold them."""
 
@@ -130,6 +135,8 @@ class State:
         """Remember the top of the stack under `index`."""
         value = self.top()
         if index < len(self.memo):
+            # What was learned of the entries so far holds no longer.
+            self.settle()
             self.memo[index] = value
         elif index == len(self.memo):
             self.memo.append(value)
@@ -143,10 +150,23 @@ class State:
     def get(self, index: int) -> object:
         """What was remembered under `index`."""
         if 0 <= index < len(self.memo):
+            if type(self.memo[index]) is Stub:
+                self.settle()
             return self.memo[index]
         if index not in self.sparse:
             raise self.fail(f"memo entry {index} was never written")
         return self.sparse[index]
+
+    def settle(self) -> None:
+        """Make all that was left out of the memo, and take nothing at a glance from now on."""
+        if not self.settled:
+            self.settled, self.opener = True, NEVER
+            settle(self)
+
+    def named(self) -> None:
+        """Look whether the stream has named what opens an ordinary tensor."""
+        if not self.settled:
+            self.opener = self.table.opener
 
     def watch(self, value: object, index: int) -> None:
         """Note that a memo entry holds `value`, if that is an object which is not finished yet."""

@@ -21,6 +21,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
+from holdfast.formats.pickle.glance import NEVER, Claim, Make
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.text import python2_string
 
@@ -144,6 +145,8 @@ class Table:
     def begin(self, limits: Limits, nbytes: int) -> None:
         """Get ready for a stream of at most `nbytes`."""
         self.limits = limits
+        self.opener: object = NEVER
+        """The function whose ordinary calls may be taken at a glance (`glance.py`), once the stream has named it."""
         self.spending = Spending(limits, nbytes)
         self._mentions: dict[Name, Mention] = {}
 
@@ -179,6 +182,10 @@ class Table:
             if place not in self.calls and place not in self.news:
                 mention.uses.add("mention")
         return mention.what
+
+    def kind(self, claim: Claim) -> Make | None:
+        """What makes tensors of one kind, checked as `persistent` and `call` would check each of them; None where these shall."""
+        return None
 
     def call(self, what: object, args: tuple[object, ...]) -> object:
         """REDUCE."""

@@ -341,7 +341,7 @@ def is_flat(state: State) -> bool:
     if type(tree) is not dict or len(tree) != len(state.tensors):
         return False
     for name, tensor in tree.items():
-        if type(tensor) is not LazyTensor or state.paths.get(name) != (name,):
+        if not isinstance(tensor, LazyTensor) or state.paths.get(name) != (name,):
             return False
         traits = tensor.traits
         if traits.requires_grad or traits.parameter or traits.buffer or traits.meta:

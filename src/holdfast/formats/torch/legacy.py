@@ -19,7 +19,8 @@ from holdfast.core.tree import name_tensors
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import Table
-from holdfast.formats.torch.table import StorageId, Storages, TorchTable, parse_storage_id, storage_dtype
+from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id, storage_dtype
+from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, strided_view
 
 __all__ = ["MAGIC", "StorageIds", "TorchLegacy", "TorchTar", "Window", "begins_like_tar", "locate_storages"]

@@ -1,26 +1,25 @@
-"""The globals of torch's pickles, as constructors of our own values; and persistent ids, by which they point at storages.
+"""The globals of torch's pickles, as constructors of our own values.
 
-Exact `(module, name)` pairs; everything else stays `Opaque`. A storage is a 1-D `LazyTensor` over its record, so that a bare
-storage in a checkpoint is readable like anything else, and a tensor is a strided view of it.
+Exact `(module, name)` pairs; everything else stays `Opaque`. A storage is a 1-D `LazyTensor` (storages.py), and a tensor is a
+strided view of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
-from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import weakly
 from holdfast.core.tensor import Composite, LazyTensor, Traits
-from holdfast.errors import MetadataError, PickleError
+from holdfast.errors import PickleError
+from holdfast.formats.pickle.glance import Claim, Make
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.table import Pending
 from holdfast.formats.torch.tensors import (
-    MAX_ELEMENTS,
     QSCHEMES,
     arity,
     brief,
@@ -37,18 +36,17 @@ __all__ = [
     "CALLS",
     "LAYOUTS",
     "TENSOR_CLASSES",
-    "StorageId",
-    "Storages",
     "TorchTable",
     "buildable",
-    "parse_storage_id",
-    "storage_dtype",
 ]
 
 
 Args = tuple[object, ...]
 
 FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
+
+REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
+HOOKS = Global("collections", "OrderedDict")
 
 LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "jagged", "_mkldnn")
 GRAPH_MODULES = ("reduce_graph_module", "reduce_package_graph_module", "reduce_deploy_graph_module")
@@ -59,25 +57,15 @@ TENSOR_CLASSES = tuple(
 )
 
 
-def storage_dtype(what: object) -> DType | None:
-    """The dtype of a storage class; uint8 for an untyped one; None when it is no storage class."""
-    if isinstance(what, DType):
-        # Files between torch 1.13 and 2.0 may tag a storage with the dtype itself.
-        return what
-    if not isinstance(what, Global):
-        return None
-    if what.module in ("torch", "torch.cuda", "torch.storage") and what.name in ("UntypedStorage", "_UntypedStorage"):
-        return DTYPES.name("uint8")
-    if what.module in ("torch", "torch.cuda"):
-        return DTYPES.storage(what.name)
-    return None
-
-
 class TorchTable(PlainTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
-    def __init__(self, source: Source, persistent: Callable[[object], object]) -> None:
+    def __init__(
+        self, source: Source, persistent: Callable[[object], object], kind: Callable[[Claim], Make | None] | None = None
+    ) -> None:
+        """`kind` makes ordinary tensors of one kind, where `persistent` knows of them."""
         super().__init__()
+        self._kind = kind
         self.values.update(VALUES)
         self.calls.update(CALLS)
         self.calls["torch._tensor", "_rebuild_from_type_v2"] = weakly(self._from_type)
@@ -91,6 +79,15 @@ class TorchTable(PlainTable):
         self.calls["torch", "Size"] = self.news["torch", "Size"] = weakly(self._size)
         self._source = source
         self._persistent = persistent
+
+    def find(self, module: str, name: str) -> object:
+        found = super().find(module, name)
+        if self._kind is not None and found == REBUILD:
+            self.opener = found
+        return found
+
+    def kind(self, claim: Claim) -> Make | None:
+        return None if self._kind is None or claim.hooks != HOOKS else self._kind(claim)
 
     def persistent(self, pid: object) -> object:
         return self._persistent(pid)
@@ -339,87 +336,3 @@ def buildable() -> frozenset[tuple[str, str]]:
     plain = PlainTable()
     methods = (("torch._tensor", "_rebuild_from_type_v2"), ("torch._utils", "_rebuild_meta_tensor_no_storage"))
     return frozenset({*plain.values, *plain.calls, *plain.news, *VALUES, *CALLS, *NEWS, *methods})
-
-
-@dataclass(frozen=True, slots=True)
-class StorageId:
-    """One parsed persistent id."""
-
-    dtype: DType
-    key: str
-    location: str
-    count: int
-    view: tuple[str, int, int] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole storage. Packed quantised types count bytes already."""
-        return self.count * max(self.dtype.bits // 8, 1)
-
-
-def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
-    """Check the shape and types of a persistent id.
-
-        ('storage', storage class, key, location, element count)              zip, since 1.6
-        ('storage', storage class, key, location, element count, view)        stream; view = None or (key, offset, count)
-
-    Every reference to one key must agree in dtype and length, and the length must be that of the record, to the byte.
-    """
-    if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
-        raise PickleError("a persistent id that is no storage", found=type(pid).__name__)
-    _, kind, key, location, count, *rest = pid
-    dtype = storage_dtype(kind)
-    if dtype is None:
-        raise PickleError("a storage of an unknown class", found=brief(kind))
-    if not isinstance(key, str) or not isinstance(location, str):
-        raise PickleError("a storage's key and location must be text", found=type(key).__name__)
-    if type(count) is not int or not 0 <= count < MAX_ELEMENTS:
-        raise MetadataError("a storage's element count must be a non-negative integer", found=brief(count))
-    view = rest[0] if rest else None
-    if view is not None:
-        if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
-            raise PickleError("a storage view must be a key, an offset and a count", found=type(view).__name__)
-        if any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in view[1:]) or view[1] + view[2] > count:
-            raise MetadataError("a storage view that reaches past its storage", found=brief(view))
-    return StorageId(dtype, key, location, count, view)
-
-
-class Storages:
-    """The storages of one pickle, each made once: `persistent` is what the interpreter calls."""
-
-    def __init__(self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)) -> None:
-        self._source = source
-        self._find = find
-        self._lengths = lengths
-        self._known: dict[str, tuple[StorageId, LazyTensor]] = {}
-
-    def persistent(self, pid: object) -> LazyTensor:
-        """The storage behind a persistent id, as a 1-D tensor."""
-        asked = parse_storage_id(pid, self._lengths)
-        known = self._known.get(asked.key)
-        if known is None:
-            storage = self._find(asked)
-            if storage.nbytes != asked.nbytes:
-                raise MetadataError(
-                    f"storage {asked.key!r} claims {asked.nbytes:,} bytes and its record has {storage.nbytes:,}",
-                    expected=storage.nbytes,
-                    found=asked.nbytes,
-                )
-            whole = LazyTensor.contiguous("", asked.dtype, (asked.count,), storage, self._source)
-            self._known[asked.key] = (asked, whole)
-        else:
-            first, whole = known
-            if not first.count and not asked.count:
-                # torch saves an empty storage under as many dtypes as it was used with.
-                return replace(whole, dtype=asked.dtype)
-            if first.dtype is not asked.dtype or first.count != asked.count:
-                raise MetadataError(
-                    f"storage {asked.key!r} is {first.count:,} × {first.dtype} in one place and "
-                    f"{asked.count:,} × {asked.dtype} in another",
-                    expected=(first.dtype.name, first.count),
-                    found=(asked.dtype.name, asked.count),
-                )
-        if asked.view is None:
-            return whole
-        _, start, count = asked.view
-        return whole[start : start + count]

@@ -32,6 +32,7 @@ from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
+from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.formats.pickle.writer import LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
 from holdfast.formats.torch.records import StorageRecords
@@ -157,6 +158,7 @@ class TorchPickle(PickleWriter):
         self.storages = StorageRecords(trim=trim)
         self.rows |= {
             LazyTensor: TorchPickle.tensor,
+            RowTensor: TorchPickle.tensor,
             Composite: TorchPickle._composite,
             Size: TorchPickle.size,
             Device: TorchPickle._device,

@@ -11,13 +11,16 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 
 from __future__ import annotations
 
+from functools import partial
+
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tree import name_tensors
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.table import StorageId, Storages, TorchTable
+from holdfast.formats.torch.storages import Rows, StorageId, Storages
+from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 
 __all__ = ["Payloads", "PickleReader", "TorchZip", "begins_like_zip", "record_bytes", "saved_archive"]
@@ -152,7 +155,8 @@ class PickleReader:
             return Storage(*place, self.byteorder, stored.crc32, asked.location, label, home=home)
 
         storages = Storages(self._source, find)
-        table = TorchTable(self._source, storages.persistent)
+        rows = Rows(self._key, self.byteorder, folder, self._archive.places(folder))
+        table = TorchTable(self._source, storages.persistent, partial(storages.kind, rows=rows))
         done = interpret_whole(content, table, limits=self._source.limits, stream=name)
         self._foreign += done.foreign
         return done.value, record.nbytes

@@ -116,8 +116,8 @@ class Encoder:
         """One value and everything in it."""
         self.steps += 1
         kind = type(value)
-        if kind is LazyTensor:
-            return self.tensor(value, path)  # type: ignore[arg-type]  # mypy does not narrow on `type() is`
+        if isinstance(value, LazyTensor):
+            return self.tensor(value, path)
         if kind in CONTAINERS or isinstance(value, Composite):
             return self.container(value, path)
         return self.leaf(value, path)

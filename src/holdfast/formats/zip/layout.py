@@ -17,7 +17,7 @@ file.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -249,6 +249,10 @@ class Record:
         return self.method == 0
 
 
+Place = tuple[int, int, int | None, bool]
+"""Of a record: its first byte, how many there are, their CRC-32 where it is known, and whether they are the content."""
+
+
 class Records(Mapping[str, Record]):
     """The records of an archive under their names, in the order of the file.
 
@@ -275,6 +279,15 @@ class Records(Mapping[str, Record]):
         row = self._rows[name]
         start, nbytes, crc, method, header, size = [column.item(row) for column in self._columns]
         return Record(name, start, nbytes, crc if crc or not size else None, method, header, size)
+
+    def place(self, name: str) -> Place | None:
+        """Where the record of a name lies, without making it."""
+        row = self._rows.get(name)
+        if row is None:
+            return None
+        starts, packed, crcs, methods, _, sizes = self._columns
+        crc = crcs.item(row)
+        return starts.item(row), packed.item(row), crc if crc or not sizes.item(row) else None, methods.item(row) == STORED
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows
@@ -307,3 +320,16 @@ class Archive:
     def get(self, name: str) -> Record | None:
         """The record of a name without the prefix, or None. Case matters here; no two names differ in case alone."""
         return self.records.get(f"{self.prefix}/{name}" if self.prefix else name)
+
+    def places(self, folder: str) -> Callable[[str], Place | None]:
+        """What finds records by their names in a folder, many of them."""
+        records, before = self.records, f"{self.prefix}/{folder}" if self.prefix else folder
+        if isinstance(records, Records):
+            place = records.place
+            return lambda name: place(before + name)
+
+        def found(name: str) -> Place | None:
+            record = records.get(before + name)
+            return None if record is None else (record.start, record.nbytes, record.crc32, record.stored)
+
+        return found

@@ -17,7 +17,7 @@ from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError
 from holdfast.formats.pt2.archive import OLD_PROGRAM
 from holdfast.formats.torch.legacy import MAGIC, TorchLegacy, begins_like_tar
-from holdfast.formats.torch.table import storage_dtype
+from holdfast.formats.torch.storages import storage_dtype
 from holdfast.inspect.scanning.archives import (
     UNREADABLE,
     Entry,

@@ -220,6 +220,7 @@ def _load_zip(
         find,
         place=place,
         everything=everything,
+        rows=archive.places("data/"),
         ahead=not weights_only,
         swap=swap,
         untyped=untyped_dtypes(content) if swap else None,

@@ -20,7 +20,7 @@ from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, Unsupported
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_ints, reach
-from holdfast.torch.serialization.storages import Storages
+from holdfast.torch.serialization.storages import QUANTIZED, Storages
 from holdfast.torch.versions import local
 
 __all__ = [
@@ -31,9 +31,6 @@ __all__ = [
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
 """What torch's functions raise for arguments that they do not like."""
-
-QUANTIZED = {torch.qint8: 8, torch.quint8: 8, torch.qint32: 32, torch.quint4x2: 4, torch.quint2x4: 2}
-"""Element types that mean nothing without a scale, and the bits of an element."""
 
 OWN = frozenset(name for kind in torch.Tensor.__mro__ for name, what in vars(kind).items() if hasattr(type(what), "__set__"))
 """Names of a tensor that are more than an entry in its `__dict__`."""

@@ -24,16 +24,29 @@ from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.records import RecordRead, read_records
-from holdfast.errors import FormatError, HoldfastWarning, LimitExceeded, MetadataError, PickleError, Refused, Unsupported, ZipError
+from holdfast.errors import (
+    FormatError,
+    HoldfastError,
+    HoldfastWarning,
+    LimitExceeded,
+    MetadataError,
+    PickleError,
+    Refused,
+    Unsupported,
+    ZipError,
+)
+from holdfast.formats.pickle.glance import Claim, Make
 from holdfast.formats.pickle.machine import interpret_whole
-from holdfast.formats.torch.tensors import brief
-from holdfast.formats.zip.layout import Archive, Record
+from holdfast.formats.torch.tensors import brief, reach
+from holdfast.formats.zip.layout import Archive, Place, Record
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.serialization.allowed import Mentions
+from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.tensors.fill import Fill, fill
 from holdfast.torch.tensors.shared_regions import BYTES
 
 __all__ = [
+    "QUANTIZED",
     "BrokenArchive",
     "FileStorages",
     "Placement",
@@ -53,11 +66,20 @@ __all__ = [
 ]
 
 
+CPU = torch.device("cpu")
+
+QUANTIZED = {torch.qint8: 8, torch.quint8: 8, torch.qint32: 32, torch.quint4x2: 4, torch.quint2x4: 2}
+"""Element types that mean nothing without a scale, and the bits of an element."""
+
+
 class Storages(Protocol):
     """The storages of one file that is being loaded, as the table of a `weights_only` load sees them."""
 
     def persistent(self, pid: object) -> torch.storage.TypedStorage:
         """The storage of a persistent id. Its bytes may still be missing."""
+
+    def kind(self, claim: Claim, limits: Limits) -> Make | None:
+        """What makes ordinary tensors of one kind, each with a storage of its own; None where `persistent` shall be asked."""
 
     def fill(self) -> None:
         """Read what is missing in every storage that was asked for so far. Called before anyone looks at elements."""
@@ -228,6 +250,7 @@ class FileStorages:
         *,
         place: Placement,
         everything: Callable[[], Mapping[str, StorageBytes]] | None = None,
+        rows: Callable[[str], Place | None] | None = None,
         swap: bool = False,
         untyped: Mapping[str, torch.dtype | None] | None = None,
         mapped: torch.UntypedStorage | None = None,
@@ -240,6 +263,11 @@ class FileStorages:
         self._place = place
         self._everything = everything
         """Where all storages lie, by key."""
+        self._find_row = rows
+        """Where the record of a key lies, for those that come by the ten thousand."""
+        self._rows: dict[str, tuple[torch.Tensor, torch.dtype]] = {}
+        """Ordinary tensors by their keys, whose storages nobody has asked for by themselves."""
+        self._rows_waiting: list[RecordRead] = []
         self._ahead_of_code = ahead
         """Whether all of them are to be read before the first one is handed out."""
         self._max_host_memory = max_host_memory
@@ -261,6 +289,9 @@ class FileStorages:
         """The storage of a persistent id."""
         name = parse_name(pid, (5, 6))
         made = self._made.get(name.key)
+        if made is None and name.key in self._rows:
+            tensor, dtype = self._rows[name.key]
+            made = self._made[name.key] = tensor.untyped_storage(), dtype
         if made is None:
             made = self._made[name.key] = self._storage(name), name.dtype
         elif made[1] != name.dtype and made[0].nbytes():
@@ -271,11 +302,44 @@ class FileStorages:
             )
         return typed(made[0] if name.view is None else view_of(name, made[0], self._views), name.dtype)
 
+    def kind(self, claim: Claim, limits: Limits) -> Make | None:
+        """Tensors of the CPU that fill their storages: torch allocates both at once, and they are filled with all others."""
+        place, find = self._place, self._find_row
+        odd = self._swap or self._ahead_of_code or self._mapped is not None or place.fake or place.meta or place.skip or claim.grad
+        if find is None or odd or not isinstance(claim.storage, StorageClass | type):
+            return None
+        try:
+            name = parse_name(("storage", claim.storage, "", claim.location, claim.elements), (5,))
+            shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, limits)
+        except HoldfastError:
+            return None
+        dtype, nbytes = name.dtype, name.nbytes
+        whole = begin == 0 and last + 1 == name.count > 0 and dtype not in QUANTIZED
+        if not whole or place.gpu(claim.location) is not None or not place.stays(claim.location):
+            return None
+        rows, made = self._rows, self._made
+        empty = torch.empty_strided
+
+        def make(key: str) -> torch.Tensor | None:
+            """None where the record is not what the claim says, or was asked for before."""
+            if key in rows or key in made:
+                return None
+            place = find(key)
+            if place is None or place[1] != nbytes or not place[3]:
+                return None
+            tensor = empty(shape, steps, dtype=dtype, device=CPU)
+            rows[key] = tensor, dtype
+            self._rows_waiting.append(RecordRead(place[0], nbytes, tensor.data_ptr(), place[2], f"data/{key}"))
+            return tensor
+
+        return make
+
     def fill(self) -> None:
         """Read all that waits."""
         waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._read([piece for piece, _, _ in waiting])
+        rows, self._rows_waiting = self._rows_waiting, []
+        if waiting or rows:
+            self._read([piece for piece, _, _ in waiting] + rows)
         self._fill_gpus()
         if self._swap:
             for _, storage, name in waiting:

@@ -1,0 +1,172 @@
+"""Persistent ids, by which torch's pickles point at storages, and the storages behind them.
+
+A storage is a 1-D `LazyTensor` over its record, so that a bare storage in a checkpoint is readable like anything else. Where a
+tensor is ordinary and alone over its storage, no more is noted than a row (core/rows.py); the storage is made if somebody asks for
+it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from holdfast.core.box import Box
+from holdfast.core.chunk import Storage, in_c_order
+from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.opaque import Global
+from holdfast.core.protocols import Source
+from holdfast.core.rows import RowKind, RowTensor
+from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.errors import HoldfastError, MetadataError, PickleError
+from holdfast.formats.pickle.glance import Claim, Make
+from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach
+from holdfast.formats.zip.layout import Place
+
+__all__ = ["Rows", "StorageId", "Storages", "parse_storage_id", "storage_dtype"]
+
+
+def storage_dtype(what: object) -> DType | None:
+    """The dtype of a storage class; uint8 for an untyped one; None when it is no storage class."""
+    if isinstance(what, DType):
+        # Files between torch 1.13 and 2.0 may tag a storage with the dtype itself.
+        return what
+    if not isinstance(what, Global):
+        return None
+    if what.module in ("torch", "torch.cuda", "torch.storage") and what.name in ("UntypedStorage", "_UntypedStorage"):
+        return DTYPES.name("uint8")
+    if what.module in ("torch", "torch.cuda"):
+        return DTYPES.storage(what.name)
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StorageId:
+    """One parsed persistent id."""
+
+    dtype: DType
+    key: str
+    location: str
+    count: int
+    view: tuple[str, int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole storage. Packed quantised types count bytes already."""
+        return self.count * max(self.dtype.bits // 8, 1)
+
+
+def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
+    """Check the shape and types of a persistent id.
+
+        ('storage', storage class, key, location, element count)              zip, since 1.6
+        ('storage', storage class, key, location, element count, view)        stream; view = None or (key, offset, count)
+
+    Every reference to one key must agree in dtype and length, and the length must be that of the record, to the byte.
+    """
+    if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
+        raise PickleError("a persistent id that is no storage", found=type(pid).__name__)
+    _, kind, key, location, count, *rest = pid
+    dtype = storage_dtype(kind)
+    if dtype is None:
+        raise PickleError("a storage of an unknown class", found=brief(kind))
+    if not isinstance(key, str) or not isinstance(location, str):
+        raise PickleError("a storage's key and location must be text", found=type(key).__name__)
+    if type(count) is not int or not 0 <= count < MAX_ELEMENTS:
+        raise MetadataError("a storage's element count must be a non-negative integer", found=brief(count))
+    view = rest[0] if rest else None
+    if view is not None:
+        if not isinstance(view, tuple) or len(view) != 3 or not isinstance(view[0], str):
+            raise PickleError("a storage view must be a key, an offset and a count", found=type(view).__name__)
+        if any(type(v) is not int or not 0 <= v < MAX_ELEMENTS for v in view[1:]) or view[1] + view[2] > count:
+            raise MetadataError("a storage view that reaches past its storage", found=brief(view))
+    return StorageId(dtype, key, location, count, view)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where the storages of ordinary tensors lie: each a record of its own in one folder of one archive."""
+
+    key: str
+    """The file."""
+    byteorder: str
+    folder: str
+    find: Callable[[str], Place | None]
+
+
+class Storages:
+    """The storages of one pickle, each made once: `persistent` is what the interpreter calls."""
+
+    def __init__(self, source: Source, find: Callable[[StorageId], Storage], lengths: tuple[int, ...] = (5,)) -> None:
+        self._source = source
+        self._find = find
+        self._lengths = lengths
+        self._known: dict[str, tuple[StorageId, LazyTensor]] = {}
+        self._rows: dict[str, tuple[StorageId, RowTensor]] = {}
+        """Those that an ordinary tensor has, and nobody has asked for by themselves."""
+
+    def kind(self, claim: Claim, rows: Rows) -> Make | None:
+        """What makes ordinary tensors of one kind: over a whole storage each, that no other tensor has asked for yet."""
+        try:
+            asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self._lengths)
+            shape, steps, begin, last = reach(claim.offset, claim.size, claim.stride, self._source.limits)
+        except HoldfastError:
+            return None
+        dtype, bits = asked.dtype, asked.dtype.bits
+        if last < 0 or dtype.packed or last >= asked.count:
+            return None
+        strides = tuple(step * bits for step in steps)
+        dense = in_c_order(shape, strides, bits) and (rows.byteorder == "little" or dtype.swap_nbytes <= 1)
+        kind = RowKind(
+            dtype, shape, self._source, Traits(requires_grad=True) if claim.grad else PLAIN, rows.key, asked.nbytes, begin * bits,
+            strides, math.prod(shape) * bits // 8 if dense else -1, rows.byteorder, claim.location, rows.folder, Box.whole(shape),
+        )  # fmt: skip
+        find, known, noted = rows.find, self._known, self._rows
+
+        def make(key: str) -> RowTensor | None:
+            """None where the storage is not what the claim says, or was asked for before."""
+            if key in noted or key in known:
+                return None
+            place = find(key)
+            if place is None or place[1] != kind.nbytes or not place[3]:
+                return None
+            made = kind.tensor(place[0], place[2], key)
+            noted[key] = asked, made
+            return made
+
+        return make
+
+    def persistent(self, pid: object) -> LazyTensor:
+        """The storage behind a persistent id, as a 1-D tensor."""
+        asked = parse_storage_id(pid, self._lengths)
+        known = self._known.get(asked.key)
+        if known is None and asked.key in self._rows:
+            first, row = self._rows.pop(asked.key)
+            whole = LazyTensor.contiguous("", first.dtype, (first.count,), row.chunks[0].storage, self._source)
+            known = self._known[asked.key] = first, whole
+        if known is None:
+            storage = self._find(asked)
+            if storage.nbytes != asked.nbytes:
+                raise MetadataError(
+                    f"storage {asked.key!r} claims {asked.nbytes:,} bytes and its record has {storage.nbytes:,}",
+                    expected=storage.nbytes,
+                    found=asked.nbytes,
+                )
+            whole = LazyTensor.contiguous("", asked.dtype, (asked.count,), storage, self._source)
+            self._known[asked.key] = (asked, whole)
+        else:
+            first, whole = known
+            if not first.count and not asked.count:
+                # torch saves an empty storage under as many dtypes as it was used with.
+                return replace(whole, dtype=asked.dtype)
+            if first.dtype is not asked.dtype or first.count != asked.count:
+                raise MetadataError(
+                    f"storage {asked.key!r} is {first.count:,} × {first.dtype} in one place and "
+                    f"{asked.count:,} × {asked.dtype} in another",
+                    expected=(first.dtype.name, first.count),
+                    found=(asked.dtype.name, asked.count),
+                )
+        if asked.view is None:
+            return whole
+        _, start, count = asked.view
+        return whole[start : start + count]

@@ -1,0 +1,263 @@
+"""Tensors that are taken at a glance against the machine alone, its oracle: the same objects, counts and errors, always.
+
+Writers number the first 256 entries of a memo in one byte, and a glance knows the long form only. So that small pickles
+are looked at as well, theirs are written in the long form first (`stretched`).
+"""
+
+import contextlib
+import io
+import pickletools
+import struct
+import warnings
+import zipfile
+from collections import OrderedDict
+from pathlib import Path
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+import holdfast.torch
+from holdfast.core.limits import Limits
+from holdfast.core.rows import RowTensor
+from holdfast.errors import HoldfastError
+from holdfast.formats.pickle import glance, machine
+from tests.formats.zip.craft import Item, build
+from tests.hostile import golden
+from tests.hostile.cases import CLASSES
+from tests.hostile.mutate import apply
+from tests.hostile.test_fuzz import CHECKED, edits
+
+ATTACKS = ["pickle calls", "pickle resources", "tensor metadata"]
+LONG = 64 << 10
+
+ZIPS = [name for name in CHECKED if name.endswith(".pt")]
+
+
+def alone():
+    """The machine by itself."""
+    return mock.patch.object(glance.Glance, "take", return_value=0)
+
+
+def stretched(pickled: bytes) -> bytes:
+    """The same pickle with every memo entry in the long form; itself where it cannot be read or counts its bytes."""
+    parts = []
+    try:
+        found = list(pickletools.genops(pickled))
+    except Exception:  # whatever is wrong with it is for others to say
+        return pickled
+    ends = [at for _, _, at in found[1:]] + [len(pickled)]
+    for (opcode, number, at), end in zip(found, ends, strict=True):
+        if opcode.name == "FRAME":
+            return pickled
+        parts.append(b"r" + struct.pack("<I", number) if opcode.name == "BINPUT" else pickled[at:end])
+    return b"".join(parts)
+
+
+def records(raw: bytes) -> list[Item]:
+    with zipfile.ZipFile(io.BytesIO(raw)) as archive:
+        return [Item(info.filename, archive.read(info)) for info in archive.infolist()]
+
+
+def with_pickle(raw: bytes, change) -> bytes:
+    """A zip whose pickle was changed, with true checksums."""
+    return build([Item(one.name, change(one.content) if one.name.endswith("data.pkl") else one.content) for one in records(raw)])
+
+
+def outcome(raw: bytes, limits: Limits | None = None):
+    """All that an opening shows, or says; with the number of opcodes of each pickle."""
+    counts = []
+    interpret = machine.interpret
+
+    def counted(*args, **kwargs):
+        found = interpret(*args, **kwargs)
+        counts.append((found.opcodes, found.stop, found.foreign))
+        return found
+
+    with mock.patch.object(machine, "interpret", counted):
+        try:
+            with holdfast.open(raw, limits=limits) as ckpt:
+                aliases = [(alias.names, alias.storage.start) for alias in ckpt.aliases]
+                traits = [repr(tensor.traits) for tensor in ckpt.values()]
+                return counts, golden._found(ckpt), ckpt.notes, aliases, traits, _read(ckpt)
+        except HoldfastError as error:
+            return counts, type(error), str(error), error.tensor, error.offset, error.expected, error.found
+
+
+def _read(ckpt):
+    try:
+        return {name: (array.dtype, array.shape, array.tobytes()) for name, array in ckpt.read().items()}
+    except HoldfastError as error:
+        return type(error), str(error), error.tensor, error.offset
+
+
+def loaded(raw: bytes):
+    """The same of `holdfast.torch.load`."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            value = holdfast.torch.load(io.BytesIO(raw))
+        except Exception as error:  # torch's, Holdfast's, Python's: the same one
+            return type(error), str(error), _told(said)
+    return _shown(value, {}, 0), _told(said)
+
+
+def _told(said):
+    """Warnings, but for those of torch itself, which come once a process."""
+    return [text for one in said if "Triggered internally" not in (text := str(one.message))]
+
+
+def _shown(value, seen, depth):
+    """A loaded object as plain values: tensors by their bits, strides and storages, containers by their members and identity."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized and not value.is_nested:
+        storage = value.untyped_storage()
+        place = seen.setdefault(("storage", storage._cdata), len(seen))
+        flags = value.requires_grad, value.is_conj(), value.is_neg(), type(value), value.is_leaf, storage.resizable()
+        content = bytes(storage.tolist()) if value.device.type == "cpu" else b""
+        number = seen.setdefault(id(value), len(seen))
+        return number, value.dtype, value.shape, value.stride(), value.storage_offset(), place, flags, content, storage.nbytes()
+    if not isinstance(value, dict | list | tuple):
+        return type(value), repr(value)[:1000] if not isinstance(value, torch.storage.TypedStorage) else value.dtype
+    if id(value) in seen or depth > 50:
+        return seen.get(id(value))
+    seen[id(value)] = len(seen)
+    inner = [*value, *value.values()] if isinstance(value, dict) else value
+    return type(value), [_shown(one, seen, depth + 1) for one in inner]
+
+
+def assert_same(raw: bytes, limits: Limits | None = None):
+    with alone():
+        slow, slowly = outcome(raw, limits), loaded(raw)
+    assert outcome(raw, limits) == slow
+    assert loaded(raw) == slowly
+    return slow
+
+
+def saved(state) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+KINDS = [torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.uint8, torch.bool, torch.complex64, torch.uint16]
+
+
+@st.composite
+def tensors(draw):
+    shape = draw(st.lists(st.integers(0, 3), max_size=5))
+    made = torch.from_numpy(np.random.default_rng(draw(st.integers(0, 9))).integers(0, 2, shape)).to(draw(st.sampled_from(KINDS)))
+    odd = draw(st.sampled_from(["", "", "", "", "grad", "parameter", "view", "transposed", "conj"]))
+    if odd == "grad" and made.dtype.is_floating_point:
+        made.requires_grad_()
+    elif odd == "parameter":
+        return torch.nn.Parameter(made, requires_grad=made.dtype.is_floating_point)
+    elif odd == "view":
+        return made.flatten()[1:]
+    elif odd == "transposed":
+        return made.T if made.ndim == 2 else made
+    elif odd == "conj":
+        return made.conj()
+    return made
+
+
+@st.composite
+def states(draw):
+    """A few kinds of tensors, many times, in dicts and lists; some are there twice, or over one storage."""
+    few = draw(st.lists(tensors(), min_size=1, max_size=4))
+    state = draw(st.sampled_from([dict, OrderedDict]))()
+    for number in range(draw(st.integers(4, 24))):
+        one = few[draw(st.integers(0, len(few) - 1))]
+        state[f"t.{number}"] = draw(st.sampled_from([one, one.detach().clone(), one.detach().clone(), one.detach().clone()]))
+    if draw(st.booleans()):
+        inner = [one.detach().clone() for one in few]
+        state["more"] = draw(st.sampled_from([inner, tuple(inner), {"a": inner, 1: inner[0]}]))
+    return state
+
+
+@settings(max_examples=60)
+@given(states())
+def test_a_glance_sees_what_the_machine_sees(state):
+    assert_same(with_pickle(saved(state), stretched))
+
+
+@settings(max_examples=100)
+@given(states(), edits)
+def test_damage_means_the_same_at_a_glance(state, changes):
+    assert_same(with_pickle(saved(state), lambda pickled: apply(stretched(pickled), changes)))
+
+
+@settings(max_examples=60)
+@given(states(), st.data())
+def test_what_was_left_out_of_the_memo_is_there_when_it_is_asked_for(state, data):
+    """Entries are got again, and some are written a second time, between tensors and behind them."""
+
+    def change(pickled: bytes) -> bytes:
+        pickled = stretched(pickled)
+        found = list(pickletools.genops(pickled))
+        entries = sum(opcode.name == "LONG_BINPUT" for opcode, _, _ in found)
+        names = [at for opcode, text, at in found if opcode.name == "BINUNICODE" and text.startswith("t.")]
+        for at in sorted(data.draw(st.lists(st.sampled_from(names), max_size=3)), reverse=True):
+            index = data.draw(st.integers(0, entries - 1))
+            again = b"r" + struct.pack("<I", data.draw(st.integers(0, entries))) if data.draw(st.booleans()) else b""
+            pickled = pickled[:at] + b"X\4\0\0\0late" + b"j" + struct.pack("<I", index) + again + pickled[at:]
+        return pickled
+
+    assert_same(with_pickle(saved(state), change))
+
+
+@pytest.mark.parametrize("name", ZIPS)
+def test_golden_files(name):
+    assert_same(with_pickle(golden.FILES[name], stretched))
+
+
+@pytest.mark.parametrize("case", [case for kind in ATTACKS for case in CLASSES[kind]], ids=str)
+def test_an_attack_means_the_same_at_a_glance(case, tmp_path):
+    """As it is, and in the long form."""
+    source = case.make(tmp_path)
+    raw = source.read_bytes() if isinstance(source, Path) and source.is_file() else source
+    if not isinstance(raw, bytes) or not raw.startswith(b"PK") or len(raw) > LONG:
+        pytest.skip("no zip of torch's, or a long one that says what a short one says")
+    assert_same(raw)
+    with contextlib.suppress(Exception):  # no zip for Python: it was looked at as it is
+        raw = with_pickle(raw, stretched)
+    assert_same(raw)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 80), st.integers(0, 4), st.integers(0, 3))
+def test_limits_are_met_at_the_same_place(containers, marks, rank):
+    state = {f"t.{number}": torch.zeros(2, 2) for number in range(20)}
+    with mock.patch("holdfast.formats.pickle.spending.CONTAINER_FLOOR", containers - 400):
+        assert_same(with_pickle(saved(state), stretched), Limits(marks=marks, rank=rank))
+
+
+def test_most_tensors_are_taken_at_a_glance():
+    """So that the comparisons above compare something, and no object is made that nobody asked for."""
+    state = {f"t.{number}": torch.full((2, 3), number) for number in range(200)}
+    state |= {f"cuda.{number}": torch.zeros(3) for number in range(3)}
+    with holdfast.open(saved(state)) as ckpt:
+        rows = [tensor for tensor in ckpt.values() if type(tensor) is RowTensor]
+        assert len(rows) > 150
+        ckpt.read()
+        for tensor in rows:
+            with pytest.raises(AttributeError):
+                object.__getattribute__(tensor, "chunks")
+
+
+def test_most_tensors_are_loaded_at_a_glance():
+    state = {f"t.{number}": torch.full((2, 3), number) for number in range(200)}
+    taken = []
+    take = glance.Glance.take
+
+    def counted(self, pos, limit):
+        taken.append(take(self, pos, limit))
+        return taken[-1]
+
+    with mock.patch.object(glance.Glance, "take", counted):
+        found = holdfast.torch.load(io.BytesIO(saved(state)))
+    assert sum(map(bool, taken)) > 150
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
