@@ -275,6 +275,11 @@ class Model:
             self._called(f"open {name}")
             return descriptor
 
+    def hold(self, name: str, *, at: int) -> int | None:
+        """Nothing follows from it: what has no name is gone with the process."""
+        with self._turn:
+            return self._opened(self._entry(name, at))
+
     def create(self, name: str, *, at: int, private: bool = False) -> int:
         with self._turn:
             directory = self._at(at)

@@ -8,11 +8,15 @@ import errno
 import os
 import stat
 import threading
+import time
+import warnings
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from holdfast.engine.commit import new_file, replaced
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, recover
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
@@ -852,22 +856,170 @@ def test_no_descriptor_is_left_open(tmp_path: Path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+class Begun(OsFiles):
+    """Notes what the disk is told to begin with, and by whom; that it could not be told is nobody's failure."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[int, int]] = []
+        self.callers: set[str] = set()
+
+    def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
+        self.told.append((offset, nbytes))
+        self.callers.add(threading.current_thread().name)
+        super().begin_sync(descriptor, offset, nbytes)
+        raise OSError(errno.EIO, "input/output error")
+
+
 @pytest.mark.parametrize("durable", [True, False])
-def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(tmp_path: Path, durable: bool):
-    """While the rest is summed and written; that it could not be told is nobody's failure: the fsync says what is wrong."""
-    told: list[tuple[int, int]] = []
-
-    class Begun(OsFiles):
-        def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
-            told.append((offset, nbytes))
-            super().begin_sync(descriptor, offset, nbytes)
-            raise OSError(errno.EIO, "input/output error")
-
-    data = bytes(1 << 20)
-    with FileTransaction(tmp_path / "model", durable=durable, files=Begun()) as t:
+def test_the_disk_is_told_to_begin_where_it_will_be_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool):
+    """By a thread of its own, of each stretch once all of it is written; the fsync says what is wrong."""
+    monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 16)
+    files, data = Begun(), os.urandom(4 << 16)
+    with FileTransaction(tmp_path / "model", durable=durable, files=files) as t:
         t.allocate(len(data) + 5)
-        t.write(0, data)
+        for start, stop in [(0, 1000), (3000, 200_000), (1000, 3000), (200_000, len(data))]:
+            t.write(start, data[start:stop])
         t.write(len(data), b"small")
+        if durable:
+            while len(files.told) < 4:
+                time.sleep(0.001)
         t.commit()
     assert (tmp_path / "model").read_bytes() == data + b"small"
-    assert told == ([(0, len(data))] if durable else [])
+    assert sorted(files.told) == ([(start << 16, 1 << 16) for start in range(4)] if durable else [])
+    assert files.callers == ({"holdfast-writeback"} if durable else set())
+
+
+def test_what_the_disk_was_not_told_of_is_left_to_the_fsync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A disk that is slow to be told is not waited for stretch by stretch, and nobody touches a closed file."""
+    monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
+    go = threading.Event()
+
+    class Slow(Begun):
+        def begin_sync(self, descriptor: int, offset: int, nbytes: int) -> None:
+            self.told.append((offset, nbytes))
+            go.wait(60)
+            os.fstat(descriptor)
+
+        def sync(self, descriptor: int) -> None:
+            assert not any(thread.name == "holdfast-writeback" for thread in threading.enumerate())
+            super().sync(descriptor)
+
+    files, data = Slow(), os.urandom(1 << 16)
+    with FileTransaction(tmp_path / "model", files=files) as t:
+        t.write(0, data)
+        threading.Timer(0.05, go.set).start()
+        t.commit()
+    assert (tmp_path / "model").read_bytes() == data
+    assert len(files.told) == 1
+
+
+def test_where_no_thread_starts_the_fsync_does_it_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(new_file, "STRETCH_NBYTES", 1 << 12)
+    monkeypatch.setattr(new_file, "start", lambda run, *, name, daemon: None)
+    files, data = Begun(), os.urandom(1 << 16)
+    with FileTransaction(tmp_path / "model", files=files) as t:
+        t.write(0, data)
+        t.write(0, data)
+        t.commit()
+    assert (tmp_path / "model").read_bytes() == data
+    assert files.told == []
+
+
+# What is replaced.
+
+
+def unnamed() -> int:
+    """Files that this process has open and that have no name any more."""
+    found = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found += os.readlink(f"/proc/self/fd/{number}").endswith(" (deleted)")
+    return found
+
+
+@pytest.mark.parametrize("directory", [False, True], ids=["file", "directory"])
+def test_what_is_replaced_is_freed_behind_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directory: bool):
+    monkeypatch.setattr(replaced, "LARGE_NBYTES", 100)
+    later = []
+    monkeypatch.setattr(replaced, "start", lambda run, *, name, daemon: later.append(run) or threading.Thread())
+    path, before = tmp_path / "model", (unnamed(), len(os.listdir("/proc/self/fd")))
+    for data in (b"1" * 100, b"2" * 99, b"3" * 100):
+        put_directory(path, a=data, b=b"small") if directory else put(path, data)
+        assert unnamed() - before[0] == len(later)
+    assert len(later) == 1, "what is small is freed at once, and there was nothing at first"
+    assert names(tmp_path) == ["model"]
+    later.pop()()
+    assert (unnamed(), len(os.listdir("/proc/self/fd"))) == before
+    assert not replaced.wait_for_room()
+
+
+def test_a_failed_rename_leaves_nothing_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
+
+    class Failing(OsFiles):
+        def rename(self, source: str, target: str, *, at: int) -> None:
+            raise OSError(errno.EIO, "input/output error")
+
+    put(tmp_path / "model", b"old")
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotCommitted):
+        put(tmp_path / "model", files=Failing())
+    replaced.wait_for_room()
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert (tmp_path / "model").read_bytes() == b"old"
+
+
+def test_who_finds_no_room_waits_for_what_is_being_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
+    go, freed = threading.Event(), []
+
+    class Tight(OsFiles):
+        """Has no room as long as something that was replaced is open."""
+
+        def close(self, descriptor: int) -> None:
+            if threading.current_thread().name == "holdfast-free":
+                go.wait(60)
+                freed.append(descriptor)
+            super().close(descriptor)
+
+        def allocate(self, descriptor: int, nbytes: int) -> None:
+            threading.Timer(0.05, go.set).start()
+            if not freed:
+                raise OSError(errno.ENOSPC, "no space")
+            super().allocate(descriptor, nbytes)
+
+    files = Tight()
+    put(tmp_path / "model", b"old", files=files)
+    put(tmp_path / "model", b"new", files=files)
+    with FileTransaction(tmp_path / "model", files=files) as t:
+        t.allocate(5)
+        t.write(0, b"third")
+        t.commit()
+    assert (tmp_path / "model").read_bytes() == b"third"
+    go.set()
+    replaced.wait_for_room()
+
+
+def test_a_fork_waits_for_nothing_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(replaced, "LARGE_NBYTES", 1)
+    go = threading.Event()
+
+    class Slow(OsFiles):
+        def close(self, descriptor: int) -> None:
+            if threading.current_thread().name == "holdfast-free":
+                go.wait(60)
+            super().close(descriptor)
+
+    before = unnamed()
+    put(tmp_path / "model", b"old", files=Slow())
+    put(tmp_path / "model", b"new", files=Slow())
+    assert unnamed() > before
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # a fork of a process that has threads
+        child = os.fork()
+    if not child:
+        os._exit(int(replaced.wait_for_room()) + 2 * (unnamed() - before))
+    assert os.waitpid(child, 0)[1] == 0
+    go.set()
+    assert replaced.wait_for_room()

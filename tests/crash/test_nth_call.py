@@ -13,6 +13,8 @@ from tests.crash.model import ROOT, Model, temporaries
 from tests.crash.proof import NEW, NEXT, OLD, TARGET, Reader, start
 from tests.crash.writers import WRITERS, Writer
 
+pytestmark = pytest.mark.usefixtures("everything_held")
+
 
 @dataclass
 class Fault:
@@ -58,7 +60,7 @@ class Failing:
             if self._fault.done or name == "close":
                 # A descriptor is gone even where close reports a failure.
                 result = real(*args, **options)
-                if name in ("open", "open_directory", "create"):
+                if name in ("open", "open_directory", "create", "hold"):
                     self._model.close(result)
             raise OSError(self._fault.code, errno.errorcode[self._fault.code])
 

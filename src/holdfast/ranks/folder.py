@@ -9,7 +9,8 @@ from itertools import chain
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.engine.commit.linked import linked_or_copied
-from holdfast.engine.commit.target import NewFile, refusing
+from holdfast.engine.commit.new_file import NewFile
+from holdfast.engine.commit.target import refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction
 from holdfast.engine.write import Progress, write_file
 from holdfast.plan.saves import FilePlan, LinkedFile

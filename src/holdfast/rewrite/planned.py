@@ -25,6 +25,7 @@ from typing import Generic, TypedDict, TypeVar
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State, Store
+from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.engine.commit.resumable import Staging
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
@@ -180,6 +181,8 @@ class Planned(Generic[R]):
     def run(self, progress: Progress | None = None) -> R:
         """Write it and publish it. Raises `NotCommitted` where there is no room, or where a source changes meanwhile."""
         report = self.report
+        if report.free_nbytes < report.new_nbytes and wait_for_room():
+            report = replace(report, free_nbytes=_free(report.path))
         # Where nobody may write, how much room there is is not what is wrong.
         if report.free_nbytes < report.new_nbytes and os.access(os.path.dirname(os.path.abspath(report.path)), os.W_OK):
             room = f"{report.new_nbytes:,} bytes are to be written and {report.free_nbytes:,} are free"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.runs.place import RunPlace, Sizes
 from holdfast.runs.steps import Step
 
@@ -27,6 +28,8 @@ class Space:
     def lacking(self, nbytes: int) -> str:
         """Why there is no room for so many bytes more; empty where there is."""
         free = self.place.free()
+        if free is not None and free < nbytes and wait_for_room():
+            free = self.place.free()
         if free is not None and free < nbytes:
             return f"the disk is full: {nbytes:,} bytes are to be written and {free:,} are free"
         if self.budget is None:

@@ -28,7 +28,7 @@ from typing import Literal, Protocol
 from holdfast.core.runtime import at_fork
 from holdfast.errors import Truncated
 from holdfast.stores import platform
-from holdfast.stores.platform import ABSENT, ALWAYS, DIRECTORY, NO_LINK, NO_WAIT
+from holdfast.stores.platform import ABSENT, ALWAYS, DIRECTORY, HOLD, NO_LINK, NO_WAIT
 
 __all__ = [
     "Buffer",
@@ -94,6 +94,9 @@ class Files(Protocol):
 
     def open(self, name: str, *, at: int) -> int:
         """A descriptor of an existing file, for looking at and locking it. A link is refused, a pipe does not wait."""
+
+    def hold(self, name: str, *, at: int) -> int | None:
+        """A descriptor that keeps what is under a name, and is good for nothing else; None where the system has no such thing."""
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
         """A descriptor, for reading and writing, of a file that did not exist. Private: for this user alone."""
@@ -185,6 +188,9 @@ class OsFiles:
 
     def open(self, name: str, *, at: int) -> int:
         return self._opened(name, os.O_RDONLY | NO_LINK | NO_WAIT, at=at)
+
+    def hold(self, name: str, *, at: int) -> int | None:
+        return self._opened(name, HOLD | NO_LINK, at=at) if HOLD else None
 
     def create(self, name: str, *, at: int, private: bool = False) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | NO_LINK

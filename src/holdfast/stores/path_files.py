@@ -84,6 +84,9 @@ class PathFiles(OsFiles):
             raise OSError(errno.ELOOP, "no plain file", path)
         return self._open_file(path, os.O_RDONLY)
 
+    def hold(self, name: str, *, at: int) -> int | None:
+        return None  # what is open here can be neither replaced nor removed
+
     def create(self, name: str, *, at: int, private: bool = False) -> int:
         return self._open_file(self._path(name, at), os.O_RDWR | os.O_CREAT | os.O_EXCL)
 

@@ -34,6 +34,7 @@ __all__ = [
     "ALWAYS",
     "DIRECTORY",
     "DRIVES",
+    "HOLD",
     "MAP_PRIVATE",
     "MAP_SHARED",
     "NO_LINK",
@@ -75,6 +76,9 @@ DIRECTORY: int = getattr(os, "O_DIRECTORY", 0)
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)
 NO_WAIT: int = getattr(os, "O_NONBLOCK", 0)
 """Opening a FIFO that nobody writes to must not wait."""
+
+HOLD: int = getattr(os, "O_PATH", 0)
+"""Opens a file without being let in: it stays for as long as that is open. 0 where there is no such thing."""
 
 READS_AT = hasattr(os, "pread")
 """Whether a read leaves the position of a file alone."""

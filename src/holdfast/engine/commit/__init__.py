@@ -1,7 +1,9 @@
 """The commit: before it nothing at the target has changed, after it everything is there.
 
 transactions     `FileTransaction` and `DirectoryTransaction`: the steps, and what a failure of each means
-target           the name that a save is for, its permissions, and the words why it could not be had; a file that is being written
+target           the name that a save is for, its permissions, and the words why it could not be had
+new_file         a file that is being written, and the disk that begins with it meanwhile
+replaced         what a save replaced, freed behind the caller's back
 temporaries      the hidden names beside it: whose they are, who cleans them, what a crash between two renames leaves
 linked           a finished file of another directory, under a second name; a copy where that cannot be had
 remote           the same in an object store: data under names of their own, one conditional put that publishes

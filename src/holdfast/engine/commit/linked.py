@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import errno
 
-from holdfast.engine.commit.target import NewFile, refusal
+from holdfast.engine.commit.new_file import NewFile
+from holdfast.engine.commit.target import refusal
 from holdfast.stores.files import Files
 
 __all__ = ["NO_LINKS", "linked_or_copied"]

@@ -19,9 +19,11 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 
-from holdfast.stores.files import Files, is_temporary, split_path
+from holdfast.engine.commit.replaced import Replaced
+from holdfast.stores.files import Entry, Files, is_temporary, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
@@ -220,16 +222,22 @@ def plain_names(files: Files, descriptor: int) -> list[str] | None:
     return names
 
 
-def empty(files: Files, directory: Kept, names: list[str]) -> None:
+def empty(files: Files, directory: Kept, names: list[str], *, sizes: Mapping[str, Entry] | None = None) -> None:
     """Remove files from a directory, and the directory itself where nothing else is in it.
 
     What speaks of other files (indexes) goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and
-    not a heap of files that are complete.
+    not a heap of files that are complete. Those whose `sizes` are known are freed behind the caller's back where they are large.
     """
-    for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
-        with suppress(FileNotFoundError):
-            files.unlink(name, at=directory.descriptor)
-    files.rmdir(directory.name, at=directory.at)
+    replaced = Replaced(files)
+    try:
+        for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
+            if sizes is not None and name in sizes:
+                replaced.hold(name, at=directory.descriptor, nbytes=sizes[name].nbytes)
+            with suppress(FileNotFoundError):
+                files.unlink(name, at=directory.descriptor)
+        files.rmdir(directory.name, at=directory.at)
+    finally:
+        replaced.let_go()
 
 
 def set_aside(files: Files, name: str, *, at: int, longest: int) -> list[str]:

@@ -38,7 +38,9 @@ from types import TracebackType
 from typing import ClassVar, Self, cast
 
 from holdfast.engine.commit.linked import NO_LINKS, linked_or_copied
-from holdfast.engine.commit.target import NewFile, Target, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
+from holdfast.engine.commit.new_file import NewFile
+from holdfast.engine.commit.replaced import held
+from holdfast.engine.commit.target import Target, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
     Kept,
     claim,
@@ -198,7 +200,8 @@ class FileTransaction(_Transaction):
     def _publish(self, target: Target, temporary: Kept) -> None:
         files = target.files
         if self.overwrite:
-            files.rename(temporary.name, target.name, at=target.at)
+            with held(files, target.name, at=target.at, nbytes=0 if target.existing is None else target.existing.nbytes):
+                files.rename(temporary.name, target.name, at=target.at)
         elif not files.rename_new(temporary.name, target.name, at=target.at):
             try:
                 # A second name, which is refused where there is one already. The first goes when the transaction ends.
@@ -429,7 +432,7 @@ class DirectoryTransaction(_Transaction):
         if self._old is not None:
             with suppress(OSError):
                 if self._old.in_place():
-                    empty(target.files, self._old, self._old_names)
+                    empty(target.files, self._old, self._old_names, sizes=self._replaced)
         self._let_go()
 
     def _set_old_aside(self, target: Target) -> str:

@@ -32,8 +32,9 @@ from torch.futures import Future
 
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.arrays import Resident
+from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.remote import save_id
-from holdfast.engine.commit.target import NewFile, refusal, refusing
+from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.temporaries import unfinished
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.engine.stream import Writer as Target

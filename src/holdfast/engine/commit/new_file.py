@@ -1,0 +1,171 @@
+"""`NewFile`: a file that is being written, and the thread that has the disk begin with it meanwhile.
+
+A save that flushes at its end waits for the disk twice: once for its own writing, then for all of it to be written back. So the
+disk is told to begin as soon as a stretch of the file is complete (`Writeback`). That is a hint. Nothing follows from it, and what
+goes wrong shows in the fsync, which stays what it was.
+
+The writers themselves never tell it: where the disk has much to do already the call waits, and they would write at its speed. On
+an idle machine that gave 0.2 to 0.7 GB/s where a thread of its own gives 3.3 to 3.9, and no hint 2.6 to 2.8.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from contextlib import suppress
+
+from holdfast.core.runtime import renewed, start
+from holdfast.engine.commit.replaced import wait_for_room
+from holdfast.engine.commit.target import not_committed
+from holdfast.errors import NotCommitted
+from holdfast.stores.files import Buffer, Files, copy_all, write_all
+
+__all__ = ["NewFile"]
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+STRETCH_NBYTES = 32 << 20
+"""The disk is told of so much at a time: a request for less would cost more than it gains."""
+
+
+class Writeback:
+    """The stretches of a file that are complete, and a thread that tells the disk of each."""
+
+    def __init__(self, files: Files, descriptor: int) -> None:
+        self._files, self._descriptor = files, descriptor
+        self._turn = threading.Condition(renewed(threading.Lock()))
+        self._written: dict[int, int] = {}
+        """Bytes of each stretch, by its number, as far as they are written."""
+        self._complete: list[int] = []
+        """Stretches that the disk is to be told of."""
+        self._thread: threading.Thread | None = None
+        self._over = False
+
+    def wrote(self, offset: int, nbytes: int) -> None:
+        """Bytes that were written. What is written a second time counts twice: the disk may be told early, and of it again."""
+        stop = offset + nbytes
+        with self._turn:
+            if self._over:
+                return
+            while offset < stop:
+                number = offset // STRETCH_NBYTES
+                end = min((number + 1) * STRETCH_NBYTES, stop)
+                before = self._written.get(number, 0)
+                self._written[number] = before + end - offset
+                if before < STRETCH_NBYTES <= self._written[number]:
+                    self._complete.append(number)
+                offset = end
+            if not self._complete:
+                return
+            if self._thread is None:
+                self._thread = start(self._tell, name="holdfast-writeback", daemon=True)
+                # Where no thread can start nobody tells the disk, and the fsync does it all.
+                self._over = self._thread is None
+            self._turn.notify()
+
+    def end(self) -> None:
+        """Come back when no thread touches the descriptor any more. What the disk was not told of is left to the fsync."""
+        with self._turn:
+            self._over = True
+            self._turn.notify()
+        # Kept until it is over: whoever is interrupted here comes again before the file is closed.
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _tell(self) -> None:
+        while True:
+            with self._turn:
+                while not self._complete and not self._over:
+                    self._turn.wait()
+                if self._over:
+                    return
+                number = self._complete.pop(0)
+            with suppress(OSError):  # the fsync reports it
+                self._files.begin_sync(self._descriptor, number * STRETCH_NBYTES, STRETCH_NBYTES)
+
+
+class NewFile:
+    """A file of a save. `allocate` first, then `write` and `copy` from any number of threads."""
+
+    def __init__(self, files: Files, descriptor: int, *, path: str, durable: bool = False) -> None:
+        self.descriptor = descriptor
+        """Open for reading and writing."""
+        self.path = path
+        """What errors call it."""
+        self.failed = False
+        """Whether a call on it failed; it is then never published."""
+        self.complete = False
+        """Whether nothing more will be written to it, so that it may be finished when others need its descriptor."""
+        self._files = files
+        self._open = True
+        self._writeback = Writeback(files, descriptor) if durable else None
+        """Where it will be synced: the disk then begins while the rest is summed, hashed and written."""
+
+    def allocate(self, nbytes: int) -> None:
+        """Give the file its length and, where the file system can promise them, its blocks: a full disk shows here, not later."""
+        try:
+            try:
+                self._files.allocate(self.descriptor, nbytes)
+            except OSError as error:
+                if error.errno not in FULL or not wait_for_room():
+                    raise
+                self._files.allocate(self.descriptor, nbytes)
+        except OSError as error:
+            raise self._refused(error, f"making room for {nbytes:,} bytes") from error
+
+    def write(self, offset: int, data: Buffer) -> None:
+        """Write all of a buffer at an offset."""
+        try:
+            write_all(self._files, self.descriptor, data, offset=offset)
+        except OSError as error:
+            raise self._refused(error, f"writing at byte {offset}") from error
+        if self._writeback is not None:
+            self._writeback.wrote(offset, memoryview(data).nbytes)
+
+    def copy(self, source: int, nbytes: int, *, source_offset: int, offset: int) -> None:
+        """Copy a range from another open file, inside the kernel where it can. `Truncated` where the source ends too early."""
+        try:
+            copy_all(self._files, source, self.descriptor, nbytes=nbytes, source_offset=source_offset, offset=offset)
+        except OSError as error:
+            raise self._refused(error, f"copying {nbytes:,} bytes to byte {offset}") from error
+        if self._writeback is not None:
+            self._writeback.wrote(offset, nbytes)
+
+    def sync(self) -> None:
+        """fsync. One failure is final: the pages may be gone, and a second fsync would say that all is well."""
+        self._end_writeback()
+        try:
+            self._files.sync(self.descriptor)
+        except OSError as error:
+            raise self._refused(error, "writing the file to the disk (fsync)") from error
+
+    def finish(self, *, durable: bool) -> None:
+        """Sync and close, once; nothing can be written afterwards."""
+        if not self._open:
+            return
+        if durable:
+            self.sync()
+        self._end_writeback()
+        self._open = False
+        try:
+            self._files.close(self.descriptor)
+        except OSError as error:
+            raise self._refused(error, "closing the file") from error
+
+    def give_up(self) -> None:
+        """Close, whatever comes of it."""
+        if self._open:
+            self._end_writeback()
+            self._open = False
+            with suppress(OSError):
+                self._files.close(self.descriptor)
+
+    def _end_writeback(self) -> None:
+        """Before the descriptor is closed, and its number may be another file's."""
+        if self._writeback is not None:
+            self._writeback.end()
+
+    def _refused(self, error: OSError, doing: str) -> NotCommitted:
+        self.failed = True
+        return not_committed(error, doing, self.path)

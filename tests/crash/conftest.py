@@ -1,0 +1,14 @@
+"""What several proofs ask for."""
+
+from __future__ import annotations
+
+import pytest
+
+from holdfast.engine.commit import replaced
+
+
+@pytest.fixture
+def everything_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is replaced is held open while it loses its name, however small, and closed by the thread that saves."""
+    monkeypatch.setattr(replaced, "LARGE_NBYTES", 0)
+    monkeypatch.setattr(replaced, "start", lambda run, *, name, daemon: None)
