@@ -21,11 +21,12 @@ import numpy as np
 from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
 from holdfast.core.crc import Sums
-from holdfast.core.protocols import Request, by_source
-from holdfast.engine.blocks import Slab, mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
+from holdfast.core.protocols import Request, Store, by_source
+from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import cached_nbytes, run_reads
-from holdfast.errors import located
+from holdfast.errors import HoldfastError, located
+from holdfast.plan.coalesce import MEMORY, coalesce
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 
 __all__ = ["Progress", "Receipt", "Sink", "fetch_small", "gather", "small_bytes", "write_file"]
@@ -273,11 +274,49 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
     return run
 
 
-def fetch_small(segments: Iterable[Data]) -> dict[str, memoryview]:
-    """The bytes of small tensors that are far away, or on a GPU, by their labels: neighbours come by one request."""
-    far = [s for s in segments if s.nbytes and (s.tensor.source.store.requests or s.tensor.source.store.block_nbytes)]
-    if len(far) < 2:
+def fetch_small(segments: Sequence[Data]) -> dict[str, memoryview]:
+    """The bytes of small tensors that lie in files, far away or on a GPU, by their labels: neighbours come by one read, others are left out."""
+    if len(segments) < 2:
         return {}
+    far = [s for s in segments if s.nbytes and (s.tensor.source.store.requests or s.tensor.source.store.block_nbytes)]
+    return _fetch_near(segments) if len(far) < 2 else _fetch_far(far)
+
+
+def _fetch_near(segments: Iterable[Data]) -> dict[str, memoryview]:
+    """Of files on this machine. What cannot be read is left out as well: whoever reads it by itself says what is wrong with it."""
+    by_file: dict[tuple[Store, str], list[tuple[int, Data]]] = {}
+    for segment in segments:
+        store = segment.tensor.source.store
+        apart = store.resident or store.requests or store.block_nbytes or store.in_order or not segment.nbytes
+        place = None if apart else contiguous_bytes(segment.tensor)
+        if place is not None:
+            by_file.setdefault((store, place[0]), []).append((place[1], segment))
+    fetched: dict[str, memoryview] = {}
+    for (store, key), members in by_file.items():
+        if len(members) > 1:
+            members.sort(key=_first)
+            starts = np.array([start for start, _ in members], np.int64)
+            stops = starts + np.array([segment.nbytes for _, segment in members], np.int64)
+            heads = coalesce(starts, stops, MEMORY)
+            rows = zip(heads.tolist(), [*heads[1:].tolist(), len(members)], np.maximum.reduceat(stops, heads).tolist(), strict=True)
+            for first, last, stop in rows:
+                begin = members[first][0]
+                data = np.empty(stop - begin, np.uint8).data
+                try:
+                    store.read(key, begin, data)
+                except HoldfastError:
+                    continue
+                for start, segment in members[first:last]:
+                    fetched[segment.label] = data[start - begin : start - begin + segment.nbytes]
+    return fetched
+
+
+def _first(row: tuple[int, Data]) -> int:
+    return row[0]
+
+
+def _fetch_far(far: list[Data]) -> dict[str, memoryview]:
+    """Of what is far away."""
     outs = [np.empty(s.tensor.shape, s.tensor.dtype.numpy) for s in far]
     for source, requests in by_source(Request(s.tensor, out) for s, out in zip(far, outs, strict=True)).items():
         source.read(requests)

@@ -66,9 +66,10 @@ RECORDS = Policy(free_gap=16 << 10, max_gap=16 << 10, over_read=0.0, block=4 << 
 HEADERS = Policy(free_gap=16 << 10, max_gap=16 << 10, over_read=0.0, block=1 << 20)
 """Headers of records: a call takes about as long as copying 16 KiB, and a disk gives them for the price of one page."""
 
-SUMS = Policy(free_gap=0, max_gap=0, over_read=0.0, alone=4 << 20, block=4 << 20)
-"""Bytes that are summed or compared and dropped: those that touch are read together, and nothing besides. All of it passes through
-scratch memory, of which a few megabytes a thread stay in the cache that reading and summing share."""
+SUMS = Policy(free_gap=512, max_gap=512, over_read=0.0, alone=4 << 20, block=4 << 20)
+"""Bytes that are summed or compared and dropped: those that touch are read together, and with them the headers and the padding that
+an archive has between small records, which take less time than a call for each. All of it passes through scratch memory, of which a
+few megabytes a thread stay in the cache that reading and summing share."""
 
 PAGE_LOCKED = Policy(free_gap=4096, max_gap=1 << 20, over_read=1 / 16, alone=1 << 62, block=1 << 62)
 """Blocks that a GPU copies from: no read goes straight into place, so long ones are joined as well. Who lays them out cuts them."""
