@@ -275,7 +275,7 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
 
 
 def fetch_small(segments: Sequence[Data]) -> dict[str, memoryview]:
-    """The bytes of small tensors that lie in files, far away or on a GPU, by their labels: neighbours come by one read, others are left out."""
+    """The bytes of small tensors in files, far away or on a GPU, by their labels: neighbours by one read. Others are left out."""
     if len(segments) < 2:
         return {}
     far = [s for s in segments if s.nbytes and (s.tensor.source.store.requests or s.tensor.source.store.block_nbytes)]
