@@ -46,7 +46,7 @@ function allMeasures(doc) {
   if (!known.has("dtype")) measures.unshift({ key: "dtype", label: "dtype", help: "", scale: "category", values: null });
   if (!known.has("nbytes")) measures.unshift({ key: "nbytes", label: "bytes", help: "", scale: "log", values: numbers(tensors.nbytes) });
   if (tensors.state && !known.has("state")) {
-    measures.unshift({ key: "state", label: "what changed", help: "", scale: "category", values: null });
+    measures.unshift({ key: "state", label: "state", help: "", scale: "category", values: null });
   }
   for (const measure of measures) {
     if (measure.scale !== "category") continue;

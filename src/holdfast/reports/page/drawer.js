@@ -34,7 +34,7 @@ function makeDrawer(page) {
   }
 
   function fill(at) {
-    const title = make("h2", "", shown(model.names[at].slice(0, 4000)));
+    const title = make("h2", "", ...breakable(shown(model.names[at].slice(0, 4000))));
     title.id = "drawer-name";
     const closing = button("Close", "quiet close", close);
     closing.setAttribute("aria-keyshortcuts", "Escape");
@@ -48,6 +48,13 @@ function makeDrawer(page) {
     else if (live) askDetails(inside, at);
     else inside.append(make("p", "muted", "For its histogram and quantiles, make the page with --stats."));
     if (live) drawer.append(elements(at));
+  }
+
+  // A long name breaks after its dots rather than anywhere.
+  function breakable(text) {
+    const parts = text.split(".");
+    if (parts.length > 40) return [text];
+    return parts.flatMap((part, place) => (place ? [".", make("wbr"), part] : [part]));
   }
 
   // The same role in the layers before and after: a walk through the layers without closing the drawer.
@@ -156,10 +163,10 @@ function makeDrawer(page) {
 
   function exponentChart([low, counts]) {
     const high = low + counts.length - 1;
-    const told = `histogram of binary exponents, from 2^${low} to 2^${high}, most at 2^${low + counts.indexOf(Math.max(...counts))}`;
+    const told = `histogram of binary exponents, from ${power(low)} to ${power(high)}, most at ${power(low + counts.indexOf(Math.max(...counts)))}`;
     const middle = Math.floor(counts.length / 2);
-    const ticks = [[0, `2^${low}`], [(middle + 0.5) / counts.length, `2^${low + middle}`], [1, `2^${high}`]];
-    return barChart(counts, { told, ticks: counts.length > 4 ? ticks : ticks.slice(0, 1), title: (place) => `2^${low + place}` });
+    const ticks = [[0, power(low)], [(middle + 0.5) / counts.length, power(low + middle)], [1, power(high)]];
+    return barChart(counts, { told, ticks: counts.length > 4 ? ticks : ticks.slice(0, 1), title: (place) => power(low + place) });
   }
 
   function signs(negative) {
@@ -175,11 +182,8 @@ function makeDrawer(page) {
 
   function quantileTable(quantiles) {
     const cell = (tag, text) => make(tag, "number", text);
-    const half = (from, to) => [
-      make("tr", "", ...QUANTILES.slice(from, to).map((text) => cell("th", text))),
-      make("tr", "", ...quantiles.slice(from, to).map((value) => cell("td", numberText(value)))),
-    ];
-    return make("table", "plain quantiles", make("tbody", "", ...half(0, 5), ...half(5, 9)));
+    const third = (from) => QUANTILES.slice(from, from + 3).flatMap((text, place) => [cell("th", text), cell("td", numberText(quantiles[from + place]))]);
+    return make("table", "plain quantiles", make("tbody", "", ...[0, 3, 6].map((from) => make("tr", "", ...third(from)))));
   }
 
   function norms(values, count, noun) {

@@ -412,8 +412,25 @@ function makeMatrix(page) {
     if (members.length > 40) outside.append(make("p", "muted", `and ${plural(members.length - 40, "tensor")} more in the table`));
   }
 
+  // The colours of the comparison, which are not those of the legend above.
+  function drawKey() {
+    const key = empty(byId("relative-key"));
+    key.hidden = !page.relative || page.scale.kind === "category";
+    if (key.hidden) return;
+    const canvas = document.createElement("canvas");
+    const context = sizeCanvas(canvas, 120, 10);
+    const { diverging } = page.palette;
+    for (let x = 0; x < 120; x++) {
+      context.fillStyle = diverging[Math.round((x / 119) * (diverging.length - 1))].css;
+      context.fillRect(x, 0, 1, 10);
+    }
+    const [below, above] = page.scale.kind === "log" ? ["⅛ of the median", "8 times"] : ["below", "above"];
+    key.append(below, canvas, above);
+  }
+
   byId("relative").addEventListener("change", (event) => {
     page.relative = event.target.checked;
+    drawKey();
     for (const one of panels) one.colour();
   });
   return {
@@ -422,6 +439,7 @@ function makeMatrix(page) {
     colour: () => {
       for (const one of panels) one.colour();
       drawOutside();
+      drawKey();
     },
     size: () => panels.forEach((one) => one.size()),
   };

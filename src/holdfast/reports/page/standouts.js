@@ -79,7 +79,11 @@ function drawStandouts(page) {
       const said = text(at);
       line.append(make("span", "found", link, said ? make("span", "muted", ` ${said}`) : ""));
     });
-    if (tensors.length > MOST) line.append(make("span", "muted", `and ${plural(tensors.length - MOST, "other")}`));
+    if (tensors.length > MOST) {
+      const layers = [...new Set(tensors.map((at) => model.layer[at]))].filter((layer) => layer >= 0).sort((a, b) => a - b);
+      const where = layers.length ? `, in layers ${clipped(rangesText(layers), 80)}` : "";
+      line.append(make("span", "muted", `and ${plural(tensors.length - MOST, "other")}${where}`));
+    }
     list.append(line);
   }
   const compared = model.measures.some(({ key }) => key === "rms" || key === "change");

@@ -56,6 +56,17 @@ function plural(number, noun) {
   return `${grouped.format(number)} ${noun}${number === 1 ? "" : "s"}`;
 }
 
+// Whole numbers in order as ranges: "0–3, 7".
+function rangesText(sorted) {
+  const ranges = [];
+  for (const number of sorted) {
+    const last = ranges[ranges.length - 1];
+    if (last && number === last[1] + 1) last[1] = number;
+    else ranges.push([number, number]);
+  }
+  return ranges.map(([from, to]) => (from === to ? String(from) : `${from}–${to}`)).join(", ");
+}
+
 // A measured number in three digits.
 function numberText(value) {
   if (value === null || Number.isNaN(value)) return "–";
@@ -63,7 +74,9 @@ function numberText(value) {
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e6) return grouped.format(value);
   if (size < 1e-3 || size >= 1e5) return value.toExponential(2).replace("e+", "e");
-  return size >= 999.5 ? grouped.format(Math.round(value)) : value.toPrecision(3);
+  if (size >= 999.5) return grouped.format(Math.round(value));
+  // A cosine of 0.9996 is not 1.
+  return value.toPrecision(size < 1 && size >= 0.9995 ? 6 : 3);
 }
 
 // A share that never rounds to none or to all when it is neither.
@@ -73,6 +86,11 @@ function shareText(share) {
   if (percent < 0.01) return "<0.01%";
   if (percent > 99.99) return ">99.99%";
   return `${Number(percent.toPrecision(3))}%`;
+}
+
+// A power of two as it is written by hand.
+function power(exponent) {
+  return `2${String(exponent).replace(/./g, (digit) => (digit === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]))}`;
 }
 
 function shapeText(sizes) {

@@ -179,9 +179,11 @@ function makeTreemap(page) {
     const { palette, scale, model } = page;
     if (node.leaf >= 0 || !node.open) {
       const at = node.leaf >= 0 ? node.leaf : largestLeaf(node);
-      const least = Math.min(node.w, node.h);
-      const rim = least > 9 ? 1 : least > 3 ? 0.5 : 0;
-      const box = { x: node.x, y: node.y, w: node.w - rim, h: node.h - rim };
+      // On whole pixels: thousands of blurred edges would be a pattern of their own.
+      const [x, y] = [Math.round(node.x), Math.round(node.y)];
+      const [w, h] = [Math.round(node.x + node.w) - x, Math.round(node.y + node.h) - y];
+      const rim = Math.min(w, h) > 6 ? 1 : 0;
+      const box = { x, y, w: Math.max(w - rim, 1), h: Math.max(h - rim, 1) };
       const look = lookOf(model, scale, palette, at);
       const ink = paintCell(context, box, look, palette);
       if (node.leaf >= 0) label(context, node, ink, look);
