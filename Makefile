@@ -6,6 +6,7 @@
 #   make test TORCH=2.15.0 [NUMPY=1.26.4]   all tests with another torch, in a .venv of its own
 #   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand
 #   make check    lint, types and architecture only
+#   make browser  the browser that tests/browser draws pages in, where it may be installed
 #   make platforms  types as a checker on macOS and on Windows sees them
 #   make bench    the benchmarks, as ratios against torch and safetensors
 #   make test-integrations   the adapters, each with its framework, in a .venv of their own
@@ -30,13 +31,20 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-integrations matrix check lint types platforms architecture bench programs docs golden clean
+.PHONY: help demo browser test test-all test-integrations matrix check lint types platforms architecture bench programs docs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(LIGHT)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh
+
+# Debian's, with its package manager; who may not install says so and the tests of pages are skipped.
+browser:
+	@for name in chromium chromium-browser google-chrome; do if command -v $$name; then exit 0; fi; done; \
+	if test "$$(id -u)" = 0 && command -v apt-get > /dev/null; \
+	then apt-get install --yes --quiet --no-install-recommends chromium || { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; }; \
+	else echo "there is no chromium: install it (Debian: sudo apt-get install chromium), or set HOLDFAST_CHROMIUM to a browser" >&2; exit 1; fi
 
 # mypy and ruff are asked about the pinned torch only: the types of others differ, and the code is the same.
 test: $(if $(filter-out $(PINNED),$(TORCH)),architecture,check)

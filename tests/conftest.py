@@ -122,3 +122,10 @@ def expected(golden: Path) -> dict[str, object]:
 def hostile(request: pytest.FixtureRequest) -> Path:
     """Each hostile file in turn."""
     return GOLDEN / "hostile" / request.param
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Without a browser the pages are not looked at: one line says so, however many tests that are."""
+    skipped = [report for report in terminalreporter.stats.get("skipped", []) if "make browser" in str(report.longrepr)]
+    if skipped:
+        terminalreporter.write_line(f"NO BROWSER: {len(skipped)} tests of pages were skipped; make browser installs one", red=True)

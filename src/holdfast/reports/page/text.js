@@ -1,0 +1,135 @@
+// Text for people: names made safe to look at, numbers made short, a name as Python would write it, and globs.
+
+// What Python's str.isprintable refuses, and letters that take no room: the same that the command line writes out.
+const HIDDEN =
+  /(?! )[\p{C}\p{Z}]|[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]|[\u{e0100}-\u{e01ef}]/gu;
+const PILED = /\p{M}{5,}/gu;
+const PLAIN = /^[\x20-\x7e]*$/;
+const LONGEST = 200; // characters of a name in a list; a hostile one may have millions
+
+function writtenOut(char) {
+  const known = { "\n": "\\n", "\r": "\\r", "\t": "\\t" };
+  const code = char.codePointAt(0);
+  const digits = (count) => code.toString(16).padStart(count, "0");
+  return known[char] || (code < 0x100 ? `\\x${digits(2)}` : code < 0x10000 ? `\\u${digits(4)}` : `\\U${digits(8)}`);
+}
+
+// The text with everything written out that a browser would act on, reorder or hide, and marks that would pile up over other lines.
+function shown(text) {
+  if (PLAIN.test(text)) return text;
+  return text.replace(HIDDEN, writtenOut).replace(PILED, (marks) => Array.from(marks, writtenOut).join(""));
+}
+
+// The same, cut in the middle where it is long. Cut first: what is cut away need not be looked at.
+function clipped(text, limit = LONGEST) {
+  const tail = Math.floor(limit / 3);
+  return shown(text.length <= limit ? text : `${text.slice(0, limit - tail - 1)}…${text.slice(-tail)}`);
+}
+
+// The text as a literal of Python.
+function pythonText(text) {
+  const quoted = text.replace(/["\\]/g, "\\$&");
+  return `"${PLAIN.test(text) ? quoted : quoted.replace(HIDDEN, writtenOut)}"`;
+}
+
+function nbytesText(number) {
+  if (number < 1024) return `${number} B`;
+  let size = number;
+  for (const unit of ["KiB", "MiB", "GiB", "TiB", "PiB"]) {
+    size /= 1024;
+    if (size < 1023.95) return `${size.toFixed(1)} ${unit}`;
+  }
+  return `${(size / 1024).toFixed(1)} EiB`;
+}
+
+const grouped = new Intl.NumberFormat("en-US");
+
+function countText(number) {
+  if (number < 100_000) return grouped.format(number);
+  if (number < 999_500) return `${(number / 1e3).toFixed(0)}K`;
+  if (number < 999_950_000) return `${(number / 1e6).toFixed(1)}M`;
+  if (number < 999_995_000_000) return `${(number / 1e9).toFixed(2)}B`;
+  return `${(number / 1e12).toFixed(2)}T`;
+}
+
+function plural(number, noun) {
+  return `${grouped.format(number)} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+// Whole numbers in order as ranges: "0–3, 7".
+function rangesText(sorted) {
+  const ranges = [];
+  for (const number of sorted) {
+    const last = ranges[ranges.length - 1];
+    if (last && number === last[1] + 1) last[1] = number;
+    else ranges.push([number, number]);
+  }
+  return ranges.map(([from, to]) => (from === to ? String(from) : `${from}–${to}`)).join(", ");
+}
+
+// A measured number in three digits.
+function numberText(value) {
+  if (value === null || Number.isNaN(value)) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (Number.isInteger(value) && size < 1e6) return grouped.format(value);
+  if (size < 1e-3 || size >= 1e5) return value.toExponential(2).replace("e+", "e");
+  if (size >= 999.5) return grouped.format(Math.round(value));
+  // A cosine of 0.9996 is not 1.
+  return value.toPrecision(size < 1 && size >= 0.9995 ? 6 : 3);
+}
+
+// A share that never rounds to none or to all when it is neither.
+function shareText(share) {
+  if (share === 0 || share === 1) return `${share * 100}%`;
+  const percent = share * 100;
+  if (percent < 0.01) return "<0.01%";
+  if (percent > 99.99) return ">99.99%";
+  return `${Number(percent.toPrecision(3))}%`;
+}
+
+// A power of two as it is written by hand.
+function power(exponent) {
+  return `2${String(exponent).replace(/./g, (digit) => (digit === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]))}`;
+}
+
+function shapeText(sizes) {
+  return `[${sizes.join(", ")}]`;
+}
+
+// Whether a text matches a glob with * and ?, in time that no pattern can make worse than text times pattern.
+function globMatches(pattern, text) {
+  let at = 0;
+  let inText = 0;
+  let star = -1;
+  let restart = 0;
+  while (inText < text.length) {
+    const want = pattern[at];
+    if (want === "*") {
+      star = at++;
+      restart = inText;
+    } else if (want === "?" || want === text[inText]) {
+      at++;
+      inText++;
+    } else if (star >= 0) {
+      at = star + 1;
+      inText = ++restart;
+    } else {
+      return false;
+    }
+  }
+  while (pattern[at] === "*") at++;
+  return at === pattern.length;
+}
+
+// A test of names out of what was typed: words apart by spaces, any of them; "!" before one leaves out; a word
+// without a wildcard is looked for anywhere. Where words are told apart by case, so they are here.
+function nameFilter(typed) {
+  const words = typed.split(/\s+/).filter((word) => word && word !== "!");
+  const asTest = (word) =>
+    /[*?]/.test(word) ? (name) => globMatches(word, name) : (name) => name.includes(word);
+  const wanted = words.filter((word) => word[0] !== "!").map(asTest);
+  const unwanted = words.filter((word) => word[0] === "!").map((word) => asTest(word.slice(1)));
+  if (!words.length) return null;
+  return (name) => (!wanted.length || wanted.some((test) => test(name))) && !unwanted.some((test) => test(name));
+}
