@@ -23,6 +23,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.records import RecordRead, read_records
 from holdfast.errors import (
     FormatError,
@@ -346,6 +347,7 @@ class FileStorages:
                 self._swap_bytes(storage, name)
 
     def _read(self, pieces: Sequence[RecordRead]) -> None:
+        wanted_in_large_pages((piece.address, piece.nbytes) for piece in pieces)
         read_records(self._source.store, self._key, pieces, threads=self._threads, verify=self._verify)
 
     def _swap_bytes(self, storage: torch.UntypedStorage, name: StorageName) -> None:

@@ -10,6 +10,7 @@ import torch
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.tensor import LazyTensor
+from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, located
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.tensors.fill import Fill, Progress, fill
@@ -87,6 +88,7 @@ def read_tensors(
     """
     wants = {name: Want(lazy, wanted_dtype(lazy, dtype), device or CPU) for name, lazy in tensors.items()}
     fresh = make_fresh(wants)
+    wanted_in_large_pages((one.target.data_ptr(), one.target.nbytes) for one in fresh.fills if one.target.is_cpu)
     for note in fill(fresh.fills, progress, max_host_memory=max_host_memory):
         warnings.warn(note, HoldfastWarning, stacklevel=3)
     return fresh.tensors
