@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.reports import document, layers, structure
+from holdfast.reports import document, layers, measures, structure
 from holdfast.reports.layers import places
 
 
-@pytest.mark.parametrize("module", [document, layers, structure])
+@pytest.mark.parametrize("module", [document, layers, measures, structure])
 def test_the_examples(module):
     assert doctest.testmod(module).failed == 0
 

@@ -20,7 +20,8 @@ FLAGS = {
     "keep": "--keep", "masks": "--masks", "max_memory": "--max-memory", "max_shard_size": "--max-shard-size", "mesh": "--mesh",
     "metadata": "--set", "metrics": "--metric", "model": "--model", "overwrite": "--overwrite",
     "pattern": "--filter", "read_back": "--read-back",
-    "rename": "--rename", "resume": "--resume", "rules": "--rule", "sample_inputs": "--sample-inputs", "set_metadata": "--set",
+    "rename": "--rename", "resume": "--resume", "rules": "--rule", "sample": "--sample",
+    "sample_inputs": "--sample-inputs", "set_metadata": "--set",
     "sparse": "--sparse", "step": "--step", "tensors_only": "--tensors-only", "threads": "--threads", "unset_metadata": "--unset",
 }  # fmt: skip
 """From a keyword of a verb to its flag."""

@@ -1,22 +1,31 @@
-"""`holdfast report`: a checkpoint as one HTML file to look at."""
+"""`holdfast report`: a checkpoint, the difference of two or a run as one HTML file to look at; `holdfast view` serves it."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.cli import values
+
+if TYPE_CHECKING:
+    from holdfast.reports.report import Asked
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
 DESCRIPTION = """\
-Write a page to look at: what is in a checkpoint, how large, where in which file, and what is odd about it. It is one HTML file that
-needs nothing else and loads nothing. No tensor data is read."""
+Write a page to look at: what is in a checkpoint, how large, where in which file, and what is odd about it; with OTHER, what
+differs; of a run's directory, its steps over time. It is one HTML file that needs nothing else and loads nothing. No tensor data
+is read without --stats, which reads every tensor once; a difference is read where checksums do not say it."""
 
 EXAMPLES = """\
 examples:
   holdfast report model.safetensors -o model.html
-  holdfast report model.pt -o attention.html -f '*.attn.*'
+  holdfast report model.safetensors -o model.html --stats
+  holdfast report huge/ -o huge.html --sample 1%
+  holdfast report base.safetensors tuned.safetensors -o change.html
+  holdfast report runs/llama -o run.html
   holdfast report checkpoints/step-1000 -o step.html --mesh 8
   holdfast report model.pt --json | jq -r .sentence
 """
@@ -24,35 +33,70 @@ examples:
 
 def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
-    verb.add_argument("path", metavar="PATH", type=values.path, help="a checkpoint of any format")
+    add_asked(verb)
     verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="where to write the page")
-    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
-    verb.add_argument("--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print the data behind the page (its schema is in docs/report.md)")
     verb.set_defaults(run=run)
 
 
+def add_asked(verb: argparse.ArgumentParser) -> None:
+    """What is to be on a page."""
+    verb.add_argument("path", metavar="PATH", type=values.target, help="a checkpoint of any format, or a run's directory")
+    verb.add_argument("other", metavar="OTHER", type=values.target, nargs="?", help="a second one: show what differs")
+    verb.add_argument("--stats", action="store_true", help="read every tensor: sizes, zeros, NaN, histograms, quantiles, norms")
+    verb.add_argument("--sample", metavar="SHARE", type=_share, help="read only so much of each large tensor: 1%%")
+    verb.add_argument("--svd", action="store_true", help="singular values as well; reads matrices three times more")
+    verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match")
+    verb.add_argument("--mesh", metavar="N", help="which files each of N ranks would read; 2x2 for a grid")
+    verb.add_argument("--max-memory", metavar="SIZE", type=values.size, help="use no more than this")
+    verb.add_argument("--threads", metavar="N", type=values.positive, help="how many threads")
+
+
+def _share(text: str) -> float:
+    from holdfast.core.quantities import share
+    from holdfast.errors import BadArgument
+
+    try:
+        return share(text)
+    except BadArgument as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share: write 1%, or 0.01") from error
+
+
+def asked_of(options: argparse.Namespace) -> Asked:
+    """Those options, for the library."""
+    from holdfast.reports.report import Asked
+
+    return Asked(
+        options.stats or options.svd or options.sample is not None, options.sample, options.svd, options.filter, options.mesh,
+        max_memory=options.max_memory, threads=options.threads,
+    )  # fmt: skip
+
+
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
+    from holdfast.cli.progress import bar
     from holdfast.cli.text import clip, escape, nbytes, print_lines
     from holdfast.errors import BadArgument
-    from holdfast.reports.report import report
+    from holdfast.reports.report import Report, prepared
 
     if options.output is None and not options.json:
         raise BadArgument("say where the page shall be: -o page.html; or --json prints the data behind it")
-    made = report(options.path, filter=options.filter, mesh=options.mesh)
-    if options.output is not None:
-        made.save(options.output)
+    quiet = options.quiet or options.json
+    with (
+        prepared(options.path, options.other, asked_of(options)) as ready,
+        bar("Reading", ready.nbytes, quiet=quiet or not ready.nbytes) as progress,
+    ):
+        made = Report(ready.make(progress))
+    where = None if options.output is None else Path(made.save(options.output))
     if options.json:
         from holdfast.cli.document import print_json
 
         print_json(made.document)
-    elif not options.quiet:
-        size = os.path.getsize(options.output)
+    elif where is not None and not options.quiet:
         print_lines(
             [
-                [("wrote ", "clean"), (escape(clip(str(options.output), 400)), "title"), (f"  {nbytes(size)}", "size")],
+                [("wrote ", "clean"), (escape(clip(str(where), 400)), "title"), (f"  {nbytes(os.path.getsize(where))}", "size")],
                 [(escape(clip(str(made.document["sentence"]), 2000)), "dim")],
             ]
         )

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
 from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines, width
 
 if TYPE_CHECKING:
-    from holdfast.runs.lock import Holder
     from holdfast.runs.place import RunPlace
-    from holdfast.runs.retention import Deleted, Fate
+    from holdfast.runs.retention import Deleted
     from holdfast.runs.rules import Rule
-    from holdfast.runs.steps import Found, Step
+    from holdfast.runs.steps import Step
     from holdfast.runs.sweep import Swept
+    from holdfast.runs.table import Row, Table
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
 
@@ -76,38 +74,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=run)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table."""
-
-    found: Found
-    fate: Fate | None
-    new_nbytes: int
-    """Bytes of files that no earlier step has."""
-    shared_nbytes: int
-
-    @property
-    def step(self) -> Step | None:
-        return self.found.whole
-
-
-@dataclass(frozen=True)
-class Table:
-    """Everything that is printed."""
-
-    path: str
-    rows: Sequence[Row]
-    rules: Sequence[Rule]
-    writer: Holder | None
-    now: float
-    total_nbytes: int
-
-
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.errors import BadArgument, StoreError
     from holdfast.runs.places import place_for
     from holdfast.runs.rules import read_rules
+    from holdfast.runs.table import look
     from holdfast.stores.paths import place_of
 
     if options.gc:
@@ -174,26 +146,6 @@ def swept_lines(done: Swept) -> Iterator[Line]:
     told = f"  {plural(len(done.keys), 'object')}, {nbytes(done.nbytes)}{' deleted' if done.done else ' would be deleted'}"
     young = f"; {plural(done.young, 'object')} without a manifest not old enough" if done.young else ""
     yield [(escape(clip(done.path, 400)), "title"), (told + young, "dim")]
-
-
-def look(folder: RunPlace, rules: Collection[Rule], path: str) -> Table:
-    """What is in a run's directory now; `path` is what it is called."""
-    from holdfast.runs.retention import decide
-    from holdfast.runs.space import Sizes, Space
-
-    survey = folder.survey()
-    steps = [found.whole for found in survey if found.whole is not None]
-    pins, writer = folder.pins(), folder.writer()
-    now = time.time()
-    fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins, now=now)}
-    space, seen, rows = Space(folder), Sizes(), []
-    for found in survey:
-        own = space.sizes(found.whole) if found.whole is not None else {}
-        new = sum(size for identity, size in own.items() if identity not in seen)
-        seen.update(own)
-        fate = fates.get(found.whole.step) if found.whole is not None else None
-        rows.append(Row(found, fate, new, sum(own.values()) - new))
-    return Table(path, rows, tuple(rules), writer, now, sum(seen.values()))
 
 
 def lines(table: Table) -> Iterator[Line]:

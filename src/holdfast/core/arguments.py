@@ -32,7 +32,7 @@ import numpy as np
 
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
-from holdfast.core.quantities import byte_count, seconds, shown, whole_number
+from holdfast.core.quantities import byte_count, seconds, share, shown, whole_number
 from holdfast.errors import BadArgument, BadArgumentType
 
 if TYPE_CHECKING:
@@ -298,6 +298,7 @@ READERS: dict[str, Reader] = {
     "prefix": text,
     "progress": progress,
     "rename": pairs,
+    "sample": share,
     "set_metadata": texts,
     "sparse": text,
     "step": step,

@@ -17,7 +17,7 @@ from typing import SupportsFloat, SupportsIndex
 
 from holdfast.errors import BadArgument, BadArgumentType, Unsupported
 
-__all__ = ["Size", "byte_count", "seconds", "shown", "whole_number"]
+__all__ = ["Size", "byte_count", "seconds", "share", "shown", "whole_number"]
 
 Size = SupportsIndex | float | str
 """What is taken as a number of bytes."""
@@ -95,6 +95,31 @@ def whole_number(value: object, name: str, *, least: int = 1, most: int | None =
         raise BadArgument(f"{name} takes a number from {least} on, not {shown(value)}", found=value)
     if most is not None and found > most:
         raise BadArgument(f"{name} takes a number up to {most:,}, not {shown(value)}", found=value)
+    return found
+
+
+def share(value: object, name: str = "a share") -> float:
+    """A part of a whole: a number up to 1, or text, in percent or not.
+
+    >>> share(0.25), share("1%"), share("0.5")
+    (0.25, 0.01, 0.5)
+    """
+    found: float | None = None
+    text = value.strip() if isinstance(value, str) else None
+    if text is not None:
+        try:
+            found = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1) if text.isascii() else None
+        except ValueError:
+            found = None
+    elif isinstance(value, SupportsFloat | SupportsIndex) and not isinstance(value, bool):
+        try:
+            found = float(value)
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            found = None
+    if found is None:
+        raise BadArgumentType(f"{name} takes a share (0.01 or '1%'), not {shown(value)}", found=value)
+    if not 0 < found <= 1:
+        raise BadArgument(f"{name} takes a share above 0 and up to 1 (or '100%'), not {shown(value)}", found=value)
     return found
 
 

@@ -6,7 +6,7 @@ transfer         the one engine that reads: ranges of files, by threads, each to
   records          whole records to memory of somebody else's: the storages of a torch file
   checksums        sums alone; `digest` is a tensor's own
   equal            compared with the bytes of another tensor; `compare` counts what differs, element by element
-numbers          what the elements of tensors are: moments, counts of bit patterns, histograms
+numbers          what the elements of tensors are: moments, counts of bit patterns, histograms; `distribution`: exponents, quantiles
 columns          many small tensors by few reads, each a copy of its part
 blocks           a tensor as a row of bytes, a bounded number at a time
 arrays           memory as lazy tensors

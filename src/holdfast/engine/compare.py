@@ -38,6 +38,9 @@ BLOCK_ELEMENTS = 1 << 18
 STEP_ELEMENTS = 1 << 15
 """Elements that are compared together: 256 KiB as float64 of each side, and no more of what is made of them."""
 
+BEYOND = Fraction(2) ** 1000
+"""About where a fraction is no float64 any more."""
+
 PLAIN_EXPONENT = 400
 """Numbers below 2^400 and above 2^-400 can be squared, and a block of the squares added up, within float64."""
 
@@ -57,6 +60,8 @@ class Content:
     """The cosine of the angle between the two as vectors, over pairs that are finite; None where either is all zeros."""
     nans: int
     """Pairs of which at least one is NaN."""
+    relative: float | None = None
+    """‖a − b‖ / ‖a‖, over pairs that are finite; None where the first is all zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class Tally:
     dot: Fraction = Fraction(0)
     squares_a: Fraction = Fraction(0)
     squares_b: Fraction = Fraction(0)
+    apart: Fraction = Fraction(0)
+    """Of the differences: what is left of the three above would be their rounding, where little changed."""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -82,11 +89,18 @@ class Tally:
             self.dot + other.dot,
             self.squares_a + other.squares_a,
             self.squares_b + other.squares_b,
+            self.apart + other.apart,
         )
 
     def content(self) -> Content:
         """The numbers that people want."""
-        return Content(self.changed, self.total, self.max_abs, self.max_rel, self._cosine(), self.nans)
+        return Content(self.changed, self.total, self.max_abs, self.max_rel, self._cosine(), self.nans, self._relative())
+
+    def _relative(self) -> float | None:
+        if not self.squares_a:
+            return None
+        ratio = self.apart / self.squares_a
+        return math.sqrt(ratio) if ratio < BEYOND else math.inf
 
     def _cosine(self) -> float | None:
         if not self.squares_a or not self.squares_b:
@@ -147,7 +161,7 @@ class _Plain:
         self._same_bits, self._exact = same_bits, exact
         self._changed = self._total = 0
         self._max_abs = self._max_rel = 0.0
-        self._dot = self._squares_a = self._squares_b = 0.0
+        self._dot = self._squares_a = self._squares_b = self._apart = 0.0
 
     def add(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Compare some elements. False, and nothing is counted, where one of them is not finite."""
@@ -164,6 +178,7 @@ class _Plain:
         if changed:
             self._changed += changed
             apart = wide_a - wide_b
+            self._apart += inner(apart, apart)
             np.abs(apart, out=apart)
             self._max_abs = max(self._max_abs, float(apart.max()))
             np.abs(wide_a, out=wide_a)
@@ -177,7 +192,7 @@ class _Plain:
 
     def tally(self) -> Tally:
         most = int(self._max_abs) if self._exact else self._max_abs
-        sums = (Fraction(x) for x in (self._dot, self._squares_a, self._squares_b))
+        sums = (Fraction(x) for x in (self._dot, self._squares_a, self._squares_b, self._apart))
         return Tally(self._changed, self._total, most, self._max_rel, 0, *sums)
 
 
@@ -207,14 +222,16 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
         nans = int((nan_a | nan_b).sum())
         left, right = wide_a[usable], wide_b[usable]
     max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
-    return Tally(int(changed.sum()), a.size, max_abs, max_rel, nans, _dot(left, right), _squares(left), _squares(right))
+    sums = _dot(left, right), _squares(left), _squares(right), _apart(left, right)
+    return Tally(int(changed.sum()), a.size, max_abs, max_rel, nans, *sums)
 
 
 def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:
     changed = _int_changes(a, b)
     max_abs, max_rel = _greatest(a[changed], b[changed])
     wide_a, wide_b = a.astype(np.float64), b.astype(np.float64)
-    return Tally(int(changed.sum()), a.size, max_abs, max_rel, 0, _dot(wide_a, wide_b), _squares(wide_a), _squares(wide_b))
+    sums = _dot(wide_a, wide_b), _squares(wide_a), _squares(wide_b), _apart(wide_a, wide_b)
+    return Tally(int(changed.sum()), a.size, max_abs, max_rel, 0, *sums)
 
 
 def _differing_bits(a: np.ndarray, b: np.ndarray) -> Bools:
@@ -268,6 +285,11 @@ def _parts(array: np.ndarray) -> np.ndarray:
 def _squares(array: np.ndarray) -> Fraction:
     flat, exponent = _scaled(array)
     return Fraction(inner(flat, flat)) * Fraction(2) ** (2 * exponent)
+
+
+def _apart(a: np.ndarray, b: np.ndarray) -> Fraction:
+    """The squares of the differences: of halves, for that of two finite numbers may be beyond float64."""
+    return _squares(a / 2 - b / 2) * 4
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> Fraction:

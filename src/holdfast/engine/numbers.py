@@ -29,7 +29,7 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 
-__all__ = ["Counts", "Moments", "Walk", "countable", "counts_patterns", "histogram", "walk", "widened"]
+__all__ = ["Counts", "Moments", "Walk", "countable", "counts_patterns", "histogram", "walk", "walk_ranges", "widened"]
 
 T = TypeVar("T")
 
@@ -76,12 +76,12 @@ class Moments:
         """
         total = cls()
         for wide in widened(values):
-            total += cls._of_step(wide)
+            total += cls.of_step(wide)
         return total
 
     @classmethod
-    def _of_step(cls, wide: np.ndarray) -> Moments:
-        """Of float64, which are changed."""
+    def of_step(cls, wide: np.ndarray) -> Moments:
+        """Of float64, which are changed: where all are finite, into their distances from the mean."""
         nans = infinities = 0
         # NaN comes out of both, and an infinity out of one of them.
         low, high = float(wide.min()), float(wide.max())
@@ -229,10 +229,11 @@ def pattern_values(dtype: np.dtype[np.generic]) -> np.ndarray:
 class Walk(Generic[T]):
     """What is made of the blocks of each tensor, until the tensor is whole."""
 
-    def __init__(self, tensors: Sequence[LazyTensor], finish: Callable[[int, list[T]], None]) -> None:
+    def __init__(self, blocks: Sequence[int], finish: Callable[[int, list[T]], None]) -> None:
+        """`blocks` is how many each tensor has."""
         self._finish = finish
-        self._left = [sum(1 for _ in blocks(tensor.size)) for tensor in tensors]
-        self._parts: list[dict[int, T]] = [{} for _ in tensors]
+        self._left = [*blocks]
+        self._parts: list[dict[int, T]] = [{} for _ in blocks]
         self._lock = threading.Lock()
 
     def add(self, number: int, start: int, part: T) -> None:
@@ -261,19 +262,35 @@ def walk(
     of a tensor were looked at, `finish` is called with what that gave, in the order of elements: so nothing depends on which thread
     was quicker. Only tensors that are begun and not finished hold anything. One without elements is never looked at.
     """
-    found = Walk(tensors, finish)
+    every = [[*blocks(tensor.size)] for tensor in tensors]
+    walk_ranges(
+        tensors, every, lambda number, start, values: look(number, values), finish=finish, threads=threads, progress=progress
+    )
+
+
+def walk_ranges(
+    tensors: Sequence[LazyTensor],
+    ranges: Sequence[Sequence[tuple[int, int]]],
+    look: Callable[[int, int, np.ndarray], T],
+    *,
+    finish: Callable[[int, list[T]], None],
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """The same of ranges of each tensor's elements, in ascending order: `look` is told where each begins."""
+    found = Walk([len(own) for own in ranges], finish)
 
     def task(number: int, start: int, stop: int) -> Callable[[], None]:
         tensor = tensors[number]
 
         def run() -> None:
             with located(tensor=tensor.name):
-                found.add(number, start, look(number, elements(tensor, start, stop)))
+                found.add(number, start, look(number, start, elements(tensor, start, stop)))
             if progress is not None:
                 progress(tensor.dtype.nbytes(stop - start))
 
         return run
 
-    work = [task(number, start, stop) for number, tensor in enumerate(tensors) for start, stop in blocks(tensor.size)]
+    work = [task(number, start, stop) for number, own in enumerate(ranges) for start, stop in own]
     if work:
         run_reads(work, threads or default_threads(), stores=[tensor.source.store for tensor in tensors])

@@ -1,31 +1,42 @@
 """`report`: a checkpoint, the difference of two, or a run, as one page to look at.
 
-document    what the page shows, as values that JSON has (`Report.document`)
-page        the one HTML file that shows it (`Report.html`, `Report.save`)
+    document    what the page shows, as values that JSON has (`Report.document`)
+    page        the one HTML file that shows it (`Report.html`, `Report.save`)
+
+`prepared` opens what is to be looked at and says how much would be read; `Prepared.make` reads it. A command draws a bar meanwhile.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.patterns import matcher
+from holdfast.core.quantities import Size
 from holdfast.core.version import VERSION
+from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.transactions import FileTransaction
-from holdfast.errors import NoSuchTensor
+from holdfast.errors import NoSuchTensor, UnknownFormat
 from holdfast.inspect.open import Openable, opened
+from holdfast.reports import change, history
 from holdfast.reports.document import SCHEMA, Document, dumps
+from holdfast.reports.measures import Measured, measure, measured_columns, reading_nbytes
 from holdfast.reports.page import page
 from holdfast.reports.shards import shards
-from holdfast.reports.structure import columns, facts, look, made_at, name_of, scanned, sentence
+from holdfast.reports.structure import Structure, columns, facts, iso, look, made_at, name_of, scanned, sentence
+from holdfast.runs.table import Table
 from holdfast.stores.paths import local_path
 
-__all__ = ["Report", "report"]
+__all__ = ["Asked", "Prepared", "Report", "prepared", "report"]
+
+NOTES = 50
+"""Notes of a checkpoint that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,59 +67,229 @@ class Report:
         return where
 
     def __repr__(self) -> str:
-        return f"<Report {self.document['sentence']!r}>"
+        return f"<Report {str(self.document['sentence'])!r}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is to be on the page."""
+
+    stats: bool = False
+    sample: float | None = None
+    svd: bool = False
+    filter: str | None = None
+    mesh: Mapping[str, int] | str | None = None
+    max_memory: Size | None = None
+    limits: Limits | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Something that is open, and how much of it would be read."""
+
+    nbytes: int
+    make: Callable[[Progress | None], Document]
+    found: Structure | None = None
+    """Whose tensors the rows of the page are."""
 
 
 @understood
 def report(
     src: Openable | Checkpoint,
+    other: Openable | Checkpoint | None = None,
     *,
+    stats: bool = False,
+    sample: float | str | None = None,
+    svd: bool = False,
     filter: str | None = None,
     mesh: Mapping[str, int] | str | None = None,
+    max_memory: Size | None = None,
     limits: Limits | None = None,
+    threads: int | None = None,
     progress: Progress | None = None,
 ) -> Report:
-    """Look at a checkpoint as a page: what is in it, how it is stored, and what is odd. No tensor data is read.
+    """Look at a checkpoint as a page: what is in it, how it is stored, and what is odd. `src` may be the directory of a run, too.
 
-    `filter` is a glob, or a name that stands for all below it: only those tensors are shown. `mesh` adds which files each rank of
-    another mesh would read: "4" cuts the first dimension of every tensor for four ranks, "2x2" the first two.
+    Without `stats` no tensor data is read. With it every tensor is read once: sizes, zeros, NaN, histograms, quantiles, norms of
+    rows and columns; `sample` ("1%", 0.01) reads evenly spaced blocks instead, and the page says so; `svd` adds singular values.
+    With an `other` checkpoint the page shows what differs. `filter` is a glob, or a name that stands for all below it: only those
+    tensors are shown. `mesh` adds which files each rank of another mesh would read: "4" cuts the first dimension of every tensor
+    for four ranks, "2x2" the first two. `progress` is called with the number of bytes that were read since its last call, from any
+    thread.
     """
-    with opened(src, limits=limits) as checkpoint:
-        return Report(_checkpoint(src, checkpoint, filter, mesh=mesh, limits=limits))
+    asked = Asked(
+        stats or sample is not None or svd, sample if isinstance(sample, float) else None, svd,
+        filter, mesh, max_memory=max_memory, limits=limits, threads=threads,
+    )  # fmt: skip
+    with prepared(src, other, asked) as ready:
+        return Report(ready.make(progress))
 
 
-def _checkpoint(
-    src: Openable | Checkpoint,
-    checkpoint: Checkpoint,
-    filter: str | None,
-    *,
-    mesh: Mapping[str, int] | str | None,
-    limits: Limits | None,
-) -> Document:
-    found = look(checkpoint, None if filter is None else matcher(filter))
-    if filter is not None and not found.tensors:
-        raise NoSuchTensor(f"no tensor in the checkpoint is called {filter!r}", file=checkpoint.path, found=filter)
-    path = checkpoint.path if isinstance(src, Checkpoint) else src
-    _, told = scanned(path, limits)
-    verdict = str(told["verdict"])
+@contextmanager
+def prepared(src: Openable | Checkpoint, other: Openable | Checkpoint | None, asked: Asked) -> Iterator[Prepared]:
+    """Open what is to be looked at, for a block."""
+    with ExitStack() as stack:
+        if other is not None:
+            first, second = (stack.enter_context(opened(one, limits=asked.limits)) for one in (src, other))
+            yield _difference(_Looked(src, first, asked), _Looked(other, second, asked))
+            return
+        table = history.run_at(src) if history.is_run(src) else None
+        if table is None:
+            try:
+                checkpoint = stack.enter_context(opened(src, limits=asked.limits))
+            except UnknownFormat:
+                table = history.run_at(src)
+                if table is None:
+                    raise
+            else:
+                yield _checkpoint(_Looked(src, checkpoint, asked))
+                return
+        yield _run(table, asked, stack)
+
+
+class _Looked:
+    """One checkpoint, looked at."""
+
+    def __init__(self, src: Openable | Checkpoint, checkpoint: Checkpoint, asked: Asked) -> None:
+        self.checkpoint, self.asked = checkpoint, asked
+        self.found = look(checkpoint, None if asked.filter is None else matcher(asked.filter))
+        if asked.filter is not None and not self.found.tensors:
+            raise NoSuchTensor(f"no tensor in the checkpoint is called {asked.filter!r}", file=checkpoint.path, found=asked.filter)
+        self.scan = scanned(checkpoint.path if isinstance(src, Checkpoint) else src, asked.limits)
+
+    @property
+    def verdict(self) -> str:
+        return str(self.scan["verdict"])
+
+    def frame(self, kind: str) -> Document:
+        """What every page has."""
+        return {
+            "schema": SCHEMA,
+            "kind": kind,
+            "title": name_of(self.checkpoint),
+            "path": self.checkpoint.path,
+            "other": None,
+            "made": made_at(self.checkpoint),
+            "version": VERSION,
+            "sentence": sentence(self.found, self.verdict),
+            "facts": facts(self.found, self.verdict),
+            "scan": self.scan,
+            "notes": list(self.checkpoint.notes[:NOTES]),
+            "stats": False,
+            "sampled": None,
+            "tensors": {},
+            "measures": [],
+            "details": None,
+            "shards": shards(self.found, self.asked.mesh),
+            "run": None,
+            "live": None,
+        }
+
+
+def _checkpoint(looked: _Looked) -> Prepared:
+    asked, found = looked.asked, looked.found
+    tensors = list(found.tensors.values())
+
+    def make(progress: Progress | None) -> Document:
+        document = {**looked.frame("checkpoint"), "tensors": columns(found)}
+        return _with_numbers(document, found, asked, progress=progress)
+
+    return Prepared(reading_nbytes(tensors, asked.sample) if asked.stats else 0, make, found)
+
+
+def _with_numbers(document: Document, found: Structure, asked: Asked, *, progress: Progress | None) -> Document:
+    """The document with what the numbers of the tensors look like, if that was asked for."""
+    if not asked.stats:
+        return document
+    threads = reading_threads(asked.max_memory, asked.threads)
+    measured = measure(list(found.tensors.values()), asked.sample, threads=threads, progress=progress)
+    colours, details = measured_columns(measured)
+    known = document["measures"]
+    assert isinstance(known, list)  # every document begins with one
     return {
+        **document,
+        "stats": True,
+        "sampled": _sampled(measured),
+        "measures": [*known, *colours],
+        "details": details,
+    }
+
+
+def _sampled(measured: Measured) -> Document | None:
+    if measured.share is None:
+        return None
+    text = f"{100 * measured.share:.3g}% of each large tensor was read, in blocks that lie evenly in it; small ones were read whole"
+    return {"share": measured.share, "text": text}
+
+
+def _difference(a: _Looked, b: _Looked) -> Prepared:
+    asked = a.asked
+    planned = change.compare(a.found, b.found, threads=reading_threads(asked.max_memory, asked.threads))
+    read = reading_nbytes(planned.found.tensors.values(), asked.sample) if asked.stats else 0
+
+    def make(progress: Progress | None) -> Document:
+        told = planned.run(progress)
+        rows = change.rows_of(planned.found, told)
+        more, colours = change.columns(rows, told)
+        document = {
+            **a.frame("diff"),
+            "title": f"{name_of(a.checkpoint)} → {name_of(b.checkpoint)}",
+            "other": b.checkpoint.path,
+            "sentence": change.sentence(name_of(a.checkpoint), name_of(b.checkpoint), told),
+            "facts": [*change.facts(told), *facts(a.found, a.verdict)],
+            "notes": [*told.notes, *a.checkpoint.notes[:NOTES]],
+            "tensors": {**columns(rows), **more},
+            "measures": colours,
+        }
+        return _with_numbers(document, rows, asked, progress=progress)
+
+    return Prepared(planned.nbytes + read, make, planned.found)
+
+
+def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
+    steps = [row.step for row in table.rows if row.step is not None]
+    newest = steps[-1] if steps else None
+    looked = None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)
+    tensors = [] if looked is None else list(looked.found.tensors.values())
+
+    def make(progress: Progress | None) -> Document:
+        document: Document = {} if looked is None else {**looked.frame("run"), "tensors": columns(looked.found)}
+        told = [] if newest is None else [f"The tensors are those of step {newest.step}, the newest that is whole."]
+        document = {
+            **_nothing(),
+            **document,
+            "kind": "run",
+            "title": table.path.rstrip("/").rpartition("/")[2] or table.path,
+            "path": table.path,
+            "made": None if newest is None else iso(newest.saved),
+            "sentence": history.sentence(table),
+            "facts": [*history.facts(table), *([] if looked is None else facts(looked.found, looked.verdict))],
+            "notes": [*told, *([] if looked is None else looked.checkpoint.notes[:NOTES])],
+            "run": history.history(table),
+        }
+        return document if looked is None else _with_numbers(document, looked.found, asked, progress=progress)
+
+    return Prepared(reading_nbytes(tensors, asked.sample) if asked.stats else 0, make, None if looked is None else looked.found)
+
+
+def _nothing() -> Document:
+    """The page of a run without a step."""
+    empty: list[object] = []
+    labels: Document = {"labels": empty, "at": empty}
+    lists = ("nbytes", "start", "end", "tie", "layer", "expert")
+    return {
+        **dict.fromkeys(("other", "made", "sampled", "details", "shards", "run", "live")),
         "schema": SCHEMA,
-        "kind": "checkpoint",
-        "title": name_of(checkpoint),
-        "path": checkpoint.path,
-        "other": None,
-        "made": made_at(checkpoint),
         "version": VERSION,
-        "sentence": sentence(found, verdict),
-        "facts": facts(found, verdict),
-        "scan": told,
-        "notes": list(checkpoint.notes[:50]),
+        "scan": {"verdict": "nothing scanned", "findings": empty},
         "stats": False,
-        "sampled": None,
-        "tensors": columns(found),
-        "measures": [],
-        "details": None,
-        "shards": shards(found, mesh),
-        "run": None,
-        "live": None,
+        "measures": empty,
+        "tensors": {
+            "count": 0,
+            "names": {"shared": empty, "rest": empty},
+            "strides": {"at": empty, "values": empty},
+            **dict.fromkeys(("dtype", "shape", "file", "role"), labels),
+            **dict.fromkeys(lists, empty),
+        },
     }

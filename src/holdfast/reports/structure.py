@@ -12,17 +12,18 @@ and the sentence at the top, the facts below it, and what `scan` says.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.limits import Limits
+from holdfast.core.protocols import Store
 from holdfast.core.sharing import Span, islands
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, nbytes, percent, plural
-from holdfast.inspect.scan import ScanReport, scan
+from holdfast.inspect.scan import scan
 from holdfast.inspect.survey import Survey, survey
 from holdfast.reports.document import Document, front_coded, labelled, short
 from holdfast.reports.layers import places
@@ -62,9 +63,32 @@ def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) ->
     """Look at every tensor once; `wanted` says which names are listed."""
     found = survey(checkpoint)
     tensors = found.tensors if wanted is None else {name: tensor for name, tensor in found.tensors.items() if wanted(name)}
-    keys = set(checkpoint.source.store.list())
-    files = {file_of(key, keys) for tensor in tensors.values() for storage in tensor.storages for key, _, _ in storage.ranges}
-    return Structure(checkpoint, found, tensors, tuple(sorted(files)), dead(found))
+    files = files_of(tensors.values())
+    return Structure(checkpoint, found, tensors, files, dead(found))
+
+
+def files_of(tensors: Iterable[LazyTensor]) -> tuple[str, ...]:
+    """The files that hold bytes of these, by name."""
+    known = Known()
+    return tuple(sorted({
+        file_of(key, known.keys(tensor)) for tensor in tensors for storage in tensor.storages for key, _, _ in storage.ranges
+    }))  # fmt: skip
+
+
+class Known:
+    """The files of the stores that tensors lie in, each listed once."""
+
+    def __init__(self) -> None:
+        self._stores: dict[int, tuple[Store, set[str]]] = {}
+
+    def keys(self, tensor: LazyTensor) -> set[str]:
+        """Those of one tensor's store."""
+        store = tensor.source.store
+        # By identity, and kept for as long: a store says nothing of equality.
+        found = self._stores.get(id(store))
+        if found is None:
+            found = self._stores[id(store)] = store, set(store.list())
+        return found[1]
 
 
 def file_of(key: str, known: Container[str]) -> str:
@@ -97,8 +121,8 @@ def columns(found: Structure) -> Document:
     tensors = list(found.tensors.values())
     names = [short(name) for name in found.tensors]
     seats = places(names)
-    keys = set(found.checkpoint.source.store.list())
-    ranges = [_range(tensor, keys) for tensor in tensors]
+    known = Known()
+    ranges = [_range(tensor, known.keys(tensor)) for tensor in tensors]
     made: Document = {
         "count": len(tensors),
         "names": front_coded(names),
@@ -159,10 +183,10 @@ def _strides(tensors: Sequence[LazyTensor]) -> Document:
     return {"at": at, "values": values}
 
 
-def scanned(path: object, limits: Limits | None) -> tuple[ScanReport | None, Document]:
+def scanned(path: object, limits: Limits | None) -> Document:
     """What `scan` says of a path; nothing of what has none."""
     if not isinstance(path, str | os.PathLike):
-        return None, {"verdict": "not scanned", "findings": []}
+        return {"verdict": "not scanned", "findings": []}
     report = scan(path if isinstance(path, Url) else found_path(str(path)), limits=limits)
     findings = [(file, finding) for file in report.reports for finding in file.findings if not finding.allowed]
     told: list[Document] = [
@@ -172,7 +196,7 @@ def scanned(path: object, limits: Limits | None) -> tuple[ScanReport | None, Doc
     told += [{"severity": "error", "text": clip(file.error, 600)} for file in report.reports if file.error]
     if len(findings) > FINDINGS:
         told.append({"severity": "note", "text": f"{len(findings) - FINDINGS:,} more findings: holdfast scan lists them"})
-    return report, {"verdict": report.verdict(), "findings": told[: FINDINGS + 1]}
+    return {"verdict": report.verdict(), "findings": told[: FINDINGS + 1]}
 
 
 def facts(found: Structure, verdict: str) -> list[list[str]]:

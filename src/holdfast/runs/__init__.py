@@ -5,6 +5,7 @@ place            what a run needs of where it is: `directory`, or `bucket` with 
 view             looking: latest, best, iteration, what the rules would do; pins
 rules            which steps are kept: `Latest`, `Every`, `Best`, `Within`; pure
 steps            which folders are steps, under which number, and whether each is whole
+table            the whole of a run at a look, for people: why each step is kept, what it shares
 retention        what goes and why the rest stays; letting it go
 sweep            what dead savers left in a bucket
 delete           a rename, then unlinking; cleaning what dead processes left

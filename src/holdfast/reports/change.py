@@ -1,0 +1,134 @@
+"""`change`: two checkpoints beside each other, as columns of the document. It is `diff` that compares them.
+
+A row is a tensor of the first, or one that only the second has. What moved to another name stands under its new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from holdfast.core.text import clip, count, escape, plural
+from holdfast.engine.checksums import Progress
+from holdfast.inspect.diff import Comparison, Content, Diff
+from holdfast.inspect.side import Side
+from holdfast.reports.document import Document, rounded, short
+from holdfast.reports.structure import Structure, name_of
+
+__all__ = ["ADDED", "CHANGED", "MOVED", "REMOVED", "SAME", "UNLIKE", "Change", "compare"]
+
+SAME, CHANGED, ADDED, REMOVED, MOVED, UNLIKE = range(6)
+"""What became of a tensor: the last is one of another shape, or one of which one side has no data."""
+
+STATES = ("the same", "changed", "only in the second", "only in the first", "renamed", "not comparable")
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A difference that is planned and not yet read: `nbytes` says how much would be."""
+
+    found: Structure
+    """The first checkpoint, with what only the second has behind it."""
+    other: str
+    comparison: Comparison
+
+    @property
+    def nbytes(self) -> int:
+        return self.comparison.nbytes
+
+    def run(self, progress: Progress | None) -> Diff:
+        return self.comparison.run(progress)
+
+
+def compare(a: Structure, b: Structure, *, threads: int | None = None) -> Change:
+    """What is to be compared: the tensors of both that were chosen, under their names."""
+    sides = [Side(one.checkpoint.path, one.checkpoint.format, one.tensors, {}, None) for one in (a, b)]
+    union = {**a.tensors, **{name: tensor for name, tensor in b.tensors.items() if name not in a.tensors}}
+    return Change(replace(a, tensors=union), name_of(b.checkpoint), Comparison(sides[0], sides[1], threads=threads))
+
+
+def rows_of(found: Structure, told: Diff) -> Structure:
+    """The rows of the page: what was renamed is one of them, and not two."""
+    moved = {one.a for one in told.renamed}
+    return replace(found, tensors={name: tensor for name, tensor in found.tensors.items() if name not in moved})
+
+
+def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
+    """What became of each row, and what can colour the page."""
+    changes = {one.name: one for one in told.changed}
+    moved = {one.b: one.a for one in told.renamed}
+    added, removed = set(told.added), set(told.removed)
+    states: list[int] = []
+    contents: list[Content | None] = []
+    for name in found.tensors:
+        change = changes.get(name)
+        contents.append(change.content if change is not None else None)
+        if change is not None:
+            states.append(UNLIKE if change.content is None else CHANGED if change.content.changed else SAME)
+        else:
+            states.append(MOVED if name in moved else ADDED if name in added else REMOVED if name in removed else SAME)
+    more: Document = {
+        "state": states,
+        "was": {
+            "at": [at for at, name in enumerate(found.tensors) if name in moved],
+            "names": [short(moved[name]) for name in found.tensors if name in moved],
+        },
+    }
+    return more, [
+        _measure(
+            ("change", "relative change", "the norm of the difference over that of the first, ‖Δ‖ / ‖w‖", "log"),
+            states, contents, of=lambda content: content.relative, same=0.0,
+        ),
+        _measure(
+            ("cosine", "cosine", "of the angle between the two; 1 where only the size changed", "linear"),
+            states, contents, of=lambda content: content.cosine, same=1.0,
+        ),
+        _measure(
+            ("changed", "changed elements", "the share of elements that are not the same", "share"),
+            states, contents, of=lambda content: content.changed / content.total if content.total else 0.0, same=0.0,
+        ),
+        {"key": "state", "label": "what became of it", "help": ", ".join(STATES), "scale": "category", "labels": list(STATES),
+         "values": states},
+    ]  # fmt: skip
+
+
+def _measure(
+    about: tuple[str, str, str, str],
+    states: list[int],
+    contents: list[Content | None],
+    *,
+    of: Callable[[Content], float | None],
+    same: float,
+) -> Document:
+    key, label, told, scale = about
+    values = [
+        rounded(of(content)) if content is not None else same if state in (SAME, MOVED) else None
+        for state, content in zip(states, contents, strict=True)
+    ]
+    return {"key": key, "label": label, "help": told, "scale": scale, "values": values}
+
+
+def sentence(first: str, second: str, told: Diff) -> str:
+    """The difference in a sentence."""
+    parts = [
+        f"{len(things):,} {word}"
+        for things, word in ((told.changed, "changed"), (told.added, "added"), (told.removed, "removed"), (told.renamed, "renamed"))
+        if things
+    ]
+    names = f"{escape(clip(first, 120))} and {escape(clip(second, 120))}"
+    if not parts:
+        return f"{names} hold the same: {plural(told.same, 'tensor')}, not one of them changed."
+    return f"{names} differ: {', '.join(parts)}, {plural(told.same, 'tensor')} the same."
+
+
+def facts(told: Diff) -> list[list[str]]:
+    """What there is to say in a word or two each."""
+    elements = sum(one.content.changed for one in told.changed if one.content is not None)
+    return [
+        ["changed", f"{len(told.changed):,} tensors, {count(elements)} elements"],
+        ["added", f"{len(told.added):,}"],
+        ["removed", f"{len(told.removed):,}"],
+        ["renamed", f"{len(told.renamed):,}"],
+        ["same", f"{told.same:,}"],
+        ["not read", f"{told.same_by_checksum:,} by their checksums"],
+    ]

@@ -1,0 +1,120 @@
+"""`history`: a run over time, as the page shows it: its steps, their sizes, why each is kept, and the numbers that were noted.
+
+A directory is a run where steps are in it and it is no checkpoint itself; a bucket, where its prefix is. The norm of a step is the
+one that its metrics name; with statistics it is that of all its tensors, read. Nothing is locked and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+
+from holdfast.core.text import clip, escape, nbytes, plural
+from holdfast.reports.document import Document, rounded
+from holdfast.reports.structure import iso
+from holdfast.runs.places import place_for
+from holdfast.runs.record import RECORD
+from holdfast.runs.steps import Step
+from holdfast.runs.table import Row, Table, look
+from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
+
+__all__ = ["Norm", "facts", "history", "is_run", "run_at", "sentence"]
+
+STEPS = 5000
+"""Steps that are shown: the newest."""
+
+Norm = Callable[[Step], float | None]
+"""The norm of all numbers of a step."""
+
+
+def is_run(path: object) -> bool:
+    """Whether a path says itself that it is that of a run; `open` is asked first of one that does not."""
+    return isinstance(path, str | os.PathLike) and not _is_url(path) and os.path.isfile(os.path.join(place_of(path), RECORD))
+
+
+def _is_url(path: object) -> bool:
+    return isinstance(place_of(path), Url)
+
+
+def run_at(path: object) -> Table | None:
+    """The run at a path; None where there is none."""
+    if not isinstance(path, str | os.PathLike):
+        return None
+    where = place_of(path)
+    if not isinstance(where, Url) and not os.path.isdir(where):
+        return None
+    place = place_for(where.rstrip("/") or "/" if not isinstance(where, Url) else where)
+    kept = place.kept()
+    table = look(place, kept.rules if kept is not None else (), str(where))
+    return table if table.rows or kept is not None else None
+
+
+def history(table: Table, norm: Norm | None = None) -> Document:
+    """The steps, the newest last. `norm` is asked for those whose metrics do not name one."""
+    rows = table.rows[-STEPS:]
+    steps = [row.step for row in table.rows if row.step is not None]
+    loss, scale = (_metric(steps, word) for word in ("loss", "norm"))
+    return {
+        "steps": [_step(row, bool(table.rules), loss=loss, scale=scale, norm=norm) for row in rows],
+        "summary": sentence(table),
+        "keep": [str(rule) for rule in table.rules],
+    }
+
+
+def _metric(steps: Sequence[Step], word: str) -> str | None:
+    """The metric that most steps have whose name has a word in it; of several the shortest: `loss` before `val_loss`."""
+    counts: dict[str, int] = {}
+    for step in steps:
+        for name in step.metrics:
+            if word in name.lower():
+                counts[name] = counts.get(name, 0) + 1
+    return min(counts, key=lambda name: (-counts[name], len(name), name), default=None)
+
+
+def _step(row: Row, rules: bool, *, loss: str | None, scale: str | None, norm: Norm | None) -> Document:
+    step, fate = row.step, row.fate
+    metrics: Mapping[str, float] = {} if step is None else step.metrics
+    size = metrics.get(scale) if scale is not None else None
+    if size is None and step is not None and norm is not None:
+        size = norm(step)
+    return {
+        "step": -1 if row.found.step is None else row.found.step,
+        "name": clip(row.found.name),
+        "time": None if step is None else iso(step.saved),
+        "nbytes": 0 if step is None else step.nbytes,
+        "shared": row.shared_nbytes,
+        "kept": step is not None and (fate is None or not rules or not fate.goes),
+        "pinned": fate is not None and any(why.startswith("pinned") for why in fate.others),
+        "why": clip(
+            row.found.why if step is None else fate.why if fate is not None and rules else "no rules: nothing is deleted", 300
+        ),
+        "norm": rounded(size, 6),
+        "loss": rounded(metrics.get(loss) if loss is not None else None, 6),
+        "metrics": {clip(name, 80): rounded(value, 6) for name, value in list(metrics.items())[:20]},
+        "state": "torn" if step is None else "whole",
+    }
+
+
+def facts(table: Table) -> list[list[str]]:
+    """What there is to say of a run in a word or two each."""
+    whole = [row for row in table.rows if row.step is not None]
+    shared = sum(row.shared_nbytes for row in whole)
+    return [
+        ["steps", f"{len(whole):,}"],
+        ["not whole", f"{len(table.rows) - len(whole):,}"],
+        ["bytes on disk", nbytes(table.total_nbytes)],
+        ["shared between steps", nbytes(shared) if shared else "none"],
+        ["rules", ", ".join(map(str, table.rules)) or "none: nothing is deleted"],
+        ["writer", str(table.writer) if table.writer is not None else "none"],
+    ]
+
+
+def sentence(table: Table) -> str:
+    """A run in a sentence."""
+    whole = [row.step for row in table.rows if row.step is not None]
+    torn = len(table.rows) - len(whole)
+    name = escape(clip(table.path.rstrip("/").rpartition("/")[2] or table.path, 120))
+    newest = f", the newest is {whole[-1].step}" if whole else ""
+    broken = f"; {plural(torn, 'step')} not whole" if torn else "; all of them are whole" if whole else ""
+    return f"{name} is a run of {plural(len(whole), 'step')}{newest}, {nbytes(table.total_nbytes)} on disk{broken}."

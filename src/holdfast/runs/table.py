@@ -1,0 +1,60 @@
+"""`look`: a run as a table for people: every step and what would be one, why it is kept, what it shares. Nothing is changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from holdfast.runs.lock import Holder
+from holdfast.runs.place import RunPlace
+from holdfast.runs.retention import Fate, decide
+from holdfast.runs.rules import Rule
+from holdfast.runs.space import Sizes, Space
+from holdfast.runs.steps import Found, Step
+
+__all__ = ["Row", "Table", "look"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One step, or what would be one."""
+
+    found: Found
+    fate: Fate | None
+    new_nbytes: int
+    """Bytes of files that no earlier step has."""
+    shared_nbytes: int
+
+    @property
+    def step(self) -> Step | None:
+        return self.found.whole
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A run as it is now."""
+
+    path: str
+    rows: Sequence[Row]
+    rules: Sequence[Rule]
+    writer: Holder | None
+    now: float
+    total_nbytes: int
+
+
+def look(folder: RunPlace, rules: Collection[Rule], path: str) -> Table:
+    """What is in a run's directory now; `path` is what it is called."""
+    survey = folder.survey()
+    steps = [found.whole for found in survey if found.whole is not None]
+    pins, writer = folder.pins(), folder.writer()
+    now = time.time()
+    fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins, now=now)}
+    space, seen, rows = Space(folder), Sizes(), []
+    for found in survey:
+        own = space.sizes(found.whole) if found.whole is not None else {}
+        new = sum(size for identity, size in own.items() if identity not in seen)
+        seen.update(own)
+        fate = fates.get(found.whole.step) if found.whole is not None else None
+        rows.append(Row(found, fate, new, sum(own.values()) - new))
+    return Table(path, rows, tuple(rules), writer, now, sum(seen.values()))
