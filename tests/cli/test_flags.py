@@ -23,6 +23,7 @@ NOT_OURS = {
     *("mmap", "verify", "out", "copy", "progress", "keep_tree", "find_renamed", "names"),  # of no command
     *("base", "hashes", "shardings", "store"),  # of `save`, `holdfast.jax.load` and `open`, which no command is for
     *("last_save_in_hf", "initial_load_in_hf"),  # of TorchTitan's configuration
+    *("token", "charset"),  # of an address that `view` prints, and of HTTP
     *("seed", "item", "nbytes"),  # of a rule; of a repr
     *("hours", "days", "minutes", "mode"),  # of rules of a run, which are texts at a shell
     *("step", "metrics", "mtbf", "grace", "signals", "export", "every"),  # of `holdfast.Run`

@@ -33,6 +33,7 @@ from holdfast.cli import (
     stats,
     tie,
     values,
+    view,
 )
 from holdfast.cli.text import clip, escape, print_lines
 from holdfast.cli.values import positive
@@ -322,6 +323,7 @@ def parser() -> Parser:
     report.add_arguments(
         _verb(verbs, "report", "write a page to look at", description=report.DESCRIPTION, examples=report.EXAMPLES)
     )
+    view.add_arguments(_verb(verbs, "view", "look at it in the browser", description=view.DESCRIPTION, examples=view.EXAMPLES))
     package.add_arguments(
         _verb(verbs, "package", "several models in one checkpoint", description=package.DESCRIPTION, examples=package.EXAMPLES)
     )

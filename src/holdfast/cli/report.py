@@ -87,7 +87,7 @@ def run(options: argparse.Namespace) -> int:
         prepared(options.path, options.other, asked_of(options)) as ready,
         bar("Reading", ready.nbytes, quiet=quiet or not ready.nbytes) as progress,
     ):
-        made = Report(ready.make(progress))
+        made = Report(ready.make(progress).document)
     where = None if options.output is None else Path(made.save(options.output))
     if options.json:
         from holdfast.cli.document import print_json

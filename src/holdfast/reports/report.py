@@ -8,8 +8,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -17,19 +18,22 @@ from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.patterns import matcher
-from holdfast.core.quantities import Size
+from holdfast.core.quantities import Size, byte_count
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.version import VERSION
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.errors import NoSuchTensor, UnknownFormat
 from holdfast.inspect.open import Openable, opened
-from holdfast.reports import change, history
-from holdfast.reports.document import SCHEMA, Document, dumps
+from holdfast.inspect.stats import measure as measure_stats
+from holdfast.reports import change, history, spectrum
+from holdfast.reports.document import SCHEMA, Document, dumps, rounded
 from holdfast.reports.measures import Measured, measure, measured_columns, reading_nbytes
 from holdfast.reports.page import page
 from holdfast.reports.shards import shards
-from holdfast.reports.structure import Structure, columns, facts, iso, look, made_at, name_of, scanned, sentence
+from holdfast.reports.structure import columns, facts, iso, look, made_at, name_of, scanned, sentence
+from holdfast.runs.steps import Step
 from holdfast.runs.table import Table
 from holdfast.stores.paths import local_path
 
@@ -83,15 +87,26 @@ class Asked:
     limits: Limits | None = None
     threads: int | None = None
 
+    @property
+    def budget(self) -> int:
+        """Bytes for singular values."""
+        return spectrum.BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A document, and the tensors of its rows."""
+
+    document: Document
+    tensors: Sequence[LazyTensor] = ()
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Something that is open, and how much of it would be read."""
 
     nbytes: int
-    make: Callable[[Progress | None], Document]
-    found: Structure | None = None
-    """Whose tensors the rows of the page are."""
+    make: Callable[[Progress | None], Made]
 
 
 @understood
@@ -123,7 +138,7 @@ def report(
         filter, mesh, max_memory=max_memory, limits=limits, threads=threads,
     )  # fmt: skip
     with prepared(src, other, asked) as ready:
-        return Report(ready.make(progress))
+        return Report(ready.make(progress).document)
 
 
 @contextmanager
@@ -191,29 +206,37 @@ def _checkpoint(looked: _Looked) -> Prepared:
     asked, found = looked.asked, looked.found
     tensors = list(found.tensors.values())
 
-    def make(progress: Progress | None) -> Document:
+    def make(progress: Progress | None) -> Made:
         document = {**looked.frame("checkpoint"), "tensors": columns(found)}
-        return _with_numbers(document, found, asked, progress=progress)
+        return _with_numbers(document, tensors, asked, progress=progress)
 
-    return Prepared(reading_nbytes(tensors, asked.sample) if asked.stats else 0, make, found)
+    return Prepared(_reading(tensors, asked), make)
 
 
-def _with_numbers(document: Document, found: Structure, asked: Asked, *, progress: Progress | None) -> Document:
+def _reading(tensors: Iterable[LazyTensor], asked: Asked) -> int:
+    """How many bytes are read for the numbers of these."""
+    if not asked.stats:
+        return 0
+    once = list(tensors)
+    return reading_nbytes(once, asked.sample) + (
+        sum(spectrum.reading_nbytes(tensor, asked.budget) for tensor in once) if asked.svd else 0
+    )
+
+
+def _with_numbers(document: Document, tensors: Sequence[LazyTensor], asked: Asked, *, progress: Progress | None) -> Made:
     """The document with what the numbers of the tensors look like, if that was asked for."""
     if not asked.stats:
-        return document
+        return Made(document, tensors)
     threads = reading_threads(asked.max_memory, asked.threads)
-    measured = measure(list(found.tensors.values()), asked.sample, threads=threads, progress=progress)
+    measured = measure(tensors, asked.sample, threads=threads, progress=progress)
     colours, details = measured_columns(measured)
+    if asked.svd:
+        found = [spectrum.singular_values(tensor, budget=asked.budget, progress=progress) for tensor in tensors]
+        details["singular"] = [None if values is None else [rounded(value, 3) for value in values] for values in found]
     known = document["measures"]
     assert isinstance(known, list)  # every document begins with one
-    return {
-        **document,
-        "stats": True,
-        "sampled": _sampled(measured),
-        "measures": [*known, *colours],
-        "details": details,
-    }
+    more = {"stats": True, "sampled": _sampled(measured), "measures": [*known, *colours], "details": details}
+    return Made({**document, **more}, tensors)
 
 
 def _sampled(measured: Measured) -> Document | None:
@@ -226,9 +249,8 @@ def _sampled(measured: Measured) -> Document | None:
 def _difference(a: _Looked, b: _Looked) -> Prepared:
     asked = a.asked
     planned = change.compare(a.found, b.found, threads=reading_threads(asked.max_memory, asked.threads))
-    read = reading_nbytes(planned.found.tensors.values(), asked.sample) if asked.stats else 0
 
-    def make(progress: Progress | None) -> Document:
+    def make(progress: Progress | None) -> Made:
         told = planned.run(progress)
         rows = change.rows_of(planned.found, told)
         more, colours = change.columns(rows, told)
@@ -242,9 +264,9 @@ def _difference(a: _Looked, b: _Looked) -> Prepared:
             "tensors": {**columns(rows), **more},
             "measures": colours,
         }
-        return _with_numbers(document, rows, asked, progress=progress)
+        return _with_numbers(document, list(rows.tensors.values()), asked, progress=progress)
 
-    return Prepared(planned.nbytes + read, make, planned.found)
+    return Prepared(planned.nbytes + _reading(planned.found.tensors.values(), asked), make)
 
 
 def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
@@ -253,7 +275,7 @@ def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
     looked = None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)
     tensors = [] if looked is None else list(looked.found.tensors.values())
 
-    def make(progress: Progress | None) -> Document:
+    def make(progress: Progress | None) -> Made:
         document: Document = {} if looked is None else {**looked.frame("run"), "tensors": columns(looked.found)}
         told = [] if newest is None else [f"The tensors are those of step {newest.step}, the newest that is whole."]
         document = {
@@ -266,11 +288,18 @@ def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
             "sentence": history.sentence(table),
             "facts": [*history.facts(table), *([] if looked is None else facts(looked.found, looked.verdict))],
             "notes": [*told, *([] if looked is None else looked.checkpoint.notes[:NOTES])],
-            "run": history.history(table),
+            "run": history.history(table, norm),
         }
-        return document if looked is None else _with_numbers(document, looked.found, asked, progress=progress)
+        return _with_numbers(document, tensors, asked, progress=progress)
 
-    return Prepared(reading_nbytes(tensors, asked.sample) if asked.stats else 0, make, None if looked is None else looked.found)
+    def norm_of(step: Step) -> float | None:
+        """Of all its tensors, read."""
+        with step.open() as checkpoint:
+            rows = measure_stats(checkpoint.values(), bins=0, threads=reading_threads(asked.max_memory, asked.threads))
+        return math.sqrt(sum(row.norm**2 for row in rows))
+
+    norm = norm_of if asked.stats and asked.sample is None else None
+    return Prepared(_reading(tensors, asked), make)
 
 
 def _nothing() -> Document:

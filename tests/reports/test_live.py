@@ -1,0 +1,214 @@
+"""`holdfast view`: who is answered, and with what."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import holdfast
+from holdfast.reports.live import ADDRESS, Live
+from holdfast.reports.report import Asked, prepared
+from holdfast.reports.tiles import tile
+from tests.reports.pages import data_of, names_of
+
+
+@pytest.fixture
+def model(tmp_path):
+    rng = np.random.default_rng(2)
+    state = {
+        "a": rng.standard_normal((700, 600)).astype(np.float32),
+        "b": rng.standard_normal((5, 6, 40)).astype(ml_dtypes.bfloat16),
+        "c": np.arange(1000, dtype=np.int64),
+        "s": np.array(3.0),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    state["a"][300, 511] = np.nan
+    holdfast.save(state, tmp_path / "m.pt")
+    return tmp_path / "m.pt"
+
+
+@contextmanager
+def serving(path, other=None):
+    with prepared(path, other, Asked()) as ready:
+        made = ready.make(None)
+        live = Live(made.document, made.tensors)
+        thread = threading.Thread(target=live.serve)
+        thread.start()
+        try:
+            yield live, names_of(made.document)
+        finally:
+            live.stop()
+            thread.join()
+            live.close()
+
+
+def get(live, path, *, token=None, host=None, method="GET"):
+    connection = http.client.HTTPConnection(ADDRESS, live.port, timeout=20)
+    try:
+        headers = {} if token is None else {"X-Holdfast-Token": token}
+        connection.request(method, path, headers={**headers, "Host": host or f"{ADDRESS}:{live.port}"})
+        answer = connection.getresponse()
+        return answer.status, answer.read(), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def asked(live, path):
+    status, content, _ = get(live, path, token=live.token)
+    return status, json.loads(content)
+
+
+def test_the_page(model):
+    with serving(model) as (live, _):
+        status, content, headers = get(live, f"/?token={live.token}")
+        assert status == 200
+        page = content.decode()
+        assert data_of(page)["live"] == {"token": live.token}
+        assert "connect-src &#x27;self&#x27;" in page
+        assert headers["Cache-Control"] == "no-store"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert live.url.startswith("http://127.0.0.1:")
+
+
+def test_nobody_else_is_answered(model):
+    with serving(model) as (live, _):
+        good = "/api/detail?tensor=0"
+        assert get(live, good, token=live.token)[0] == 200
+        for path, token, host in [
+            ("/", None, None),
+            ("/?token=", None, None),
+            (f"/?token={live.token}x", None, None),
+            (f"/?token={live.token}", None, "evil.example"),
+            (f"/?token={live.token}", None, f"evil.example:{live.port}"),
+            (f"/?token={live.token}", None, "127.0.0.1"),
+            (good, None, None),
+            (good, "é", None),
+            (f"{good}&token={live.token}", None, None),
+            (good, live.token, "evil.example"),
+            ("/api/nothing", None, None),
+        ]:
+            status, content, _ = get(live, path, token=token.encode() if token == "é" else token, host=host)
+            assert status == 403, path
+            assert live.token.encode() not in content
+        for method in ("POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+            assert get(live, f"/?token={live.token}", method=method)[0] == 501
+
+
+def test_it_listens_on_this_machine_alone(model):
+    with serving(model) as (live, _):
+        assert live._server.server_address[0] == ADDRESS == "127.0.0.1"
+        others = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)} - {"127.0.0.1"}
+        for other in others:
+            with pytest.raises((ConnectionError, TimeoutError)), socket.create_connection((other, live.port), timeout=0.3):
+                pass
+
+
+def test_details(model):
+    whole = holdfast.report(model, stats=True).document
+    with serving(model) as (live, names):
+        for at, name in enumerate(names):
+            status, found = asked(live, f"/api/detail?tensor={at}")
+            assert status == 200
+            for key in ("exponents", "negative", "quantiles", "rows", "columns"):
+                assert found[key] == whole["details"][key][at], (name, key)
+        status, found = asked(live, f"/api/detail?tensor={names.index('b')}&svd=1")
+        with holdfast.open(model) as checkpoint:
+            wanted = np.linalg.svd(checkpoint["b"].numpy().astype(np.float64).reshape(30, 40), compute_uv=False)
+        assert np.allclose(found["singular"], wanted[: len(found["singular"])], rtol=1e-3)
+        assert asked(live, f"/api/detail?tensor={names.index('a')}&svd=1")[1]["singular"] is None
+
+
+@pytest.mark.parametrize(
+    "query", ["tensor=9", "tensor=-1", "tensor=", "tensor=x", "", "tensor=1e0", "tensor=٣", "tensor=99999999999999999999"]
+)
+def test_tensors_that_are_not_there(model, query):
+    with serving(model) as (live, _):
+        status, found = asked(live, f"/api/detail?{query.encode('ascii', 'backslashreplace').decode()}")
+        assert status == 422
+        assert "number from 0 to 4" in found["error"]
+        assert asked(live, "/api/tile?tensor=0&row=0&col=0&level=99")[0] == 422
+        assert asked(live, "/api/tile?tensor=0&row=700&col=0&level=0")[0] == 422
+        assert asked(live, "/api/nothing")[0] == 422
+
+
+def picture(found):
+    return np.frombuffer(base64.b64decode(found["values"]), "<f4").reshape(found["rows"], found["cols"])
+
+
+def test_tiles_are_the_elements(model):
+    with serving(model) as (live, names), holdfast.open(model) as checkpoint:
+        for name in ("a", "b", "c", "s"):
+            array = checkpoint[name].numpy().astype(np.float32)
+            array = array.reshape(-1, array.shape[-1] if array.ndim else 1)
+            at = names.index(name)
+            for row in range(0, array.shape[0], 256):
+                for column in range(0, array.shape[1], 256):
+                    status, found = asked(live, f"/api/tile?tensor={at}&row={row}&col={column}&level=0")
+                    assert status == 200
+                    assert np.array_equal(picture(found), array[row : row + 256, column : column + 256], equal_nan=True)
+                    assert not found["sampled"]
+        assert asked(live, f"/api/tile?tensor={names.index('empty')}&row=0&col=0&level=0")[0] == 422
+
+
+def test_tiles_of_a_level_are_means(model):
+    with holdfast.open(model) as checkpoint:
+        array = checkpoint["a"].numpy().astype(np.float64)
+        made = tile(checkpoint["a"], 0, 0, level=2).values
+        assert made.shape == (175, 150)
+        assert np.allclose(made, array.reshape(175, 4, 150, 4).mean(axis=(1, 3)), equal_nan=True, atol=1e-6)
+        assert np.isnan(made).sum() == 1
+        assert np.isnan(tile(checkpoint["a"], 0, 0, level=10).values).all()
+
+
+def test_a_tile_of_something_large_is_sampled(tmp_path):
+    holdfast.save({"w": np.ones((3000, 20_000), np.int8), "long": np.ones(10_000_000, np.int8)}, tmp_path / "m.safetensors")
+    with holdfast.open(tmp_path / "m.safetensors") as checkpoint:
+        for name, shape in (("w", (24, 157)), ("long", (1, 256))):
+            level = 7 if name == "w" else 16
+            made = tile(checkpoint[name], 0, 0, level=level)
+            assert made.values.shape == (shape[0], -(-checkpoint[name].shape[-1] // (1 << level)))
+            assert (made.values == 1).all()
+            assert not made.whole
+
+
+def test_a_difference_has_the_tensors_of_its_rows(tmp_path):
+    holdfast.save({"x": np.ones(3, np.float32), "old": np.arange(4.0)}, tmp_path / "a.safetensors")
+    holdfast.save({"new": np.arange(4.0), "y": np.full(2, 7.0)}, tmp_path / "b.safetensors")
+    with serving(tmp_path / "a.safetensors", tmp_path / "b.safetensors") as (live, names):
+        assert sorted(names) == ["new", "x", "y"]
+        found = asked(live, f"/api/tile?tensor={names.index('y')}&row=0&col=0&level=0")[1]
+        assert picture(found).tolist() == [[7.0, 7.0]]
+
+
+def test_a_port_that_is_taken(model):
+    with socket.socket() as taken:
+        taken.bind((ADDRESS, 0))
+        taken.listen()
+        with pytest.raises(holdfast.errors.BadArgument, match="cannot be had"), prepared(model, None, Asked()) as ready:
+            Live(ready.make(None).document, (), port=taken.getsockname()[1])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise there")
+def test_ctrl_c_ends_it(model):
+    command = [sys.executable, "-m", "holdfast", "view", str(model), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        line = running.stdout.readline()
+        (port,) = re.findall(r"http://127\.0\.0\.1:(\d+)/\?token=", line)
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (0, "")
+    with pytest.raises((ConnectionError, TimeoutError)):
+        socket.create_connection((ADDRESS, int(port)), timeout=2).close()
