@@ -5,6 +5,6 @@ load, legacy_load     what `torch.load` does; `opening` turns what it is given i
 pickling              by the caller's pickle module: all that is saved, and what `weights_only=False` loads
 weights               the interpreter's table for `weights_only`: `rebuild`, `composite_tensors` build, `allowed` says what may be
                       built, `refusals` what is said otherwise
-storages, locations   the storages of a file: found, put on their devices, filled
+storages, locations   the storages of a file: found (`archives`: in a zip), put on their devices, filled
 settings, patching    torch's switches; `install()`
 """

@@ -32,6 +32,7 @@ from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.platform import MAP_SHARED
+from holdfast.torch.serialization.archives import BrokenArchive, archive_storages, broken_archive, check_stored
 from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
 from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
 from holdfast.torch.serialization.opening import Opened, opened
@@ -39,12 +40,8 @@ from holdfast.torch.serialization.pickling import check_pickle_module, unpickler
 from holdfast.torch.serialization.rebuild import located_by_caller
 from holdfast.torch.serialization.refusals import printable
 from holdfast.torch.serialization.storages import (
-    BrokenArchive,
     FileStorages,
     Placement,
-    archive_storages,
-    broken_archive,
-    check_stored,
     untyped_dtypes,
 )
 from holdfast.torch.serialization.weights import WeightsTable, refusal

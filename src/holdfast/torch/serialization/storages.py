@@ -32,14 +32,12 @@ from holdfast.errors import (
     LimitExceeded,
     MetadataError,
     PickleError,
-    Refused,
     Unsupported,
-    ZipError,
 )
 from holdfast.formats.pickle.glance import Claim, Make
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import brief, reach
-from holdfast.formats.zip.layout import Archive, Place, Record
+from holdfast.formats.zip.layout import Place
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.serialization.allowed import Mentions
 from holdfast.torch.serialization.pickling import StorageClass
@@ -48,15 +46,11 @@ from holdfast.torch.tensors.shared_regions import BYTES
 
 __all__ = [
     "QUANTIZED",
-    "BrokenArchive",
     "FileStorages",
     "Placement",
     "StorageBytes",
     "StorageName",
     "Storages",
-    "archive_storages",
-    "broken_archive",
-    "check_stored",
     "not_a_storage",
     "parse_name",
     "pretended",
@@ -455,47 +449,6 @@ def view_of(name: StorageName, root: torch.UntypedStorage, views: dict[str, torc
                 views[key] = root[offset * width : (offset + count) * width]
             return views[key]
     raise PickleError("a storage view must be a key, an offset and a count inside of its storage")
-
-
-LIKELY = "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
-
-
-class BrokenArchive(ZipError, Refused):
-    """A `ZipError` that is a RuntimeError as well, which is what torch raises for a broken archive."""
-
-
-def broken_archive(message: str, *, file: str | None = None, offset: int | None = None) -> BrokenArchive:
-    """The error for an archive, with what programs look for: whose reader failed, and that the file is likely corrupted."""
-    return BrokenArchive(f"PytorchStreamReader {message} (an internal miniz error in torch); {LIKELY}", file=file, offset=offset)
-
-
-def check_stored(record: Record) -> None:
-    """Refuse a compressed record."""
-    if not record.stored:
-        raise broken_archive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
-
-
-def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], StorageBytes], Callable[[], Mapping[str, StorageBytes]]]:
-    """How the records `data/N` of a zip are found: one by its key, and all of them."""
-
-    def found(record: Record, key: str) -> StorageBytes:
-        check_stored(record)
-        return StorageBytes(record.start, record.nbytes, record.crc32, f"data/{key}")
-
-    def find(name: StorageName) -> StorageBytes:
-        record = archive.get(f"data/{name.key}")
-        if record is None:
-            raise broken_archive(
-                f"failed locating file data/{name.key}: file not found; the pickle points at it, and it is not in the archive"
-            )
-        return found(record, name.key)
-
-    def everything() -> dict[str, StorageBytes]:
-        prefix = f"{archive.prefix}/data/" if archive.prefix else "data/"
-        names = [name for name in archive.records if name.startswith(prefix)]
-        return {name[len(prefix) :]: found(archive.records[name], name[len(prefix) :]) for name in names}
-
-    return find, everything
 
 
 def _piece(found: StorageBytes, storage: torch.UntypedStorage) -> RecordRead:
