@@ -11,10 +11,10 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.cli.main import main
-from holdfast.errors import Corrupted, HoldfastError, NotCommitted
+from holdfast.errors import Corrupted, DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
-from tests.remote.servers import Proxy
+from tests.remote.servers import Asked, Fault, Proxy
 from tests.remote.test_verbs import STATE, names, same
 
 KINDS = ("native", "x.pt", "x.safetensors", "split", "one")
@@ -99,6 +99,45 @@ def test_a_copy_that_is_cut_off_publishes_nothing_and_another_is_told(made: Path
     holdfast.copy(made / "native", url, overwrite=True)
     same(url, STATE)
     assert ".copy.0000000000000000.tmp" not in names(url)
+
+
+@pytest.mark.parametrize("kind", ["split", "one"])
+def test_a_copy_over_the_same_names_that_fails_leaves_the_old_one(kind: str, made: Path, proxy: Proxy, url: str, tmp_path: Path):
+    """Each upload in turn is refused: the old checkpoint with its config, or at the end the new one. Nothing else is left."""
+    other = {name: array + 1 for name, array in STATE.items()}
+    size = "70KB" if kind == "split" else "1GB"
+    holdfast.save(other, tmp_path / "other", format="safetensors", max_shard_size=size)
+    (tmp_path / "other" / "config.json").write_text('{"new": true}')
+    holdfast.copy(made / kind, url)
+    old = content(url)
+    proxy.clear()
+    holdfast.copy(tmp_path / "other", f"{url}-elsewhere")
+    uploads = sum(asked.method == "PUT" and asked.nbytes > 1 for asked in proxy.asked)
+    assert set(names(f"{url}-elsewhere")) & set(old), "names are the same"
+    for at in range(uploads):
+        put: list[Asked] = []
+
+        def fault(asked: Asked, at: int = at, put: list[Asked] = put) -> Fault:
+            if asked.method == "PUT" and asked.nbytes > 1 and "x-amz-copy-source" not in asked.headers:
+                put.append(asked)
+                return "403" if len(put) > at else None
+            return None
+
+        proxy.fault = fault
+        published = kind == "split" and at == uploads - 1  # or not: the index is refused, and nobody can say why
+        with pytest.raises(DurabilityUncertain if published else NotCommitted):
+            holdfast.copy(tmp_path / "other", url, overwrite=True)
+        proxy.fault = lambda asked: None
+        assert published or content(url) == old, at
+    holdfast.copy(tmp_path / "other", url, overwrite=True)
+    assert content(url) == content(str(tmp_path / "other"))
+
+
+def test_what_is_too_long_for_a_copy_by_the_store(made: Path, proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("holdfast.rewrite.uploaded.COPIED_NBYTES", 1000)
+    holdfast.copy(made / "split", url)
+    holdfast.copy(made / "split", url, overwrite=True)
+    assert content(url) == content(str(made / "split"))
 
 
 def test_between_stores_of_a_program(made: Path):

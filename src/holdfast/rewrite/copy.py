@@ -34,12 +34,9 @@ from holdfast.plan.saves import Data, FilePlan, LinkedFile, SavePlan
 from holdfast.rewrite.formats import is_folder
 from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, Writing, check_target, planned_fields
 from holdfast.stores.paths import place_of, real_place, same_place
-from holdfast.stores.remote.url import Url, join
+from holdfast.stores.remote.url import COPIED_NBYTES, Url, join
 
 __all__ = ["Copied", "copy", "plan_copy"]
-
-BY_STORE_NBYTES = 5 << 30
-"""S3 copies objects up to this length by itself; longer ones pass through here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +117,7 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> t
     index: list[FilePlan] = []
     checked = 0
     for name in names:
-        if name != last and _by_store(source.path, target) and store.size(name) <= BY_STORE_NBYTES:
+        if name != last and _by_store(source.path, target) and store.size(name) <= COPIED_NBYTES:
             linked.append(LinkedFile(name if store.folder else "", store.size(name), source.path))
             continue
         file, compared = _copied(name, origin, recorded.get(name, ()), key=name if store.folder else "")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from holdfast.core.limits import Limits
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.commit.remote import ObjectSave, PrefixSave
+from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.readback import check_source
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import FAR_BLOCK_NBYTES, Told, Writer, write_stream
@@ -25,7 +26,7 @@ from holdfast.plan.saves import Data, FilePlan, SavePlan
 from holdfast.rewrite.formats import is_replaceable
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.remote.store import RemoteStore
-from holdfast.stores.remote.url import Url
+from holdfast.stores.remote.url import COPIED_NBYTES, Url
 
 __all__ = ["is_checkpoint", "put_plan"]
 
@@ -107,7 +108,8 @@ def put_copy(
     """Put a copy, whose names are those of its source.
 
     Two copies would write the same names, so one claims the place first. What has names in common with a checkpoint that it
-    replaces would be a mixture of both for a while: then the old one goes first.
+    replaces would be a mixture of both for a while: then the old one goes first. But not before everything is in the bucket, under
+    hidden names, from which the store copies it: what fails on the way here leaves the old one as it was.
     """
     overwrite = bool(writing.overwrite)
     if not plan.directory:
@@ -124,18 +126,34 @@ def put_copy(
     save.begin(is_checkpoint)
     replaced = _named(url, save.there) if overwrite and save.there else ()
     mine = {key for key, _ in plan.listed}
+    # Without an index it is the weights that others look for.
+    files = sorted(plan.files, key=lambda file: is_replaceable(file.key))
+    aside = {file.key: _hidden(file.key) for file in files if file.key in save.there and file.nbytes <= COPIED_NBYTES}
+    over = [file for file in files if file.key in save.there and file.key not in aside]
+
+    def put(file: FilePlan) -> None:
+        name = aside.get(file.key, file.key)
+        save.write(name, file.nbytes, content(file))
+        if writing.read_back:
+            check_uploaded(file, url.below(name), crcs)
+
     with save.claimed():
         try:
+            for file in files:
+                if file not in over:
+                    put(file)
+            last()
             if mine.intersection(replaced[1:] if index else replaced):
                 save.replaces_nothing(replaced[:1])
+            for file in over:
+                put(file)
             for one in plan.linked:
                 save.copy(one.key, f"{Url(one.folder).key}/{one.key}")
-            # Without an index it is the weights that others look for.
-            for file in sorted(plan.files, key=lambda file: is_replaceable(file.key)):
-                save.write(file.key, file.nbytes, content(file))
-                if writing.read_back:
-                    check_uploaded(file, url.below(file.key), crcs)
-            last()
+            for name, hidden in aside.items():
+                save.copy(name, url.below(hidden).key)
+            save.dismiss(aside.values())
+            if over:
+                last()
             if index is not None:
                 text = io.BytesIO()
                 content(index)(text)
@@ -146,6 +164,12 @@ def put_copy(
             save.give_up()
             raise
     save.remove([name for name in replaced if name not in mine])
+
+
+def _hidden(name: str) -> str:
+    """A name beside this one that no reader takes for a file of a checkpoint."""
+    folder, slash, last = name.rpartition("/")
+    return f"{folder}{slash}{temporary_name(last)}"
 
 
 SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}\.safetensors\Z")

@@ -28,7 +28,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Final
 
@@ -234,6 +234,13 @@ class PrefixSave:
         with suppress(HoldfastError):
             self._bucket.delete(self._written)
         self._written.clear()
+
+    def dismiss(self, names: Iterable[str]) -> None:
+        """Remove what was written under hidden names, when it was copied to its own."""
+        keys = {self._key(name) for name in names}
+        with suppress(HoldfastError):
+            self._bucket.delete(sorted(keys))
+        self._written = [key for key in self._written if key not in keys]
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove objects of what was replaced; whoever reads them gets an error from now on."""

@@ -17,7 +17,7 @@ from typing import Self
 
 from holdfast.errors import BadPath
 
-__all__ = ["FILES", "PART_NBYTES", "SCHEMES", "UPLOADING", "Url", "is_url", "join", "url_of"]
+__all__ = ["COPIED_NBYTES", "FILES", "PART_NBYTES", "SCHEMES", "UPLOADING", "Url", "is_url", "join", "url_of"]
 
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
 
@@ -29,6 +29,9 @@ PART_NBYTES = 16 << 20
 
 UPLOADING = 12
 """Parts of one upload that are under way at once."""
+
+COPIED_NBYTES = 5 << 30
+"""S3 copies objects up to this length by itself; longer ones pass through here."""
 
 URL = re.compile(r"\s*([A-Za-z][A-Za-z0-9+.-]*):/{1,2}([^/]*)/*(.*)\Z", re.DOTALL)
 """One slash is what `pathlib.Path` leaves of two."""
