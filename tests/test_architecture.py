@@ -53,6 +53,7 @@ BELOW = {
 UPWARD = {
     ("core/tensor.py", "holdfast.torch.tensors.from_lazy"),
     ("core/checkpoint.py", "holdfast.inspect.describe"),
+    ("rewrite/state.py", "holdfast.torch.tensors.rows"),
     ("rewrite/state.py", "holdfast.torch.tensors.to_lazy"),
 }
 """The only arrows that point up: `torch()` imports the adapter when it is called, a save when the caller has torch, and

@@ -1,6 +1,7 @@
 """A store over a save that has not been written: what its files will hold, as far as it is known and somebody asks.
 
-    Literal, Memory    the bytes themselves, and so of Gathered
+    Literal, Memory    the bytes themselves
+    Gathered           made, and kept: it says the checksums that stand in it, and those have to be in other segments, too
     Late               made with a checksum of 0 for all data: no format refuses one when it opens a file
     Data               zeros, which cost nothing. Only a reader that looks into one segment and not past it gets its bytes: a record
                        that is copied from another archive and described, a program or sample inputs
@@ -12,7 +13,7 @@ Opening a checkpoint reads no tensor data, so a reader finds in here whatever it
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from holdfast.engine.write import gather, small_bytes
 from holdfast.plan.saves import Data, FilePlan, Gathered, Late, LinkedFile, Literal, Memory, Segment, known_later
@@ -24,12 +25,16 @@ __all__ = ["PlannedFile", "PlannedStore"]
 class PlannedFile:
     """The content of one planned file."""
 
-    def __init__(self, plan: FilePlan, crcs: Mapping[str, int]) -> None:
+    def __init__(self, plan: FilePlan, crcs: dict[str, int]) -> None:
         self._segments = plan.segments
         self._offsets = plan.offsets()
         self.nbytes = self._offsets[-1] + plan.segments[-1].nbytes if plan.segments else 0
         self._crcs = crcs
         self._made: dict[int, bytes] = {}
+        for number, segment in enumerate(plan.segments):
+            if isinstance(segment, Gathered):
+                self._made[number], known = gather(segment)
+                crcs.update(known)
 
     def read(self, start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on, which are all there."""
@@ -62,10 +67,7 @@ class PlannedFile:
             case Memory():
                 return segment.content
             case Gathered():
-                made = self._made.get(at)
-                if made is None:
-                    made = self._made[at] = gather(segment)[0]
-                return made
+                return self._made[at]
         return bytes(segment.nbytes)
 
 

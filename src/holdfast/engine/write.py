@@ -123,16 +123,22 @@ def write_file(
                 receipt.crcs[label + HASH_KEY], receipt.crcs[label + HEAD_KEY] = hashed.hash or 0, hashed.head or 0
     receipt.crcs |= written.gathered
     known |= receipt.crcs
-    for pieces in _joined_late(plan, offsets, known, written.made):
-        sink.write(pieces[0], memoryview(pieces[1]))
+    for begin, content, late in _joined_late(plan, offsets, known, written.made):
+        sink.write(begin, memoryview(content))
         if progress:
-            progress(len(pieces[1]))
+            progress(late)
     return receipt
 
 
-def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int], written: set[int]) -> Iterator[tuple[int, bytes]]:
-    """The late segments that are not written yet; short literals between two of them are written again, to make it one piece."""
-    begin, gathered = -1, bytearray()
+def _joined_late(
+    plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int], written: set[int]
+) -> Iterator[tuple[int, bytes, int]]:
+    """The late segments that are not written yet, where they begin, and how many of the bytes are theirs.
+
+    Short literals between two of them are written again, to make it one piece.
+    """
+    begin, gathered, late = -1, bytearray(), 0
+    between = bytearray()
     for segment, offset in zip(plan.segments, offsets, strict=True):
         if isinstance(segment, Late) and offset not in written:
             made = segment.make(crcs)
@@ -140,14 +146,16 @@ def _joined_late(plan: FilePlan, offsets: Sequence[int], crcs: Mapping[str, int]
                 raise ValueError(f"a late segment of {segment.nbytes} bytes was made with {len(made)}")
             if begin < 0:
                 begin = offset
-            gathered += made
+            gathered += between + made
+            between, late = bytearray(), late + len(made)
         elif begin >= 0 and isinstance(segment, Literal) and segment.nbytes <= GATHER_NBYTES:
-            gathered += segment.data
+            between += segment.data
         elif begin >= 0:
-            yield begin, bytes(gathered)
-            begin, gathered = -1, bytearray()
+            yield begin, bytes(gathered), late
+            begin, gathered, late = -1, bytearray(), 0
+            between = bytearray()
     if begin >= 0:
-        yield begin, bytes(gathered)
+        yield begin, bytes(gathered), late
 
 
 def _tasks(

@@ -4,4 +4,5 @@ runs             the byte ranges that a chunk touches, as a comb
 coalesce         which neighbouring ranges are read together: for everybody, by a policy for each medium
 reads            the plan of a read
 saves            the plan of a save: every file as segments
+rows             very many tensors on their way to a file, as rows
 """

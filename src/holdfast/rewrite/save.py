@@ -30,9 +30,9 @@ from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.rewrite.base import check_shares, not_shared, open_base
-from holdfast.rewrite.formats import DIRECTORIES, SUFFIXES, Options, format_for, plan_save
+from holdfast.rewrite.formats import DIRECTORIES, NAMES, SUFFIXES, Options, format_for, plan_save, suffix_of
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
-from holdfast.rewrite.small import plan_rows, rows_of
+from holdfast.rewrite.small import plan_small
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.paths import check_binary, content_and_path, place_of
 from holdfast.stores.remote.url import Url
@@ -171,17 +171,15 @@ def plan_saving(
     limits: Limits | None,
 ) -> Planned[Saved]:
     """Lay out a save to a path that is not begun."""
-    # Rows are copied, and know nothing of steps before; what bounds memory or compares afterwards wants objects.
+    # Rows know nothing of steps before; what bounds memory or compares afterwards wants objects.
     plain = limits is None and base is None and not (hashes or writing.read_back or writing.budget or isinstance(target, Url))
-    rows = rows_of(state, metadata) if plain and options == Options(keep_tree=options.keep_tree) else None
-    if rows is not None and format_for(target, format, options) == "safetensors":
-        if writing.overwrite is False:
-            check_target(target, directory=False, writing=writing)
-        laid = plan_rows(rows, target)
-        if laid is not None:
-            plan, crcs = laid
-            finish = partial(_with_crcs, crcs)
-            return Planned(plan, Saved(**planned_fields(plan, target)), writing, finish=finish)
+    if plain and (format is None or format in NAMES) and (format or suffix_of(target) in SUFFIXES):
+        found = format_for(target, format, options)
+        small = plan_small(state, target, found, metadata=metadata, options=options)
+        if small is not None:
+            if writing.overwrite is False or found in DIRECTORIES:
+                check_target(target, directory=found in DIRECTORIES, writing=writing)
+            return Planned(small, Saved(**planned_fields(small, target)), writing)
     described = describe_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)
@@ -202,8 +200,3 @@ def plan_saving(
         plan = plan_save(target, described, found, options=options)
         plan = replace(plan, notes=(*described.notes, *plan.notes))
         return Planned(plan, Saved(**planned_fields(plan, target)), writing, reads=reads, sources=stack.pop_all())
-
-
-def _with_crcs(crcs: Mapping[str, int], saved: Saved, progress: Progress | None) -> Saved:
-    """The result of a save whose checksums were known before."""
-    return replace(saved, crcs=crcs) if saved.done else saved

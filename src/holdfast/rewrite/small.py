@@ -1,129 +1,197 @@
-"""Save many small tensors as rows: no object a tensor, and the file as one piece of bytes.
+"""Save very many tensors as rows: no object a tensor, and their bytes gathered when they are written.
 
-A dict of fifty thousand arrays of a few bytes costs `describe_state`, the layout and the writer a few dozen objects each. Here one
-walk takes dtype, shape and bytes of each; the header is made by the same function as always (`formats.safetensors.write.frame`),
-with the checksums in it, and the file is a `Literal`. From there on all is as it always is: the reader rehearses the plan, the
-transaction writes it.
+A dict of fifty thousand arrays of a few bytes costs `describe_state`, the layout and the writer a few dozen objects each. Here
+dtypes, shapes and storages of all are asked for together (`plan.rows`), and each format has a layout of rows beside that of
+objects:
+`formats.torch.rows`, `formats.safetensors.rows`, `formats.native.rows`. From there on all is as it always is: the transaction
+writes the plan.
 
-*Ordinary* is said here and nowhere else, in `rows_of`: a plain dict from text to plain arrays or CPU tensors that own just their
-memory, in C order, each by itself, small, and not too much of them together, because they are copied. For everything else, and for
-whatever is wrong, there is the way of objects: it says what. Both give the same bytes and the same notes.
+*Ordinary* is said by those who ask (`rewrite.state.asking`): arrays and CPU tensors that are all of their memory, in C order. A
+`.pt` may nest them; safetensors and native take a plain dict of texts. For everything else, and for whatever is wrong, there is the
+way of objects: it says what. Both give the same bytes and the same notes.
+
+**The rehearsal.** Up to `REHEARSED` tensors, the reader opens the plan, as it opens all. Of more it would open the same opcodes and
+the same header fields fifty thousand times; so it opens a sample, with one tensor of each dtype, rank and kind, and the numbers
+that its limits count are compared here (docs/design/024-many-and-small.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
-from holdfast.core.arrays import AnyDType
-from holdfast.core.crc import crc32
-from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.engine.planned_store import PlannedStore
-from holdfast.formats.safetensors.write import METADATA, RANK, file_order_notes, frame
-from holdfast.plan.saves import FilePlan, Literal, SavePlan
-from holdfast.rewrite.formats import check_holds, described
-from holdfast.rewrite.state import Row, foreign_rows
+from holdfast.errors import HoldfastError
+from holdfast.formats.native.rows import lay_out_native_rows
+from holdfast.formats.safetensors.rows import row_file
+from holdfast.formats.safetensors.write import file_order_notes
+from holdfast.formats.torch.rows import CONTAINERS, RowPickle, leaves
+from holdfast.formats.torch.write import archive_name, lay_out_container
+from holdfast.formats.zip.numbered import Numbered
+from holdfast.plan.rows import TensorRows, joined
+from holdfast.plan.saves import FilePlan, SavePlan
+from holdfast.rewrite.formats import Options, check_holds, described, plan_save
+from holdfast.rewrite.state import asking, describe_state
 
-__all__ = ["Rows", "plan_rows", "rows_of"]
+__all__ = ["FEW", "plan_small"]
 
 FEW = 64
 """Fewer are saved as objects: nobody waits for those."""
 
-SMALL_NBYTES = 64 << 10
-"""A tensor that is longer is written from where it lies."""
+REHEARSED = 512
+"""More are rehearsed by a sample."""
 
-MOST_NBYTES = 64 << 20
-"""What is copied, at the most."""
-
-MOST_CHARACTERS = 4 << 20
-"""Of all names. What is beyond is looked at name by name."""
+DEPTH = 16
+"""Of containers in a state that is written as rows. A tensor opens a few MARKs more, far from what a reader allows."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """An ordinary state, copied. All rows are of one length."""
-
-    names: list[str]
-    dtypes: list[DType]
-    shapes: list[tuple[int, ...]]
-    pieces: list[bytes]
-    metadata: dict[str, str]
-
-
-def rows_of(state: object, metadata: Mapping[str, str] | None) -> Rows | None:
-    """The rows of an ordinary state; None for any other."""
-    if type(state) is not dict or len(state) < FEW:
+def plan_small(state: object, target: str, format: str, *, metadata: Mapping[str, str] | None, options: Options) -> SavePlan | None:
+    """The plan of a state with very many tensors, known to open; None for any other state, and wherever something is to be said."""
+    plain = dict(metadata or {})
+    texts = {*map(type, plain), *map(type, plain.values())}
+    if type(state) not in CONTAINERS or texts - {str} or options != Options(keep_tree=options.keep_tree):
         return None
-    names: list[str] = list(state)
-    texts = [*(metadata or {}), *(metadata or {}).values()]
-    if {*map(type, names), *map(type, texts)} != {str} or sum(map(len, names)) > MOST_CHARACTERS:
-        return None
-    take = _taken()
-    dtypes: list[DType] = []
-    shapes: list[tuple[int, ...]] = []
-    pieces: list[bytes] = []
-    room = MOST_NBYTES
-    for value in state.values():
-        row = take(value)
-        if row is None:
-            return None
-        dtypes.append(row[0])
-        shapes.append(row[1])
-        pieces.append(row[2])
-        room -= len(row[2])
-        if room < 0:
-            return None
-    return Rows(names, dtypes, shapes, pieces, dict(metadata or {}))
-
-
-def _taken() -> Callable[[object], Row | None]:
-    """What takes an ordinary tensor of one state. An array that comes twice is tied, and so are two over the same memory."""
-    kinds: dict[AnyDType, DType | None] = {}
-    met: set[int] = set()
-    foreign = foreign_rows(SMALL_NBYTES)
-
-    def take(value: object) -> Row | None:
-        if type(value) is not np.ndarray:
-            return None if foreign is None else foreign(value)
-        dtype, flags = value.dtype, value.flags
-        if dtype not in kinds:
-            row = DTYPES.numpy(dtype) if dtype.isnative and not dtype.hasobject else None
-            kinds[dtype] = None if row is None or row.packed or row.safetensors is None else row
-        kind = kinds[dtype]
-        # What owns its memory shares it with no other that does.
-        owns = value.base is None and flags.owndata and flags.c_contiguous
-        if kind is None or not owns or value.nbytes > SMALL_NBYTES or id(value) in met:
-            return None
-        met.add(id(value))
-        return kind, value.shape, value.tobytes()
-
-    return take
-
-
-def plan_rows(rows: Rows, path: str) -> tuple[SavePlan, dict[str, int]] | None:
-    """The plan of one safetensors file, known to open, and the CRC-32 of what has bytes, which a writer would find.
-
-    None where the way of objects has something to say about it.
-    """
-    names, codes = rows.names, [dtype.safetensors or "" for dtype in rows.dtypes]
-    if METADATA in names:
-        return None
+    lay_out = LAYOUTS.get(format)
     try:
-        "".join([*names, *rows.metadata, *rows.metadata.values()]).encode("utf-8")
-    except UnicodeEncodeError:
+        return None if lay_out is None else lay_out(state, target, plain, options)
+    except HoldfastError:
         return None
-    order = sorted(range(len(names)), key=lambda at: (RANK[codes[at]], names[at]))
-    pieces = [rows.pieces[at] for at in order]
-    written = [names[at] for at in order]
-    framed = frame([(names[at], codes[at], rows.shapes[at], len(rows.pieces[at])) for at in order], rows.metadata, fields={})
-    if framed.header_nbytes > Limits().header_nbytes:
+
+
+def _torch(state: object, target: str, metadata: dict[str, str], options: Options) -> SavePlan | None:
+    types = [kind for kinds, _ in asking() for kind in kinds]
+    values = None if metadata else leaves(state, types, DEPTH, beside=False)
+    rows = None if values is None or len(values) < FEW else _asked(values)
+    # What is empty has no place in memory, and the way of objects finds that such ones share it. Not all dtypes are torch's.
+    if values is None or rows is None or not rows.nbytes.all() or any(kind.dtype.torch is None for kind in rows.table):
         return None
-    sums = dict(zip(written, map(crc32, pieces), strict=True))
-    whole = b"".join((framed.head.data, framed.late.make(sums), framed.tail.data, *pieces))
-    plan = SavePlan("safetensors", (FilePlan("", (Literal(whole),)),), tuple(file_order_notes(written, names)), opens=True)
-    found = described(PlannedStore(plan.files, name=path), (plan.format,))
-    check_holds(found.tensors, dict(zip(names, zip(rows.dtypes, rows.shapes, strict=True), strict=True)), path)
-    return plan, {name: sums[name] for name, piece in zip(written, pieces, strict=True) if piece}
+    pickled = RowPickle(rows, types)
+    pickled.write(state)
+    if pickled.problems:
+        return None
+    content, limits = pickled.finish(), Limits()
+    records = [Numbered("data", rows.nbytes, rows.read, rows.alone)]
+    plan = SavePlan("torch-zip", (FilePlan("", lay_out_container(archive_name(target), content, records)),), opens=True)
+    # The directory has 46 bytes and a name for each record; names of tensors may take 16 times what the pickle has.
+    directory = len(rows.nbytes) * (80 + len(archive_name(target)))
+    if len(content) > limits.pickle_nbytes or 2 * len(rows.nbytes) > limits.zip_records or directory > limits.zip_directory_nbytes:
+        return None
+    if len(rows) <= REHEARSED:
+        described(PlannedStore(plan.files, name=target), (plan.format,))
+    elif not _names_fit(state, len(content)):
+        return None
+    else:
+        _rehearse_sample(values, rows, target, plan.format, metadata=metadata, options=options)
+    return plan
+
+
+def _names_fit(state: object, stored: int) -> bool:
+    """Whether the dotted names of all tensors are surely no longer than a reader allows for a pickle of this length."""
+    return _characters(state, 0, stored) <= stored
+
+
+def _characters(value: object, prefix: int, most: int) -> int:
+    """How long the names of all leaves are together, or more than `most`."""
+    if not isinstance(value, dict | list | tuple):
+        return prefix
+    keys = list(map(str, value if isinstance(value, dict) else range(len(value))))
+    inside = list(value.values() if isinstance(value, dict) else value)
+    if CONTAINERS.isdisjoint(map(type, inside)):
+        return sum(map(len, keys)) + len(keys) * (prefix + 1)
+    total = 0
+    for key, item in zip(keys, inside, strict=True):
+        total += _characters(item, prefix + len(key) + 1, most)
+        if total > most:
+            break
+    return total
+
+
+def _flat(state: object) -> tuple[list[str], list[object], TensorRows] | None:
+    """Names, tensors and rows of a plain dict of them, none of which stands there twice."""
+    if type(state) is not dict or len(state) < FEW or {*map(type, state)} != {str}:
+        return None
+    names, values = list(state), list(state.values())
+    rows = _asked(values) if len({*map(id, values)}) == len(values) else None
+    return None if rows is None else (names, values, rows)
+
+
+def _safetensors(state: object, target: str, metadata: dict[str, str], options: Options) -> SavePlan | None:
+    found = _flat(state)
+    laid = None if found is None else row_file("", found[0], found[2], metadata=metadata, fields={})
+    if found is None or laid is None:
+        return None
+    names, values, rows = found
+    notes = file_order_notes([names[row] for row in laid.order], names)
+    plan = SavePlan("safetensors", (laid.plan,), tuple(notes))
+    return _rehearsed(plan, names, values, rows, target=target, metadata=metadata, options=options)
+
+
+def _native(state: object, target: str, metadata: dict[str, str], options: Options) -> SavePlan | None:
+    found = _flat(state)
+    plan = None if found is None else lay_out_native_rows(found[0], found[2], metadata)
+    if found is None or plan is None:
+        return None
+    return _rehearsed(plan, *found, target=target, metadata=metadata, options=options)
+
+
+LAYOUTS = {"torch-zip": _torch, "safetensors": _safetensors, "native": _native}
+
+
+def _rehearsed(
+    plan: SavePlan,
+    names: list[str],
+    values: list[object],
+    rows: TensorRows,
+    *,
+    target: str,
+    metadata: dict[str, str],
+    options: Options,
+) -> SavePlan:
+    """The same plan, known to open; raises what says that it would not."""
+    plan = replace(plan, opens=True)
+    if len(rows) > REHEARSED:
+        _rehearse_sample(values, rows, target, plan.format, metadata=metadata, options=options)
+        return plan
+    outlines = [(kind.dtype, kind.shape) for kind in rows.table]
+    found = described(PlannedStore((*plan.files, *plan.index), name=target), (plan.format,))
+    check_holds(found.tensors, {name: outlines[kind] for name, kind in zip(names, rows.kinds, strict=True)}, target)
+    return plan
+
+
+def _rehearse_sample(
+    values: list[object], rows: TensorRows, target: str, format: str, *, metadata: dict[str, str], options: Options
+) -> None:
+    """Lay out and open one tensor of each dtype, rank and kind, by the way of objects."""
+    last = dict(zip(rows.kinds, range(len(rows)), strict=True))
+    like = {(kind.dtype, len(kind.shape), kind.requires_grad, kind.parameter): last[at] for at, kind in enumerate(rows.table)}
+    sample = {f"{row}": values[row] for row in like.values()}
+    plan_save(target, describe_state(sample, metadata=metadata), format, options=options)
+
+
+def _asked(values: list[object]) -> TensorRows | None:
+    """The rows of tensors of all kinds that can be asked; None where one is not ordinary."""
+    known = asking()
+    types = {*map(type, values)}
+    asks = [(kinds, ask) for kinds, ask in known if not types.isdisjoint(kinds)]
+    if len(asks) == 1 and types.issubset(asks[0][0]):
+        return asks[0][1](values)
+    if not types.issubset(kind for kinds, _ in asks for kind in kinds):
+        return None
+    side = {kind: number for number, (kinds, _) in enumerate(asks) for kind in kinds}
+    order = [side[type(value)] for value in values]
+    parts: list[TensorRows] = []
+    for number, (_, ask) in enumerate(asks):
+        own = [value for value, where in zip(values, order, strict=True) if where == number]
+        part = ask(own)
+        if part is None or len(part.nbytes) < len(part):
+            return None
+        parts.append(part)
+    addresses = [address for part in parts for address in part.addresses or ()]
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    # A tensor over the memory of an array is tied to it.
+    if not {array.__array_interface__["data"][0] for array in arrays}.isdisjoint(addresses):
+        return None
+    return joined(parts, order)

@@ -25,22 +25,21 @@ from typing import Literal, Protocol, cast
 import numpy as np
 
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
+from holdfast.engine.array_rows import TYPES, Ask, ask_arrays
 from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.stores.paths import content_and_path
 
 __all__ = [
-    "Row",
     "Stateful",
+    "asking",
     "describe_state",
-    "foreign_rows",
     "is_stateful",
     "map_tensors",
     "state_and_path",
@@ -116,17 +115,15 @@ def _leaf(arrays: Arrays) -> Leaf:
     return convert
 
 
-Row = tuple[DType, tuple[int, ...], bytes]
-"""A small tensor: its dtype, its shape, a copy of its bytes."""
+def asking() -> list[tuple[tuple[type, ...], Ask]]:
+    """The types of tensors that may be asked as rows, and what asks them: numpy's, and torch's where the caller has torch."""
+    known: list[tuple[tuple[type, ...], Ask]] = [(TYPES, ask_arrays)]
+    if "torch" in sys.modules:
+        from holdfast.torch.tensors.rows import TYPES as OTHERS
+        from holdfast.torch.tensors.rows import ask_whole
 
-
-def foreign_rows(most: int) -> Callable[[object], Row | None] | None:
-    """What takes ordinary torch tensors of at most so many bytes, None for any other value; None where the caller has no torch."""
-    if "torch" not in sys.modules:
-        return None
-    from holdfast.torch.tensors.to_lazy import small_row
-
-    return small_row(most)
+        known.append((OTHERS, ask_whole))
+    return known
 
 
 def _read(value: object) -> np.ndarray:

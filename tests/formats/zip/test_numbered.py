@@ -14,6 +14,7 @@ from holdfast.engine.write import write_file
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip import numbered, writer
 from holdfast.formats.zip.numbered import Numbered
+from holdfast.plan import rows as plan_rows
 from holdfast.plan.saves import FilePlan, Gathered, Memory
 
 SMALL, BLOCK = 64, 400
@@ -32,10 +33,10 @@ class Sink:
 
 
 def as_rows(payloads):
-    def alone(number):
-        return Memory(memoryview(payloads[number]), f"data/{number}") if payloads[number] else b""
+    def alone(number, label):
+        return Memory(memoryview(payloads[number]), label) if payloads[number] else b""
 
-    return Numbered("data", np.array([len(p) for p in payloads], np.int64), lambda a, b: payloads[a:b], alone)
+    return Numbered("data", np.array([len(p) for p in payloads], np.int64), lambda some: [payloads[n] for n in some], alone)
 
 
 def written(segments):
@@ -66,9 +67,8 @@ PAYLOADS = st.lists(
 def test_rows_are_laid_out_as_records_are(payloads, prefix, alignment, crc, order_first):
     options = {"alignment": alignment, "crc": crc, "order_first": order_first}
     with (
-        mock.patch.object(numbered, "SMALL_NBYTES", SMALL),
-        mock.patch.object(numbered, "BLOCK_NBYTES", BLOCK),
-        mock.patch("holdfast.formats.torch.write.SMALL_NBYTES", SMALL),
+        mock.patch.object(plan_rows, "SMALL_NBYTES", SMALL),
+        mock.patch.object(plan_rows, "BLOCK_NBYTES", BLOCK),
     ):
         rows = lay_out_container(prefix, b"a pickle", [as_rows(payloads)], **options)
         made = written(rows)

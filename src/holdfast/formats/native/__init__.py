@@ -2,5 +2,6 @@
 
 read, write    the format          schema    the manifest, its text and the way back
 chunks         a chunk in the manifest; one that is stored packed, as a file of its own with the dense bytes
+rows           the format, written from very many tensors as rows
 base           what a new directory takes over from an older one: which files are linked, which chunks move
 """

@@ -66,6 +66,7 @@ from holdfast.formats.tree_json import encode_tree
 from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan, known_later
 
 __all__ = [
+    "INDEX",
     "OWN",
     "SHARD_NBYTES",
     "BoxFile",
@@ -79,6 +80,7 @@ __all__ = [
     "lay_out_index",
     "lay_out_native",
     "lay_out_split",
+    "other_files",
     "sharding_texts",
 ]
 
@@ -336,7 +338,7 @@ def lay_out_index(
 
     blank = stored(dict.fromkeys(labels, 0))
     others = [] if alone else _index_for_others(files, blank)
-    beside = _other_files(others)
+    beside = other_files(others)
 
     hashed = any(chunk.hash or chunk.head for tensor in blank.values() for chunk in tensor.chunks)
     version, hash = (HASHED_VERSION, HASH) if hashed else (VERSION, msgspec.UNSET)
@@ -371,7 +373,7 @@ def _index_for_others(files: Sequence[DataFile], tensors: Mapping[str, StoredTen
     return [index_file(INDEX, weight_map, sum(stop - start for _, start, stop, _ in places))]
 
 
-def _other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
+def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.UnsetType:
     """The manifest's field about files that are known before any data is: their names, lengths and checksums."""
     listed = []
     for plan in plans:

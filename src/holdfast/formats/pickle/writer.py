@@ -38,6 +38,7 @@ from holdfast.formats.pickle.table import ATTRIBUTES
 
 __all__ = [
     "FLOAT",
+    "LONG_GET",
     "LONG_PUT",
     "TEXT",
     "TUPLES",
@@ -58,6 +59,9 @@ INT2, INT4 = struct.Struct("<cH").pack, struct.Struct("<ci").pack
 
 LONG_PUT = WORD
 """Packs `r`, LONG_BINPUT, and a number. Of every ten opcodes three are this one, so it is here without a call around it."""
+
+LONG_GET = WORD
+"""Packs `j`, LONG_BINGET, and a number."""
 
 TEXT = WORD
 """Packs `X`, BINUNICODE, and the length of the text, which follows."""

@@ -1,10 +1,9 @@
 """`RowPickle`: the `data.pkl` of a state with very many tensors, which are rows and not objects.
 
-    state ── leaves ──▶ its tensors ── a taker ──▶ TensorRows ── RowPickle ──▶ data.pkl
-                                                              └─ Numbered ──▶ data/0, data/1 …
+    state ── leaves ──▶ its tensors ── ask ──▶ TensorRows ── RowPickle ──▶ data.pkl
+                                                          └─ Numbered ──▶ data/0, data/1 …
 
-Fifty thousand tensors are of a few kinds: a dtype, a shape, what they are beyond their elements. Tensors of a kind have the same
-opcodes, but for the key of their storage and the numbers that the memo counts.
+Tensors of a kind (`plan.rows`) have the same opcodes, but for the key of their storage and the numbers that the memo counts.
 
 1. The first tensors of a kind are written opcode by opcode. Once the memo's numbers are four bytes wide, what was written is kept
    as the template of its kind, with a note where the numbers stand (`_Template`).
@@ -18,20 +17,19 @@ keys that are text or numbers. For all other states there are the other writers;
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.formats.pickle.table import ATTRIBUTES
-from holdfast.formats.pickle.writer import TEXT, TUPLES, get, integer
+from holdfast.formats.pickle.writer import LONG_GET, LONG_PUT, TEXT, TUPLES, get, integer
 from holdfast.formats.torch.writer import STORAGE, UTILS, TorchPickle
-from holdfast.formats.zip.numbered import Numbered
+from holdfast.plan.rows import RowKind, TensorRows
 
-__all__ = ["CONTAINERS", "RowKind", "RowPickle", "TensorRows", "leaves"]
+__all__ = ["CONTAINERS", "RowPickle", "leaves"]
 
 PLAIN = frozenset({type(None), bool, int, float, str})
 KEYS = frozenset({str, int})
@@ -40,56 +38,29 @@ CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 SHORT = 255
 """The last number of the memo that takes one byte."""
 
+KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
+"""How a text of so many bytes begins."""
+
 ONE_DIGIT = 10
 """CPython has a text of one character once, so the key of such a storage may be the same object as a text of the state."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowKind:
-    """What many tensors have in common."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    """In elements."""
-    offset: int
-    """In elements, from the begin of the storage."""
-    count: int
-    """Elements of the storage; bytes, for dtypes whose storage has none."""
-    requires_grad: bool = False
-    parameter: bool = False
-    location: str = "cpu"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRows:
-    """Tensors of one state in the order in which they are met, each once."""
-
-    rows: dict[int, int]
-    """From the identity of a tensor to its row."""
-    kinds: Sequence[int]
-    """Of each row, as a position in `table`."""
-    table: Sequence[RowKind]
-    records: Sequence[int]
-    """The storage of each row. New storages have the next number."""
-    storages: Numbered
-    """Their bytes."""
-
-
-def leaves(tree: object, kinds: Collection[type], limits: Limits) -> list[object] | None:
+def leaves(tree: object, kinds: Collection[type], depth: int, *, beside: bool = True) -> list[object] | None:
     """The values of these types in a state, in the order in which a pickle meets them, each once; None where it is not common.
 
-    A container that stands in two places is written once; so it is walked once.
+    A container that stands in two places is written once; so it is walked once. With `beside=False` it is not common to have such
+    values in the attributes of a container.
     """
-    walk = _Walk(kinds, limits.depth)
+    walk = _Walk(kinds, depth, beside=beside)
     return list(walk.found.values()) if walk.through(tree, 1) else None
 
 
 class _Walk:
     """One walk for `leaves`. An object, because a function that calls itself is a cycle, and would keep the tensors."""
 
-    def __init__(self, kinds: Collection[type], depth: int) -> None:
+    def __init__(self, kinds: Collection[type], depth: int, *, beside: bool) -> None:
         self._kinds = frozenset(kinds)
+        self._beside = beside
         self._depth = depth
         self._walked: set[int] = set()
         self.found: dict[int, object] = {}
@@ -123,13 +94,14 @@ class _Walk:
                     return False
         if kind is OrderedDict and (state := vars(value)):
             # What a module says of its versions.
-            return ATTRIBUTES not in state and self.through(state, depth + 1)
+            inner = self if self._beside else _Walk((), self._depth, beside=False)
+            return ATTRIBUTES not in state and inner.through(state, depth + 1)
         return True
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Template:
-    """The opcodes of tensors of a kind."""
+    """The opcodes of tensors of a kind, and those that were written by them."""
 
     before: bytes
     """Up to the key of the storage."""
@@ -137,17 +109,12 @@ class _Template:
     """From there on."""
     holes: Ints
     """Where in `behind` the numbers of the memo stand; they follow each other."""
-
-
-@dataclass(slots=True, eq=False)
-class _Filled:
-    """Tensors that were written by one template."""
-
-    holes: Ints
+    count: int
+    """How many."""
     pieces: list[int] = field(default_factory=list)
-    """Which of the writer's pieces is the one with the numbers."""
+    """Of each tensor, which of the writer's pieces is the one with the numbers."""
     numbers: list[int] = field(default_factory=list)
-    """The first of them."""
+    """Of each tensor, the first of them."""
 
 
 class RowPickle(TorchPickle):
@@ -156,20 +123,25 @@ class RowPickle(TorchPickle):
     def __init__(self, tensors: TensorRows, types: Iterable[type], limits: Limits | None = None) -> None:
         super().__init__(limits)
         self._tensors = tensors
-        self.rows |= dict.fromkeys(types, RowPickle._row)
-        self._templates: dict[tuple[int, bool], tuple[_Template, _Filled]] = {}
-        """By kind, and by whether the storage is new."""
+        self._rows = {identity: row for row, identity in enumerate(tensors.identities)}
+        self._types = frozenset(types)
+        self.rows |= dict.fromkeys(self._types, RowPickle._row)
+        self._new: list[_Template | None] = [None] * len(tensors.table)
+        """By kind, for tensors whose storage is new."""
+        self._known: list[_Template | None] = [None] * len(tensors.table)
+        """The same where it is not."""
         self._puts: list[int] | None = None
         """Which pieces remember something, while a template is made."""
 
     def finish(self) -> bytes:
         content = np.frombuffer(bytearray(super().finish()), np.uint8)
         ends = np.cumsum(np.fromiter(map(len, self.out), np.int64, len(self.out)))
-        for _, filled in self._templates.values():
-            at = ends[np.array(filled.pieces, np.int64) - 1] if filled.pieces else np.zeros(0, np.int64)
-            numbers = np.array(filled.numbers, "<u4")[:, None] + np.arange(len(filled.holes), dtype="<u4")
-            places = (at[:, None] + filled.holes)[:, :, None] + np.arange(4)
-            content[places] = np.ascontiguousarray(numbers.astype("<u4")).view(np.uint8).reshape(places.shape)
+        for made in (*self._new, *self._known):
+            if made is not None and made.pieces:
+                at = ends[np.array(made.pieces, np.int64) - 1]
+                numbers = np.array(made.numbers, np.int64)[:, None] + np.arange(made.count)
+                places = (at[:, None] + made.holes)[:, :, None] + np.arange(4)
+                content[places] = numbers.astype("<u4").view(np.uint8).reshape(places.shape)
         return content.tobytes()
 
     def put(self) -> int:
@@ -177,36 +149,61 @@ class RowPickle(TorchPickle):
             self._puts.append(len(self.out))
         return super().put()
 
+    def _fill(self, items: list[tuple[object, object]], opcode: bytes) -> None:
+        """As for all values; texts before tensors are written here, without a call for each."""
+        if opcode != b"u" or self.count <= SHORT:
+            super()._fill(items, opcode)
+            return
+        out, memo, types, write = self.out, self.memo, self._types, self.write
+        out.append(b"(")
+        path = self.path
+        path.append(None)
+        for key, item in items:
+            if type(key) is str and (number := memo.get(id(key))) is not None:
+                out.append(LONG_GET(b"j", number) if number > SHORT else get(number))
+            elif type(key) is str and len(key) < SHORT:
+                number = memo[id(key)] = self.count
+                self.count = number + 1
+                raw = key.encode("utf-8", "surrogatepass")
+                out.append(TEXT(b"X", len(raw)) + raw + LONG_PUT(b"r", number))
+            else:
+                write(key)
+            if type(item) in types:
+                self._row(item)
+            else:
+                path[-1] = key
+                write(item)
+        path.pop()
+        out.append(opcode)
+
     def _row(self, value: object) -> None:
         """A tensor."""
-        tensors, identity = self._tensors, id(value)
-        number = self.memo.get(identity)
-        if number is not None:
-            self.out.append(get(number))
+        identity, memo = id(value), self.memo
+        if identity in memo:
+            self.out.append(get(memo[identity]))
             return
-        row = tensors.rows[identity]
-        kind, record, number = tensors.kinds[row], tensors.records[row], self.count
+        row, number = self._rows[identity], self.count
+        kind, record = self._tensors.kinds[row], self._tensors.records[row]
         new = record == len(self._keys)
-        made = self._templates.get((kind, new))
+        made = (self._new if new else self._known)[kind]
         if made is None or record < ONE_DIGIT:
-            self._write_row(tensors.table[kind], record)
+            self._write_row(self._tensors.table[kind], record)
             if number > SHORT and made is None:
-                self._templates[kind, new] = self._template(tensors.table[kind], new=new)
+                (self._new if new else self._known)[kind] = self._template(self._tensors.table[kind], new=new)
         else:
-            template, filled = made
             if new:
                 self._keys.append(number)
                 key = b"%d" % record
-                self.out.append(template.before + TEXT(b"X", len(key)) + key)
+                self.out += (made.before, KEY_TEXTS[len(key)], key)
             else:
-                self.out.append(template.before + get(self._keys[record]))
-            filled.pieces.append(len(self.out))
-            filled.numbers.append(number)
-            self.out.append(template.behind)
-            self.count = number + len(template.holes)
-        self.memo[identity] = self.count - 1
+                self.out += (made.before, get(self._keys[record]))
+            made.pieces.append(len(self.out))
+            made.numbers.append(number)
+            self.out.append(made.behind)
+            self.count = number + made.count
+        memo[identity] = self.count - 1
 
-    def _template(self, kind: RowKind, *, new: bool) -> tuple[_Template, _Filled]:
+    def _template(self, kind: RowKind, *, new: bool) -> _Template:
         """What was just written, once more and without the key: all that it refers to is known now."""
         out, count = self.out, self.count
         self.out, self._puts = [], []
@@ -220,7 +217,7 @@ class RowPickle(TorchPickle):
             lengths = np.cumsum([0, *map(len, self.out[cut:])])
             # Behind the opcode.
             holes = lengths[np.array(self._puts, np.int64) - cut] + 1
-            return _Template(before, behind, holes), _Filled(holes)
+            return _Template(before, behind, holes, len(holes))
         finally:
             self.out, self.count, self._puts = out, count, None
 
@@ -265,7 +262,3 @@ class RowPickle(TorchPickle):
             self._bool(kind.requires_grad)
             self.hooks()
             self.end_call(TUPLES[3])
-
-
-Taker = Callable[[list[object]], TensorRows | None]
-"""Asks tensors what they are, all at once; None where one is not ordinary."""

@@ -36,8 +36,9 @@ from holdfast.errors import CannotHold
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import NESTED, TorchPickle
-from holdfast.formats.zip.numbered import SMALL_NBYTES, Numbered
+from holdfast.formats.zip.numbered import Numbered
 from holdfast.formats.zip.writer import Payload, Records, lay_out_zip
+from holdfast.plan import rows as small
 from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
 
 __all__ = [
@@ -286,7 +287,7 @@ class Identity:
 
     def _numbered(self, rows: Numbered, crcs: Mapping[str, int]) -> Iterator[int]:
         """The checksums of numbered records."""
-        alone = frozenset(np.flatnonzero(rows.nbytes > SMALL_NBYTES).tolist())
+        alone = frozenset(np.flatnonzero(rows.nbytes > small.SMALL_NBYTES).tolist())
         for number in np.flatnonzero(rows.nbytes).tolist():
             label = rows.name(number)
             mistaken = crcs.get(label + MISTAKEN_KEY) if MISTAKEN_KEY in crcs else None

@@ -36,17 +36,10 @@ from holdfast.formats.zip.layout import (
     NARROW,
     UTF8,
 )
+from holdfast.plan.rows import Piece, runs
 from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Late, Literal, Memory, Segment
 
-__all__ = ["ENTRY_CRC", "SMALL_NBYTES", "LaidOut", "Numbered", "Piece", "lay_out_numbered"]
-
-Piece = bytes | memoryview
-
-SMALL_NBYTES = 64 << 10
-"""A record that is longer is written from where it lies."""
-
-BLOCK_NBYTES = 4 << 20
-"""Of a file, what is made at a time."""
+__all__ = ["ENTRY_CRC", "LaidOut", "Numbered", "lay_out_numbered"]
 
 ENTRY_CRC = 16
 """Where the checksum lies in an entry of the directory."""
@@ -61,17 +54,19 @@ class Numbered:
     folder: str
     nbytes: Ints
     """Of each."""
-    read: Callable[[int, int], Sequence[Piece]]
-    """The bytes of the records from one number to before another, asked for together: several gigabytes of them are asked for a few
-    megabytes at a time, from several threads."""
-    alone: Callable[[int], bytes | Data | Memory]
-    """One record that is too long to be copied, or cannot be laid out with others. Its label is its name."""
+    read: Callable[[Sequence[int]], Sequence[Piece]]
+    """The bytes of records of these numbers, asked for together (`TensorRows.read`)."""
+    one: Callable[[int, str], bytes | Data | Memory]
+    """One record that is too long to be copied, or cannot be laid out with others, under its label."""
 
     def __len__(self) -> int:
         return len(self.nbytes)
 
     def name(self, number: int) -> str:
         return f"{self.folder}/{number}"
+
+    def alone(self, number: int) -> bytes | Data | Memory:
+        return self.one(number, self.name(number))
 
     def names(self) -> list[str]:
         """Of all of them."""
@@ -157,7 +152,7 @@ class _Layout:
 
     def make(self, first: int, stop: int, labels: Sequence[str]) -> tuple[bytes, dict[str, int]]:
         """Its bytes and checksums. What is no data is made as one row of bytes, which is cut where the data belongs."""
-        pieces = self.rows.read(first, stop)
+        pieces = self.rows.read(range(first, stop))
         nbytes, tails = self.nbytes[first:stop], self.tails[first:stop]
         crcs = np.fromiter(map(crc32, pieces), np.int64, len(pieces)) if self.crc else np.zeros(len(pieces), np.int64)
         passed = np.cumsum(nbytes)
@@ -214,7 +209,7 @@ def lay_out_numbered(rows: Numbered, prefix: bytes, at: int, *, alignment: int, 
     headers = np.concatenate(([at], stops[:-1]))
     laid = _Layout(rows, np.frombuffer(before, np.uint8), nbytes, headers, starts, tails, crc)
     segments: list[Segment] = []
-    for first, stop, small in _runs(nbytes, stops):
+    for first, stop, small in runs(nbytes, stops):
         if small:
             segments.append(laid.gathered(first, stop))
             continue
@@ -234,21 +229,6 @@ def _by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
         end = min(10**digits, stop)
         yield first, end, digits
         first = end
-
-
-def _runs(nbytes: Ints, stops: Ints) -> Iterator[tuple[int, int, bool]]:
-    """What is laid out together: ranges of small records of a few megabytes, and each other by itself."""
-    first = 0
-    for large in [*np.flatnonzero(nbytes > SMALL_NBYTES).tolist(), len(nbytes)]:
-        while first < large:
-            # Up to the first record that passes the size, and with it.
-            begin = int(stops[first - 1]) if first else int(stops[0] - nbytes[0])
-            stop = min(int(np.searchsorted(stops, begin + BLOCK_NBYTES)) + 1, large)
-            yield first, stop, True
-            first = stop
-        if large < len(nbytes):
-            yield large, large + 1, False
-            first = large + 1
 
 
 def _alone(laid: _Layout, number: int) -> list[Segment]:

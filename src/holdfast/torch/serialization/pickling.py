@@ -150,13 +150,13 @@ def pickle_rows(obj: object) -> tuple[bytes, Numbered] | None:
         return None
     if not stays_on_cpu(None, "cpu"):
         return None
-    tensors = leaves(obj, TYPES, LIMITS)
+    tensors = leaves(obj, TYPES, LIMITS.depth)
     asked = ask(tensors, whole=False) if tensors is not None and len(tensors) >= FEW else None
     if asked is None:
         return None
     pickled = RowPickle(asked, TYPES, LIMITS)
     pickled.write(obj)
-    return None if pickled.problems else (pickled.finish(), asked.storages)
+    return None if pickled.problems else (pickled.finish(), Numbered("data", asked.nbytes, asked.read, asked.alone))
 
 
 LIMITS = Limits()

@@ -6,8 +6,8 @@ questions make the answers of fifty thousand tensors in 50 ms.
 *Ordinary* is a plain tensor or Parameter in memory, strided, with nothing beyond its elements: no attributes, no hooks, neither
 conjugated nor negated, and of a dtype that is not quantised. `ask` says None where one of them is not.
 
-`StorageRows` are the bytes of their storages, as `formats.zip.numbered` asks for them: many together (`read`), and one by itself
-that is too long to be copied (`alone`).
+`StorageRows` are the bytes of their storages, as `plan.rows` asks for them: many together (`read`), and one by itself that is too
+long to be copied (`alone`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
-from holdfast.formats.torch.rows import RowKind, TensorRows
-from holdfast.formats.zip.numbered import Numbered
+from holdfast.plan.rows import RowKind, TensorRows
 from holdfast.plan.saves import Memory
 
-__all__ = ["TYPES", "StorageRows", "ask"]
+__all__ = ["TYPES", "StorageRows", "ask", "ask_whole"]
 
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
@@ -47,15 +46,18 @@ class StorageRows:
         self._nbytes = nbytes.tolist()
         self._addresses = addresses
 
-    def read(self, first: int, stop: int) -> list[memoryview]:
-        """The bytes of storages from one number to before another."""
-        return memories_at(self._addresses[first:stop], self._nbytes[first:stop])
+    def read(self, numbers: Sequence[int]) -> list[memoryview]:
+        """The bytes of storages of these numbers."""
+        addresses, nbytes = self._addresses, self._nbytes
+        if isinstance(numbers, range):
+            return memories_at(addresses[numbers.start : numbers.stop], nbytes[numbers.start : numbers.stop])
+        return memories_at([addresses[number] for number in numbers], [nbytes[number] for number in numbers])
 
-    def alone(self, number: int) -> Memory | bytes:
-        """One of them."""
+    def alone(self, number: int, label: str) -> Memory | bytes:
+        """Those of one."""
         nbytes = self._nbytes[number]
         memory = memory_at(self._addresses[number], nbytes)
-        return Memory(memory, f"data/{number}", self._storages[number]) if nbytes else b""
+        return Memory(memory, label, self._storages[number]) if nbytes else b""
 
 
 def ask(values: list[object], *, whole: bool) -> TensorRows | None:
@@ -72,6 +74,11 @@ def ask(values: list[object], *, whole: bool) -> TensorRows | None:
     except RuntimeError:
         # What only looks like a plain tensor (inside of vmap, or under a mode) has no storage to give.
         return None
+
+
+def ask_whole(values: list[object]) -> TensorRows | None:
+    """The rows of tensors that are all of their storages, each of another memory or the same storage."""
+    return ask(values, whole=True)
 
 
 def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
@@ -112,8 +119,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     if not _is_one_dtype_each(addresses, records, dtypes, apart=whole) or 0 in np.array(addresses)[nbytes > 0]:
         return None
     held = StorageRows(storages, nbytes, addresses)
-    rows = {id(tensor): row for row, tensor in enumerate(tensors)}
-    return TensorRows(rows, kinds, table, records, Numbered("data", nbytes, held.read, held.alone))
+    return TensorRows(list(map(id, tensors)), kinds, table, records, nbytes, addresses, held.read, held.alone)
 
 
 def _kind(

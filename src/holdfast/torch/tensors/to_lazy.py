@@ -23,7 +23,7 @@ from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 
-__all__ = ["memory_of", "small_row", "storage_bytes", "storage_memory", "torch_leaf", "unkept"]
+__all__ = ["memory_of", "storage_bytes", "storage_memory", "torch_leaf", "unkept"]
 
 
 class Memories:
@@ -99,39 +99,6 @@ def _tensor(tensor: torch.Tensor, memories: Memories) -> LazyTensor | Composite:
     width = plain.element_size()
     strides = tuple(s * width for s in plain.stride())
     return resident.strided(place, _dtype(plain.dtype), tuple(plain.shape), strides, int(plain.storage_offset()) * width, traits)
-
-
-def small_row(most: int) -> Callable[[object], tuple[DType, tuple[int, ...], bytes] | None]:
-    """What takes dtype, shape and bytes of ordinary tensors of one state, of at most so many bytes; None for any other.
-
-    A plain tensor on the CPU that is all of its storage, in C order, with nothing beyond its elements. One over memory that another
-    had is tied to that.
-    """
-    kinds: dict[torch.dtype, DType | None] = {}
-    met: set[int] = set()
-
-    def take(value: object) -> tuple[DType, tuple[int, ...], bytes] | None:
-        if type(value) is not torch.Tensor or value.requires_grad or not value.is_cpu or value.layout is not torch.strided:
-            return None
-        dtype = value.dtype
-        # Only complex numbers are conjugated, and their imaginary parts are negated.
-        if value.is_nested or (dtype.is_complex and value.is_conj()) or value.is_neg() or not value.is_contiguous() or vars(value):
-            return None
-        if dtype not in kinds:
-            row = DTYPES.torch(str(dtype).removeprefix("torch."))
-            kinds[dtype] = None if row is None or row.packed or row.safetensors is None else row
-        kind, nbytes = kinds[dtype], value.nbytes
-        if kind is None or nbytes > most or value.untyped_storage().nbytes() != nbytes:
-            return None
-        address = value.data_ptr()
-        if not nbytes:
-            return kind, tuple(value.shape), b""
-        if not address or address in met:
-            return None
-        met.add(address)
-        return kind, tuple(value.shape), ctypes.string_at(address, nbytes)
-
-    return take
 
 
 def _sharded(tensor: torch.Tensor, memories: Memories, *, name: str) -> LazyTensor:

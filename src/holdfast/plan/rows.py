@@ -1,0 +1,153 @@
+"""`TensorRows`: very many small tensors on their way to a file, as rows and not as objects.
+
+Fifty thousand tensors are of a few kinds: a dtype, a shape, what they are beyond their elements. A row is a kind and a storage. The
+bytes stay where they are until they are written; then they are asked for, many together.
+
+Whoever has tensors makes rows of them: of torch's `torch/tensors/rows.py`, of numpy's `engine/array_rows.py`. `joined` makes one of
+two. A memory of another kind, a device, offers the same `read`: it is asked for a few megabytes at a time, by several threads,
+and may answer with views of one block that it filled by one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from holdfast.core.arrays import Ints
+from holdfast.core.dtype import DType
+from holdfast.plan.saves import Data, Gathered, Memory, Segment
+
+__all__ = ["BLOCK_NBYTES", "SMALL_NBYTES", "Piece", "RowKind", "TensorRows", "joined", "packed_segments", "runs"]
+
+Piece = bytes | memoryview
+
+SMALL_NBYTES = 64 << 10
+"""What is longer is written from where it lies, by itself."""
+
+BLOCK_NBYTES = 4 << 20
+"""Of a file, what is made at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowKind:
+    """What many tensors have in common."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements."""
+    offset: int
+    """In elements, from the begin of the storage."""
+    count: int
+    """Elements of the storage; bytes, for dtypes whose storage has none."""
+    requires_grad: bool = False
+    parameter: bool = False
+    location: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRows:
+    """Tensors of one state in the order in which they are met, each once; and their storages."""
+
+    identities: Sequence[int]
+    """Of the tensors, as `id` gives them."""
+    kinds: Sequence[int]
+    """Of each tensor, as a position in `table`."""
+    table: Sequence[RowKind]
+    records: Sequence[int]
+    """The storage of each tensor. New storages have the next number."""
+    nbytes: Ints
+    """Of each storage."""
+    addresses: Sequence[int] | None
+    """Where each storage lies in this process, where somebody knows."""
+    read: Callable[[Sequence[int]], Sequence[Piece]]
+    """The bytes of storages of these numbers, all of them together."""
+    alone: Callable[[int, str], bytes | Data | Memory]
+    """The bytes of one storage under a label, where they lie."""
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+
+def joined(parts: Sequence[TensorRows], order: Sequence[int]) -> TensorRows:
+    """One of several, none of whose storages is shared. `order` says of each tensor which part is next."""
+    if len(parts) == 1:
+        return parts[0]
+    sides = np.array(order, np.int64)
+    within = np.empty(len(sides), np.int64)
+    nbytes = np.empty(len(sides), np.int64)
+    identities, kinds = np.empty(len(sides), np.int64), np.empty(len(sides), np.int64)
+    first = 0
+    for side, part in enumerate(parts):
+        here = sides == side
+        within[here] = np.arange(len(part))
+        nbytes[here] = part.nbytes
+        identities[here] = part.identities
+        kinds[here] = np.array(part.kinds, np.int64) + first
+        first += len(part.table)
+
+    def read(numbers: Sequence[int]) -> Sequence[Piece]:
+        some = np.array(numbers, np.int64)
+        pieces: list[Piece] = [b""] * len(some)
+        for side, part in enumerate(parts):
+            here = np.flatnonzero(sides[some] == side)
+            for place, piece in zip(here.tolist(), part.read(within[some[here]].tolist()), strict=True):
+                pieces[place] = piece
+        return pieces
+
+    def alone(number: int, label: str) -> bytes | Data | Memory:
+        return parts[order[number]].alone(int(within[number]), label)
+
+    table = list(chain.from_iterable(part.table for part in parts))
+    return TensorRows(identities.tolist(), kinds.tolist(), table, range(len(sides)), nbytes, None, read, alone)
+
+
+def runs(nbytes: Ints, stops: Ints) -> Iterator[tuple[int, int, bool]]:
+    """What is made together of rows that follow each other in a file and end there: ranges of small ones, and each long one."""
+    first = 0
+    for large in [*np.flatnonzero(nbytes > SMALL_NBYTES).tolist(), len(nbytes)]:
+        while first < large:
+            # Up to the first one that passes the size, and with it.
+            begin = int(stops[first - 1]) if first else int(stops[0] - nbytes[0])
+            stop = min(int(np.searchsorted(stops, begin + BLOCK_NBYTES)) + 1, large)
+            yield first, stop, True
+            first = stop
+        if large < len(nbytes):
+            yield large, large + 1, False
+            first = large + 1
+
+
+def packed_segments(
+    rows: TensorRows, order: Sequence[int], labels: Sequence[str], sums: Callable[[Sequence[Piece]], list[int]]
+) -> list[Segment]:
+    """Storages that follow each other in this order, without anything between them. `sums` gives the CRC-32 of each piece."""
+    nbytes = rows.nbytes[np.array(order, np.int64)] if len(order) else np.zeros(0, np.int64)
+    segments: list[Segment] = []
+    for first, stop, small in runs(nbytes, np.cumsum(nbytes)):
+        if not small:
+            alone = rows.alone(order[first], labels[first])
+            if not isinstance(alone, bytes):
+                segments.append(alone)
+            continue
+        here = list(order[first:stop])
+        named = list(labels[first:stop])
+        segments.append(_packed(rows, here, named, nbytes[first:stop], sums))
+    return segments
+
+
+def _packed(
+    rows: TensorRows, numbers: list[int], labels: list[str], nbytes: Ints, sums: Callable[[Sequence[Piece]], list[int]]
+) -> Gathered:
+    filled = labels if nbytes.all() else [label for label, length in zip(labels, nbytes.tolist(), strict=True) if length]
+
+    def make() -> tuple[bytes, dict[str, int]]:
+        pieces = rows.read(numbers)
+        crcs = sums(pieces)
+        if len(filled) < len(crcs):
+            crcs = [crc for crc, piece in zip(crcs, pieces, strict=True) if len(piece)]
+        return b"".join(pieces), dict(zip(filled, crcs, strict=True))
+
+    return Gathered(int(nbytes.sum()), filled, make)
