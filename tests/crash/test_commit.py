@@ -1023,3 +1023,47 @@ def test_a_fork_waits_for_nothing_of_its_parent(tmp_path: Path, monkeypatch: pyt
     assert os.waitpid(child, 0)[1] == 0
     go.set()
     assert replaced.wait_for_room()
+
+
+class Listing(OsFiles):
+    """Counts how often a folder is listed."""
+
+    lists = 0
+
+    def list(self, descriptor):
+        self.lists += 1
+        return super().list(descriptor)
+
+
+def saved_beside(folder: Path, name: str, files: OsFiles) -> None:
+    with FileTransaction(folder / name, durable=False, files=files) as transaction:
+        transaction.write(0, b"content")
+        transaction.commit()
+
+
+def test_a_folder_of_many_files_is_not_listed_by_every_save(tmp_path: Path):
+    for number in range(640):
+        (tmp_path / f"{number}.pt").touch()
+    files = Listing()
+    for number in range(33):
+        saved_beside(tmp_path, f"new-{number}.pt", files)
+    assert files.lists == 6, "one to repair and one to clean, three times"
+    few = Listing()
+    (tmp_path / "few").mkdir()
+    for number in range(8):
+        saved_beside(tmp_path / "few", f"{number}.pt", few)
+    assert few.lists == 16
+
+
+def test_what_a_dead_process_left_among_many_files_goes_all_the_same(tmp_path: Path):
+    for number in range(640):
+        (tmp_path / f"{number}.pt").touch()
+    files = Listing()
+    left = tmp_path / ".other.pt.0123456789abcdef.tmp"
+    left.touch()
+    saved_beside(tmp_path, "a.pt", files)
+    assert not left.exists(), "the first save of a process looks"
+    left.touch()
+    for _ in range(12):
+        saved_beside(tmp_path, "a.pt", files)
+    assert not left.exists(), "and a later one does again"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from holdfast.engine.commit.temporaries import Kept, repair
+from holdfast.engine.commit.temporaries import Kept, is_due, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Entry, Files, is_temporary, split_path
 
@@ -107,6 +107,8 @@ class Target:
     """How many bytes a name may have there."""
     existing: Entry | None
     """What there was when the save began."""
+    listed: bool = True
+    """Whether this save looks for what dead processes left (`temporaries`)."""
 
     def holds(self, temporary: Kept) -> bool:
         """Whether the name stands for what was to be published now, or cannot be looked at."""
@@ -154,8 +156,11 @@ class Target:
             self.files.close(self.at)
 
 
-def open_target(files: Files, path: str) -> Target:
-    """Find the real target, undo what a crash left half-done there, and refuse what no save could end at."""
+def open_target(files: Files, path: str, *, replaces: bool = False) -> Target:
+    """Find the real target, undo what a crash left half-done there, and refuse what no save could end at.
+
+    What surely `replaces` a file, whatever is there, need not list a large folder every time.
+    """
     if not path or "\0" in path:
         raise refusal("a path is needed, without NUL characters", path, errno.EINVAL)
     with refusing(f"opening the folder to save into ({split_path(path)[0] or '.'})", path):
@@ -170,11 +175,13 @@ def open_target(files: Files, path: str) -> Target:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if is_temporary(name):
                 raise refusal("names of this form are temporaries, which saves remove; choose another", path, errno.EINVAL)
-            repair(files, name, at=at, longest=longest)
+            listed = not replaces or is_due(files, at)
+            if listed:
+                repair(files, name, at=at, longest=longest)
             existing = files.stat(name, at=at)
             if existing is not None and existing.kind == "link":
                 raise OSError(errno.ELOOP, "Too many levels of symbolic links")
-            return Target(files, path, name, at, longest, existing)
+            return Target(files, path, name, at, longest, existing, listed)
     except BaseException:
         with suppress(OSError):
             files.close(at)

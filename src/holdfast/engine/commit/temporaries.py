@@ -7,6 +7,11 @@
 belongs to nobody: `clean` removes exactly that, and `claim` closes the gap between creating and locking (it looks whether the name
 still stands for what it made, and starts again where a cleaner was faster). Where a file system has no locks, nothing is cleaned.
 
+**How often.** To look for them means to list the folder. The first save of a file by a process in a folder does, and then again
+after as many saves as a 64th of what lay there: so a save costs the same beside ten files and beside a hundred thousand, and n saves
+cost n. What may not replace anything, and what replaces a directory, always looks: a checkpoint that was caught between two renames
+is to be found.
+
 **Recovery.** A target that does not exist while exactly one `.old` of it does was caught between two renames. `recover` tells where
 the checkpoint is, so that `open` can read it there; `repair`, at the start of the next save, moves it back.
 """
@@ -27,7 +32,7 @@ from holdfast.stores.files import Entry, Files, is_temporary, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["Kept", "claim", "clean", "recover", "repair", "temporary_name", "unfinished"]
+__all__ = ["Kept", "claim", "clean", "is_due", "recover", "repair", "temporary_name", "unfinished"]
 
 ATTEMPTS = 100
 """How often a temporary is made again because a cleaner took it; once is already a rare accident."""
@@ -39,6 +44,39 @@ ABANDONED_S = 24 * 3600
 
 NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL})
 """What flock(2) answers on a file system without locks (Lustre mounted with `noflock`, some FUSE)."""
+
+
+LISTED = 64
+"""Names in a folder that a save may pay for. Up to so many it always looks."""
+
+MOST_FOLDERS = 256
+"""Folders that are remembered."""
+
+_listed: dict[tuple[int, int], int] = {}
+"""By the identity of a folder: how many saves in it come before it is listed again."""
+
+
+def is_due(files: Files, at: int) -> bool:
+    """Whether a folder is to be listed by this save. A count that another thread changes meanwhile is one listing more or less."""
+    if not _listed:
+        return True
+    identity = files.inspect(at).identity
+    left = _listed.get(identity, 0)
+    if left > 0:
+        _listed[identity] = left - 1
+    return left <= 0
+
+
+def note_listing(files: Files, at: int, count: int) -> None:
+    """A folder was listed, and so many names were there."""
+    identity = files.inspect(at).identity if count >= LISTED or _listed else None
+    if identity is None:
+        return
+    _listed.pop(identity, None)
+    if count >= LISTED:
+        while len(_listed) >= MOST_FOLDERS:
+            _listed.pop(next(iter(_listed)), None)
+        _listed[identity] = count // LISTED
 
 
 def temporary_name(name: str, *, suffix: str = "tmp", longest: int = 255) -> str:
@@ -160,7 +198,9 @@ def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) 
     """
     with suppress(OSError):
         ours = _ours(name, suffix="(tmp|old)", longest=longest)
-        for entry in files.list(at):
+        entries = files.list(at)
+        note_listing(files, at, len(entries))
+        for entry in entries:
             # Of a hundred thousand names nearly all are done with here.
             if not entry.startswith(".") or not is_temporary(entry):
                 continue

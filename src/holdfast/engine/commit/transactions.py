@@ -81,12 +81,13 @@ class _Transaction:
         self._published = False
 
     def __enter__(self) -> Self:
-        target = self._target = open_target(self._files, self.path)
+        target = self._target = open_target(self._files, self.path, replaces=self.overwrite and not self.directory)
         try:
             with refusing(f"creating a temporary {'folder' if self.directory else 'file'} beside the target", self.path):
                 self._check_target(target)
                 files, name, at, longest = target.files, target.name, target.at, target.longest
-                clean(files, name, at=at, directories=self.directory, longest=longest)
+                if target.listed:
+                    clean(files, name, at=at, directories=self.directory, longest=longest)
                 private = target.existing is not None
                 temporary = claim(files, name, at=at, directory=self.directory, private=private, longest=longest)
                 self._temporary = temporary
