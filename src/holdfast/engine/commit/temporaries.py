@@ -8,9 +8,8 @@ belongs to nobody: `clean` removes exactly that, and `claim` closes the gap betw
 still stands for what it made, and starts again where a cleaner was faster). Where a file system has no locks, nothing is cleaned.
 
 **How often.** To look for them means to list the folder. The first save of a file by a process in a folder does, and then again
-after as many saves as a 64th of what lay there: so a save costs the same beside ten files and beside a hundred thousand, and
-n saves cost n. What may not replace anything, and what replaces a directory, always looks: a checkpoint that was caught between
-two renames is to be found.
+after as many saves as a 64th of what lay there: so a save costs the same beside ten files and beside a hundred thousand. What may
+not replace anything, and what replaces a directory, always looks: a checkpoint that was caught between two renames is to be found.
 
 **Recovery.** A target that does not exist while exactly one `.old` of it does was caught between two renames. `recover` tells where
 the checkpoint is, so that `open` can read it there; `repair`, at the start of the next save, moves it back.
