@@ -352,13 +352,13 @@ def map_private(descriptor: int, nbytes: int) -> mmap.mmap:
     return mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_COPY)
 
 
-def own_memory(nbytes: int) -> mmap.mmap:
-    """Memory in large pages where that is possible, which no forked child has."""
+def own_memory(nbytes: int, *, large_pages: bool = True) -> mmap.mmap:
+    """Memory, in large pages where they are wanted and can be had, which no forked child has."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return mmap.mmap(-1, nbytes)
     area = mmap.mmap(-1, nbytes, _mmap.MAP_PRIVATE | _mmap.MAP_ANONYMOUS)
     # DONTFORK: a child would share the pages, and the first of both to write would be moved to others, away from a GPU's.
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK") if large_pages else ("MADV_DONTFORK",):
         if hasattr(mmap, advice) and hasattr(area, "madvise"):
             area.madvise(getattr(mmap, advice))
     return area

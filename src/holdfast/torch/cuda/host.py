@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from holdfast.core.runtime import at_fork, renewed
+from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.threads import run_all
 from holdfast.stores.platform import own_memory
 
@@ -71,9 +72,12 @@ class HostBlock:
         """`lock_nbytes` of it are locked, from the front; all of it where that is not said."""
         self.nbytes = nbytes
         room = max(-(-nbytes // PAGE) * PAGE, PAGE)
-        self.array: np.ndarray = np.frombuffer(own_memory(room), np.uint8)
+        # What is locked is to be in large pages whatever they cost: it is paid once, and a GPU has fewer of them to look up.
+        self.array: np.ndarray = np.frombuffer(own_memory(room, large_pages=lock_nbytes != 0), np.uint8)
         self.tensor = torch.from_numpy(self.array)
         self.address: int = self.array.ctypes.data
+        if lock_nbytes == 0:
+            wanted_in_large_pages([(self.address, room)])
         self.locked_nbytes = 0
         """Bytes at the front that GPUs copy from and to by themselves."""
         wanted = room if lock_nbytes is None else min(lock_nbytes // PAGE * PAGE, room)
