@@ -188,6 +188,7 @@ def _content(content: Content) -> dict[str, object]:
         "max_rel": _native(content.max_rel),
         "cosine": content.cosine,
         "nans": content.nans,
+        "relative": None if content.relative is None or not math.isfinite(content.relative) else content.relative,
     }
 
 

@@ -17,6 +17,7 @@ protocols, limits      the seams between layers: store, source, format; what a f
 keys                   names of files that stay inside
 arguments, quantities  what callers give to the verbs, understood in one place; sizes, counts and times as people write them
 sparse, blocks         how tensors with many zeros are packed; what blocks of quantised weights stand for
+notebook               what a notebook shows of a result: facts, tables, bars
 text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
 arrays, runtime        kinds of numpy arrays, a row of bytes; the process: its collector, its locks, memory at an address
 """

@@ -194,6 +194,20 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Itself: it is read-only, and a copy would be the same files once more."""
         return self
 
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: the first tensors, and how many there are."""
+        from holdfast.core.notebook import ROWS, Bar, card, table
+        from holdfast.core.text import nbytes
+
+        first = [self[name] for name, _ in zip(self, range(ROWS), strict=False)]
+        largest = max((tensor.nbytes for tensor in first), default=0) or 1
+        rows = [
+            (tensor.name, tensor.dtype.name, str(list(tensor.shape)), Bar(nbytes(tensor.nbytes), tensor.nbytes / largest))
+            for tensor in first
+        ]
+        facts = [("format", self.format), ("tensors", f"{len(self):,}"), ("foreign objects", f"{len(self.foreign):,}")]
+        return card(self.path, facts, tables=[table(("name", "dtype", "shape", "size"), rows, len(self))])
+
     def __repr__(self) -> str:
         return f"<Checkpoint {self.path!r} {self.format}, {len(self):,} tensors>"
 

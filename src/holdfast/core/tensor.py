@@ -351,6 +351,24 @@ class LazyTensor:
         """Itself: a description is never changed. Pickled, it travels with its source, which says how (`Source`)."""
         return self
 
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: a description. Nothing is read."""
+        from holdfast.core.notebook import card
+        from holdfast.core.text import nbytes
+
+        files = list(dict.fromkeys(storage.key for storage in self.storages))
+        facts = [
+            ("dtype", self.dtype.name),
+            ("shape", str(list(self.shape))),
+            ("elements", f"{self.size:,}"),
+            ("size", nbytes(self.nbytes)),
+        ]
+        facts += [("blocks", self.traits.blocks)] if self.traits.blocks is not None else []
+        facts.append(
+            ("no data", "meta device") if self.traits.meta else ("in", ", ".join(files[:3]) + (", …" if len(files) > 3 else ""))
+        )
+        return card(self.name, facts)
+
     def __repr__(self) -> str:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
 

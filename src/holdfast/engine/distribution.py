@@ -22,7 +22,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Ints, inner
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.numbers import COUNTED_ELEMENTS, STEP_ELEMENTS, Counts, Moments, counts_patterns, pattern_values, widened
 
@@ -67,7 +67,7 @@ class Tails:
         """Of distances from the mean."""
         with np.errstate(over="ignore", invalid="ignore"):
             squares = apart * apart
-            return cls(float(np.einsum("i,i->", squares, apart)), float(np.einsum("i,i->", squares, squares)))
+            return cls(inner(squares, apart), inner(squares, squares))
 
     def plus(self, other: Tails, a: Moments, b: Moments) -> Tails:
         """Those of two parts whose moments are `a` and `b` (Pébay, 2008)."""

@@ -26,6 +26,7 @@ from holdfast.core.arguments import pairs, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
 from holdfast.core.patterns import Renames
 from holdfast.core.quantities import Size
 from holdfast.core.sharing import identity
@@ -147,7 +148,7 @@ class TensorChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Diff:
+class Diff(Shown):
     """What is different in `b`, seen from `a`."""
 
     a: str

@@ -25,6 +25,7 @@ from typing import Literal, TypeVar
 from holdfast.core.arguments import understood
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
 from holdfast.core.quantities import shown
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, UnknownFormat, Unsupported
@@ -103,7 +104,7 @@ class FileReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ScanReport:
+class ScanReport(Shown):
     """What all the files hold."""
 
     reports: tuple[FileReport, ...]
@@ -112,6 +113,9 @@ class ScanReport:
     """Files in directories that no loader would do anything with."""
     skipped_paths: tuple[str, ...] = ()
     """Their names; the first ten thousand."""
+
+    def _headline(self) -> Iterator[tuple[str, str]]:
+        yield "verdict", self.verdict()
 
     def count(self, severity: Severity, *, allowed: bool = False) -> int:
         """Findings of one severity, without those that are allowed; or of those alone."""

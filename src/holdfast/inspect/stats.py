@@ -19,6 +19,7 @@ from holdfast.core.arguments import understood
 from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
@@ -59,7 +60,7 @@ class TensorStats:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorRows(Generic[T]):
+class TensorRows(Shown, Generic[T]):
     """What was found of the tensors of a checkpoint: `path`, `format`, and a row for each, over which it iterates."""
 
     path: str

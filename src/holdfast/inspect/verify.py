@@ -1,11 +1,10 @@
-"""`verify`: is every byte of a checkpoint the one that was written?
+"""`verify`: is every byte of a checkpoint the one that was written? Everything that is not is reported, not the first.
 
 1. The checkpoint is opened, which checks its structure. A zip whose pickle is damaged still has its records.
 2. Every byte of its files is read once, in parallel. Ranges with a recorded checksum (the storages of tensors, each once however
    many names it has; the other records of a zip) are summed; the bytes between them are read so that I/O errors show.
 3. Headers, indexes and manifests that Holdfast wrote carry checksums as well; what another program changed in them is reported.
-4. Everything that does not match is reported, not the first.
-5. What is sealed (`holdfast.seal.json`) is compared with its seal before: every file by its name, its length and its digest. That
+4. What is sealed (`holdfast.seal.json`) is compared with its seal before: every file by its name, its length and its digest. That
    is a second reading: a seal is about whole files, and what they record of themselves tells which tensor it is.
 
 In a directory, other checkpoint files that are no part of the checkpoint (a `pytorch_model.bin` beside safetensors) are verified
@@ -23,6 +22,7 @@ from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
@@ -85,7 +85,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Shown):
     """What `verify` found."""
 
     path: str

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import card
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.tensor import LazyTensor
@@ -69,6 +70,12 @@ class Report:
             transaction.write(0, self.html().encode("utf-8"))
             transaction.commit()
         return where
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: the facts; `save` writes the page."""
+        given = self.document["facts"]
+        facts = [(str(label), str(told)) for label, told in given] if isinstance(given, list) else []
+        return card(str(self.document["sentence"]), facts)
 
     def __repr__(self) -> str:
         return f"<Report {str(self.document['sentence'])!r}>"

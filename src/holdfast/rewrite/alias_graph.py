@@ -32,6 +32,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.digest import Digest
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
 from holdfast.core.protocols import Source, State
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
@@ -119,7 +120,7 @@ class AliasGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class AliasGraph:
+class AliasGraph(Shown):
     """What several models share. Print it."""
 
     by: By

@@ -24,6 +24,7 @@ from typing import Generic, TypedDict, TypeVar
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State, Store
 from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.engine.commit.resumable import Staging
@@ -65,7 +66,7 @@ MAX_MEMORY = "1GiB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
+class Saved(Shown):
     """What a verb wrote, or would write; `done` says which. The results of all verbs that write are such."""
 
     path: str

@@ -21,6 +21,7 @@ from functools import partial
 
 from holdfast.core.arguments import one_of, understood
 from holdfast.core.limits import Limits
+from holdfast.core.notebook import Shown
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
 from holdfast.engine.commit.transactions import FileTransaction
@@ -46,7 +47,7 @@ Listing = dict[str, Entry]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sealed:
+class Sealed(Shown):
     """What was sealed, or would be; `done` says which."""
 
     path: str

@@ -27,6 +27,7 @@ from torch import nn
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
+from holdfast.core.notebook import Shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import DoesNotFit, HoldfastError
 from holdfast.inspect.open import Openable
@@ -60,7 +61,7 @@ class Incompatible(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Shown):
     """What was loaded. Print it."""
 
     path: str

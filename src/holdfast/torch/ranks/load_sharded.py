@@ -41,6 +41,7 @@ import torch.distributed as dist
 from holdfast.core.arguments import one_of, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.crc import crc32
+from holdfast.core.notebook import Shown
 from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
@@ -61,7 +62,7 @@ Replicated = Literal["auto", "read", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedShards:
+class LoadedShards(Shown):
     """What a load did on this rank."""
 
     path: str

@@ -26,6 +26,7 @@ from typing import Literal
 import msgspec
 
 from holdfast.core.box import Box
+from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
 from holdfast.core.sharing import twins
 from holdfast.core.tensor import LazyTensor
@@ -154,7 +155,7 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedShards:
+class SavedShards(Shown):
     """What a sharded save did, as one rank saw it."""
 
     path: str

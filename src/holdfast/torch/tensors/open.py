@@ -184,6 +184,10 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
     def __reduce__(self) -> tuple[object, ...]:
         return TorchCheckpoint, (self.lazy,)
 
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: the first tensors, and how many there are."""
+        return self.lazy._repr_html_()
+
     def __repr__(self) -> str:
         return f"<TorchCheckpoint {self.lazy.path!r} {self.lazy.format}, {len(self.lazy):,} tensors>"
 
