@@ -123,5 +123,7 @@ def test_what_the_server_says_is_shown_as_text(served):
     server.fails = True
     open_a_matrix(page)
     until(page, lambda: "<b>the file changed</b>" in page.inner_text("#drawer .inside"))
-    # The browser itself notes each answer of 500.
+    # The browser itself notes each answer of 500, some when the page is done with it.
+    until(page, lambda: "The server said" in page.inner_text("#drawer .value"))
+    page.close()
     said[:] = [line for line in said if "500" not in line]

@@ -84,6 +84,7 @@ function makePage(model) {
     typed: "",
     onlyState: -1,
     shown: [],
+    standouts: [],
     views: [],
     open: null,
     refilter: null,
@@ -217,6 +218,7 @@ async function start() {
   const page = makePage(model);
   page.setTheme(chosenTheme());
   page.setMeasure(firstMeasure(model));
+  page.standouts = findStandouts(model);
   page.drawer = makeDrawer(page);
   page.open = page.drawer.open;
   const makers = model.count ? [makeHistory, makeChanges, makeTreemap, makeMatrix, makeShards, makeTensorTable] : [makeHistory, makeShards];
