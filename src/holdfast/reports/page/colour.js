@@ -36,8 +36,8 @@ const STEPS = 128;
 
 // Hues far apart at two lightnesses, in an order in which neighbours differ for every kind of colour blindness.
 const CATEGORIES = [
-  [0.56, 0.1, 205], [0.78, 0.13, 80], [0.5, 0.13, 290], [0.7, 0.13, 145], [0.6, 0.16, 35],
-  [0.74, 0.1, 250], [0.45, 0.08, 160], [0.8, 0.1, 340], [0.5, 0.06, 60], [0.68, 0.02, 250],
+  [0.56, 0.1, 205], [0.77, 0.08, 245], [0.8, 0.12, 85], [0.5, 0.13, 290], [0.7, 0.13, 145],
+  [0.6, 0.16, 35], [0.45, 0.08, 160], [0.8, 0.1, 340], [0.5, 0.06, 60], [0.68, 0.02, 250],
 ];
 
 // What changed is loud, what stayed is quiet: same, changed, added, removed, renamed, not comparable.

@@ -196,7 +196,7 @@ function makeDrawer(page) {
     const told = `norms of ${plural(count, noun)}, from ${numberText(low)} to ${numberText(high)}${dead ? `, ${dead} of ${values.length} groups zero` : ""}`;
     const ticks = [[0, "0"], [1, String(count)]];
     const title = (place) => `${noun}s ${place * each} to ${Math.min(count, (place + 1) * each)}: ${numberText(values[place])}`;
-    return make("div", "", barChart(values, { told, ticks, title }), dead ? make("p", "callout", `${plural(dead, "group")} of ${noun}s ${dead === 1 ? "is" : "are"} all zero.`) : "");
+    return make("div", "", barChart(values, { told, ticks, title }), dead ? make("p", "callout", `${each > 1 ? `${plural(dead, "group")} of ${noun}s` : plural(dead, noun)} ${dead === 1 ? "is" : "are"} all zero.`) : "");
   }
 
   // Who holds which box of a tensor that was cut.
@@ -226,7 +226,7 @@ function makeDrawer(page) {
       (found) => {
         if (current !== at) return;
         fillDetails(place, found, at);
-        if (model.shape(at).length > 1 && !found.singular) place.append(askSingular(place, at));
+        if (model.shape(at).length > 1) place.append(askSingular(place, at));
       },
       (error) => current === at && empty(place).append(make("p", "callout bad", `The server said: ${shown(error.message)}`)),
     );
@@ -237,7 +237,11 @@ function makeDrawer(page) {
       press.disabled = true;
       press.textContent = "Computing…";
       page.ask("detail", { tensor: at, svd: 1 }).then(
-        (found) => current === at && fillDetails(place, found, at),
+        (found) => {
+          if (current !== at) return;
+          fillDetails(place, found, at);
+          if (!found.singular) place.append(make("p", "muted", "Its singular values are not to be had: not a matrix of floats, or too large."));
+        },
         (error) => (press.textContent = shown(error.message)),
       );
     });

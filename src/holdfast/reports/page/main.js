@@ -125,9 +125,15 @@ function makePage(model) {
 // Asks the server of `holdfast view`. The token goes in a header, which no other site's page can send.
 async function ask(live, what, parameters) {
   const query = Object.entries(parameters).map(([key, value]) => `${key}=${Number(value)}`).join("&");
-  const answer = await fetch(`/api/${what}?${query}`, { headers: { "X-Holdfast-Token": live.token }, cache: "no-store" });
-  if (!answer.ok) throw new Error(`${answer.status} ${(await answer.text()).slice(0, 300)}`);
-  return answer.json();
+  let answer;
+  try {
+    answer = await fetch(`/api/${what}?${query}`, { headers: { "X-Holdfast-Token": live.token }, cache: "no-store" });
+  } catch {
+    throw new Error("nothing; has holdfast view ended?");
+  }
+  if (answer.ok) return answer.json();
+  const said = (await answer.text()).slice(0, 600);
+  throw new Error(said.startsWith("{") ? JSON.parse(said).error : `${answer.status} ${said}`);
 }
 
 function connectControls(page) {

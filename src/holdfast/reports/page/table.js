@@ -6,10 +6,10 @@ const BEFORE = 8; // rows above and below the window, so that fast scrolling sho
 const PRINTED = 400; // rows on paper
 
 function classOf(column) {
-  return ["number", "wide", "sized", "roomy", "loose", "name"].filter((key) => column[key]).join(" ");
+  return ["number", "wide", "extra", "sized", "roomy", "loose", "name"].filter((key) => column[key]).join(" ");
 }
 
-// `columns`: {label, text(at), value(at) to sort by, number: right-aligned, wide: taken away on narrow screens, sized and roomy: wider, loose and name: take what is left}.
+// `columns`: {label, text(at), value(at) to sort by, number: right-aligned, wide and extra: taken away where there is little room, sized and roomy: wider, loose and name: take what is left}.
 function makeTable(host, { label, columns, open, height = 14 }) {
   const head = make("thead");
   const body = make("tbody");
@@ -187,6 +187,7 @@ function makeTensorTable(page) {
       help: `${measure.label}: ${measure.help}`,
       number: measure.scale !== "category",
       wide: true,
+      extra: columns.length >= 8,
       text: (at) => measureText(measure, measure.values[at]),
       value: (at) => measure.values[at],
     });
