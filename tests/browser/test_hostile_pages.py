@@ -34,7 +34,7 @@ def test_a_document_that_is_hostile_everywhere(draw):
         assert seen.page.locator("#drawer").is_visible()
         seen.page.keyboard.press("Escape")
         seen.page.keyboard.press("ArrowDown")
-    for selector in ("#treemap canvas", "#panels canvas", "#shards canvas"):
+    for selector in ("#treemap canvas", "#panels canvas", "#shards .tall canvas"):
         canvas = seen.page.locator(selector).first
         canvas.scroll_into_view_if_needed()
         box = canvas.bounding_box()

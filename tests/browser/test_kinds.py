@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 import holdfast
 from tests.browser import documents
 from tests.conftest import GOLDEN
@@ -31,11 +33,11 @@ def test_a_step_in_shards(draw):
     seen = draw(documents.sharded())
     assert "8 files" in seen.text("#shards")
     assert "1 gap" in seen.text("#shards")
-    before = seen.pixels("#shards canvas")
+    before = seen.pixels("#shards .tall canvas")
     seen.page.select_option("#rank", index=2)
-    assert seen.pixels("#shards canvas") != before
+    assert seen.pixels("#shards .tall canvas") != before
     assert "rank 1 reads 4 files" in seen.announced()
-    canvas = seen.page.locator("#shards canvas")
+    canvas = seen.page.locator("#shards .tall canvas")
     canvas.focus()
     seen.page.keyboard.press("ArrowRight")
     assert "header" in seen.announced()
@@ -99,3 +101,63 @@ def test_real_files(draw, request):
         if count:
             seen.page.evaluate("document.querySelector('#table tbody tr').click()")
             assert seen.page.locator("#drawer").is_visible()
+
+
+def layered(rng: np.random.Generator, layers: int = 6) -> dict[str, np.ndarray]:
+    parts = ("attn.q", "attn.v", "mlp.up")
+    return {f"h.{layer}.{part}.weight": rng.standard_normal((32, 16), np.float32) for layer in range(layers) for part in parts}
+
+
+def test_a_real_report_finds_the_fault(draw, tmp_path):
+    state = layered(np.random.default_rng(1))
+    state["h.2.mlp.up.weight"][3, 4] = np.inf
+    state["h.4.attn.v.weight"][:4] = 0
+    state["h.5.attn.q.weight"] *= 0.001
+    holdfast.save(state, tmp_path / "m.safetensors")
+    seen = draw(holdfast.report(tmp_path / "m.safetensors", stats=True).html())
+    found = seen.text("#standouts-list").splitlines()
+    assert [line.split()[0] for line in found if line.startswith("h.")] == [
+        "h.2.mlp.up.weight",
+        "h.4.attn.v.weight",
+        "h.5.attn.q.weight",
+    ]
+    seen.page.click("#standouts-list >> text=h.4.attn.v.weight")
+    assert "4 rows are all zero" in seen.text("#drawer")
+    line = seen.text("#drawer code")
+    read = eval(line, {"holdfast": holdfast}).numpy()
+    assert np.array_equal(read, state["h.4.attn.v.weight"])
+
+
+def test_a_real_diff_finds_the_layer_that_did_not_train(draw, tmp_path):
+    before = layered(np.random.default_rng(1))
+    after = {name: value if name.startswith("h.3.") else value * np.float32(1.01) for name, value in before.items()}
+    after["new.bias"] = np.ones(4, np.float32)
+    holdfast.save(before, tmp_path / "a.safetensors")
+    holdfast.save(after, tmp_path / "b.safetensors")
+    seen = draw(holdfast.report(tmp_path / "a.safetensors", tmp_path / "b.safetensors").html())
+    found = seen.text("#standouts-list")
+    assert "did not change, its siblings did" in found
+    assert {name for name in before if name in found} == {name for name in before if name.startswith("h.3.")}
+    seen.page.click("#changes >> text=1 added")
+    assert seen.rows() == 1
+
+
+def test_a_real_run(draw, tmp_path):
+    with holdfast.Run(tmp_path / "run", keep=[holdfast.Latest(3)]) as run:
+        for step in range(1, 6):
+            run.save(step, layered(np.random.default_rng(step)), metrics={"loss": 1 / step})
+    seen = draw(holdfast.report(tmp_path / "run").html())
+    assert seen.page.get_attribute("#run-table table", "aria-rowcount") == "4"
+    assert "Loss" in seen.text("#run-charts")
+    assert seen.rows() == 18
+
+
+def test_real_shards(draw, tmp_path):
+    holdfast.save(layered(np.random.default_rng(1)), tmp_path / "whole.safetensors")
+    holdfast.reshard(tmp_path / "whole.safetensors", tmp_path / "cut", mesh={"tp": 4}, rules=["*: tp=0"])
+    seen = draw(holdfast.report(tmp_path / "cut", mesh="2").html())
+    assert seen.page.locator("#rank option").count() == 3
+    seen.page.select_option("#rank", index=1)
+    assert "rank 0 reads" in seen.announced()
+    seen.page.click("#table tbody tr")
+    assert seen.page.locator("#drawer rect.box").count() == 4

@@ -36,7 +36,7 @@ class Server:
         query = parse_qs(url.query)
         self.asked.append((url.path, query))
         if self.fails:
-            route.fulfill(status=500, body="<b>the file changed</b>")
+            route.fulfill(status=422, body=json.dumps({"error": "<b>the file changed</b>"}))
         elif url.path == "/api/detail":
             found = dict(documents.drawn(0.02, flat=False, dead=False), negative=0.5)
             if "svd" not in query:
@@ -123,5 +123,7 @@ def test_what_the_server_says_is_shown_as_text(served):
     server.fails = True
     open_a_matrix(page)
     until(page, lambda: "<b>the file changed</b>" in page.inner_text("#drawer .inside"))
-    # The browser itself notes each answer of 500.
-    said[:] = [line for line in said if "500" not in line]
+    # The browser itself notes each answer that is none, some when the page is done with it.
+    until(page, lambda: "The server said" in page.inner_text("#drawer .value"))
+    page.close()
+    said[:] = [line for line in said if "422" not in line]

@@ -25,6 +25,7 @@ def test_the_first_screen_says_what_it_is_and_what_is_wrong(page):
     assert "model.layers.3.mlp.down_proj.weight" in found
     assert "model.layers.19.self_attn.o_proj.weight" in found
     assert "99× below" in found
+    assert "model.layers.15.self_attn.v_proj.weight 6.25%, median 0%" in found.replace("\n", " "), "a dead head"
     assert "model.layers.12" not in found
     map_at = page.page.locator("#treemap canvas").bounding_box()
     assert map_at["y"] < 900, "the map begins on the first screen"
@@ -187,15 +188,37 @@ def test_sorting(page):
 
 def test_experts_are_folded_and_open(draw):
     seen = draw(documents.experts(layers=4, count=16))
-    box = seen.page.locator("#panels canvas").first.bounding_box()
-    assert seen.page.locator("#panels canvas").count() == 1
-    seen.page.locator("#panels canvas").first.focus()
-    for key in ["ArrowDown", *["ArrowRight"] * 9]:
+    panels = seen.page.locator("#panels canvas")
+    assert panels.count() == 2, "one map of experts is open from the start"
+    assert "each expert: mlp.experts.*.down_proj.weight" in seen.text("#panels"), "where something stands out"
+    seen.page.click("#panels h3 button")
+    assert panels.count() == 1
+    panels.first.focus()
+    for key in ["ArrowDown", *["ArrowRight"] * 8]:
         seen.page.keyboard.press(key)
     assert "the worst of 16: expert" in seen.announced()
     seen.page.keyboard.press("Enter")
-    assert seen.page.locator("#panels canvas").count() == 2
+    assert panels.count() == 2
     seen.page.keyboard.press("Escape")
-    seen.page.click("#matrix h3 button")
-    assert seen.page.locator("#panels canvas").count() == 1
-    assert box["width"] > 300
+    panels.nth(1).focus()
+    for key in ["ArrowDown", *["ArrowRight"] * 3]:
+        seen.page.keyboard.press(key)
+    assert seen.announced().startswith("layer 0, expert 3")
+
+
+def test_a_thousand_layers_scroll(draw):
+    sheet = documents.Sheet()
+    for layer in range(1_000):
+        for part in ("exp_avg", "exp_avg_sq"):
+            sheet.add(f"state.{layer}.{part}", [64], dtype="f32", layer=layer, role=f"state.*.{part}")
+    seen = draw(sheet.document())
+    canvas = seen.page.locator("#panels canvas")
+    assert canvas.bounding_box()["height"] < 1_000
+    canvas.focus()
+    seen.page.keyboard.press("ArrowDown")
+    seen.page.keyboard.press("End")
+    assert seen.announced().startswith("layer 999, exp_avg")
+    assert seen.page.locator("#panels .here").is_visible()
+    mark = seen.page.locator("#panels .here").bounding_box()
+    box = canvas.bounding_box()
+    assert box["y"] <= mark["y"] <= box["y"] + box["height"]

@@ -34,8 +34,14 @@ function barChart(values, { told, ticks = [], title = () => "", height = 96 }) {
   return chart(height, told, ...marks);
 }
 
+// A number on an axis, with as many digits as tell its ends apart.
+function axisText(value, span) {
+  const digits = Math.max(0, 2 - Math.floor(Math.log10(span)));
+  return digits > 5 || Math.abs(value) >= 1e6 ? value.toExponential(2) : value.toFixed(digits);
+}
+
 // Points joined by a line; gaps where there is no value. On a logarithmic axis where `log`.
-function lineChart(points, { told, log = false, height = 110, left = "", right = "", text = numberText }) {
+function lineChart(points, { told, log = false, height = 110, left = "", right = "" }) {
   const usable = points.filter(([, y]) => Number.isFinite(y) && (!log || y > 0));
   if (!usable.length) return null;
   const toScale = log ? Math.log10 : (value) => value;
@@ -52,7 +58,7 @@ function lineChart(points, { told, log = false, height = 110, left = "", right =
     const value = low + share * (high - low);
     const y = 8 + (1 - share) * (floor - 16);
     marks.push(shape("line", { x1: 46, x2: WIDE - 8, y1: y, y2: y, class: "grid-line" }));
-    marks.push(words(42, y + 3.5, text(log ? 10 ** value : value), "end"));
+    marks.push(words(42, y + 3.5, log ? numberText(10 ** value) : axisText(value, high - low), "end"));
   }
   let path = "";
   let joined = false;

@@ -36,8 +36,8 @@ const STEPS = 128;
 
 // Hues far apart at two lightnesses, in an order in which neighbours differ for every kind of colour blindness.
 const CATEGORIES = [
-  [0.56, 0.1, 205], [0.78, 0.13, 80], [0.5, 0.13, 290], [0.7, 0.13, 145], [0.6, 0.16, 35],
-  [0.74, 0.1, 250], [0.45, 0.08, 160], [0.8, 0.1, 340], [0.5, 0.06, 60], [0.68, 0.02, 250],
+  [0.56, 0.1, 205], [0.77, 0.08, 245], [0.8, 0.12, 85], [0.5, 0.13, 290], [0.7, 0.13, 145],
+  [0.6, 0.16, 35], [0.45, 0.08, 160], [0.8, 0.1, 340], [0.5, 0.06, 60], [0.68, 0.02, 250],
 ];
 
 // What changed is loud, what stayed is quiet: same, changed, added, removed, renamed, not comparable.
@@ -91,6 +91,14 @@ function ends(values) {
   return { low, high, below: cut && low > sorted[0], above: cut && high < sorted[sorted.length - 1] };
 }
 
+// The usual value stands away from both ends, so that what is less and what is more can be seen beside it.
+function centred(low, high, middle) {
+  const share = 0.3;
+  if (middle - low < share * (high - low)) return [middle - (share / (1 - share)) * (high - middle), high];
+  if (high - middle < share * (high - low)) return [low, middle + (share / (1 - share)) * (middle - low)];
+  return [low, high];
+}
+
 // From values to swatches. `place` gives 0 to 1; a zero on a logarithmic scale has no place and is drawn hollow.
 function makeScale(measure) {
   if (measure.scale === "category") {
@@ -98,9 +106,11 @@ function makeScale(measure) {
     return { measure, kind: "category", swatch: (value, palette) => of(palette)[value % of(palette).length], zero: () => false };
   }
   const log = measure.scale === "log";
+  const healthy = measure.key === SICK; // where none is NaN, zero is well and not worth a mark
   const toScale = log ? (value) => Math.log10(Math.abs(value)) : (value) => value;
   const usable = measure.values.filter((value) => !Number.isNaN(value) && (!log || value !== 0));
   let { low, high, below, above } = ends(usable.map(toScale));
+  if (log && usable.length) [low, high] = centred(low, high, median(usable.map(toScale)));
   if (log && high - low < NARROWEST) [low, high] = [(low + high - NARROWEST) / 2, (low + high + NARROWEST) / 2];
   if (measure.scale === "share") [low, high, below, above] = [0, 1, false, false];
   if (measure.scale === "diverging") {
@@ -121,8 +131,9 @@ function makeScale(measure) {
     between: (share) => (log ? 10 ** (low + share * width) : low + share * width),
     toScale,
     width,
-    zero: (value) => log && value === 0,
-    zeros: log && measure.values.some((value) => value === 0),
+    zero: (value) => log && value === 0 && !healthy,
+    healthy,
+    zeros: log && !healthy && measure.values.some((value) => value === 0),
     colours,
     swatch: (value, palette) => {
       const map = colours(palette);
@@ -194,7 +205,7 @@ function paintCell(context, box, found, palette) {
 function lookOf(model, scale, palette, at) {
   if (model.sick[at]) return "sick";
   const value = scale.measure.values[at];
-  if (Number.isNaN(value)) return "none";
+  if (Number.isNaN(value) || (value === 0 && scale.healthy)) return "none";
   return scale.zero(value) ? "zero" : scale.swatch(value, palette);
 }
 
@@ -231,7 +242,8 @@ function drawLegend(place, page) {
     );
     place.append(bar);
     if (scale.zeros) mark("zero", "zero");
-    if (measure.values.some((value, at) => Number.isNaN(value) && !model.sick[at])) mark("none", "no value");
+    if (scale.healthy) mark("none", "none");
+    else if (measure.values.some((value, at) => Number.isNaN(value) && !model.sick[at])) mark("none", "no value");
   }
   if (model.sick.includes(1)) mark("sick", "NaN or Inf");
   place.append(marks);

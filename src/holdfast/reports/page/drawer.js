@@ -151,8 +151,9 @@ function makeDrawer(page) {
     if (found.quantiles && found.quantiles.every((value) => value !== null)) {
       add("Quantiles", quantileChart(found.quantiles), quantileTable(found.quantiles));
     }
-    if (found.rows) add("Norms of rows", norms(found.rows, model.shape(at)[0], "row"));
-    if (found.columns) add("Norms of columns", norms(found.columns, model.shape(at).slice(1).reduce((a, b) => a * b, 1), "column"));
+    const sizes = model.shape(at);
+    if (found.rows) add("Norms of rows", norms(found.rows, sizes.slice(0, -1).reduce((a, b) => a * b, 1), "row"));
+    if (found.columns) add("Norms of columns", norms(found.columns, sizes[sizes.length - 1] ?? 1, "column"));
     if (found.singular) {
       const points = found.singular.map((value, place) => [place + 1, value, `${place + 1}: ${numberText(value)}`]);
       const told = `the ${points.length} largest singular values, from ${numberText(found.singular[0])}`;
@@ -165,8 +166,9 @@ function makeDrawer(page) {
     const high = low + counts.length - 1;
     const told = `histogram of binary exponents, from ${power(low)} to ${power(high)}, most at ${power(low + counts.indexOf(Math.max(...counts)))}`;
     const middle = Math.floor(counts.length / 2);
+    const each = counts.map((_, place) => [(place + 0.5) / counts.length, power(low + place)]);
     const ticks = [[0, power(low)], [(middle + 0.5) / counts.length, power(low + middle)], [1, power(high)]];
-    return barChart(counts, { told, ticks: counts.length > 4 ? ticks : ticks.slice(0, 1), title: (place) => power(low + place) });
+    return barChart(counts, { told, ticks: counts.length > 8 ? ticks : each, title: (place) => power(low + place) });
   }
 
   function signs(negative) {
@@ -194,7 +196,7 @@ function makeDrawer(page) {
     const told = `norms of ${plural(count, noun)}, from ${numberText(low)} to ${numberText(high)}${dead ? `, ${dead} of ${values.length} groups zero` : ""}`;
     const ticks = [[0, "0"], [1, String(count)]];
     const title = (place) => `${noun}s ${place * each} to ${Math.min(count, (place + 1) * each)}: ${numberText(values[place])}`;
-    return make("div", "", barChart(values, { told, ticks, title }), dead ? make("p", "callout", `${plural(dead, "group")} of ${noun}s ${dead === 1 ? "is" : "are"} all zero.`) : "");
+    return make("div", "", barChart(values, { told, ticks, title }), dead ? make("p", "callout", `${each > 1 ? `${plural(dead, "group")} of ${noun}s` : plural(dead, noun)} ${dead === 1 ? "is" : "are"} all zero.`) : "");
   }
 
   // Who holds which box of a tensor that was cut.
@@ -224,7 +226,7 @@ function makeDrawer(page) {
       (found) => {
         if (current !== at) return;
         fillDetails(place, found, at);
-        if (model.shape(at).length > 1 && !found.singular) place.append(askSingular(place, at));
+        if (model.shape(at).length > 1) place.append(askSingular(place, at));
       },
       (error) => current === at && empty(place).append(make("p", "callout bad", `The server said: ${shown(error.message)}`)),
     );
@@ -235,7 +237,11 @@ function makeDrawer(page) {
       press.disabled = true;
       press.textContent = "Computing…";
       page.ask("detail", { tensor: at, svd: 1 }).then(
-        (found) => current === at && fillDetails(place, found, at),
+        (found) => {
+          if (current !== at) return;
+          fillDetails(place, found, at);
+          if (!found.singular) place.append(make("p", "muted", "Its singular values are not to be had: not a matrix of floats, or too large."));
+        },
         (error) => (press.textContent = shown(error.message)),
       );
     });

@@ -11,7 +11,7 @@ function makeHistory(page) {
   const { run } = page.model.doc;
   if (!run) return null;
   const { steps } = run;
-  byId("run-summary").textContent = shown(run.summary || "");
+  if (run.summary !== page.model.doc.sentence) byId("run-summary").textContent = shown(run.summary || "");
   const charts = byId("run-charts");
   const [left, right] = steps.length ? [`step ${steps[0].step}`, `step ${steps[steps.length - 1].step}`] : ["", ""];
   const few = thinned(steps);
@@ -34,12 +34,12 @@ function makeHistory(page) {
     { label: "step", number: true, text: (at) => grouped.format(steps[at].step), value: (at) => steps[at].step },
     { label: "state", text: (at) => `${steps[at].state}${steps[at].pinned ? ", pinned" : ""}`, value: (at) => steps[at].state, mark: (at) => (steps[at].state === "torn" ? "torn" : "") },
     { label: "kept", text: (at) => (steps[at].kept ? "kept" : "not kept"), value: (at) => Number(steps[at].kept) },
-    { label: "why", wide: true, text: (at) => shown(steps[at].why || ""), value: (at) => steps[at].why },
-    { label: "bytes", number: true, text: (at) => nbytesText(steps[at].nbytes), value: (at) => steps[at].nbytes },
-    { label: "shared", wide: true, number: true, text: (at) => nbytesText(steps[at].shared), value: (at) => steps[at].shared },
+    { label: "why", wide: true, loose: true, text: (at) => shown(steps[at].why || ""), value: (at) => steps[at].why },
+    { label: "bytes", number: true, sized: true, text: (at) => nbytesText(steps[at].nbytes), value: (at) => steps[at].nbytes },
+    { label: "shared", wide: true, number: true, sized: true, text: (at) => nbytesText(steps[at].shared), value: (at) => steps[at].shared },
     { label: "norm", wide: true, number: true, text: (at) => numberText(steps[at].norm ?? NaN), value: (at) => steps[at].norm },
     { label: "loss", wide: true, number: true, text: (at) => numberText(steps[at].loss ?? NaN), value: (at) => steps[at].loss },
-    { label: "time", wide: true, roomy: true, text: (at) => shown((steps[at].time || "").replace("T", " ").slice(0, 19)), value: (at) => steps[at].time },
+    { label: "time", wide: true, loose: true, text: (at) => shown((steps[at].time || "").replace("T", " ").slice(0, 19)), value: (at) => steps[at].time },
   ].filter(({ label }) => !["norm", "loss", "time"].includes(label) || steps.some((one) => one[label] !== null && one[label] !== undefined));
   const table = makeTable(byId("run-table"), { label: "Steps", columns, open: null, height: Math.min(10, Math.max(steps.length, 1)) });
   byId("run").hidden = false;

@@ -84,6 +84,7 @@ function makePage(model) {
     typed: "",
     onlyState: -1,
     shown: [],
+    standouts: [],
     views: [],
     open: null,
     refilter: null,
@@ -124,9 +125,15 @@ function makePage(model) {
 // Asks the server of `holdfast view`. The token goes in a header, which no other site's page can send.
 async function ask(live, what, parameters) {
   const query = Object.entries(parameters).map(([key, value]) => `${key}=${Number(value)}`).join("&");
-  const answer = await fetch(`/api/${what}?${query}`, { headers: { "X-Holdfast-Token": live.token }, cache: "no-store" });
-  if (!answer.ok) throw new Error(`${answer.status} ${(await answer.text()).slice(0, 300)}`);
-  return answer.json();
+  let answer;
+  try {
+    answer = await fetch(`/api/${what}?${query}`, { headers: { "X-Holdfast-Token": live.token }, cache: "no-store" });
+  } catch {
+    throw new Error("nothing; has holdfast view ended?");
+  }
+  if (answer.ok) return answer.json();
+  const said = (await answer.text()).slice(0, 600);
+  throw new Error(said.startsWith("{") ? JSON.parse(said).error : `${answer.status} ${said}`);
 }
 
 function connectControls(page) {
@@ -217,6 +224,7 @@ async function start() {
   const page = makePage(model);
   page.setTheme(chosenTheme());
   page.setMeasure(firstMeasure(model));
+  page.standouts = findStandouts(model);
   page.drawer = makeDrawer(page);
   page.open = page.drawer.open;
   const makers = model.count ? [makeHistory, makeChanges, makeTreemap, makeMatrix, makeShards, makeTensorTable] : [makeHistory, makeShards];

@@ -50,7 +50,7 @@ function expertsOf(model, column) {
     });
   }
   const numbered = [...experts.keys()].sort((a, b) => a - b).map((number) => experts.get(number));
-  return { stem: column.label, columns: numbered, layers: [...column.cells.keys()].sort((a, b) => a - b), experts: true };
+  return { stem: `each expert: ${column.label}`, columns: numbered, layers: [...column.cells.keys()].sort((a, b) => a - b), experts: true };
 }
 
 // The tensor of a cell that a person should see. NaN first; then the most zeros, the least alike, or what is farthest from the
@@ -126,7 +126,7 @@ function makePanel(page, stack, whenExpanded) {
   let cells = null; // the geometry of the last drawing
   let focused = null; // [row, column]
   const rows = stack.layers.length;
-  canvas.setAttribute("aria-label", `${clipped(stack.stem, 90)}: ${plural(rows, "layer")} by ${plural(stack.columns.length, "role")}`);
+  canvas.setAttribute("aria-label", `${clipped(stack.stem, 90)}: ${plural(rows, "layer")} by ${plural(stack.columns.length, stack.experts ? "expert" : "role")}`);
   const tallest = 900;
   const rowHeight = Math.max(7, Math.min(22, Math.floor(600 / rows)));
   const scrolls = rows * rowHeight > tallest;
@@ -138,7 +138,7 @@ function makePanel(page, stack, whenExpanded) {
 
   function measureHead(context) {
     context.font = `11px ${page.font}`;
-    const longest = Math.max(...titles.map((text) => context.measureText(clipped(text, 34)).width));
+    const longest = Math.max(...titles.map((text) => context.measureText(`${clipped(text, 34)} ⊞`).width));
     return { up: Math.ceil(longest * Math.sin(-TILT)) + 10, right: Math.ceil(longest * Math.cos(TILT)) };
   }
 
@@ -301,7 +301,7 @@ function makePanel(page, stack, whenExpanded) {
     const box = boxOf(...focused);
     placeMark(mark, box);
     const told = describe(...focused);
-    const column = shown(titles[focused[1]]);
+    const column = stack.experts ? `expert ${titles[focused[1]]}` : shown(titles[focused[1]]);
     const where = `layer ${stack.layers[focused[0]]}, ${column}`;
     announce(told ? `${where}: ${told.lines.join(", ")}` : `${where}: nothing`);
     const { left, top } = canvas.getBoundingClientRect();
@@ -367,6 +367,7 @@ function makeMatrix(page) {
       host.append(make("p", "muted", `and ${plural(stacks.length - MOST_PANELS, "smaller stack")}: filter by name to see them here`));
     }
     for (const one of panels) one.colour();
+    openExperts(stacks);
     byId("matrix").classList.toggle("nothing", !stacks.length);
     drawOutside();
   }
@@ -377,6 +378,15 @@ function makeMatrix(page) {
     else host.append(one.panel);
     panels.push(one);
     return one;
+  }
+
+  // One map of experts is open from the start: of a role in which something stands out, if there is one.
+  function openExperts(stacks) {
+    const folded = stacks.slice(0, MOST_PANELS).flatMap((stack, place) => stack.columns.filter((column) => column.folded).map((column) => [column, panels[place]]));
+    if (!folded.length) return;
+    const roles = page.standouts.flatMap(({ tensors }) => tensors.slice(0, 40).map((at) => page.model.role[at]));
+    const odd = roles.find((role) => folded.some(([column]) => column.role === role));
+    expand(...(folded.find(([column]) => column.role === odd) || folded[0]));
   }
 
   function expand(column, parent) {

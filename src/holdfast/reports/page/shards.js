@@ -210,15 +210,40 @@ function makeShards(page) {
     else return;
     event.preventDefault();
   });
+  // What the strips are beside tensors, where it occurs.
+  function drawKinds() {
+    const { palette } = page;
+    const met = new Set(shards.files.flatMap((file) => file.strips.map((strip) => strip[2])));
+    const marks = empty(kinds);
+    const add = (kind, text, paint) => {
+      if (!met.has(kind)) return;
+      const swatch = document.createElement("canvas");
+      paint(sizeCanvas(swatch, 14, 14), { x: 0, y: 0, w: 14, h: 14 });
+      marks.append(make("span", "mark", swatch, text));
+    };
+    const flat = (colour) => (context, { w, h }) => {
+      context.fillStyle = colour;
+      context.fillRect(0, 0, w, h);
+    };
+    add(OF_HEADER, "header", flat(palette.line));
+    add(OF_MANY, "several small tensors", flat(palette.muted));
+    add(OF_NOTHING, "a gap", (context, box) => hatch(context, box, palette));
+  }
+
+  const kinds = make("div", "marks hint");
   scroller.addEventListener("scroll", draw, { passive: true });
-  body.append(make("p", "lead", told()), ...[ranks()].filter(Boolean), scroller);
+  body.append(make("p", "lead", told()), ...[ranks()].filter(Boolean), scroller, kinds);
   return {
     section: byId("shards"),
     filter: () => {
-      wanted = page.typed ? new Set(page.shown) : null;
+      wanted = page.typed || page.onlyState >= 0 ? new Set(page.shown) : null;
+      drawKinds();
       draw();
     },
-    colour: draw,
+    colour: () => {
+      drawKinds();
+      draw();
+    },
     size: draw,
   };
 }

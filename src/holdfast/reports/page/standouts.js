@@ -4,6 +4,7 @@
 const MOST = 6; // lines of one kind
 const FAR = 3; // powers of two from the median of the role
 const SPREADS = 6; // and so many times the usual distance from it
+const MORE = 0.005; // of a tensor's elements are zero beyond what is usual: one head of many
 const SIBLINGS = 4; // tensors of a role, at least, of which one can stand out
 
 function membersByRole(model) {
@@ -33,6 +34,24 @@ function farOnes(measure, roles) {
   return found.sort((a, b) => Math.abs(b[1]) - Math.abs(a[1]));
 }
 
+// Tensors with more zeros than the others of their role: a dead head, rows that were never trained. The worst first.
+function zeroedOnes(measure, roles, usual) {
+  const found = [];
+  for (const members of roles) {
+    const usable = members.filter((at) => !Number.isNaN(measure.values[at]));
+    if (usable.length < SIBLINGS) continue;
+    const middle = median(usable.map((at) => measure.values[at]));
+    const spread = median(usable.map((at) => Math.abs(measure.values[at] - middle)));
+    for (const at of usable) {
+      const away = measure.values[at] - middle;
+      if (measure.values[at] === 1 || away < MORE || away < SPREADS * spread) continue;
+      found.push(at);
+      usual.set(at, middle);
+    }
+  }
+  return found.sort((a, b) => measure.values[b] - usual.get(b) - measure.values[a] + usual.get(a));
+}
+
 // Lines to show: {kind, tensors: [tensor…], text(at)}.
 function findStandouts(model) {
   const measureOf = (key) => model.measures.find((measure) => measure.key === key);
@@ -40,10 +59,16 @@ function findStandouts(model) {
   const found = [];
   const add = (kind, tensors, text) => tensors.length && found.push({ kind, tensors, text });
   const sick = measureOf(SICK);
-  add("NaN or Inf", everyone.filter((at) => model.sick[at]), (at) => (sick ? measureText(sick, sick.values[at]) : ""));
+  add("NaN or Inf", everyone.filter((at) => model.sick[at]), (at) => {
+    return sick.scale === "share" ? measureText(sick, sick.values[at]) : plural(sick.values[at], "element");
+  });
   const zeros = measureOf("zeros");
   if (zeros) add("all zero", everyone.filter((at) => zeros.values[at] === 1 && model.nbytes[at] > 0), (at) => shapeText(model.shape(at)));
   const roles = membersByRole(model);
+  if (zeros) {
+    const usual = new Map();
+    add("more zeros than its role", zeroedOnes(zeros, roles, usual), (at) => `${shareText(zeros.values[at])}, median ${shareText(usual.get(at))}`);
+  }
   for (const key of ["rms", "change"]) {
     const measure = measureOf(key);
     if (!measure) continue;
@@ -72,7 +97,7 @@ function findStandouts(model) {
 function drawStandouts(page) {
   const { model } = page;
   const list = empty(byId("standouts-list"));
-  for (const { kind, tensors, text } of findStandouts(model)) {
+  for (const { kind, tensors, text } of page.standouts) {
     const line = make("li", "", make("span", kind === "NaN or Inf" ? "flag NaN" : "flag", kind));
     tensors.slice(0, MOST).forEach((at) => {
       const link = button(clipped(model.names[at], 80), "link", () => page.open(at, link));

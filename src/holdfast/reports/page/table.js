@@ -6,10 +6,10 @@ const BEFORE = 8; // rows above and below the window, so that fast scrolling sho
 const PRINTED = 400; // rows on paper
 
 function classOf(column) {
-  return ["number", "wide", "roomy", "name"].filter((key) => column[key]).join(" ");
+  return ["number", "wide", "extra", "sized", "roomy", "loose", "name"].filter((key) => column[key]).join(" ");
 }
 
-// `columns`: {label, text(at), value(at) to sort by, number: right-aligned, wide: taken away on narrow screens, roomy: wider, name: takes what is left}.
+// `columns`: {label, text(at), value(at) to sort by, number: right-aligned, wide and extra: taken away where there is little room, sized and roomy: wider, loose and name: take what is left}.
 function makeTable(host, { label, columns, open, height = 14 }) {
   const head = make("thead");
   const body = make("tbody");
@@ -162,6 +162,9 @@ function makeTable(host, { label, columns, open, height = 14 }) {
   };
 }
 
+// Titles of columns, which have little room; the whole name is in the tip.
+const SHORT = { rms: "rms", absmax: "largest", nonfinite: "NaN/Inf", std: "std", change: "change", changed: "changed", state: "state" };
+
 // The table of tensors: what the pictures show, in words.
 function makeTensorTable(page) {
   const { model } = page;
@@ -175,20 +178,22 @@ function makeTensorTable(page) {
     },
     { label: "dtype", wide: true, text: (at) => shown(model.dtype(at)), value: (at) => model.dtype(at) },
     { label: "shape", wide: true, roomy: true, text: (at) => shapeText(model.shape(at)), value: (at) => model.shape(at).reduce((a, b) => a * b, 1) },
-    { label: "bytes", number: true, text: (at) => nbytesText(model.nbytes[at]), value: (at) => model.nbytes[at] },
+    { label: "bytes", number: true, sized: true, text: (at) => nbytesText(model.nbytes[at]), value: (at) => model.nbytes[at] },
   ];
   for (const measure of model.measures) {
     if (measure.key === "dtype" || measure.key === "nbytes") continue;
     columns.push({
-      label: measure.label,
-      help: measure.help,
+      label: SHORT[measure.key] || measure.label,
+      help: `${measure.label}: ${measure.help}`,
       number: measure.scale !== "category",
       wide: true,
+      extra: columns.length >= 8,
       text: (at) => measureText(measure, measure.values[at]),
       value: (at) => measure.values[at],
     });
   }
-  if (model.doc.tensors.file.labels.length > 1) {
+  // Beside many numbers there is no room for it; the drawer has it.
+  if (model.doc.tensors.file.labels.length > 1 && columns.length < 9) {
     columns.push({ label: "file", wide: true, roomy: true, text: (at) => clipped(model.file(at) ?? "", 60), value: (at) => model.file(at) });
   }
   const table = makeTable(byId("table"), { label: "Tensors", columns, open: page.open });

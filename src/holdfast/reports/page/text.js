@@ -76,7 +76,7 @@ function numberText(value) {
   if (size < 1e-3 || size >= 1e5) return value.toExponential(2).replace("e+", "e");
   if (size >= 999.5) return grouped.format(Math.round(value));
   // A cosine of 0.9996 is not 1.
-  return value.toPrecision(size < 1 && size >= 0.9995 ? 6 : 3);
+  return size < 1 && size >= 0.9995 ? String(Number(value.toPrecision(6))) : value.toPrecision(3);
 }
 
 // A share that never rounds to none or to all when it is neither.

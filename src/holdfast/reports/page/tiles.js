@@ -2,6 +2,8 @@
 // for, 256 by 256 at a time; zoomed out, the server averages. A tensor of more than two axes is rows by its last axis.
 
 const TILE = 256;
+const TALLEST = 280; // pixels of the picture
+const LARGEST_PIXEL = 24; // pixels an element
 const KEPT_TILES = 96; // drawn tiles that are kept
 
 function makeTiles(page, tensor) {
@@ -22,22 +24,26 @@ function makeTiles(page, tensor) {
   const element = make("div", "tiles", make("div", "stage", canvas), make("div", "inline", zoomIn, zoomOut, note), value);
   const tiles = new Map(); // key -> {image, values, low, high} or "asked" or "failed"
   let view = null; // {x, y: the element at the corner, zoom: pixels an element}
+  let tall = TALLEST;
   let reach = 0; // the largest magnitude seen: the end of the colours
   let stopped = false;
   let drag = null;
+  let sampled = false; // the server took some elements of a large square, not all
 
   const level = () => Math.max(0, Math.floor(Math.log2(1 / view.zoom) + 0.001));
-  const side = () => ({ width: canvas.clientWidth || 380, height: 280 });
+  const side = () => ({ width: element.clientWidth || 380, height: tall });
 
+  // A small tensor fills the picture; of a large one as much is seen as covers it.
   function fit() {
-    const { width, height } = side();
-    view = { x: 0, y: 0, zoom: Math.min(1, Math.max(width / columns, height / rows, 1 / 4096)) };
-    if (columns < width / 2 && rows < height / 2) view.zoom = Math.max(1, Math.floor(Math.min(width / columns, height / rows)));
+    const { width } = side();
+    const whole = Math.min(width / columns, TALLEST / rows, LARGEST_PIXEL);
+    view = { x: 0, y: 0, zoom: whole >= 1 ? whole : Math.min(1, Math.max(width / columns, TALLEST / rows, 1 / 4096)) };
+    tall = Math.max(24, Math.min(TALLEST, Math.ceil(rows * view.zoom)));
   }
 
   function hold() {
     const { width, height } = side();
-    view.zoom = Math.min(24, Math.max(view.zoom, Math.min(1, width / columns, height / rows)));
+    view.zoom = Math.min(LARGEST_PIXEL, Math.max(view.zoom, Math.min(1, width / columns, height / rows)));
     view.x = Math.min(Math.max(0, view.x), Math.max(0, columns - width / view.zoom));
     view.y = Math.min(Math.max(0, view.y), Math.max(0, rows - height / view.zoom));
   }
@@ -59,7 +65,7 @@ function makeTiles(page, tensor) {
       }
     }
     const shownRange = `rows ${Math.floor(view.y)} to ${Math.ceil(lastRow)}, columns ${Math.floor(view.x)} to ${Math.ceil(lastColumn)}`;
-    note.textContent = `${shownRange}${at ? `, averaged ${2 ** at} × ${2 ** at}` : ""}${reach ? `, colours from ${numberText(-reach)} to ${numberText(reach)}` : ""}`;
+    note.textContent = `${shownRange}${at ? `, ${sampled ? "sampled" : "averaged"} ${2 ** at} × ${2 ** at}` : ""}${reach ? `, colours from ${numberText(-reach)} to ${numberText(reach)}` : ""}`;
   }
 
   function drawTile(context, row, column, at) {
@@ -80,6 +86,7 @@ function makeTiles(page, tensor) {
         const bytes = Uint8Array.from(atob(found.values), (char) => char.charCodeAt(0));
         const values = new Float32Array(bytes.buffer);
         for (const end of [found.low, found.high]) if (Number.isFinite(end)) reach = Math.max(reach, Math.abs(end));
+        sampled ||= Boolean(found.sampled);
         tiles.set(key, { values, rows: found.rows, columns: found.cols, image: null });
         draw();
       },

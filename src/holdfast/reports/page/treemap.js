@@ -3,6 +3,11 @@
 
 const DEEPEST = 12; // parts of a name that become groups; a hostile name may have thousands
 
+// Numbers by size, other names as they came: a sort is stable. Intl.Collator does it for all names, in ten times the time.
+function inOrder(one, other) {
+  return Number(one) - Number(other) || 0;
+}
+
 // The tree of the names that are shown. A group with one child is one with it: "model.layers".
 function nameTree(model, members) {
   const root = { label: "", parent: null, children: [], groups: new Map(), leaf: -1, size: 0 };
@@ -47,7 +52,8 @@ function settle(node, model) {
     }
   }
   node.groups = null;
-  node.children.sort((a, b) => b.size - a.size); // stable: equal sizes keep their order
+  // Among equals layer 10 comes after layer 9, however the file has them.
+  node.children.sort((a, b) => b.size - a.size || inOrder(a.label, b.label));
 }
 
 // Places children in a rectangle, row after row along its shorter side.
@@ -96,11 +102,12 @@ function place(node, x, y, w, h) {
 }
 
 const TITLE = 17; // pixels of a group's title
+const FINE = 24; // pixels of a group below which no line is drawn around it
 const NEARLY = 0.85; // of a group's bytes
 
 function layOut(node, depth) {
   if (node.leaf >= 0) return;
-  const gap = depth === 0 ? 0 : depth === 1 ? 2 : Math.min(1, Math.min(node.w, node.h) * 0.05);
+  const gap = depth === 0 ? 0 : depth === 1 ? 2 : Math.min(node.w, node.h) < FINE ? 0 : 1;
   node.titled = depth > 0 && !node.within && node.w > 46 && node.h > 3 * TITLE;
   node.caption = node.label;
   // A group that is nearly all of the one around it shares its title: "3.mlp.experts" takes one line, not three.
@@ -182,7 +189,9 @@ function makeTreemap(page) {
       // On whole pixels: thousands of blurred edges would be a pattern of their own.
       const [x, y] = [Math.round(node.x), Math.round(node.y)];
       const [w, h] = [Math.round(node.x + node.w) - x, Math.round(node.y + node.h) - y];
-      const rim = Math.min(w, h) > 6 ? 1 : 0;
+      // Lines between those of one group, or none: some would be a pattern that says nothing.
+      const around = node.parent || root;
+      const rim = around.w * around.h > around.children.length * 100 ? 1 : 0;
       const box = { x, y, w: Math.max(w - rim, 1), h: Math.max(h - rim, 1) };
       const look = lookOf(model, scale, palette, at);
       const ink = paintCell(context, box, look, palette);
