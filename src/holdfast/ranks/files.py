@@ -151,9 +151,10 @@ def rank_files(
         return [_dcp_file(f"__{part.rank}_{i}{mark}.distcp", share, values) for i, share, values in given if share or values]
     rounds = [ones for share in shares for ones in _once_each(share)]
     laid_out = []
-    names = reuse.names_of_rank(part.rank, part.size) if reuse.taken else iter(())
+    linked = bool(reuse.taken) and not save  # what carries the id of its save meets no other name
+    names = reuse.names_of_rank(part.rank, part.size) if linked else iter(())
     for turn, ones in enumerate(rounds):
-        if reuse.taken:
+        if linked:
             key = next(names)
         elif format == "native":
             again = f"-{turn + 1:05}" if turn else ""

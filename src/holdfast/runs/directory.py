@@ -24,7 +24,9 @@ __all__ = ["RunDirectory", "open_for_writing"]
 class RunDirectory(RunFolder):
     """A run's directory (`RunPlace`)."""
 
-    shares = True
+    def base_for(self, step: int) -> Step | None:
+        found = self.newest()
+        return self.newest(below=step) if found is not None and found.step == step else found
 
     def exists(self) -> bool:
         return os.path.isdir(self.path)

@@ -36,12 +36,11 @@ class RunPlace(Protocol):
     @property
     def path(self) -> str: ...
 
-    @property
-    def shares(self) -> bool:
-        """Whether a step may have files of the one before it."""
-
     def newest(self, *, below: int | None = None) -> Step | None:
         """The whole step with the highest number, or with the highest below another."""
+
+    def base_for(self, step: int) -> Step | None:
+        """The step whose files a save of this number may share: the newest other one."""
 
     def get(self, step: int) -> Step | None:
         """The step of this number, if it is whole."""
