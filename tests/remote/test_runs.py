@@ -30,7 +30,6 @@ from holdfast.errors import (
     NoSuchStep,
     NotCommitted,
     SaveError,
-    Unsupported,
 )
 from holdfast.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, Found, bucket_of
@@ -236,14 +235,6 @@ def test_exports(store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyP
     run.close()
     assert holdfast.open("hf/step-00000001")["w"].shape == (8, 64)
     assert holdfast.open("memory://exported/hf/step-00000001.pt")["w"].shape == (8, 64)
-
-
-def test_ranks_say_that_they_cannot():
-    pytest.importorskip("torch")
-    import holdfast.torch
-
-    with pytest.raises(Unsupported, match="ranks do not save into an object store"):
-        holdfast.torch.Run("s3://bucket/run")
 
 
 # The sweep.

@@ -20,8 +20,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.engine.commit.claims import commit_sharing
 from holdfast.engine.commit.remote import PrefixSave, save_id
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.source import OpenSource
@@ -34,6 +36,7 @@ from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.plan.saves import FilePlan, LinkedFile
 from holdfast.ranks.files import Receipt
+from holdfast.rewrite.uploaded import NOTHING, ReplacedObjects
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
@@ -90,7 +93,7 @@ class Prefix:
         self._save.write(key, nbytes, write)
 
     def link(self, file: LinkedFile) -> bool:
-        raise Unsupported("objects have no second names", file=self.url)
+        return True  # the manifest names it where it is
 
     def close(self) -> None:
         """Nothing is open."""
@@ -115,7 +118,14 @@ class FirstPrefix(Prefix):
     def told(self) -> str:
         return self.save
 
-    def publish(self, delivered: Sequence[Sequence[Receipt]], index: Sequence[FilePlan], *, check: Callable[[Store], None]) -> None:
+    def publish(
+        self,
+        delivered: Sequence[Sequence[Receipt]],
+        index: Sequence[FilePlan],
+        *,
+        check: Callable[[Store], None],
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
         """Put the index. What it replaced goes afterwards."""
         (last,) = [plan for plan in index if plan.key == self._save.index]
         for plan in index:
@@ -123,19 +133,23 @@ class FirstPrefix(Prefix):
                 self.begin(plan).write(threads=1, progress=None, block=None)
         text = io.BytesIO()
         write_stream(last, text)
-        replaced = objects_of(self.url) if self._overwrite else ()
-        bucket, below = bucket_of(self.url), f"{self.url.key}/" if self.url.key else ""
-        store = Virtual(self.url)
+        replaced = objects_of(self.url, self._save.index) if self._overwrite else NOTHING
+        bucket, parent, own = bucket_of(self.url), self.url.parent, self.url.key.rpartition("/")[2]
+        store, used = Virtual(self.url), list[tuple[str, str, int]]()
         for receipt in chain.from_iterable(delivered):
-            store.put(Entry(receipt.nbytes, partial(_read, bucket, below + receipt.key)), receipt.key)
+            folder, name = beside(receipt.key) or (own, receipt.key)
+            used += [(folder, name, receipt.nbytes)] if receipt.linked else []
+            key = parent.below(f"{folder}/{name}" if folder else name).key
+            store.put(Entry(receipt.nbytes, partial(_read, bucket, key)), receipt.key)
         store.put(_literal(text.getvalue()), last.key)
         check(store)
         if last.key == METADATA:
             # It would speak of another index; nothing else needs it.
             self._save.remove([BESIDE])
-        self._save.commit(text.getvalue())
+        commit_sharing(self._save, used, lambda: self._save.commit(text.getvalue(), attributes))
         self._over = True
-        self._save.remove([*replaced, *self._others])
+        self._save.remove(self._others)
+        replaced.remove(self._save, keep={self._save.index})
 
     def _other_indexes(self) -> list[str]:
         """The indexes of other formats that are there. Raises `NotCommitted` where one may not, or cannot, be replaced."""
@@ -169,22 +183,24 @@ class FirstPrefix(Prefix):
             bucket.delete([key for key in found if key.startswith(below) and self.save in key[len(below) :]])
 
 
-def objects_of(url: Url) -> Sequence[str]:
-    """The objects that the checkpoint there names, in the formats that ranks write; none of one that cannot be read."""
+def objects_of(url: Url, index: str) -> ReplacedObjects:
+    """What the checkpoint there names, in the formats that ranks write; nothing of one that cannot be read."""
     found: list[str] = []
+    shared = False
     with suppress(HoldfastError):
         store = RemoteStore(url)
         source = OpenSource(store, limits=Limits())
         if store.holds(MANIFEST):
             manifest = read_manifest(source)
             found += [*(file.name for file in manifest.files), *(file.name for file in manifest.others or ())]
+            shared = manifest.hash is not None
         elif store.holds(METADATA):
             for entry in read_index(source, whole=False).entries.values():
                 if isinstance(entry, SavedTensor):
                     found += [piece.item.file for piece in entry.pieces]
                 elif isinstance(entry, Item):
                     found.append(entry.file)
-    return [name for name in dict.fromkeys(found) if "/" not in name]
+    return ReplacedObjects([index, *(name for name in dict.fromkeys(found) if "/" not in name or beside(name))], shared)
 
 
 def _literal(content: bytes) -> Entry:

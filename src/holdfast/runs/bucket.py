@@ -184,8 +184,11 @@ class RunBucket(BucketSteps):
     def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
         plan = planned.plan
         index = {file.key for file in plan.index}
-        attributes = attributes_of(says, [(key, nbytes) for key, nbytes in plan.listed if key not in index])
-        return replace(planned, plan=replace(planned.plan, attributes=attributes))
+        attributes = self.attributes(says, [(key, nbytes) for key, nbytes in plan.listed if key not in index])
+        return replace(planned, plan=replace(plan, attributes=attributes))
+
+    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
+        return attributes_of(says, files)
 
     def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
         """As it was laid out: no request can fail that would make a failure of a save that is done."""

@@ -100,6 +100,9 @@ class RunDirectory(RunFolder):
         files = tuple(plan.listed)
         return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files)))
 
+    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+        return None
+
     def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
         return self.get(says.step)
 

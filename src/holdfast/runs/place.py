@@ -102,6 +102,9 @@ class RunPlace(Protocol):
     def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
         """The same save, with all that makes a step of it."""
 
+    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+        """What the manifest of a step with this data says of itself, where that makes a step of it; None where a seal does."""
+
     def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
         """The step that was just saved; None where it is not there any more."""
 
