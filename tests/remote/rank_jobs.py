@@ -66,6 +66,15 @@ def numbered(
     return tuple(name for name, _ in saved.files)
 
 
+def pieces(world: World, environment: dict[str, str], url: str, number: int, options: dict[str, object]) -> tuple[str, ...]:
+    """Save the tensors of a state that says its number as safetensors files."""
+    os.environ.update(environment)
+    content = state(number, world.rank, world.size)
+    del content["step"]
+    saved = save_sharded(content, url, group=world.group, format="safetensors", **options)
+    return tuple(name for name, _ in saved.files)
+
+
 def as_group(world: World, environment: dict[str, str], url: str, lines: tuple[tuple[int, ...], ...]) -> str:
     """Several groups save to one place at once; which of them this rank was in, and how that ended."""
     os.environ.update(environment)

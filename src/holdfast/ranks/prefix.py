@@ -2,8 +2,8 @@
 
 Every rank uploads its own objects, whose names carry the id of the save, which the first rank has drawn and told. So nobody finds
 them, and another save to the same place writes other names. The first rank puts the index, with a condition (engine/commit/remote):
-`holdfast.json`, or the `.metadata` of a DCP directory, whose checksum is then not recorded beside it: that would be a second name
-to write, and two names cannot be put at once.
+`holdfast.json`; `model.safetensors.index.json`, which safetensors files of ranks have here alone; or the `.metadata` of a DCP
+directory, whose checksum is then not recorded beside it: that would be a second name to write, and two names cannot be put at once.
 
 **Who removes what.** A rank removes its objects where it fails before its receipt is out, and where the first rank has said that
 nothing was published. It does not where the first rank is lost: that may have published meanwhile, or still do so. The first rank
@@ -29,33 +29,27 @@ from holdfast.engine.commit.target import refusal
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
-from holdfast.errors import HoldfastError, StoreError, Unsupported
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.directory import read_index as read_pieces
 from holdfast.plan.saves import FilePlan, LinkedFile
-from holdfast.ranks.files import Receipt
+from holdfast.ranks.files import PIECES_INDEX, Receipt
 from holdfast.rewrite.uploaded import NOTHING, ReplacedObjects
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 from holdfast.stores.virtual import Entry, Virtual
 
-__all__ = ["INDEXES", "FirstPrefix", "Prefix", "check_format"]
+__all__ = ["INDEXES", "FirstPrefix", "Prefix"]
 
-INDEXES = {"native": MANIFEST, "dcp": METADATA}
-"""The object that makes the others a checkpoint, in each format that has one."""
+INDEXES = {"native": MANIFEST, "dcp": METADATA, "safetensors": PIECES_INDEX}
+"""The object that makes the others a checkpoint, in each format."""
 
 MOST = 1 << 20
 """Objects below a prefix that are looked through for those of a save."""
-
-
-def check_format(url: Url, format: str) -> None:
-    """Raise `Unsupported` for a format of ranks that cannot be published by one put."""
-    if format not in INDEXES:
-        message = f"{format} files of ranks have no index, whose put would publish all of them at once; save native or dcp"
-        raise Unsupported(message, file=url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +101,6 @@ class FirstPrefix(Prefix):
     """The same, on the rank that publishes."""
 
     def __init__(self, url: Url, format: str, *, overwrite: bool) -> None:
-        check_format(url, format)
         super().__init__(url, save_id(), index=INDEXES[format], overwrite=overwrite)
         self._overwrite = overwrite
         self._over = False
@@ -200,6 +193,8 @@ def objects_of(url: Url, index: str) -> ReplacedObjects:
                     found += [piece.item.file for piece in entry.pieces]
                 elif isinstance(entry, Item):
                     found.append(entry.file)
+        elif store.holds(PIECES_INDEX):
+            found += read_pieces(source, PIECES_INDEX).files
     return ReplacedObjects([index, *(name for name in dict.fromkeys(found) if "/" not in name or beside(name))], shared)
 
 
