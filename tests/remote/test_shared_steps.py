@@ -28,7 +28,7 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast.engine.commit import claims
 from holdfast.engine.commit.claims import CLAIMS, Claim, Said
-from holdfast.errors import BadArgument, HoldfastError, HoldfastWarning, NotCommitted, UnsafePath
+from holdfast.errors import BadArgument, HoldfastError, HoldfastWarning, NotCommitted, Replaced, StoreError, UnsafePath
 from holdfast.formats.native.schema import parse_fast
 from holdfast.formats.strict_json import seal
 from holdfast.rewrite.namings import Namings
@@ -557,6 +557,59 @@ def test_a_base_that_goes_meanwhile_is_written_whole(store: MemoryStore, monkeyp
     assert not any("/" in name for name in saved.files)
     assert loads(run[3])
     assert len(keys(store, "run/step-00000003")) == 2, "what the first try had uploaded is gone"
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "deleted and swept"])
+def test_a_reader_meanwhile(how: str, store: MemoryStore):
+    """Old bytes, or a clear error; what other steps name is there still."""
+    run = run_in(store)
+    for number in (1, 2, 3):
+        run.save(number, state(number))
+    kept, new = holdfast.open("run/step-00000003", store=store), holdfast.open("run/step-00000002", store=store)
+    early = holdfast.open("run/step-00000002", store=store)
+    assert np.array_equal(early["w"].numpy(), state(2)["w"])
+    if how == "replaced":
+        run_in(store, share=False).save(2, state(2), overwrite=True)
+    else:
+        run_in(store, keep="latest:1").prune()
+        if how == "deleted and swept":
+            with later(25):
+                sweep("run", store=store)
+    assert all(np.array_equal(kept[name].numpy(), state(3)[name]) for name in ("frozen", "slow", "w"))
+    assert np.array_equal(new["frozen"].numpy(), state(2)["frozen"]), "step 3 names it, too"
+    for one in (new, early):
+        with pytest.raises(Replaced, match="open it again"):
+            one["w"].numpy()
+
+
+def test_readers_during_saves_and_deletions(store: MemoryStore):
+    """In several threads, with a run that keeps one step: whatever is read is of one step, or an error says so."""
+    run, over, seen, wrong = run_in(store, keep="latest:1"), threading.Event(), list[int](), list[int]()
+    run.save(1, state(1))
+
+    def read() -> None:
+        reader = run_in(store)
+        while not over.is_set():
+            try:
+                step = reader.latest()
+                with step.open() as checkpoint:
+                    w, slow = checkpoint["w"].numpy(), checkpoint["slow"].numpy()
+                good = np.array_equal(w, state(step.step)["w"]) and np.array_equal(slow, state(step.step)["slow"])
+                (seen if good else wrong).append(step.step)
+            except StoreError:
+                continue  # it was deleted meanwhile
+
+    threads = [threading.Thread(target=read) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for number in range(2, 12):
+        run.save(number, state(number))
+    over.set()
+    for thread in threads:
+        thread.join(30)
+    assert seen
+    assert not wrong
+    assert loads(run.latest())
 
 
 def test_a_slow_store_is_not_relied_on(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
