@@ -12,36 +12,26 @@ another file system, costs nothing but a note: everything is written then. One t
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import partial
 
 from holdfast.core.content_hash import HASH, Hashed
-from holdfast.core.keys import DATA, beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.commit.claims import claims_below
 from holdfast.engine.hashes import tensor_hashes, unchanged
 from holdfast.engine.source import OpenSource
-from holdfast.engine.threads import run_all
-from holdfast.errors import BadArgument, HoldfastError, StoreError, Unsupported
+from holdfast.errors import BadArgument, HoldfastError, Unsupported
 from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import MANIFEST, Parsed
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
-from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 
-__all__ = ["OpenBase", "check_shares", "not_shared", "open_base"]
-
-SOME_DATA = "data-0000000000000000-00001-of-00001.safetensors"
-"""A name that a data object might have."""
+__all__ = ["OpenBase", "check_shares", "not_shared", "not_used", "nothing_at", "open_base", "without_hashes"]
 
 
 def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:
@@ -111,57 +101,26 @@ def open_base(
         return OpenBase(threads=threads, block=block)
     try:
         if isinstance(path, Url) and isinstance(target, Url):
-            return _opened_far(path, target, limits=limits or Limits(), threads=threads, block=block)
+            from holdfast.rewrite.far_base import open_far_base  # what it imports is for those who have a bucket
+
+            return open_far_base(path, target, limits=limits or Limits(), threads=threads, block=block)
         if isinstance(path, Url) or isinstance(target, Url):
-            return _not_used(path, "one of the two is in an object store", threads=threads, block=block)
+            return not_used(path, "one of the two is in an object store", threads=threads, block=block)
         if not os.path.lexists(path):
-            raise _nothing_at(path)
+            raise nothing_at(path)
         return _opened(path, target, limits=limits, threads=threads, block=block)
     except BadArgument:
         raise
     except HoldfastError as error:
-        return _not_used(path, error.message, threads=threads, block=block)
+        return not_used(path, error.message, threads=threads, block=block)
 
 
-def _nothing_at(path: str) -> BadArgument:
+def nothing_at(path: str) -> BadArgument:
+    """What to say of a base that is not there."""
     return BadArgument(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
 
 
-def _opened_far(url: Url, target: Url, *, limits: Limits, threads: int | None, block: int | None) -> OpenBase:
-    """Open a base in an object store. It is not held: objects of these names have one content, or are gone."""
-    parent, own = target.parent, target.key.rpartition("/")[2]
-    folder = url.key.rpartition("/")[2]
-    if url.parent.place != parent.place or not target.key or not beside(f"../{folder}/{SOME_DATA}"):
-        return _not_used(url, "it is not beside the new one, in the same prefix", threads=threads, block=block)
-    try:
-        store = RemoteStore(url, limits=limits)
-    except StoreError as error:
-        if error.errno == errno.ENOENT:
-            raise _nothing_at(url) from None
-        raise
-    with closing(store):
-        source = OpenSource(store, limits=limits)
-        if not store.holds(MANIFEST):
-            return _not_used(url, "it is no native checkpoint", threads=threads, block=block)
-        manifest = read_manifest(source)
-        problem = _without_hashes(manifest)
-        places = {file.name: beside(file.name) or (folder, file.name) for file in manifest.files}
-        if problem is None and not all(DATA.fullmatch(name) for _, name in places.values()):
-            problem = "its data has names that other checkpoints may write, too"
-        going = claims_below(parent, "deletes") if problem is None else set()
-        if going.intersection(one for one, _ in places.values()):
-            problem = "data that it names is being deleted, or was when a process died"
-        if problem is not None:
-            return _not_used(url, problem, threads=threads, block=block)
-        starts = [bytearray(PREFIX_NBYTES) for _ in manifest.files]
-        asked = zip(manifest.files, starts, strict=True)
-        run_all([partial(store.read, file.name, 0, memoryview(start)) for file, start in asked], store.requests)
-        data = [f.nbytes - PREFIX_NBYTES - int.from_bytes(s, "little") for f, s in zip(manifest.files, starts, strict=True)]
-    names = {name: at if one == own else f"../{one}/{at}" for name, (one, at) in places.items()}
-    return OpenBase(Base(url, manifest, data, names), threads=threads, block=block)
-
-
-def _without_hashes(manifest: Parsed) -> str | None:
+def without_hashes(manifest: Parsed) -> str | None:
     """Why nothing can be compared with a base."""
     if manifest.hash is None:
         return "it was saved without hashes (hashes=True, or a base= of its own)"
@@ -174,7 +133,7 @@ def _opened(path: str, target: str, *, limits: Limits | None, threads: int | Non
     if problem is None and os.stat(folder).st_dev != os.stat(os.path.dirname(os.path.realpath(target.rstrip("/")))).st_dev:
         problem = "it is on another file system"
     if problem is not None:
-        return _not_used(path, problem, threads=threads, block=block)
+        return not_used(path, problem, threads=threads, block=block)
     store = store_of(folder, limits or Limits())
     try:
         source = OpenSource(store, limits=limits)
@@ -182,7 +141,7 @@ def _opened(path: str, target: str, *, limits: Limits | None, threads: int | Non
             problem = "it is no native directory"
         else:
             manifest = read_manifest(source)
-            problem = _without_hashes(manifest)
+            problem = without_hashes(manifest)
             if problem is None and any(os.path.islink(os.path.join(folder, file.name)) for file in manifest.files):
                 problem = "its data files are links to other places"
             if problem is None:
@@ -193,10 +152,11 @@ def _opened(path: str, target: str, *, limits: Limits | None, threads: int | Non
         store.close()
         raise
     store.close()
-    return _not_used(path, problem, threads=threads, block=block)
+    return not_used(path, problem, threads=threads, block=block)
 
 
-def _not_used(path: str, problem: str, *, threads: int | None, block: int | None) -> OpenBase:
+def not_used(path: str, problem: str, *, threads: int | None, block: int | None) -> OpenBase:
+    """A base that is of no use, and why."""
     return OpenBase(notes=(not_shared(path, problem),), threads=threads, block=block)
 
 
