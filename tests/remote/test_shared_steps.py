@@ -28,7 +28,16 @@ from obstore.store import MemoryStore
 import holdfast
 from holdfast.engine.commit import claims
 from holdfast.engine.commit.claims import CLAIMS, Claim, Said
-from holdfast.errors import BadArgument, HoldfastError, HoldfastWarning, NotCommitted, Replaced, StoreError, UnsafePath
+from holdfast.errors import (
+    BadArgument,
+    DurabilityUncertain,
+    HoldfastError,
+    HoldfastWarning,
+    NotCommitted,
+    Replaced,
+    StoreError,
+    UnsafePath,
+)
 from holdfast.formats.native.schema import parse_fast
 from holdfast.formats.strict_json import seal
 from holdfast.rewrite.namings import Namings
@@ -557,6 +566,30 @@ def test_a_base_that_goes_meanwhile_is_written_whole(store: MemoryStore, monkeyp
     assert not any("/" in name for name in saved.files)
     assert loads(run[3])
     assert len(keys(store, "run/step-00000003")) == 2, "what the first try had uploaded is gone"
+
+
+def test_a_manifest_that_may_come_yet_keeps_its_claim(store: MemoryStore, monkeypatch: pytest.MonkeyPatch):
+    """Nobody can say whether it was published: what it would name is not deleted meanwhile."""
+    from holdfast.engine.commit.remote import PrefixSave
+
+    run, real = run_in(store), PrefixSave.commit
+    for number in (1, 2):
+        run.save(number, state(number))
+    late: list[Callable[[], None]] = []
+
+    def commit(self: PrefixSave, *args: object) -> None:
+        late.append(lambda: real(self, *args))  # type: ignore[arg-type]
+        self.revocable = False
+        raise DurabilityUncertain("the answer was lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixSave, "commit", commit)
+        with pytest.raises(DurabilityUncertain):
+            run.save(3, state(3))
+    with pytest.warns(HoldfastWarning, match="a save uses"):
+        run_in(store, share=False, keep="latest:1").save(4, state(4))
+    late[0]()
+    assert loads(run[3])
 
 
 @pytest.mark.parametrize("how", ["deleted", "replaced", "deleted and swept"])

@@ -37,7 +37,7 @@ import msgspec
 
 from holdfast.engine.commit.remote import PrefixSave, save_id
 from holdfast.engine.commit.target import refusal
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import Url
 
@@ -123,14 +123,22 @@ def _below(parent: Url) -> str:
 
 @contextmanager
 def claiming(parent: Url, does: Does, folders: Collection[str]) -> Iterator[Claim]:
-    """A block in which all others know what is done here."""
+    """A block in which all others know what is done here. Where nobody can say how it ended, the claim stays, and grows old."""
     key, bucket, began = f"{_below(parent)}/{save_id()}", bucket_of(parent), time.monotonic()
+
+    def over() -> None:
+        with suppress(HoldfastError):
+            bucket.delete([key])
+
     try:
         bucket.put(key, msgspec.json.encode(Said(does, tuple(sorted(folders)))))
         yield Claim(parent, key, began)
-    finally:
-        with suppress(HoldfastError):
-            bucket.delete([key])
+    except DurabilityUncertain:
+        raise  # a manifest may be on its way
+    except HoldfastError:
+        over()
+        raise
+    over()
 
 
 Used = Sequence[tuple[str, str, int]]
