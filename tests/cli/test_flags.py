@@ -38,6 +38,8 @@ def messages() -> list[tuple[str, str]]:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         place = path.relative_to(SOURCE)
+        if place == Path("core/notebook.py"):  # attributes of HTML
+            continue
         if place.parts[0] in ("cli", "torch"):
             continue
         tree = ast.parse(path.read_text())

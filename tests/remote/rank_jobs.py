@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from holdfast.errors import HoldfastError
 from holdfast.integrations.dcp import Reader, Writer
-from holdfast.torch import async_save_sharded, load_sharded, save_sharded
+from holdfast.torch import Run, async_save_sharded, load_sharded, save_sharded
 from tests.ranks.pool import World
 from tests.ranks.states import check, state_of
 
@@ -63,6 +63,15 @@ def numbered(
         saved = async_save_sharded(content, url, group=world.group, **options).wait(60)
     else:
         saved = save_sharded(content, url, group=world.group, **options)
+    return tuple(name for name, _ in saved.files)
+
+
+def pieces(world: World, environment: dict[str, str], url: str, number: int, options: dict[str, object]) -> tuple[str, ...]:
+    """Save the tensors of a state that says its number as safetensors files."""
+    os.environ.update(environment)
+    content = state(number, world.rank, world.size)
+    del content["step"]
+    saved = save_sharded(content, url, group=world.group, format="safetensors", **options)
     return tuple(name for name, _ in saved.files)
 
 
@@ -171,8 +180,8 @@ def rewritten(world: World, environment: dict[str, str], url: str, overwrite: bo
     return "saved"
 
 
-def lone(environment: dict[str, str], room: str, rank: int, size: int, url: str) -> None:
-    """A rank of its own, for those that are killed: a save over what is there, with a short deadline."""
+def lone(environment: dict[str, str], room: str, rank: int, size: int, url: str, step: int | None = None) -> None:
+    """A rank of its own, for those that are killed: a save over what is there, or of a step, with a short deadline."""
     os.environ.update(environment)
     answer = Path(room) / f"{rank}"
     try:
@@ -182,10 +191,45 @@ def lone(environment: dict[str, str], room: str, rank: int, size: int, url: str)
         dist.barrier()
         said = {"began": time.time()}
         try:
-            save_sharded(url, content, overwrite=True, deadline=3)
+            if step is None:
+                save_sharded(url, content, overwrite=True, deadline=3)
+            else:
+                Run(url, deadline=3).save(step, content)
             said["kind"] = "saved"
         except HoldfastError as error:
             said |= {"kind": type(error).__name__, "text": str(error)}
         answer.write_text(json.dumps(said))
     finally:
         os._exit(0)
+
+
+def run_of(world: World, environment: dict[str, str], url: str, steps: list[int], background: bool) -> list[int]:
+    """Save these steps of a run; those that are there then."""
+    os.environ.update(environment)
+    with Run(url, keep="latest:2", group=world.group, deadline=30) as run:
+        for step in steps:
+            save = run.async_save if background else run.save
+            save(step, run_state(world, step), metrics={"loss": 1 / step})
+            if background:
+                assert run.wait().step == step
+        return [step.step for step in run]
+
+
+def run_state(world: World, number: int) -> dict[str, object]:
+    """Rows and something replicated that change, and rows that never do."""
+    from tests.dtensor import Shard
+    from tests.ranks.states import sharded
+
+    rows = sharded(torch.full((8, 40), float(number)), world.mesh(), (Shard(0),))
+    frozen = sharded(torch.arange(8 * 500.0).reshape(8, 500), world.mesh(), (Shard(0),))
+    return {"rows": rows, "frozen": frozen, "plain": torch.full((30,), float(number)), "step": number}
+
+
+def run_resumed(world: World, environment: dict[str, str], url: str) -> tuple[object, ...]:
+    os.environ.update(environment)
+    run, into = Run(url, group=world.group, deadline=30), run_state(world, 0)
+    into["frozen"].to_local().zero_()
+    assert run.resume(into=into) is into
+    assert torch.equal(into["frozen"].to_local(), run_state(world, 0)["frozen"].to_local())
+    values = {*into["rows"].to_local().reshape(-1).tolist(), *into["plain"].tolist()}
+    return (*values, into["step"], run.resumed.step, run.resumed.metrics["loss"])

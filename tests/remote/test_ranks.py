@@ -21,7 +21,7 @@ import torch
 
 import holdfast
 import holdfast.torch
-from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, RanksFailed, StoreError, Unsupported
+from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, RanksFailed, StoreError
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.ranks.pool import PRELOAD, SHARED, Pool, failures, good
@@ -130,8 +130,46 @@ def test_formats_beside_each_other(pool: Pool, where: dict[str, str], url: str):
     refused = failures(pool.run(2, rank_jobs.numbered, where, url, 4, {"format": "dcp", "overwrite": True}))
     assert "would still be the one that is opened" in refused[0].text
     assert content(url) == 3
-    with pytest.raises(Unsupported, match="no index"):
-        holdfast.torch.save_sharded(url, {"w": torch.ones(3)}, format="safetensors")
+    refused = failures(pool.run(2, rank_jobs.pieces, where, url, 4, {"overwrite": True}))
+    assert "would still be the one that is opened" in refused[0].text
+
+
+def test_safetensors_files_of_ranks_are_published_by_an_index(pool: Pool, where: dict[str, str], url: str):
+    """Pieces of one tensor in the files of all ranks: the index names every file, and comes last."""
+    files = good(pool.run(4, rank_jobs.pieces, where, url, 1, {}))
+    assert sorted(keys(url)) == sorted(["model.safetensors.index.json", *(name for rank in files for name in rank)])
+    assert content(url) == 1
+    assert holdfast.verify(url).ok
+    assert holdfast.open(url)["rows"].shape == (4, 3000)
+    assert "exists" in failures(pool.run(2, rank_jobs.pieces, where, url, 2, {}))[0].text
+    good(pool.run(2, rank_jobs.pieces, where, url, 2, {"overwrite": True}))
+    assert content(url) == 2
+    assert len(keys(url)) == 3, "of the four files before nothing is left"
+    assert holdfast.convert(url, url + "-whole.safetensors").done
+    good(pool.run(2, rank_jobs.numbered, where, url, 3, {"format": "dcp", "overwrite": True}))
+    assert content(url) == 3
+    assert len(keys(url)) == 3
+    good(pool.run(3, rank_jobs.pieces, where, url, 4, {"overwrite": True}))
+    assert content(url) == 4
+    assert len(keys(url)) == 4
+    wanted = {"rows": torch.zeros(3, 3000), "plain": torch.zeros(500)}
+    holdfast.torch.load_sharded(url, wanted)
+    assert wanted["rows"].unique().tolist() == [4]
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "gone.safetensors", 3])
+def test_an_index_that_names_other_files_is_refused(file: object):
+    url = "memory://pieces/step-1"
+    holdfast.torch.save_sharded(url, {"w": torch.ones(3)}, format="safetensors", overwrite=True)
+    where = url_of(url)
+    key = where.key + "/model.safetensors.index.json"
+    document = json.loads(bytes(bucket_of(where).whole(key, 1 << 20).data))
+    document["metadata"]["holdfast.files"].append(file)
+    bucket_of(where).put(key, json.dumps(document).encode())
+    with pytest.raises(HoldfastError):
+        holdfast.open(url)
+    holdfast.torch.save_sharded(url, {"w": torch.ones(3)}, format="safetensors", overwrite=True)
+    assert holdfast.open(url)["w"].numpy().sum() == 3
 
 
 def test_two_groups_save_one_step(pool: Pool, proxy: Proxy, where: dict[str, str], url: str):
@@ -392,13 +430,15 @@ def test_torchs_own_save_that_fails(pool: Pool, proxy: Proxy, where: dict[str, s
 
 
 def test_options_mean_what_they_mean_on_a_disk():
-    """Packed where that is smaller, told of while it is uploaded, and a base that is of no effect is said."""
+    """Packed where that is smaller, told of while it is uploaded, and with hashes, so that the next one shares it."""
     url, told = "memory://options/step-1", []
     state = {"w": torch.zeros(100_000)}
     saved = holdfast.torch.save_sharded(url, state, sparse="auto", progress=told.append, hashes=True)
     assert saved.nbytes < 10_000
     assert 0 < sum(told) <= saved.nbytes
-    assert any("share no bytes" in note for note in saved.notes)
+    assert not saved.notes
+    again = holdfast.torch.save_sharded("memory://options/step-2", state, sparse="auto", base=url)
+    assert (again.shared_nbytes, again.new_nbytes) == (saved.nbytes, 0)
     found = {"w": torch.ones(100_000)}
     holdfast.torch.load_sharded(url, found)
     assert torch.equal(found["w"], state["w"])

@@ -216,12 +216,11 @@ def test_a_kill_at_every_request(answered: bool):
 def test_the_proof_sees_data_that_goes_before_its_manifest(monkeypatch: pytest.MonkeyPatch):
     from holdfast.runs.bucket import RunBucket
 
-    def remove(self: RunBucket, step: holdfast.runs.Step) -> list[str]:
+    def unpublish(self: RunBucket, step: holdfast.runs.Step) -> None:
         self.bucket.delete([self.key(step.name, name) for name in step.files])
         self.bucket.delete([self.key(step.name, "holdfast.json")])
-        return []
 
-    monkeypatch.setattr(RunBucket, "_remove", remove)
+    monkeypatch.setattr(RunBucket, "_unpublish", unpublish)
     torn = False
     for at in range(1, 50):
         world = World(1)

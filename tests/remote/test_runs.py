@@ -30,7 +30,6 @@ from holdfast.errors import (
     NoSuchStep,
     NotCommitted,
     SaveError,
-    Unsupported,
 )
 from holdfast.runs.sweep import sweep
 from holdfast.stores.remote.client import Bucket, Found, bucket_of
@@ -44,6 +43,11 @@ def state(number: int) -> dict[str, object]:
     return {"w": np.full((8, 64), number, np.float32), "step": number}
 
 
+def shared(number: int) -> dict[str, object]:
+    """The same with something that never changes, which steps share."""
+    return {**state(number), "frozen": np.arange(512.0)}
+
+
 def numbers(run: holdfast.Run) -> list[int]:
     return [step.step for step in run]
 
@@ -51,7 +55,8 @@ def numbers(run: holdfast.Run) -> list[int]:
 def loads(step: holdfast.runs.Step) -> bool:
     """Whether every value of a step is the one that was saved."""
     with step.open() as checkpoint:
-        return checkpoint.tree["step"] == step.step and bool((checkpoint["w"].numpy() == step.step).all())
+        same = "frozen" not in checkpoint or np.array_equal(checkpoint["frozen"].numpy(), np.arange(512.0))
+        return same and checkpoint.tree["step"] == step.step and bool((checkpoint["w"].numpy() == step.step).all())
 
 
 @pytest.fixture
@@ -199,18 +204,18 @@ def test_a_pin_comes_before_a_deletion_or_is_refused(store: MemoryStore):
         chosen.append(set(pins))  # type: ignore[call-overload]
         return [step for step in run.steps()[:2] if step.step not in chosen[-1]]
 
-    real, told = place._remove, []  # type: ignore[attr-defined]
+    real, told = place._unpublish, []  # type: ignore[attr-defined]
 
-    def remove(step: holdfast.runs.Step) -> list[str]:
+    def unpublish(step: holdfast.runs.Step) -> None:
         with pytest.raises(NoSuchStep, match="being deleted") as refused:
             other.pin(step.step)
         told.append(refused.value)
         other.pin(3, "another")
         with pytest.raises(NoSuchStep, match="being deleted"):
             other.pin(step.step)
-        return real(step)
+        real(step)
 
-    place._remove = remove  # type: ignore[attr-defined]
+    place._unpublish = unpublish  # type: ignore[attr-defined]
     gone, notes = place.let_go(choose, durable=True)
     assert ([one.step for one in gone], notes) == ([2], [])
     assert chosen == [set(), {1}]
@@ -236,14 +241,6 @@ def test_exports(store: MemoryStore, tmp_path: Path, monkeypatch: pytest.MonkeyP
     run.close()
     assert holdfast.open("hf/step-00000001")["w"].shape == (8, 64)
     assert holdfast.open("memory://exported/hf/step-00000001.pt")["w"].shape == (8, 64)
-
-
-def test_ranks_say_that_they_cannot():
-    pytest.importorskip("torch")
-    import holdfast.torch
-
-    with pytest.raises(Unsupported, match="ranks do not save into an object store"):
-        holdfast.torch.Run("s3://bucket/run")
 
 
 # The sweep.
@@ -306,18 +303,18 @@ def test_a_save_that_is_published_while_the_sweep_looks(store: MemoryStore, monk
     holdfast.save(state(1), "run/step-1", store=store)
     manifest = obstore.get(store, "run/step-1/holdfast.json").bytes()
     obstore.delete(store, "run/step-1/holdfast.json")
-    real, asked = Bucket.whole, []
+    real, asked = Bucket.put, []
 
-    def whole(self: Bucket, key: str, most: int) -> object:
+    def put(self: Bucket, key: str, *args: object, **more: object) -> object:
         asked.append(key)
-        if len(asked) == 2:
+        if "holdfast.claims" in key:
             obstore.put(store, "run/step-1/holdfast.json", manifest)
-        return real(self, key, most)
+        return real(self, key, *args, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Bucket, "whole", whole)
+    monkeypatch.setattr(Bucket, "put", put)
     with later(25):
         assert sweep("run", store=store).keys == ()
-    assert len(asked) == 2
+    assert len(asked) == 2, "for the time, and the claim when all candidates are known"
     assert loads(holdfast.Run("run", store=store)[1])
 
 
@@ -389,19 +386,21 @@ def checked(url: str, *allowed: int | None) -> int | None:
 
 
 @pytest.mark.parametrize("fault", ["drop", "cut", "503"])
-def test_each_request_of_a_save_meets_a_fault(fault: str, proxy: Proxy, url: str):
+def test_each_request_of_a_save_meets_a_fault(fault: str, proxy: Proxy, url: str, request: pytest.FixtureRequest):
+    """One in three of them by default, each time others."""
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
-        run.save(number, state(number))
+        run.save(number, shared(number))
     proxy.clear()
-    run.save(3, state(3))
+    run.save(3, shared(3))
     count, number = len(proxy.asked), 3
-    for at in range(count):
+    every = request.config.getoption("--exhaustive")
+    for at in range(count) if every else range(["drop", "cut", "503"].index(fault), count, 3):
         proxy.clear()
         proxy.fault = only(at, fault)
         number += 1
         try:
-            run.save(number, state(number))
+            run.save(number, shared(number))
         finally:
             proxy.fault = only(-1, None)
         assert checked(url, number) == number, at
@@ -440,7 +439,8 @@ def test_no_request_arrives_from_one_on(proxy: Proxy, url: str, monkeypatch: pyt
 PROGRAM = """
 import sys, numpy as np, holdfast
 run = holdfast.Run(sys.argv[1], keep="latest:1")
-run.save(int(sys.argv[2]), {"w": np.full((8, 64), int(sys.argv[2]), np.float32), "step": int(sys.argv[2])})
+state = {"w": np.full((8, 64), int(sys.argv[2]), np.float32), "step": int(sys.argv[2]), "frozen": np.arange(512.0)}
+run.save(int(sys.argv[2]), state)
 """
 
 
@@ -448,7 +448,7 @@ def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str, reque
     """The step before, or the new one; the next save works, and the sweep leaves nothing of the dead."""
     run = holdfast.Run(url, keep="latest:1")
     for number in (1, 2):
-        run.save(number, state(number))
+        run.save(number, shared(number))
     proxy.clear()
     run.save(3, state(3))
     count, number = len(proxy.asked), 3
@@ -476,11 +476,14 @@ def test_a_run_that_is_killed_between_two_requests(proxy: Proxy, url: str, reque
             assert process[0].returncode in (-9, 0)
             checked(url, before, number)
             number += 1
-            run.save(number, state(number))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", HoldfastWarning)  # what the dead claimed is left to the sweep
+                run.save(number, shared(number))
             assert numbers(run) == [number]
             with later(1):
                 sweep(url, grace=1)
-            assert len(bucket_keys(url)) == 4, "a manifest, its data, the rules and the pins"
+            assert len(bucket_keys(url)) in (4, 5), "a manifest, its data and what it shares, the rules and the pins"
+            assert loads(run.latest())
 
 
 def bucket_keys(url: str) -> list[str]:

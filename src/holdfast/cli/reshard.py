@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 from holdfast.cli import values
 from holdfast.cli.planned import add_writing, carry_out, writing
@@ -37,12 +38,12 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.text import plural
-    from holdfast.rewrite.reshard import plan_reshard
+    from holdfast.rewrite.reshard import parse_mesh, plan_reshard
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []
     rules = [text for text in (*options.rule, *(line.partition("#")[0].strip() for line in lines)) if text]
     planned = plan_reshard(options.src, options.dst, mesh=options.mesh, rules=rules, writing=writing(options))
-    ranks = len(planned.plan.files)
+    ranks = math.prod(parse_mesh(options.mesh).values())  # beside their files there may be a config and a tokenizer
     fields = {"source": str(options.src), "mesh": options.mesh, "ranks": ranks}
     return carry_out(
         planned, "Resharding", options, fields=lambda done: fields, more=lambda done, seconds: f" for {plural(ranks, 'rank')}"

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from holdfast.errors import UnsafePath
 
-__all__ = ["check_key"]
+__all__ = ["DATA", "beside", "check_key"]
+
+DATA = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}(?:-[0-9]{5,})?\.safetensors", re.ASCII)
+"""What a save to an object store calls its data, with the id of the save: nobody else has given such a name."""
+
+BESIDE = re.compile(rf"\.\./([^./\\\0][^/\\\0]*)/({DATA.pattern})", re.ASCII)
 
 
 def check_key(key: str) -> str:
@@ -17,3 +24,15 @@ def check_key(key: str) -> str:
     if not key or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
         raise UnsafePath(f"the name {key!r} does not stay inside the checkpoint; the file that holds it is not trustworthy")
     return key
+
+
+def beside(key: str) -> tuple[str, str] | None:
+    """Folder and name of a key that names data of another save, in a folder beside the one that was opened; None for any other.
+
+    >>> beside("../step-1/data-0123456789abcdef-00001-of-00001.safetensors")
+    ('step-1', 'data-0123456789abcdef-00001-of-00001.safetensors')
+    >>> beside("../../data-0123456789abcdef-00001-of-00001.safetensors"), beside("../step-1/secret.safetensors")
+    (None, None)
+    """
+    found = BESIDE.fullmatch(key)
+    return None if found is None else (found[1], found[2])

@@ -89,6 +89,10 @@ class Store(Protocol):
     def expect(self, key: str, nbytes: int) -> bool:
         """Take note of what an index says of a key. True where it is compared when the key is read first; else ask for `size`."""
 
+    def reaches(self, key: str) -> bool:
+        """Whether a key that leads to a folder beside this one (`core.keys.beside`) can be read. Objects have no second names, so
+        a checkpoint in a bucket names what it has in common with one beside it where that is."""
+
     def list(self) -> Sequence[str]:
         """Every key, sorted."""
 
@@ -318,6 +322,9 @@ class BaseStore:
         return key in self.list()
 
     def expect(self, key: str, nbytes: int) -> bool:
+        return False
+
+    def reaches(self, key: str) -> bool:
         return False
 
     def list(self) -> Sequence[str]:

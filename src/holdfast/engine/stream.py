@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
 from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.digest import recorded_crc
@@ -24,7 +25,7 @@ from holdfast.engine.readback import check_source
 from holdfast.engine.threads import Beside, default_threads, run_all
 from holdfast.engine.write import GATHER_NBYTES, fetch_small, gather, small_bytes
 from holdfast.errors import SaveError, located
-from holdfast.plan.saves import Data, FilePlan, Gathered, Hole, Late, Literal, Memory
+from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
 
 __all__ = ["FAR_BLOCK_NBYTES", "Told", "Writer", "write_stream"]
 
@@ -93,7 +94,7 @@ def _write_all(
     plan: FilePlan, target: Writer, foreseen: Mapping[str, int], *, known: Mapping[str, int] | None, blocks: Iterator[memoryview]
 ) -> dict[str, int]:
     crcs = {**(known or {}), **foreseen}
-    own = {segment.label for segment in plan.segments if isinstance(segment, Data | Memory)}
+    own = known_later(plan.segments)
     texts: list[bytes] = []
 
     def flush() -> None:
@@ -115,14 +116,13 @@ def _write_all(
                 texts.append(content)
                 flush()
                 crcs.update(found)
-                own.update(found)
             case Hole():
                 flush()
                 for start in range(0, segment.nbytes, len(ZEROS)):
                     write_all(target, memoryview(ZEROS)[: segment.nbytes - start])
             case Data():
                 flush()
-                crcs[segment.label] = _write_data(target, segment, blocks)
+                crcs |= _write_hashed(target, segment, blocks)
             case Memory():
                 flush()
                 crcs[segment.label] = _write_memory(target, segment.content)
@@ -233,6 +233,30 @@ class Nowhere:
 
 
 NOWHERE = Nowhere()
+
+
+@dataclass(slots=True)
+class _Hashing:
+    """A target that hashes what passes by."""
+
+    target: Writer
+    hashed: ContentHash
+    at: int = 0
+
+    def write(self, data: bytes | memoryview, /) -> None:
+        self.hashed.add(self.at, data)
+        self.at += memoryview(data).nbytes
+        write_all(self.target, data)
+
+
+def _write_hashed(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> dict[str, int]:
+    """Write the data; its sum, and its hash where that is wanted, under the keys of both."""
+    label = segment.label
+    if not segment.hashed:
+        return {label: _write_data(target, segment, blocks)}
+    through = _Hashing(target, ContentHash(segment.nbytes, whole=segment.hashed == "hash"))
+    crc, found = _write_data(through, segment, blocks), through.hashed.done()
+    return {label: crc, label + HASH_KEY: found.hash or 0, label + HEAD_KEY: found.head or 0}
 
 
 def _write_data(target: Writer, segment: Data, blocks: Iterator[memoryview]) -> int:

@@ -1,7 +1,8 @@
 """The files that one rank writes of a sharded save, in each format, and the index that is written when all of them are there.
 
     native        data-00001-of-00004.safetensors …       holdfast.json, and a Hugging Face index where nothing is split
-    safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file
+    safetensors   shard-00001-model-00001-of-00001.safetensors …     no index: torch's reader looks into every file;
+                                                          in an object store model.safetensors.index.json, which publishes them
     dcp           __0_0.distcp …                          .metadata, and its checksum in .holdfast.json
 
 A safetensors file names a tensor once. The second box of a tensor on one rank therefore goes to a second file. A rank with much to
@@ -27,12 +28,13 @@ from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
 from holdfast.formats.native.write import OWN, BoxToWrite, HashAll, Pack, box_file, data_name, lay_out_index, sharding_texts
-from holdfast.formats.safetensors.write import is_flat, name_problem
+from holdfast.formats.safetensors.write import index_file, is_flat, name_problem
 from holdfast.formats.seal import SEAL
 from holdfast.plan.saves import FilePlan, Literal
 
 __all__ = [
     "FORMATS",
+    "PIECES_INDEX",
     "Contents",
     "DcpIndex",
     "Part",
@@ -46,6 +48,9 @@ __all__ = [
 ]
 
 FORMATS = ("native", "safetensors", "dcp")
+
+PIECES_INDEX = "model.safetensors.index.json"
+"""What publishes safetensors files of ranks in an object store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +156,17 @@ def rank_files(
         return [_dcp_file(f"__{part.rank}_{i}{mark}.distcp", share, values) for i, share, values in given if share or values]
     rounds = [ones for share in shares for ones in _once_each(share)]
     laid_out = []
-    names = reuse.names_of_rank(part.rank, part.size) if reuse.taken else iter(())
+    linked = bool(reuse.taken) and not save  # what carries the id of its save meets no other name
+    names = reuse.names_of_rank(part.rank, part.size) if linked else iter(())
     for turn, ones in enumerate(rounds):
-        if reuse.taken:
+        if linked:
             key = next(names)
         elif format == "native":
             again = f"-{turn + 1:05}" if turn else ""
             key = data_name(part.rank, part.size, save).replace(".safetensors", f"{again}.safetensors")
         else:
-            key = f"shard-{part.rank + 1:05}-model-{turn + 1:05}-of-{len(rounds):05}.safetensors"
+            mark = f"{save}-" if save else ""
+            key = f"shard-{part.rank + 1:05}-model-{mark}{turn + 1:05}-of-{len(rounds):05}.safetensors"
         laid_out.append(
             _safetensors_file(
                 key, ones, part.metadata, strict=format == "safetensors", pack=pack, hashes=hashes, changed=reuse.changed
@@ -242,7 +249,17 @@ def index_files(
         metadata = dcp_index(contents, receipts)
         beside = [] if save else [FilePlan(BESIDE, (Literal(checksum_file(metadata)),))]
         return [*beside, FilePlan(".metadata", (Literal(metadata),))]
-    return []
+    return [_pieces_index(receipts)] if save else []
+
+
+def _pieces_index(receipts: Sequence[Receipt]) -> FilePlan:
+    """The index of safetensors files in an object store: which file has a tensor, or its first piece; and all files."""
+    first: dict[str, str] = {}
+    for receipt in receipts:
+        for name, _ in receipt.chunks:
+            first.setdefault(name, receipt.key)
+    total = sum(chunk.bytes[1] - chunk.bytes[0] for receipt in receipts for _, chunk in receipt.chunks)
+    return index_file(PIECES_INDEX, first, total, files=[receipt.key for receipt in receipts])
 
 
 def _native_index(contents: Contents, receipts: Sequence[Receipt], *, alone: bool) -> list[FilePlan]:

@@ -67,7 +67,14 @@ class FirstFolder:
         finally:
             system.close(base)
 
-    def publish(self, delivered: Sequence[Sequence[Receipt]], index: Sequence[FilePlan], *, check: Callable[[Store], None]) -> None:
+    def publish(
+        self,
+        delivered: Sequence[Sequence[Receipt]],
+        index: Sequence[FilePlan],
+        *,
+        check: Callable[[Store], None],
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
         folder = self._transaction
         for receipt in chain.from_iterable(delivered[1:]):
             folder.join(receipt.key, receipt.nbytes, linked=receipt.linked)

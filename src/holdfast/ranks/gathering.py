@@ -46,7 +46,7 @@ class Gathering(Protocol):
         """Give a file its place."""
 
     def link(self, file: LinkedFile) -> bool:
-        """Take over a file of the base; whether by a second name, and not by a copy."""
+        """Take over a file of the base; whether by a second name, or where it is, and not by a copy."""
 
     def close(self) -> None:
         """Let go of what is open on this rank, when all of its files are written."""
@@ -62,9 +62,17 @@ class FirstGathering(Gathering, Protocol):
     def told(self) -> str:
         """What other ranks are told, so that they find it (`join_gathering`)."""
 
-    def publish(self, delivered: Sequence[Sequence[Receipt]], index: Sequence[FilePlan], *, check: Callable[[Store], None]) -> None:
+    def publish(
+        self,
+        delivered: Sequence[Sequence[Receipt]],
+        index: Sequence[FilePlan],
+        *,
+        check: Callable[[Store], None],
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
         """Make all of it a checkpoint. `delivered[r]` is what rank r has written; the last of the `index` files is the one that
-        makes it a checkpoint; `check` is given a store of all of it, before anybody else can see it."""
+        makes it a checkpoint; `check` is given a store of all of it, before anybody else can see it. `attributes` are what the
+        object of the index says of itself."""
 
 
 def open_gathering(path: str, *, format: str, durable: bool, overwrite: bool) -> FirstGathering:

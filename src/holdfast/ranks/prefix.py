@@ -2,8 +2,8 @@
 
 Every rank uploads its own objects, whose names carry the id of the save, which the first rank has drawn and told. So nobody finds
 them, and another save to the same place writes other names. The first rank puts the index, with a condition (engine/commit/remote):
-`holdfast.json`, or the `.metadata` of a DCP directory, whose checksum is then not recorded beside it: that would be a second name
-to write, and two names cannot be put at once.
+`holdfast.json`; `model.safetensors.index.json`, which safetensors files of ranks have here alone; or the `.metadata` of a DCP
+directory, whose checksum is then not recorded beside it: that would be a second name to write, and two names cannot be put at once.
 
 **Who removes what.** A rank removes its objects where it fails before its receipt is out, and where the first rank has said that
 nothing was published. It does not where the first rank is lost: that may have published meanwhile, or still do so. The first rank
@@ -20,39 +20,36 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
+from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.engine.commit.claims import commit_sharing
 from holdfast.engine.commit.remote import PrefixSave, save_id
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
-from holdfast.errors import HoldfastError, StoreError, Unsupported
+from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.directory import read_index as read_pieces
 from holdfast.plan.saves import FilePlan, LinkedFile
-from holdfast.ranks.files import Receipt
+from holdfast.ranks.files import PIECES_INDEX, Receipt
+from holdfast.rewrite.uploaded import NOTHING, ReplacedObjects
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
 from holdfast.stores.virtual import Entry, Virtual
 
-__all__ = ["INDEXES", "FirstPrefix", "Prefix", "check_format"]
+__all__ = ["INDEXES", "FirstPrefix", "Prefix"]
 
-INDEXES = {"native": MANIFEST, "dcp": METADATA}
-"""The object that makes the others a checkpoint, in each format that has one."""
+INDEXES = {"native": MANIFEST, "dcp": METADATA, "safetensors": PIECES_INDEX}
+"""The object that makes the others a checkpoint, in each format."""
 
 MOST = 1 << 20
 """Objects below a prefix that are looked through for those of a save."""
-
-
-def check_format(url: Url, format: str) -> None:
-    """Raise `Unsupported` for a format of ranks that cannot be published by one put."""
-    if format not in INDEXES:
-        message = f"{format} files of ranks have no index, whose put would publish all of them at once; save native or dcp"
-        raise Unsupported(message, file=url)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +87,7 @@ class Prefix:
         self._save.write(key, nbytes, write)
 
     def link(self, file: LinkedFile) -> bool:
-        raise Unsupported("objects have no second names", file=self.url)
+        return True  # the manifest names it where it is
 
     def close(self) -> None:
         """Nothing is open."""
@@ -104,7 +101,6 @@ class FirstPrefix(Prefix):
     """The same, on the rank that publishes."""
 
     def __init__(self, url: Url, format: str, *, overwrite: bool) -> None:
-        check_format(url, format)
         super().__init__(url, save_id(), index=INDEXES[format], overwrite=overwrite)
         self._overwrite = overwrite
         self._over = False
@@ -115,7 +111,14 @@ class FirstPrefix(Prefix):
     def told(self) -> str:
         return self.save
 
-    def publish(self, delivered: Sequence[Sequence[Receipt]], index: Sequence[FilePlan], *, check: Callable[[Store], None]) -> None:
+    def publish(
+        self,
+        delivered: Sequence[Sequence[Receipt]],
+        index: Sequence[FilePlan],
+        *,
+        check: Callable[[Store], None],
+        attributes: Mapping[str, str] | None = None,
+    ) -> None:
         """Put the index. What it replaced goes afterwards."""
         (last,) = [plan for plan in index if plan.key == self._save.index]
         for plan in index:
@@ -123,19 +126,23 @@ class FirstPrefix(Prefix):
                 self.begin(plan).write(threads=1, progress=None, block=None)
         text = io.BytesIO()
         write_stream(last, text)
-        replaced = objects_of(self.url) if self._overwrite else ()
-        bucket, below = bucket_of(self.url), f"{self.url.key}/" if self.url.key else ""
-        store = Virtual(self.url)
+        replaced = objects_of(self.url, self._save.index) if self._overwrite else NOTHING
+        bucket, parent, own = bucket_of(self.url), self.url.parent, self.url.key.rpartition("/")[2]
+        store, used = Virtual(self.url), list[tuple[str, str, int]]()
         for receipt in chain.from_iterable(delivered):
-            store.put(Entry(receipt.nbytes, partial(_read, bucket, below + receipt.key)), receipt.key)
+            folder, name = beside(receipt.key) or (own, receipt.key)
+            used += [(folder, name, receipt.nbytes)] if receipt.linked else []
+            key = parent.below(f"{folder}/{name}" if folder else name).key
+            store.put(Entry(receipt.nbytes, partial(_read, bucket, key)), receipt.key)
         store.put(_literal(text.getvalue()), last.key)
         check(store)
         if last.key == METADATA:
             # It would speak of another index; nothing else needs it.
             self._save.remove([BESIDE])
-        self._save.commit(text.getvalue())
+        commit_sharing(self._save, used, lambda: self._save.commit(text.getvalue(), attributes))
         self._over = True
-        self._save.remove([*replaced, *self._others])
+        self._save.remove(self._others)
+        replaced.remove(self._save, keep={self._save.index})
 
     def _other_indexes(self) -> list[str]:
         """The indexes of other formats that are there. Raises `NotCommitted` where one may not, or cannot, be replaced."""
@@ -169,22 +176,26 @@ class FirstPrefix(Prefix):
             bucket.delete([key for key in found if key.startswith(below) and self.save in key[len(below) :]])
 
 
-def objects_of(url: Url) -> Sequence[str]:
-    """The objects that the checkpoint there names, in the formats that ranks write; none of one that cannot be read."""
+def objects_of(url: Url, index: str) -> ReplacedObjects:
+    """What the checkpoint there names, in the formats that ranks write; nothing of one that cannot be read."""
     found: list[str] = []
+    shared = False
     with suppress(HoldfastError):
         store = RemoteStore(url)
         source = OpenSource(store, limits=Limits())
         if store.holds(MANIFEST):
             manifest = read_manifest(source)
             found += [*(file.name for file in manifest.files), *(file.name for file in manifest.others or ())]
+            shared = manifest.hash is not None
         elif store.holds(METADATA):
             for entry in read_index(source, whole=False).entries.values():
                 if isinstance(entry, SavedTensor):
                     found += [piece.item.file for piece in entry.pieces]
                 elif isinstance(entry, Item):
                     found.append(entry.file)
-    return [name for name in dict.fromkeys(found) if "/" not in name]
+        elif store.holds(PIECES_INDEX):
+            found += read_pieces(source, PIECES_INDEX).files
+    return ReplacedObjects([index, *(name for name in dict.fromkeys(found) if "/" not in name or beside(name))], shared)
 
 
 def _literal(content: bytes) -> Entry:

@@ -105,6 +105,8 @@ class AsStep:
     stamp: Stamp
     begin: Callable[[int], bool]
     """Called with the number of bytes that are to be written, before anything is: whether what is there may be replaced."""
+    attributes: Callable[[Sequence[tuple[str, int]]], Mapping[str, str] | None]
+    """From the data files to what the object of the manifest says of the step; None where a seal says it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +117,8 @@ class Publishing:
     format: str
     gathering: FirstGathering
     together: Together
-    stamp: Stamp | None = None
-    """What the seal says, where it is to be a step of a run."""
+    step: AsStep | None = None
+    """Where it is to be a step of a run."""
 
 
 def open_publishing(
@@ -126,7 +128,7 @@ def open_publishing(
     if step is not None:
         overwrite = step.begin(together.nbytes)
     gathering = open_gathering(path, format=format, durable=durable, overwrite=overwrite)
-    return Publishing(path, format, gathering, together, None if step is None else step.stamp)
+    return Publishing(path, format, gathering, together, step)
 
 
 def write_files(
@@ -182,9 +184,12 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
         check_holds(described(store, READ_AS[format]).tensors, _outlines(contents), store.name)
 
     index = index_files(format, contents, everything, dcp_index=dcp_index, save=into.save)
-    if publishing.stamp is not None:
-        index.append(_seal(everything, tuple(index), publishing.stamp))
-    into.publish(delivered, index, check=check)
+    step, attributes = publishing.step, None
+    if step is not None:
+        attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
+        if attributes is None:
+            index.append(_seal(everything, tuple(index), step.stamp))
+    into.publish(delivered, index, check=check, attributes=attributes)
 
 
 def _seal(receipts: Sequence[Receipt], index: Sequence[FilePlan], stamp: Stamp) -> FilePlan:

@@ -2,6 +2,9 @@
 
     save(state, "step-2", base="step-1")
 
+Files are linked. In an object store, where there are no links, the new manifest names the objects where they are, in a folder
+beside its own (`engine/commit/claims` keeps them there).
+
 The base is opened and checked as `open` would; then its hashes are compared with the tensors (`engine.hashes`), and what is the
 same is taken over (`formats.native.base`). A base that cannot be used, because it is torn, of another format, without hashes, or on
 another file system, costs nothing but a note: everything is written then. One that is not there at all is a mistake, and refused.
@@ -22,12 +25,13 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument, HoldfastError, Unsupported
 from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
 from holdfast.formats.native.read import read_manifest
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.native.schema import MANIFEST, Parsed
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
+from holdfast.stores.remote.url import Url
 
-__all__ = ["OpenBase", "check_shares", "not_shared", "open_base"]
+__all__ = ["OpenBase", "check_shares", "not_shared", "not_used", "nothing_at", "open_base", "without_hashes"]
 
 
 def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:
@@ -95,12 +99,32 @@ def open_base(
     """
     if path is None:
         return OpenBase(threads=threads, block=block)
-    if not os.path.lexists(path):
-        raise BadArgument(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
     try:
+        if isinstance(path, Url) and isinstance(target, Url):
+            from holdfast.rewrite.far_base import open_far_base  # what it imports is for those who have a bucket
+
+            return open_far_base(path, target, limits=limits or Limits(), threads=threads, block=block)
+        if isinstance(path, Url) or isinstance(target, Url):
+            return not_used(path, "one of the two is in an object store", threads=threads, block=block)
+        if not os.path.lexists(path):
+            raise nothing_at(path)
         return _opened(path, target, limits=limits, threads=threads, block=block)
+    except BadArgument:
+        raise
     except HoldfastError as error:
-        return _not_used(path, error.message, threads=threads, block=block)
+        return not_used(path, error.message, threads=threads, block=block)
+
+
+def nothing_at(path: str) -> BadArgument:
+    """What to say of a base that is not there."""
+    return BadArgument(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
+
+
+def without_hashes(manifest: Parsed) -> str | None:
+    """Why nothing can be compared with a base."""
+    if manifest.hash is None:
+        return "it was saved without hashes (hashes=True, or a base= of its own)"
+    return None if manifest.hash == HASH else f"its hashes are of another kind, {manifest.hash!r:.40}"
 
 
 def _opened(path: str, target: str, *, limits: Limits | None, threads: int | None, block: int | None) -> OpenBase:
@@ -109,7 +133,7 @@ def _opened(path: str, target: str, *, limits: Limits | None, threads: int | Non
     if problem is None and os.stat(folder).st_dev != os.stat(os.path.dirname(os.path.realpath(target.rstrip("/")))).st_dev:
         problem = "it is on another file system"
     if problem is not None:
-        return _not_used(path, problem, threads=threads, block=block)
+        return not_used(path, problem, threads=threads, block=block)
     store = store_of(folder, limits or Limits())
     try:
         source = OpenSource(store, limits=limits)
@@ -117,13 +141,10 @@ def _opened(path: str, target: str, *, limits: Limits | None, threads: int | Non
             problem = "it is no native directory"
         else:
             manifest = read_manifest(source)
-            if manifest.hash is None:
-                problem = "it was saved without hashes (hashes=True, or a base= of its own)"
-            elif manifest.hash != HASH:
-                problem = f"its hashes are of another kind, {manifest.hash!r:.40}"
-            elif any(os.path.islink(os.path.join(folder, file.name)) for file in manifest.files):
+            problem = without_hashes(manifest)
+            if problem is None and any(os.path.islink(os.path.join(folder, file.name)) for file in manifest.files):
                 problem = "its data files are links to other places"
-            else:
+            if problem is None:
                 starts = [int.from_bytes(source.bytes(file.name, 0, PREFIX_NBYTES), "little") for file in manifest.files]
                 data = [file.nbytes - PREFIX_NBYTES - start for file, start in zip(manifest.files, starts, strict=True)]
                 return OpenBase(Base(folder, manifest, data), store, threads=threads, block=block)
@@ -131,10 +152,11 @@ def _opened(path: str, target: str, *, limits: Limits | None, threads: int | Non
         store.close()
         raise
     store.close()
-    return _not_used(path, problem, threads=threads, block=block)
+    return not_used(path, problem, threads=threads, block=block)
 
 
-def _not_used(path: str, problem: str, *, threads: int | None, block: int | None) -> OpenBase:
+def not_used(path: str, problem: str, *, threads: int | None, block: int | None) -> OpenBase:
+    """A base that is of no use, and why."""
     return OpenBase(notes=(not_shared(path, problem),), threads=threads, block=block)
 
 

@@ -5,6 +5,7 @@
 2. Where checksums are recorded, what was read is compared with them while it passes by.
 3. On this machine a rename publishes it. In a bucket the index goes last (`rewrite/uploaded.put_copy`), after everything it names.
 4. From a bucket to itself the store copies, and no byte comes here.
+5. A step in a bucket that names data of steps beside it becomes whole: the data comes along, and the manifest says so.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
+from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import Size
@@ -27,10 +29,11 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import is_index
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.native.read import read_manifest
+from holdfast.formats.native.schema import MANIFEST, made_whole
 from holdfast.formats.safetensors.directory import choose_index
 from holdfast.inspect.open import Openable, opened, store_of
-from holdfast.plan.saves import Data, FilePlan, LinkedFile, SavePlan
+from holdfast.plan.saves import Data, FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.rewrite.formats import is_folder
 from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, Writing, check_target, planned_fields
 from holdfast.stores.paths import place_of, real_place, same_place
@@ -105,7 +108,7 @@ def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limit
 
 
 def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> tuple[SavePlan, int]:
-    names = store.list()
+    names = list(store.list())
     last = _index(names, source.path) if store.folder else None
     origin = OpenSource(store, limits=limits, threads=1)
     recorded: dict[str, list[Storage]] = {}
@@ -116,11 +119,18 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> t
     files: list[FilePlan] = []
     index: list[FilePlan] = []
     checked = 0
-    for name in names:
+    shared = {file.name: at for file in read_manifest(origin).files if (at := beside(file.name))} if last == MANIFEST else {}
+    for name in (*names, *shared):
+        folder, key = shared.get(name, ("", name if store.folder else ""))
         if name != last and _by_store(source.path, target) and store.size(name) <= COPIED_NBYTES:
-            linked.append(LinkedFile(name if store.folder else "", store.size(name), source.path))
+            from_folder = source.path.sibling(folder) if folder and isinstance(source.path, Url) else source.path
+            linked.append(LinkedFile(key, store.size(name), from_folder))
             continue
-        file, compared = _copied(name, origin, recorded.get(name, ()), key=name if store.folder else "")
+        if name == last and shared:
+            text = made_whole(origin.bytes(name, 0, store.size(name)), {one: at for one, (_, at) in shared.items()})
+            index.append(FilePlan(name, (Literal(text),)))
+            continue
+        file, compared = _copied(name, origin, recorded.get(name, ()), key=key)
         (index if name == last else files).append(file)
         checked += compared
     plan = SavePlan(

@@ -72,7 +72,8 @@ def save(
     directories are not (`overwrite`).
 
     `base` is an older native directory on the same file system, the step before: what did not change since then is not written
-    again. The new directory has the unchanged files of the base as hard links, and is a whole checkpoint without it. `hashes=True`
+    again. The new directory has the unchanged files of the base as hard links, and is a whole checkpoint without it. In an object
+    store the base is beside the new one in a prefix, and the new one names its objects where they are. `hashes=True`
     makes the first one of such a row; with a `base` it goes without saying. A base that cannot be used is a note in the result.
 
     `dst` may be a binary file object as well, anything with `write`: the format is then `format`, or what the suffix of its name
@@ -183,9 +184,6 @@ def plan_saving(
     described = describe_state(state, metadata=metadata, limits=limits)
     found = format_for(target, format, options)
     check_shares(target, found, base, hashes)
-    if isinstance(target, Url) and (base is not None or hashes):
-        described = replace(described, notes=(*described.notes, "steps in an object store share no bytes: it is written whole"))
-        base, hashes = None, False
     if writing.overwrite is False or found in DIRECTORIES:
         check_target(target, directory=found in DIRECTORIES, writing=writing)
     with ExitStack() as stack:

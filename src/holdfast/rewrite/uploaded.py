@@ -9,9 +9,13 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
+from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.engine.checksums import Span, Sweep
+from holdfast.engine.commit.claims import commit_sharing, release
 from holdfast.engine.commit.remote import ObjectSave, PrefixSave
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.readback import check_source
@@ -24,11 +28,12 @@ from holdfast.formats.native.schema import MANIFEST, parse_manifest
 from holdfast.formats.safetensors.directory import choose_index, read_index
 from holdfast.plan.saves import Data, FilePlan, SavePlan
 from holdfast.rewrite.formats import is_replaceable
+from holdfast.rewrite.namings import Namings
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import COPIED_NBYTES, Url
 
-__all__ = ["is_checkpoint", "put_plan"]
+__all__ = ["NOTHING", "ReplacedObjects", "is_checkpoint", "put_plan", "replaced_at"]
 
 METADATA = ".metadata"
 """The index of a distributed checkpoint of torch's."""
@@ -67,7 +72,7 @@ def put_plan(
     *others, index = (*plan.files, *plan.index)
     save = PrefixSave(url, index.key, overwrite=bool(writing.overwrite), parts=parts)
     save.begin(is_checkpoint)
-    replaced = _named(url, save.there) if writing.overwrite and save.there else ()
+    replaced = replaced_at(url, save.there) if writing.overwrite and save.there else NOTHING
 
     def put(file: FilePlan) -> None:
         save.write(file.key, file.nbytes, content(file))
@@ -85,15 +90,14 @@ def put_plan(
             put(file)
         text = io.BytesIO()
         content(index)(text)
-        save.commit(text.getvalue(), plan.attributes)
+        used = [(*(beside(one.key) or (url.key.rpartition("/")[2], one.key)), one.nbytes) for one in plan.linked]
+        commit_sharing(save, used, lambda: save.commit(text.getvalue(), plan.attributes))
     except DurabilityUncertain:
         raise  # the index may be there, and then names what was written
     except BaseException:
         save.give_up()
         raise
-    over = [name for name in replaced if name not in {file.key for file in (*late, index)}]
-    save.remove(over[:1])  # another index, without which nobody finds the rest
-    save.remove(over[1:])
+    replaced.remove(save, keep={file.key for file in (*late, index)})
 
 
 def put_copy(
@@ -124,7 +128,7 @@ def put_copy(
     index = plan.index[0] if plan.index else None
     save = PrefixSave(url, index.key if index else "", overwrite=overwrite, parts=writing.parts)
     save.begin(is_checkpoint)
-    replaced = _named(url, save.there) if overwrite and save.there else ()
+    replaced = replaced_at(url, save.there) if overwrite and save.there else NOTHING
     mine = {key for key, _ in plan.listed}
     # Without an index it is the weights that others look for.
     files = sorted(plan.files, key=lambda file: is_replaceable(file.key))
@@ -143,8 +147,8 @@ def put_copy(
                 if file not in over:
                     put(file)
             last()
-            if mine.intersection(replaced[1:] if index else replaced):
-                save.replaces_nothing(replaced[:1])
+            if mine.intersection(replaced.names[1:] if index else replaced.names):
+                save.replaces_nothing(replaced.names[:1])
             for file in over:
                 put(file)
             for one in plan.linked:
@@ -163,7 +167,7 @@ def put_copy(
         except BaseException:
             save.give_up()
             raise
-    save.remove([name for name in replaced if name not in mine])
+    replaced.remove(save, keep=mine)
 
 
 def _hidden(name: str) -> str:
@@ -172,7 +176,7 @@ def _hidden(name: str) -> str:
     return f"{folder}{slash}{temporary_name(last)}"
 
 
-SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}\.safetensors\Z")
+SAVED = re.compile(r"-[0-9a-f]{16}-\d{5}-of-\d{5}(?:-\d{5})?\.safetensors\Z")
 """How the name of a data object ends that a save has made up (`formats.save_name`)."""
 
 
@@ -189,8 +193,34 @@ def _nothing() -> None:
     """Nothing has to be looked at before the commit."""
 
 
-def _named(url: Url, there: Collection[str]) -> Sequence[str]:
-    """The objects of the checkpoint that is there, its index first: nobody needs them when another has taken its place."""
+@dataclass(frozen=True, slots=True)
+class ReplacedObjects:
+    """The objects of a checkpoint that another takes the place of."""
+
+    names: Sequence[str] = ()
+    """Its index first."""
+    shared: bool = False
+    """Whether checkpoints beside it may name its data, too: those that have hashes may be a base."""
+
+    def remove(self, save: PrefixSave, keep: Collection[str] = ()) -> None:
+        """Delete what nobody needs now. What cannot be deleted is left to the sweep of the run."""
+        save.remove([name for name in self.names[:1] if name not in keep])  # another index, without which nobody finds the rest
+        rest = [name for name in self.names[1:] if name not in keep]
+        if not self.shared:
+            save.remove(rest)
+            return
+        with suppress(HoldfastError):
+            parent, own = save.url.parent, save.url.key.rpartition("/")[2]
+            keys = [parent.below("/".join(beside(name) or (own, name))).key for name in rest]
+            release(parent, keys, Namings(parent).named)
+
+
+NOTHING = ReplacedObjects()
+
+
+def replaced_at(url: Url, there: Collection[str]) -> ReplacedObjects:
+    """The objects of the checkpoint that is there: nobody needs them when another has taken its place."""
+    shared = False
     try:
         store = RemoteStore(url)
         if MANIFEST in there:
@@ -198,13 +228,15 @@ def _named(url: Url, there: Collection[str]) -> Sequence[str]:
             store.peek(MANIFEST, 0, memoryview(raw))
             manifest = parse_manifest(bytes(raw), Limits())
             names = [MANIFEST, *(file.name for file in manifest.files), *(file.name for file in manifest.others)]
+            shared = manifest.hash is not None
         else:
             index = choose_index(sorted(there), url)
-            weights = read_index(OpenSource(store), index).weight_map.values() if index else filter(is_replaceable, there)
+            # Data without its index is what a save left, or what steps beside this one name: not for us to delete.
+            weights = read_index(OpenSource(store), index).files if index else filter(is_checkpoint, there)
             names = [*([index] if index else []), *dict.fromkeys(weights)]
     except HoldfastError:
-        return ()  # what cannot be read is not known to be a checkpoint's
-    return [name for name in names if "/" not in name]
+        return NOTHING  # what cannot be read is not known to be a checkpoint's
+    return ReplacedObjects([name for name in names if "/" not in name or beside(name)], shared)
 
 
 def _check(file: FilePlan, writing: Writing, crcs: Mapping[str, int]) -> Callable[[Url], None] | None:

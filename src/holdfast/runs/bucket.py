@@ -8,7 +8,8 @@ A deletion, in order:
     1  the steps that go are marked in the object of the pins. Whoever pins meanwhile comes first, and the step stays; or second,
        and is told that the step goes
     2  the manifest of each is deleted: from now on nobody finds it
-    3  its data is deleted. What a process leaves that dies here is no step, and goes by the sweep (runs/sweep.py)
+    3  its data is deleted, as far as no other manifest names it and no save is about to (engine/commit/claims). What a process
+       leaves that dies here is no step, and goes by the sweep (runs/sweep.py)
     4  the marks are taken away
 """
 
@@ -23,9 +24,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
+from holdfast.core.keys import beside
+from holdfast.engine.commit.claims import release
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import HeaderError, HoldfastError, NoSuchStep, SaveError, StoreError
 from holdfast.formats.native.schema import MANIFEST
+from holdfast.rewrite.namings import Namings
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.bucket_steps import BucketSteps, attributes_of, metadata_of
@@ -46,6 +50,7 @@ from holdfast.runs.record import (
 )
 from holdfast.runs.steps import Step, step_name
 from holdfast.stores.remote.client import Taken
+from holdfast.stores.remote.url import Url
 
 __all__ = ["RunBucket"]
 
@@ -86,7 +91,18 @@ class NoLock:
 class RunBucket(BucketSteps):
     """A run's prefix (`RunPlace`)."""
 
-    shares = False
+    def __init__(self, url: Url) -> None:
+        super().__init__(url)
+        self._namings = Namings(url, self.folders_named)
+        self._last: Step | None = None
+        """What was saved last from here."""
+
+    def base_for(self, step: int) -> Step | None:
+        last = self._last
+        if last is not None and last.step != step and self._manifest_etag(last) is not None:
+            return last  # by one request, and no listing
+        found = self.newest()
+        return self.newest(below=step) if found is not None and found.step == step else found
 
     def exists(self) -> bool:
         return True
@@ -95,8 +111,9 @@ class RunBucket(BucketSteps):
         return None
 
     def sizes(self, step: Step) -> Sizes:
-        """Steps in a bucket share nothing."""
-        return {step.path: step.nbytes}
+        sizes: Sizes = {}
+        sizes.update(self._lengths.get(step.name, {step.path: step.nbytes}))
+        return sizes
 
     def kept(self) -> Kept | None:
         _, _, raw = self._said_in(RECORD, WrittenRecord)
@@ -165,14 +182,22 @@ class RunBucket(BucketSteps):
         return {**(metadata or {}), **metadata_of(says)}
 
     def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
-        attributes = attributes_of(says, [(file.key, file.nbytes) for file in planned.plan.files])
-        return replace(planned, plan=replace(planned.plan, attributes=attributes))
+        plan = planned.plan
+        index = {file.key for file in plan.index}
+        attributes = self.attributes(says, [(key, nbytes) for key, nbytes in plan.listed if key not in index])
+        return replace(planned, plan=replace(plan, attributes=attributes))
+
+    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str]:
+        return attributes_of(says, files)
 
     def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
         """As it was laid out: no request can fail that would make a failure of a save that is done."""
-        files = [name for name, _ in planned.report.files if name != MANIFEST]
         name = step_name(says.step)
-        return Step(says.step, self.path.below(name), says.saved, says.metrics, planned.report.nbytes, name, tuple(files))
+        self._lengths[name] = {self.key(*(beside(file) or (name, file))): nbytes for file, nbytes in planned.report.files}
+        files = [file for file, _ in planned.report.files if file != MANIFEST]
+        nbytes = planned.report.nbytes
+        self._last = Step(says.step, self.path.below(name), says.saved, says.metrics, nbytes, name, tuple(files))
+        return self._last
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
         going: list[Step] = []
@@ -187,10 +212,11 @@ class RunBucket(BucketSteps):
         for one in going:
             try:
                 if self._is_as_seen(one):
-                    notes += self._remove(one)
+                    self._unpublish(one)
                     gone.append(one)
             except StoreError as error:
                 notes.append(f"step {one.step} cannot be deleted: {error.message}")
+        notes += self._remove_data(gone)
         if going:
             with suppress(HoldfastError):  # marks lose their meaning by themselves
                 self._change(PINS, MarkedPins, lambda found: _pinned(found, _by_step(found), unmark=[one.step for one in going]))
@@ -198,25 +224,37 @@ class RunBucket(BucketSteps):
 
     def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
         for one in reversed(steps):
-            self._remove(one)
+            self._unpublish(one)
+        self._remove_data(steps)
 
     def _is_as_seen(self, step: Step) -> bool:
         """Whether the manifest is the one that was decided about."""
+        now = self._manifest_etag(step)
+        return now is not None and now == self.etag(step)
+
+    def _manifest_etag(self, step: Step) -> str | None:
+        """The etag of the manifest that a step has now; None where somebody deleted it."""
         try:
-            now = self.bucket.head(self.key(step.name, MANIFEST)).etag
+            return self.bucket.head(self.key(step.name, MANIFEST)).etag or ""
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise
-            return False  # somebody else deleted it
-        return now == self.etag(step)
+            return None
 
-    def _remove(self, step: Step) -> list[str]:
+    def _unpublish(self, step: Step) -> None:
+        """From now on nobody finds it."""
         self.bucket.delete([self.key(step.name, MANIFEST)])
+
+    def _remove_data(self, steps: Sequence[Step]) -> list[str]:
+        """Delete the data of steps whose manifests are gone, unless other steps have it, too. What stood in the way, in words."""
+        names = [(step.name, name) for step in steps for name in step.files]
+        keys = dict.fromkeys(self.key(*(beside(name) or (own, name))) for own, name in names if "/" not in name or beside(name))
         try:
-            self.bucket.delete([self.key(step.name, name) for name in step.files if "/" not in name])
-        except StoreError as error:
-            return [f"step {step.step} is deleted, and not all of its data ({error.message}); a sweep of the run does that"]
-        return []
+            left = release(self.path, list(keys), self._namings.named).used
+        except HoldfastError as error:
+            numbers = ", ".join(str(step.step) for step in steps)
+            return [f"step {numbers} is deleted, and not all of its data ({error.message}); a sweep of the run does that"]
+        return [f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"] if left else []
 
     def _said_in(self, name: str, kind: type[W]) -> tuple[W | None, str | None, bytes]:
         """What stands in an object of the run, its etag, and its text."""

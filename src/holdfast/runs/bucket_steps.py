@@ -3,6 +3,7 @@
     s3://bucket/llama/
         step-00001000/holdfast.json                                   published: the manifest is there
         step-00001000/data-5f3a…-00001-of-00001.safetensors           its data, under names that no other save has
+        step-00001500/holdfast.json                                   names data of step 1000, which did not change since then
         step-00002000/data-77e0…-00001-of-00001.safetensors           no manifest: a save that goes on, or a dead one; nothing
 
 1. There is no seal: its name would be one that two saves at once both write. Step, time and metrics stand in the metadata of the
@@ -20,23 +21,24 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
+from holdfast.core.keys import DATA, beside
 from holdfast.core.limits import Limits
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, LimitExceeded, StoreError
-from holdfast.formats.native.schema import MANIFEST, parse_manifest
+from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.seal import LARGEST
+from holdfast.rewrite.namings import listed, named_by
 from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.steps import NAMED, Found, Step, step_name
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.url import Url
 
-__all__ = ["ATTRIBUTE", "DATA", "METADATA", "BucketSteps", "attributes_of", "listed", "metadata_of", "named_by"]
+__all__ = ["ATTRIBUTE", "METADATA", "BucketSteps", "attributes_of", "metadata_of"]
 
 METADATA = "holdfast.step"
 """Where step, time and metrics stand in the metadata of a manifest."""
@@ -47,11 +49,8 @@ ATTRIBUTE = "holdfaststep"
 ATTRIBUTE_NBYTES = 1600
 """Of its text at the most: S3 takes 2 KiB of attributes in all."""
 
-DATA = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}\.safetensors", re.ASCII)
-"""What a save to an object store calls its data, with the id of the save."""
-
 MOST_OBJECTS = 5_000_000
-"""Of a run."""
+"""Of a step."""
 
 ASKING = 24
 """Steps that are asked about at once."""
@@ -75,6 +74,8 @@ class Says:
     save: str = ""
     digest: str = ""
     """Of the names and lengths of the data, where the attribute said it."""
+    beside: tuple[str, ...] | None = None
+    """Names of data in the folders of other steps, where the attribute said it."""
     files: tuple[tuple[str, int], ...] | None = None
     """Names and lengths, where the manifest was read."""
     wrong: str = ""
@@ -96,10 +97,12 @@ def metadata_of(says: Stamp) -> Mapping[str, str]:
 def attributes_of(says: Stamp, files: Iterable[tuple[str, int]]) -> Mapping[str, str]:
     """What the object of a manifest says of a step with this data; nothing where that is more than stores take."""
     sizes = dict(files)
-    saves = {found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes}
-    if len(saves) != 1 or "" in saves:
+    shared = sorted(name for name in sizes if beside(name))
+    saves = {found[1] if (found := DATA.fullmatch(name)) else "" for name in sizes if name not in shared}
+    if len(saves) > 1 or "" in saves:
         return {}
-    text = stamp_text(says, {"save": saves.pop(), "files": digest_of(sizes), "nbytes": sum(sizes.values())})
+    more = {"save": "".join(saves), "files": digest_of(sizes), "nbytes": sum(sizes.values()), "beside": shared}
+    text = stamp_text(says, more)
     return {ATTRIBUTE: text} if len(text) <= ATTRIBUTE_NBYTES else {}
 
 
@@ -119,23 +122,6 @@ def read_stamp(text: str | None) -> tuple[Stamp, Mapping[str, object]] | None:
     return (stamp, found) if type(stamp.step) is int and 0 <= stamp.step <= LARGEST else None
 
 
-def named_by(raw: bytes) -> tuple[tuple[tuple[str, int], ...], Mapping[str, str]]:
-    """The files that a manifest names, with their lengths, and its metadata. Raises what `parse_manifest` raises."""
-    manifest = parse_manifest(raw, LIMITS)
-    files = [*((file.name, file.nbytes) for file in manifest.files), *((file.name, file.nbytes) for file in manifest.others)]
-    return tuple(files), manifest.metadata
-
-
-def listed(url: Url) -> dict[str, dict[str, client.Found]]:
-    """Everything below a run's prefix: for each name in it the objects below that; under '' those in the prefix itself."""
-    start = f"{url.key}/" if url.key else ""
-    found: dict[str, dict[str, client.Found]] = {}
-    for one in bucket_of(url).below(start, MOST_OBJECTS):
-        name, _, rest = one.key.removeprefix(start).partition("/")
-        found.setdefault(name if rest else "", {})[rest or name] = one
-    return found
-
-
 class BucketSteps:
     """The steps below a prefix. Every question is a new look."""
 
@@ -143,6 +129,8 @@ class BucketSteps:
         self.path: Url = url
         self._said: dict[str, Says] = {}
         """By the key of the manifest, as long as it has the same etag."""
+        self._lengths: dict[str, Mapping[str, int]] = {}
+        """The keys and lengths of the objects of each step that was found whole, by its name."""
 
     @property
     def bucket(self) -> Bucket:
@@ -190,7 +178,7 @@ class BucketSteps:
         seen: dict[str, Step | str | None] = {}
 
         def look(name: str, number: int) -> None:
-            found = self._examine(name, number, tree[name])
+            found = self._examine(name, number, lambda folder: tree.get(folder, {}))
             seen[name] = found if isinstance(found, Step) else self._look(name, number)
 
         run_all((partial(look, name, number) for number, names in claims.items() for name in names), ASKING)
@@ -219,6 +207,14 @@ class BucketSteps:
         said = self._said.get(self.key(step.name, MANIFEST))
         return None if said is None else said.etag
 
+    def folders_named(self, folder: str, etag: str | None) -> set[str] | None:
+        """The folders beside its own in which the manifest of a step names data; None where it has to be read for that."""
+        said = self._said.get(self.key(folder, MANIFEST)) if folder else None
+        if said is None or said.etag != etag or said.wrong:
+            return None
+        names = said.beside if said.files is None else [name for name, _ in said.files]
+        return None if names is None else {found[0] for name in names if (found := beside(name))}
+
     def _claims(self, names: Iterable[str]) -> dict[int, list[str]]:
         """Names by the number that they say, the one that counts first."""
         claims: dict[int, list[str]] = {}
@@ -236,9 +232,8 @@ class BucketSteps:
         """A step by its own listing: whole, or what is wrong with it, or None where nothing was published."""
         found: Step | str | None = None
         for _ in range(LOOKS):
-            start = self.key(name) + "/"
-            objects = {one.key.removeprefix(start): one for one in self.bucket.below(start, MOST_OBJECTS)}
-            found = self._examine(name, number, objects)
+            folders = cache(self._objects)
+            objects, found = folders(name), self._examine(name, number, folders)
             now = self._said.get(self.key(name, MANIFEST))
             if found is None and MANIFEST in objects:
                 continue  # it went between the listing and the question
@@ -246,8 +241,14 @@ class BucketSteps:
                 break
         return found
 
-    def _examine(self, name: str, number: int, objects: Mapping[str, client.Found]) -> Step | str | None:
-        """The step that these objects are."""
+    def _objects(self, folder: str) -> Mapping[str, client.Found]:
+        """What is below a name in the run."""
+        start = self.key(folder) + "/"
+        return {one.key.removeprefix(start): one for one in self.bucket.below(start, MOST_OBJECTS)}
+
+    def _examine(self, name: str, number: int, folders: Callable[[str], Mapping[str, client.Found]]) -> Step | str | None:
+        """The step of this name, by the objects that are in the folders of the run."""
+        objects = folders(name)
         manifest = objects.get(MANIFEST)
         if manifest is None:
             return None
@@ -259,6 +260,9 @@ class BucketSteps:
         files = says.files
         if files is None:
             own = {key: one.nbytes for key, one in objects.items() if (found := DATA.fullmatch(key)) and found[1] == says.save}
+            places = {file: beside(file) for file in says.beside or ()}
+            there = {file: folders(at[0]).get(at[1]) for file, at in places.items() if at}
+            own |= {file: one.nbytes for file, one in there.items() if one}
             if digest_of(own) == says.digest:
                 files = tuple(own.items())
             else:
@@ -266,12 +270,16 @@ class BucketSteps:
                 if says is None or says.files is None:
                     return None if says is None else says.wrong
                 files = says.files
+        lengths = {self.key(name, MANIFEST): says.nbytes}
         for file, nbytes in files:
-            there = objects.get(file)
-            if there is None:
+            at = beside(file) or (name, file)
+            one = folders(at[0]).get(at[1])
+            if one is None:
                 return f"{file}: missing"
-            if there.nbytes != nbytes:
-                return f"{file}: {there.nbytes:,} of {nbytes:,} bytes"
+            if one.nbytes != nbytes:
+                return f"{file}: {one.nbytes:,} of {nbytes:,} bytes"
+            lengths[one.key] = nbytes
+        self._lengths[name] = lengths
         stamp = says.stamp or Stamp(number, manifest.changed.timestamp(), {})
         total = sum(nbytes for _, nbytes in files) + says.nbytes
         return Step(number, self.path.below(name), stamp.saved, stamp.metrics, total, name, tuple(file for file, _ in files))
@@ -292,7 +300,10 @@ class BucketSteps:
         if told is None:
             return self._read(name)
         stamp, more = told
-        says = Says(got.found.etag, got.found.nbytes, stamp, str(more.get("save")), str(more.get("files")))
+        shared = more.get("beside", [])
+        if not isinstance(shared, list) or not all(isinstance(one, str) and beside(one) for one in shared):
+            return self._read(name)
+        says = Says(got.found.etag, got.found.nbytes, stamp, str(more.get("save")), str(more.get("files")), tuple(shared))
         self._said[key] = says
         return says
 

@@ -24,7 +24,9 @@ __all__ = ["RunDirectory", "open_for_writing"]
 class RunDirectory(RunFolder):
     """A run's directory (`RunPlace`)."""
 
-    shares = True
+    def base_for(self, step: int) -> Step | None:
+        found = self.newest()
+        return self.newest(below=step) if found is not None and found.step == step else found
 
     def exists(self) -> bool:
         return os.path.isdir(self.path)
@@ -97,6 +99,9 @@ class RunDirectory(RunFolder):
         plan = with_seal(planned.plan, says)
         files = tuple(plan.listed)
         return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files)))
+
+    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+        return None
 
     def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
         return self.get(says.step)

@@ -36,12 +36,11 @@ class RunPlace(Protocol):
     @property
     def path(self) -> str: ...
 
-    @property
-    def shares(self) -> bool:
-        """Whether a step may have files of the one before it."""
-
     def newest(self, *, below: int | None = None) -> Step | None:
         """The whole step with the highest number, or with the highest below another."""
+
+    def base_for(self, step: int) -> Step | None:
+        """The step whose files a save of this number may share: the newest other one."""
 
     def get(self, step: int) -> Step | None:
         """The step of this number, if it is whole."""
@@ -102,6 +101,9 @@ class RunPlace(Protocol):
 
     def sealed(self, planned: Planned[Saved], says: Stamp) -> Planned[Saved]:
         """The same save, with all that makes a step of it."""
+
+    def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
+        """What the manifest of a step with this data says of itself, where that makes a step of it; None where a seal does."""
 
     def published(self, planned: Planned[Saved], says: Stamp) -> Step | None:
         """The step that was just saved; None where it is not there any more."""

@@ -89,8 +89,8 @@ class Run(RunView):
     "pause" waits and warns. In all cases the old steps are intact.
 
     What did not change since the step before is not written again: both have the file (a hard link), and each can be deleted or
-    copied by itself. `share=False` writes everything anew, and so does a run in a bucket. `export` converts published steps in the
-    background (`Export`).
+    copied by itself. In a bucket, which has no links, a step names the objects that it has in common with older ones, and each can
+    be deleted by the run. `share=False` writes everything anew. `export` converts published steps in the background (`Export`).
 
     `path` may be a URL (`s3://bucket/run`), or with `store`, an obstore store, a key in it. Two runs below one prefix are not kept
     apart by a lock: of two saves of one step one is published, and the other is told.
@@ -280,11 +280,9 @@ class Run(RunView):
 
     def _base(self, step: int) -> str | None:
         """The step whose files this one may share: the newest other one."""
-        if not self.share or not self._folder.shares:
+        if not self.share:
             return None
-        found = self._folder.newest()
-        if found is not None and found.step == step:
-            found = self._folder.newest(below=step)
+        found = self._folder.base_for(step)
         return None if found is None else found.path
 
     def _carry_out(self, planned: Planned[Saved], says: Stamp, progress: Progress | None) -> Step:

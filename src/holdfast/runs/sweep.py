@@ -6,12 +6,13 @@ manifest may be a save that goes on. So the sweep waits (`grace`), and goes in t
     1  the time, by the store's own clock: a small object is put, and its date is asked for
     2  candidates: objects under the names that saves give to their data, in the run's prefix or one below it, and the probes,
        hidden uploads and claims of the commit (engine/commit/remote); older than the grace time
-    3  the manifests beside them are read: what one of them names is no candidate
-    4  once more, when all candidates are known: a save may have been published meanwhile
-    5  what is named by none then is deleted
+    3  all manifests beside them are read: what one of them names is no candidate
+    4  a claim is put (engine/commit/claims): from now on no save begins to share these; what one shares already stays
+    5  the manifests are looked at once more: a save may have been published meanwhile
+    6  what none of them names is deleted; so are claims of processes that died
 
-Nothing that a published manifest names is deleted, nor anything beside a manifest that cannot be understood, nor any object of
-another name. A save must take less than the grace time from its first object to its manifest.
+Nothing that a published manifest names is deleted, nor anything beside a manifest that cannot be understood, nor what such a one
+mentions, nor any object of another name. A save must take less than the grace time from its first object to its manifest.
 
 Parts of uploads that did not come to their end are no objects, and no request here lists them: a lifecycle rule of the bucket
 removes them (docs/runs.md).
@@ -19,7 +20,6 @@ removes them (docs/runs.md).
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Iterable
@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from holdfast.core.arguments import understood
-from holdfast.core.limits import Limits
+from holdfast.core.keys import DATA
 from holdfast.core.quantities import seconds
+from holdfast.engine.commit.claims import CLAIMS, LIFE_S, Released, release
 from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import refusal
-from holdfast.errors import BadArgument, HoldfastError, StoreError
-from holdfast.formats.native.schema import MANIFEST
-from holdfast.runs.bucket_steps import DATA, listed, named_by
+from holdfast.errors import BadArgument, StoreError
+from holdfast.rewrite.namings import Namings, listed
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.client import Bucket, Found, bucket_of
@@ -75,52 +75,43 @@ def sweep(
     if not isinstance(url, Url):
         raise BadArgument("a sweep is for object stores; in a directory, the next save removes what dead ones left", found=url)
     bucket, tree = bucket_of(url), listed(url)
-    ours = [(folder, name, one) for folder, below in tree.items() for name, one in below.items() if _is_ours(name)]
-    notes: dict[str, str] = {}
-    now = _now(bucket, url, (one for below in tree.values() for one in below.values()), dry_run=dry_run)
+    found = [(folder, name, one) for folder, below in tree.items() for name, one in below.items()]
+    now = _now(bucket, url, (one for _, _, one in found), dry_run=dry_run)
     before = now - timedelta(seconds=seconds(grace, "grace="))
-    left = _unnamed(bucket, url, ours, notes)
-    old = [item for item in left if item[2].changed <= before]
-    sure = _unnamed(bucket, url, old, notes)
-    keys = tuple(one.key for _, _, one in sure)
-    if keys and not dry_run:
-        try:
-            bucket.delete(keys)
-        except StoreError as error:
-            raise refusal(f"not all was deleted: {error.message}; sweep again", url, error.errno) from None
-    nbytes = sum(one.nbytes for _, _, one in sure)
-    return Swept(url, keys, nbytes, len(left) - len(old), tuple(notes.values()), done=not dry_run)
+    objects = {one.key: one for _, _, one in found}
+    # Data right in the prefix may be that of a step, and named by other steps.
+    groups = [
+        (Namings(url), [one.key for folder, name, one in found if folder and DATA.fullmatch(name)]),
+        (Namings(url.parent if url.key else url), [one.key for folder, name, one in found if not folder and DATA.fullmatch(name)]),
+    ]
+    traces = [one.key for folder, name, one in found if _is_trace(folder, name)]
+    dead = [
+        key for key in traces if objects[key].changed <= min(before, now - timedelta(seconds=2 * LIFE_S if CLAIMS in key else 0))
+    ]
+    young, notes = len(traces) - len(dead), list[str]()
+    try:
+        if not dry_run:
+            bucket.delete(dead)
+        for namings, keys in groups:
+            left = set(keys) - (namings.named(keys) if keys else set())
+            old = [key for key in keys if key in left and objects[key].changed <= before]
+            young += len(left) - len(old)
+            released = Released(old) if dry_run else release(namings.parent, old, namings.named)
+            dead += released.gone
+            notes += [
+                f"{folder or namings.parent}: its manifest cannot be understood, so nothing beside it goes: {why}"
+                for folder, why in namings.notes.items()
+            ]
+            notes += [f"a save uses {len(released.used):,} objects; sweep again later"] if released.used else []
+    except StoreError as error:
+        raise refusal(f"not all was deleted: {error.message}; sweep again", url, error.errno) from None
+    keys = sorted(dead)
+    return Swept(url, tuple(keys), sum(objects[key].nbytes for key in keys), young, tuple(notes), done=not dry_run)
 
 
-Candidate = tuple[str, str, Found]
-"""The name of a folder in the run, or '' for the run's own; the name in it; the object."""
-
-
-def _is_ours(name: str) -> bool:
-    """Whether a name is one that nobody but a save gives."""
-    return DATA.fullmatch(name) is not None or ("/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name)))
-
-
-def _unnamed(bucket: Bucket, url: Url, candidates: Iterable[Candidate], notes: dict[str, str]) -> list[Candidate]:
-    """Those that no manifest names, as the store has it now."""
-    by_folder: dict[str, list[Candidate]] = {}
-    for item in candidates:
-        by_folder.setdefault(item[0], []).append(item)
-    found: list[Candidate] = []
-    for folder, items in by_folder.items():
-        key = "/".join(part for part in (url.key, folder, MANIFEST) if part)
-        try:
-            named = {name for name, _ in named_by(bytes(bucket.whole(key, Limits().index_nbytes).data))[0]}
-        except HoldfastError as error:
-            if isinstance(error, StoreError):
-                if error.errno != errno.ENOENT:
-                    raise
-                named = set()
-            else:
-                notes[folder] = f"{folder or url}: its manifest cannot be understood, so nothing beside it goes: {error.message}"
-                named = {name for _, name, _ in items if DATA.fullmatch(name)}
-        found += [item for item in items if item[1] not in named]
-    return found
+def _is_trace(folder: str, name: str) -> bool:
+    """Whether it is what the commit and the claims leave of processes that died."""
+    return folder == CLAIMS or ("/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name)))
 
 
 def _now(bucket: Bucket, url: Url, seen: Iterable[Found], *, dry_run: bool) -> datetime:

@@ -90,6 +90,9 @@ class Virtual(BaseStore):
     def expect(self, key: str, nbytes: int) -> bool:
         return self._over is not None and self._over.expect(key, nbytes)
 
+    def reaches(self, key: str) -> bool:
+        return key in self._entries if self._over is None else self._over.reaches(key)
+
     def list(self) -> Sequence[str]:
         return sorted(self._entries) if self._over is None else self._over.list()
 

@@ -92,6 +92,8 @@ class Base:
     manifest: Parsed
     data_nbytes: Sequence[int]
     """Bytes behind the header of each file, those of nobody included."""
+    names: Mapping[str, str] = field(default_factory=dict)
+    """What the new one calls files of the base, where that is another name: in an object store they are not linked but named."""
 
     def candidates(self, tensors: Mapping[str, LazyTensor]) -> Iterator[tuple[str, int, LazyTensor, Hashed]]:
         """Of tensors that may be what they were, each chunk as the base has it: name, number, its elements now, its hash then."""
@@ -133,7 +135,7 @@ class Base:
         stay = {key: tuple(own) for key, own in chunks.items() if _files_of(own) <= numbers.keys()}
         kept = [self.manifest.files[number] for number in numbers]
         return Reuse(
-            tuple(LinkedFile(file.name, file.nbytes, self.folder) for file in kept),
+            tuple(LinkedFile(self.names.get(file.name, file.name), file.nbytes, self.folder) for file in kept),
             {key: tuple(in_files(chunk, numbers) for chunk in own) for key, own in stay.items()},
             frozenset(chunks.keys() - stay.keys()),
             taken=frozenset(file.name for file in self.manifest.files),

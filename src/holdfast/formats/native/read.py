@@ -8,7 +8,7 @@ for `check_files`, which a verification runs: it costs a read of every file, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -18,6 +18,7 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.columns import Columns
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
 from holdfast.core.sparse.storage import SparseStorage
@@ -37,6 +38,7 @@ from holdfast.errors import (
 from holdfast.formats.native.base import parts_of
 from holdfast.formats.native.chunks import UnpackedStore, check_sparse, sparse_storage
 from holdfast.formats.native.schema import (
+    BESIDE_VERSION,
     MANIFEST,
     SEALED_VERSION,
     SPARSE_VERSION,
@@ -172,7 +174,7 @@ def read_manifest(source: Source) -> Parsed:
     raw = source.bytes(MANIFEST, 0, size)
     with located(file=MANIFEST):
         manifest = parse_manifest(raw, source.limits)
-        check_names(manifest.files, "files")
+        check_names(manifest.files, "files", reaches=source.store.reaches if manifest.version >= BESIDE_VERSION else None)
         check_names((*manifest.files, *manifest.others), "others", first=len(manifest.files))
         near = [file for file in manifest.files if not source.store.expect(file.name, file.nbytes)]
         present = set(source.store.list()) if near else set()
@@ -190,12 +192,21 @@ def read_manifest(source: Source) -> Parsed:
     return manifest
 
 
-def check_names(files: Sequence[DataFile | OtherFile], field: str, *, first: int = 0) -> None:
-    """Refuse names that are not those of files in this directory, and lengths that are none; from the `first` one on."""
+def check_names(
+    files: Sequence[DataFile | OtherFile], field: str, *, first: int = 0, reaches: Callable[[str], bool] | None = None
+) -> None:
+    """Refuse names that are not those of files in this directory, and lengths that are none; from the `first` one on.
+
+    `reaches` says of a name in a folder beside it whether the store has such a thing.
+    """
     seen: set[str] = {file.name for file in files[:first]}
     for i, file in enumerate(files[first:]):
         name = file.name
-        if not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
+        if reaches is not None and beside(name):
+            if not reaches(name):
+                told = "a step that shares data with others beside it opens in its bucket alone; `holdfast cp` makes it whole"
+                raise UnsafePath(f"at {pointer(field, i, 'name')}: {quoted(name)}: {told}", found=name)
+        elif not name or name.startswith(".") or any(sign in name for sign in "/\\\0"):
             at = pointer(field, i, "name")
             raise UnsafePath(f"at {at}: {quoted(name)} is not the plain name of a file in the directory", found=name)
         if name in seen or name == MANIFEST:

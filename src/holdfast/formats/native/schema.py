@@ -18,7 +18,9 @@ With `hash`, the name of an algorithm (`core.content_hash`), chunks have a hash 
 them to read; a later save compares with them what it would write (`formats.native.base`).
 
 Versions 1 (no packed chunks) and 2 have neither `others` nor `self`, and are read as they always were. Version 3 has both, and a
-manifest of version 3 without `self` is damaged. Version 4 has hashes; a manifest without them is written as version 3.
+manifest of version 3 without `self` is damaged. Version 4 has hashes; a manifest without them is written as version 3. Version 5
+is for object stores, which have no links: a file may be named that lies in a folder beside this one,
+`"../step-00001000/data-5f3a…-00001-of-00001.safetensors"` (`core.keys.beside`). It is written where one is.
 
 There are two parsers, as for a safetensors header. msgspec reads the text that Holdfast writes; the proof that it read nothing else
 is that it writes the same text again. Every other text goes through `strict_json`, which says what is wrong and where.
@@ -40,6 +42,7 @@ from holdfast.formats.strict_json import SEAL, check_seal, kind, parse, parse_pa
 from holdfast.formats.tree_json import json_limits
 
 __all__ = [
+    "BESIDE_VERSION",
     "FORMAT",
     "HASHED_VERSION",
     "MANIFEST",
@@ -55,6 +58,7 @@ __all__ = [
     "StoredSparse",
     "StoredTensor",
     "encode_manifest",
+    "made_whole",
     "parse_exact",
     "parse_fast",
     "parse_manifest",
@@ -69,6 +73,8 @@ SEALED_VERSION = 3
 """The first that has a checksum of its own."""
 HASHED_VERSION = 4
 """The first in which chunks may have hashes. Written where they have."""
+BESIDE_VERSION = 5
+"""The first in which files may lie in a folder beside this one. Written where one does."""
 
 
 class StoredPart(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -122,7 +128,7 @@ class StoredTensor(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=
 
 
 class DataFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
-    """One safetensors file beside the manifest."""
+    """One safetensors file beside the manifest; in an object store, perhaps in a folder beside the manifest's."""
 
     name: str
     nbytes: int
@@ -158,7 +164,7 @@ RECORDED = ("aliases", "views", "tree")
 FIELDS = ("format", "version", "files", "tensors", "metadata")
 SINCE_SEALED = ("others", SEAL)
 SINCE_HASHED = ("hash",)
-VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION)
+VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION)
 DECODER = msgspec.json.Decoder(Manifest)
 
 
@@ -183,6 +189,18 @@ def encode_manifest(manifest: Manifest, recorded: Mapping[str, msgspec.Raw]) -> 
     """
     raw = msgspec.json.encode(msgspec.structs.replace(manifest, **recorded))
     return seal(raw, len(pay_for_containers(raw)))
+
+
+def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:
+    """The text of a manifest whose files have other names (`names`, by those they have), in the folder of the manifest.
+
+    Raises `Unsupported` for a text that Holdfast has not written.
+    """
+    manifest = parse_fast(raw)
+    if manifest is None:
+        raise Unsupported("the manifest was not written by Holdfast, and names files of other folders; convert it instead")
+    files = tuple(DataFile(names.get(file.name, file.name), file.nbytes) for file in manifest.files)
+    return encode_manifest(msgspec.structs.replace(manifest, version=HASHED_VERSION, files=files, sealed=msgspec.UNSET), {})
 
 
 def parse_manifest(raw: bytes, limits: Limits) -> Parsed:

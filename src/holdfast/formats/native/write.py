@@ -40,6 +40,7 @@ from holdfast.errors import CannotHold
 from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import entries_of, hash_in, stored_chunk, without_clashes
 from holdfast.formats.native.schema import (
+    BESIDE_VERSION,
     FORMAT,
     HASHED_VERSION,
     MANIFEST,
@@ -342,6 +343,7 @@ def lay_out_index(
 
     hashed = any(chunk.hash or chunk.head for tensor in blank.values() for chunk in tensor.chunks)
     version, hash = (HASHED_VERSION, HASH) if hashed else (VERSION, msgspec.UNSET)
+    version = BESIDE_VERSION if any("/" in file.name for file in files) else version
 
     def encoded(listed: dict[str, StoredTensor]) -> bytes:
         return encode_manifest(Manifest(FORMAT, version, tuple(files), listed, dict(metadata), others=beside, hash=hash), rest)

@@ -16,7 +16,8 @@ The index is `model.safetensors.index.json`, as `transformers` and torch write i
     {"metadata": {"total_size": 58}, "weight_map": {"a": "model-00001-of-00002.safetensors", …}}
 
 `metadata` may be missing, and its `total_size` is a float in some files on the hub; no reader depends on it. Holdfast
-writes a record in there (`record`), as text: a checksum, and what there is to say beyond which file has which tensor.
+writes a record in there (`record`), as text: a checksum, and what there is to say beyond which file has which tensor. Where ranks
+have saved pieces of tensors to a bucket, `metadata` lists all files (`holdfast.files`): a name is mapped to one of them alone.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from holdfast.errors import (
 )
 from holdfast.formats.recorded import Recorded, restore
 from holdfast.formats.safetensors.read import Header, read_header, refuse_orphans
-from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, Record, join, read_record, saved_offsets
+from holdfast.formats.safetensors.record import FILES, RECORD, SHARDING_INFO, About, Record, join, read_record, saved_offsets
 from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
 __all__ = ["INDEX_SUFFIX", "SUFFIX", "SafetensorsDirectory", "choose_index", "read_index"]
@@ -62,6 +63,12 @@ class Index:
     """Holdfast's record; None where there is none."""
     texts: dict[str, object]
     """What `metadata` has beside it."""
+
+    @property
+    def files(self) -> list[str]:
+        """Every file that counts, once."""
+        more = self.texts.get(FILES)
+        return list(dict.fromkeys([*self.weight_map.values(), *(more if isinstance(more, list) else ())]))
 
 
 def choose_index(keys: Sequence[str], directory: str) -> str | None:
@@ -108,7 +115,12 @@ def read_index(source: Source, key: str) -> Index:
     present = set(source.store.list())
     plain: set[str] = set()
     missing: dict[str, None] = {}
-    for name, file in weight_map.items():
+    metadata = document.get("metadata")
+    beside = metadata if isinstance(metadata, dict) else {}
+    more = beside.get(FILES, [])
+    if not isinstance(more, list):
+        raise HeaderError(f"at {pointer('metadata', FILES)}: expected a list, found {kind(more)}", file=key)
+    for name, file in (*weight_map.items(), *((FILES, file) for file in more)):
         if not isinstance(file, str):
             raise HeaderError(f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}", file=key, tensor=name)
         if file not in plain:
@@ -120,8 +132,6 @@ def read_index(source: Source, key: str) -> Index:
         shown = ", ".join(quoted(file) for file in list(missing)[:SHOWN_FILES])
         more = f" and {len(missing) - SHOWN_FILES:,} more" if len(missing) > SHOWN_FILES else ""
         raise StoreError(f"the index names files that are not there: {shown}{more}", file=key, found=tuple(missing))
-    metadata = document.get("metadata")
-    beside = metadata if isinstance(metadata, dict) else {}
     return Index(weight_map, beside.get(RECORD), {name: value for name, value in beside.items() if name != RECORD})
 
 
@@ -187,7 +197,7 @@ class SafetensorsDirectory:
         index = choose_index(keys, source.store.name)
         listed = None if index is None else read_index(source, index)
         weight_map = None if listed is None else listed.weight_map
-        files = _candidates(keys) if weight_map is None else list(dict.fromkeys(weight_map.values()))
+        files = _candidates(keys) if listed is None else listed.files
         if not files and weight_map is None:
             raise UnknownFormat("there is no safetensors file at the top of this directory", file=source.store.name)
         headers = {key: read_header(source, key) for key in files}

@@ -30,7 +30,7 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.errors import CannotHold
 from holdfast.formats.recorded import PAIRS, find_sharing, sharing_fields
-from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, About, RecordText
+from holdfast.formats.safetensors.record import CRC_DIGITS, FILES, RECORD, About, RecordText
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
@@ -310,10 +310,18 @@ def _plan_directory(
 
 
 def index_file(
-    key: str, weight_map: Mapping[str, str], total_nbytes: int, *, fields: Mapping[str, object] | None = None
+    key: str,
+    weight_map: Mapping[str, str],
+    total_nbytes: int,
+    *,
+    fields: Mapping[str, object] | None = None,
+    files: Sequence[str] | None = None,
 ) -> FilePlan:
-    """The Hugging Face index: the file of each name. `fields` go into a record in its metadata, None for an index without one."""
-    metadata: dict[str, object] = {"total_size": total_nbytes}
+    """The Hugging Face index: the file of each name. `fields` go into a record in its metadata, None for an index without one.
+
+    `files` are all of them, where some only have pieces of tensors whose first piece is in another.
+    """
+    metadata: dict[str, object] = {"total_size": total_nbytes} | ({} if files is None else {FILES: list(files)})
     if fields is not None:
         metadata[RECORD] = RecordText(fields, About(weight_map, {**metadata})).whole().decode("utf-8")
     document = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False)

@@ -18,7 +18,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 
-from holdfast.core.keys import check_key
+from holdfast.core.keys import beside, check_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import BaseStore, Stamp
 from holdfast.core.runtime import renewed
@@ -135,12 +135,16 @@ class RemoteStore(BaseStore):
         return key in self._known or key in self._told or key in self.list()
 
     def expect(self, key: str, nbytes: int) -> bool:
-        check_key(key)
+        self._key(key)
         with self._lock:
             if key in self._known:
                 return False
             self._told[key] = nbytes
             return True
+
+    def reaches(self, key: str) -> bool:
+        found = beside(key)
+        return found is not None and self._single is None and bool(self._url.key) and found[0] != self._url.key.rpartition("/")[2]
 
     def list(self) -> Sequence[str]:
         self._open()
@@ -238,6 +242,8 @@ class RemoteStore(BaseStore):
             if key != self._single:
                 raise StoreError(f"there is no {key!r} in {self.name}", file=key)
             return self._url.key
+        if self.reaches(key):
+            return self._url.sibling(key.removeprefix("../")).key
         return f"{self._url.key}/{check_key(key)}" if self._url.key else check_key(key)
 
     def _open(self) -> None:

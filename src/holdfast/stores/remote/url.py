@@ -76,6 +76,11 @@ class Url(str):
         url.client = self.client
         return url
 
+    @property
+    def parent(self) -> Self:
+        """The prefix in which this place is; the bucket for one at its top."""
+        return self.sibling("")
+
     def sibling(self, name: str) -> Self:
         """The place of a name beside this one."""
         url = type(self)(f"{self.rstrip('/').rpartition('/')[0]}/{name}")

@@ -4,7 +4,7 @@
     run.resume(into=state)                                             the same step on all ranks, whatever number of them saved it
     handle = run.async_save(step, state, metrics={"val_loss": 2.1})    returns when the tensors are copied
 
-Every rank calls the same methods. What concerns the directory (its lock, whether the step may be replaced, room, retention) is the
+Every rank calls the same methods. What concerns the place (a lock, whether the step may be replaced, room, retention) is the
 first rank's business: it does it inside of the save, where its refusal reaches all ranks as the same error (saving.py). Ranks talk
 through the group's store and never through a collective, so that a save in the background does not meet the training's.
 
@@ -17,6 +17,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -24,7 +25,7 @@ import torch.distributed as dist
 
 from holdfast.core.arguments import one_of, patterns, understood
 from holdfast.core.quantities import Size, byte_count
-from holdfast.errors import HoldfastError, HoldfastWarning, Unsupported
+from holdfast.errors import HoldfastError, HoldfastWarning
 from holdfast.ranks.write import AsStep
 from holdfast.rewrite.state import Stateful
 from holdfast.rewrite.step_seal import stamp
@@ -34,8 +35,7 @@ from holdfast.runs.run import Coming, WhenFull, read_metrics
 from holdfast.runs.run import Run as PlainRun
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.view import read_step
-from holdfast.stores.paths import place_of
-from holdfast.stores.remote.url import Url
+from holdfast.stores.remote.url import join
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.load_sharded import load_full, load_sharded
@@ -87,13 +87,13 @@ class Run(PlainRun):
         export: Export | Sequence[Export] = (),
         share: bool = True,
         durable: bool = True,
+        store: object | None = None,
         group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE,
     ) -> None:
-        if isinstance(place_of(path), Url):
-            message = "ranks do not save into an object store yet; a holdfast.Run of one process does"
-            raise Unsupported(message, file=str(path))
-        super().__init__(path, keep=keep, budget=budget, when_full=when_full, export=export, share=share, durable=durable)
+        super().__init__(
+            path, keep=keep, budget=budget, when_full=when_full, export=export, share=share, durable=durable, store=store
+        )
         self.group = group
         self.deadline = deadline
         self._handle: SaveHandle | None = None
@@ -326,7 +326,7 @@ class Run(PlainRun):
             ranks.close()
         return tuple(
             Step(
-                one.step, os.path.join(self._folder.path, one.name), one.saved,
+                one.step, join(self._folder.path, one.name), one.saved,
                 {name: float(value) for name, value in one.metrics.items()}, one.nbytes, one.name,
             )
             for one in msgspec.msgpack.decode(raw, type=list[Answer])
@@ -349,26 +349,29 @@ class Run(PlainRun):
         says = stamp(step, metrics)
 
         def begin(nbytes: int) -> bool:
-            self._begin()
-            _, replaced = self._place(step, overwrite=overwrite)
-            self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics))
+            with self._folder.asking():
+                self._begin()
+                _, replaced = self._place(step, overwrite=overwrite)
+                self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics))
             return replaced
 
+        with self._folder.asking():
+            base = self._base(step)
         return Asked(
-            path=os.path.join(self._folder.path, step_name(step)),
+            path=self._step_path(step),
             format="native",
             overwrite=overwrite,
             durable=self.durable,
-            metadata=metadata,
+            metadata=self._folder.noted(metadata, says),  # of the stamps of all ranks, the first one's is kept
             values=values,
             per_rank=per_rank,
             check_replicas=check_replicas,
             threads=threads,
             progress=progress,
             sparse=sparse,
-            base=self._base(step),
+            base=base,
             hashes=self.share,
-            step=AsStep(says, begin),
+            step=AsStep(says, begin, partial(self._folder.attributes, says)),
         )
 
     def _expected(self, nbytes: int) -> int:
@@ -379,7 +382,7 @@ class Run(PlainRun):
         """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
         assert asked.step is not None  # `_asked` sets it
         says = asked.step.stamp
-        made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, os.path.basename(asked.path))
+        made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, step_name(says.step))
         if self._lock is None:
             return self._folder.get(says.step) or made
         saved = self._folder.get(says.step) or made

@@ -214,10 +214,6 @@ def _job(asked: Asked, course: Course, *, group: dist.ProcessGroup | None, deadl
     """A save that has been asked for and found possible, among ranks that see a pulse from here on."""
     check_sparse(asked.path, asked.format, asked.sparse)
     check_shares(asked.path, asked.format, asked.base, asked.hashes)
-    if isinstance(asked.path, Url):
-        from holdfast.ranks.prefix import check_format
-
-        check_format(asked.path, asked.format)
     # Before anything else: from here on the others see a pulse, and whatever goes wrong is told to them.
     ranks = ranks_of(group, doing=f"save {asked.format} to {asked.path!r}", deadline=deadline)
     course.open.callback(ranks.close)

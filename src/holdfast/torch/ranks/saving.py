@@ -71,8 +71,6 @@ THREADS_A_FILE, FILE_NBYTES = 4, 256 << 20
 """Threads for which a rank writes one more file at once, and what a file should have at least. The kernel lets one thread at a time
 write to a file: beside it others can sum, and no more."""
 
-WHOLE = "steps in an object store share no bytes: it is written whole"
-
 Copy = Callable[[Sequence[LazyTensor]], Staged]
 """Copies tensors into memory of our own."""
 
@@ -365,9 +363,7 @@ def _written(planned: Planned, copies: Copies | None, notes: list[str]) -> list[
     hashes, reuse = None, NOTHING
     into = planned.gathering
     assert into is not None  # or it has failed
-    if into.save and (asked.base is not None or asked.hashes):
-        notes.append(WHOLE)
-    elif asked.base is not None or asked.hashes:
+    if asked.base is not None or asked.hashes:
         with closing(open_base(asked.base, planned.job.place, threads=threads, block=block)) as base:
             hashes, reuse = base.hashes, base.take_over_boxes(planned.part.boxes)
     notes += reuse.notes

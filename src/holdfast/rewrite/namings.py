@@ -1,0 +1,116 @@
+"""What the manifests of checkpoints beside each other in a bucket name: what nobody may delete.
+
+A manifest that cannot be understood is damaged, or of a newer Holdfast. Everything beside it counts as named by it, and so does
+every object whose name stands anywhere in its text.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+
+from holdfast.core.keys import beside
+from holdfast.core.limits import Limits
+from holdfast.engine.threads import run_all
+from holdfast.errors import HoldfastError, StoreError
+from holdfast.formats.native.schema import MANIFEST, parse_manifest
+from holdfast.stores.remote.client import Found, bucket_of
+from holdfast.stores.remote.url import Url
+
+__all__ = ["Namings", "listed", "named_by"]
+
+MOST_OBJECTS = 5_000_000
+"""Below a prefix."""
+
+ASKING = 24
+"""Manifests that are read at once."""
+
+LIMITS = Limits()
+
+Foreign = Callable[[str, str | None], Collection[str] | None]
+"""From the folder and the etag of a manifest to the other folders that it names objects in; None where that is not known."""
+
+
+def named_by(raw: bytes) -> tuple[tuple[tuple[str, int], ...], Mapping[str, str]]:
+    """The files that a manifest names, with their lengths, and its metadata. Raises what `parse_manifest` raises."""
+    manifest = parse_manifest(raw, LIMITS)
+    files = [*((file.name, file.nbytes) for file in manifest.files), *((file.name, file.nbytes) for file in manifest.others)]
+    return tuple(files), manifest.metadata
+
+
+def listed(url: Url) -> dict[str, dict[str, Found]]:
+    """Everything below a prefix: for each name in it the objects below that; under '' those in the prefix itself."""
+    start = f"{url.key}/" if url.key else ""
+    found: dict[str, dict[str, Found]] = {}
+    for one in bucket_of(url).below(start, MOST_OBJECTS):
+        name, _, rest = one.key.removeprefix(start).partition("/")
+        found.setdefault(name if rest else "", {})[rest or name] = one
+    return found
+
+
+def _knows_nothing(folder: str, etag: str | None) -> None:
+    return None
+
+
+class Namings:
+    """What the manifests in the folders of a prefix name. Each is read once, as long as it has its etag."""
+
+    def __init__(self, parent: Url, foreign: Foreign = _knows_nothing) -> None:
+        self.parent = parent
+        self.notes: dict[str, str] = {}
+        """Of manifests that cannot be understood, by their folders."""
+        self._foreign = foreign
+        self._known: dict[str, tuple[str | None, frozenset[str] | bytes]] = {}
+        """By folder: etag, and the keys that it names; or its text, where that cannot be understood."""
+
+    def named(self, keys: Collection[str]) -> set[str]:
+        """Those of these keys that a published manifest names, as the store has it now."""
+        wanted = {key: key.removeprefix(self._start).rpartition("/")[0] for key in keys}
+        folders = set(wanted.values())
+        published = {folder: below[MANIFEST].etag for folder, below in listed(self.parent).items() if MANIFEST in below}
+        read = []
+        for folder, etag in published.items():
+            known, others = self._known.get(folder), self._foreign(folder, etag)
+            if (known is None or etag is None or known[0] != etag) and (
+                others is None or folder in folders or folders.intersection(others)
+            ):
+                read.append(folder)
+        run_all([partial(self._read, folder) for folder in read], ASKING)
+        self._known = {folder: self._known[folder] for folder in published if folder in self._known}
+        self.notes = {folder: note for folder, note in self.notes.items() if folder in self._known}
+        found: set[str] = set()
+        for folder, (_, names) in self._known.items():
+            if isinstance(names, bytes):
+                found |= {key for key, own in wanted.items() if own == folder or key.rpartition("/")[2].encode() in names}
+            else:
+                found |= wanted.keys() & names
+        return found
+
+    @property
+    def _start(self) -> str:
+        return f"{self.parent.key}/" if self.parent.key else ""
+
+    def _read(self, folder: str) -> None:
+        below = f"{self._start}{folder}/" if folder else self._start
+        self._known.pop(folder, None)
+        self.notes.pop(folder, None)
+        try:
+            got = bucket_of(self.parent).whole(below + MANIFEST, LIMITS.index_nbytes)
+        except StoreError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return  # it went meanwhile
+        except HoldfastError as error:
+            self._known[folder] = None, b""  # longer than any manifest
+            self.notes[folder] = error.message
+            return
+        raw, etag = bytes(got.data), got.found.etag
+        try:
+            files, _ = named_by(raw)
+        except HoldfastError as error:
+            self._known[folder] = etag, raw
+            self.notes[folder] = error.message
+            return
+        places = (beside(name) or (folder, name) for name, _ in files)
+        self._known[folder] = etag, frozenset(f"{self._start}{one}/{name}" if one else self._start + name for one, name in places)
