@@ -132,6 +132,8 @@ ODD = {
     "meta": lambda: torch.ones(2, device="meta"),
     "sparse": lambda: torch.eye(3).to_sparse(),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "of another layout": lambda: torch.eye(3).to_sparse_csr(),
+    "opaque": lambda: torch.ones(2, 2).to_mkldnn(),
     "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
     "a subclass": lambda: torch.ones(2).as_subclass(Odd),
     "a buffer": lambda: torch.nn.Buffer(torch.ones(2)),

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
 
 import numpy as np
 
@@ -37,6 +38,9 @@ CONTAINERS = frozenset({dict, OrderedDict, list, tuple})
 
 SHORT = 255
 """The last number of the memo that takes one byte."""
+
+MANY = 16
+"""Items of a dict that are worth to be looked at together."""
 
 KEY_TEXTS = [TEXT(b"X", length) for length in range(20)]
 """How a text of so many bytes begins."""
@@ -154,6 +158,8 @@ class RowPickle(TorchPickle):
         if opcode != b"u" or self.count <= SHORT:
             super()._fill(items, opcode)
             return
+        if len(items) >= MANY and self._fill_many(*zip(*items, strict=True)):
+            return
         out, memo, types, write = self.out, self.memo, self._types, self.write
         out.append(b"(")
         path = self.path
@@ -175,6 +181,47 @@ class RowPickle(TorchPickle):
                 write(item)
         path.pop()
         out.append(opcode)
+
+    def _fill_many(self, keys: tuple[object, ...], values: tuple[object, ...]) -> bool:
+        """Texts and tensors of which none has come before, each with a storage of its own: all at once. False for others."""
+        if {*map(type, keys)} != {str} or not self._types.issuperset(map(type, values)):
+            return False
+        texts, tensors, memo, count = [*map(id, keys)], [*map(id, values)], self.memo, len(keys)
+        rows = [self._rows[identity] for identity in tensors]
+        first, last = rows[0], rows[-1]
+        records = self._tensors.records[first], self._tensors.records[last]
+        if not memo.keys().isdisjoint(texts) or not memo.keys().isdisjoint(tensors) or len(set(rows)) < count:
+            return False
+        # Rows and new storages are numbered as they are met.
+        if last - first != count - 1 or records[1] - records[0] != count - 1 or not ONE_DIGIT <= records[0] == len(self._keys):
+            return False
+        templates = [self._new[kind] for kind in self._tensors.kinds[first : last + 1]]
+        made = [template for template in templates if template is not None]
+        if len(made) < count:
+            return False
+        numbers = [*accumulate([template.count + 1 for template in made], initial=self.count)]
+        raws = [str(key).encode("utf-8", "surrogatepass") for key in keys]
+        record_keys = [b"%d" % record for record in range(records[0], records[1] + 1)]
+        pieces: list[bytes] = [b""] * (7 * count)
+        pieces[0::7] = map(TEXT, repeat(b"X"), map(len, raws))
+        pieces[1::7] = raws
+        pieces[2::7] = map(LONG_PUT, repeat(b"r"), numbers[:-1])
+        pieces[3::7] = [template.before for template in made]
+        pieces[4::7] = [KEY_TEXTS[len(key)] for key in record_keys]
+        pieces[5::7] = record_keys
+        pieces[6::7] = [template.behind for template in made]
+        self.out.append(b"(")
+        begin = len(self.out) + 6
+        for at, template in enumerate(made):
+            template.pieces.append(begin + 7 * at)
+            template.numbers.append(numbers[at] + 1)
+        self.out += pieces
+        self.out.append(b"u")
+        memo.update(zip(texts, numbers, strict=False))
+        memo.update(zip(tensors, [number - 1 for number in numbers[1:]], strict=True))
+        self._keys += [number + 1 for number in numbers[:-1]]
+        self.count = numbers[-1]
+        return True
 
     def _row(self, value: object) -> None:
         """A tensor."""

@@ -95,11 +95,23 @@ def serialization_id(names: Sequence[str], crcs: Iterable[int]) -> bytes:
 
     torch on another C++ library orders its set differently. No reader compares the id; it is reported and kept.
     """
+    return b"%020d%020d" % (_fold_names(names), fold(crcs))
+
+
+def _fold_names(names: Sequence[str]) -> int:
     if len(names) < BUCKETS[0]:
-        few = [_hash_text(name) for name in names]
-        return b"%020d%020d" % (fold(few_in_order(few)), fold(crcs))
+        return fold(few_in_order([_hash_text(name) for name in names]))
     hashes = hash_texts([name.encode("utf-8") for name in names])
-    return b"%020d%020d" % (fold(hashes[set_order(hashes)].tolist()), fold(crcs))
+    return fold(hashes[set_order(hashes)].tolist())
+
+
+@lru_cache(8)
+def _fold_numbered(names: tuple[str | tuple[str, int], ...]) -> int:
+    """The same of names among which stand a folder and how many numbers are in it: a state is saved again and again."""
+    every: list[str] = []
+    for name in names:
+        every += [name] if isinstance(name, str) else [f"{name[0]}/{number}" for number in range(name[1])]
+    return _fold_names(every)
 
 
 def mistaken_crc(head: bytes) -> int | None:
@@ -264,10 +276,10 @@ class Identity:
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
         found: list[int] = []
-        names: list[str] = []
+        names: list[str | tuple[str, int]] = []
         for record in self.records:
             if isinstance(record, Numbered):
-                names += record.names()
+                names.append((record.folder, len(record)))
                 found += self._numbered(record, crcs)
                 continue
             name, payload = record
@@ -283,10 +295,16 @@ class Identity:
                 found.append(crc32(payload))
             elif isinstance(payload, Data | Memory):
                 found.append(crcs[payload.label])
-        return serialization_id(names, found)
+        return b"%020d%020d" % (_fold_numbered(tuple(names)), fold(found))
 
-    def _numbered(self, rows: Numbered, crcs: Mapping[str, int]) -> Iterator[int]:
+    def _numbered(self, rows: Numbered, crcs: Mapping[str, int]) -> list[int]:
         """The checksums of numbered records."""
+        if self.crc and MISTAKEN_KEY not in crcs and not (rows.nbytes > small.SMALL_NBYTES).any():
+            return [crcs[label] for label, nbytes in zip(rows.names(), rows.nbytes.tolist(), strict=True) if nbytes]
+        return list(self._one_by_one(rows, crcs))
+
+    def _one_by_one(self, rows: Numbered, crcs: Mapping[str, int]) -> Iterator[int]:
+        """The same where some may begin like a descriptor, or are long."""
         alone = frozenset(np.flatnonzero(rows.nbytes > small.SMALL_NBYTES).tolist())
         for number in np.flatnonzero(rows.nbytes).tolist():
             label = rows.name(number)

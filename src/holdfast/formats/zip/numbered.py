@@ -143,7 +143,7 @@ class _Layout:
 
     def gathered(self, first: int, stop: int) -> Gathered:
         """The records from one number to before another, as one segment."""
-        labels = [self.rows.name(number) for number in range(first, stop)]
+        labels = [f"{self.rows.folder}/{number}" for number in range(first, stop)]
         if not self.nbytes[first:stop].all():
             filled = self.nbytes[first:stop].tolist()
             labels = [label for label, nbytes in zip(labels, filled, strict=True) if nbytes]
@@ -218,7 +218,7 @@ def lay_out_numbered(rows: Numbered, prefix: bytes, at: int, *, alignment: int, 
     each = ENTRY.itemsize + len(before) + digits
     places = np.cumsum(each) - each + ENTRY_CRC
     filled = np.flatnonzero(tails)
-    labels = [rows.name(number) for number in filled.tolist()]
+    labels = [f"{rows.folder}/{number}" for number in filled.tolist()]
     return LaidOut(segments, int(stops[-1]), b"".join(some.tobytes() for some in entries), labels, places[filled])
 
 

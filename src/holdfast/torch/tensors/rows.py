@@ -32,9 +32,9 @@ __all__ = ["TYPES", "StorageRows", "ask", "ask_whole"]
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
 
-ATTRIBUTES, LAYOUT, IS_NESTED, IS_CPU = attrgetter("__dict__"), attrgetter("layout"), attrgetter("is_nested"), attrgetter("is_cpu")
-DTYPE, SHAPE, GRAD, HOOKS = attrgetter("dtype"), attrgetter("shape"), attrgetter("requires_grad"), attrgetter("_backward_hooks")
-IDENTITY = attrgetter("_cdata")
+ATTRIBUTES, IS_CPU, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY = map(
+    attrgetter, ("__dict__", "is_cpu", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata")
+)
 
 
 class StorageRows:
@@ -72,7 +72,8 @@ def ask(values: list[object], *, whole: bool) -> TensorRows | None:
     try:
         return _ask(tensors, whole=whole)
     except RuntimeError:
-        # What only looks like a plain tensor (inside of vmap, or under a mode) has no storage to give.
+        # What is sparse or of another layout has no storage to give, what is nested no strides; nor has what only looks like a
+        # plain tensor, inside of vmap.
         return None
 
 
@@ -82,9 +83,7 @@ def ask_whole(values: list[object]) -> TensorRows | None:
 
 
 def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
-    if any(map(ATTRIBUTES, tensors)) or {*map(LAYOUT, tensors)} != {torch.strided} or any(map(IS_NESTED, tensors)):
-        return None
-    if not all(map(IS_CPU, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+    if any(map(ATTRIBUTES, tensors)) or not all(map(IS_CPU, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
         return None
     dtypes, grads = list(map(DTYPE, tensors)), list(map(GRAD, tensors))
     known: dict[torch.dtype, DType] = {}
@@ -99,7 +98,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
         return None
     every = list(map(torch.Tensor.untyped_storage, tensors))
     lengths = list(map(torch.UntypedStorage.nbytes, every))
-    identities = list(map(IDENTITY, every))
+    addresses = list(map(torch.UntypedStorage.data_ptr, every))
     shapes, strides = list(map(SHAPE, tensors)), list(map(torch.Tensor.stride, tensors))
     offsets = list(map(torch.Tensor.storage_offset, tensors))
     positions: dict[tuple[object, ...], int] = {}
@@ -108,14 +107,17 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     table = [_kind(known, *one) for one in positions]  # type: ignore[arg-type]  # as they were put together
     if whole and not all(map(_is_whole, table)):
         return None
-    numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
     records: Sequence[int] = range(len(tensors))
     storages = every
-    if len(numbers) < len(tensors):
+    if len(set(addresses)) < len(tensors):
+        # What is empty has no address, and two storages may have the same memory.
+        identities = list(map(IDENTITY, every))
+        numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
         records = [numbers[identity] for identity in identities]
         storages = list(dict(zip(identities, every, strict=True)).values())
-    nbytes = np.fromiter(map(torch.UntypedStorage.nbytes, storages), np.int64, len(storages))
-    addresses = list(map(torch.UntypedStorage.data_ptr, storages))
+        lengths = list(map(torch.UntypedStorage.nbytes, storages))
+        addresses = list(map(torch.UntypedStorage.data_ptr, storages))
+    nbytes = np.array(lengths, np.int64)
     if not _is_one_dtype_each(addresses, records, dtypes, apart=whole) or 0 in np.array(addresses)[nbytes > 0]:
         return None
     held = StorageRows(storages, nbytes, addresses)
