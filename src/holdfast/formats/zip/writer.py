@@ -135,9 +135,9 @@ def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool
     names = [record[0].casefold() for record in records if not isinstance(record, Numbered)]
     if len({*names, *folders}) != len(records) or any(name.startswith(tuple(folders)) for name in names):
         raise ValueError("two records of one name (readers ignore case)")
-    known = [record for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
+    known = [(record[0], record[1]) for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
     if len(known) == len(records) and sum(len(name) + len(payload) for name, payload in known) < SHORT_NBYTES:
-        return (Literal(_known_archive(prefix.encode("utf-8") + b"/", known, alignment=alignment, crc=crc)),)  # type: ignore[arg-type]  # all of them bytes
+        return (Literal(_known_archive(prefix.encode("utf-8") + b"/", known, alignment=alignment, crc=crc)),)
     return _Forward(prefix, alignment=alignment, crc=crc).lay_out(records)
 
 
