@@ -19,6 +19,7 @@ __all__ = [
     "many_pt",
     "many_safetensors",
     "small_pt",
+    "training_pt",
     "wide_safetensors",
 ]
 
@@ -52,6 +53,19 @@ def half_many_state(quick: bool):
     import torch
 
     return {name: torch.full((4, 4), float(i)) for i, name in enumerate(names(1_000 if quick else 50_000))}
+
+
+def training_state(quick: bool):
+    """A model and its optimizer, as training saves them: four small tensors for each parameter, three of them nested."""
+    import torch
+
+    every = names(300 if quick else 17_000)
+    moments = {
+        i: {"step": torch.tensor(1.0), "exp_avg": torch.full((4, 4), float(i)), "exp_avg_sq": torch.full((4, 4), float(i))}
+        for i in range(len(every))
+    }
+    model = {name: torch.full((4, 4), float(i)) for i, name in enumerate(every)}
+    return {"model": model, "optimizer": {"state": moments, "param_groups": [{"lr": 1e-3, "params": list(moments)}]}, "step": 1}
 
 
 def four_state(quick: bool):
@@ -135,6 +149,7 @@ def sized(full: int, quick: int):
 
 many_pt = Recipe("many.pt", sized(40 * MIB, 4 * MIB), save_pt(many_state))
 many_safetensors = Recipe("many.safetensors", sized(20 * MIB, 4 * MIB), save_safetensors(many_state))
+training_pt = Recipe("training.pt", sized(30 * MIB, 4 * MIB), save_pt(training_state))
 half_many_pt = Recipe("half-many.pt", sized(20 * MIB, 4 * MIB), save_pt(half_many_state))
 four_pt = Recipe("four.pt", sized(4 * GIB, 32 * MIB), save_pt(four_state))
 large_pt = Recipe("large.pt", sized(GIB, 32 * MIB), save_pt(large_state))

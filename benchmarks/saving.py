@@ -44,6 +44,12 @@ def ours(suffix: str, durable: bool):
     return job
 
 
+def ours_native(path: Path) -> object:
+    import holdfast
+
+    return holdfast.save(state_of(path), beside(path, "ours-native"), durable=False, overwrite=True)
+
+
 def torch_save(durable: bool):
     def job(path: Path) -> None:
         import torch
@@ -83,7 +89,7 @@ def saves(kind: str, title: str, recipe: Recipe, pt: float, st: float) -> tuple[
             ours("." + form, durable),
             peer(durable),
             target,
-            memory=False,
+            memory=kind != "large",
             backed_nbytes=backed,
         )
         for form, peer_title, peer, target in (("pt", "torch.save", torch_save, pt), ("safetensors", "save_file", save_file, st))
@@ -122,6 +128,24 @@ def verify_rate(path: Path) -> dict[str, int]:
 SAVING: tuple[Case, ...] = (
     *saves("large", "1 GiB in 24 tensors", files.large_pt, 3.0, 1.5),
     *saves("many", "50,000 small tensors", files.half_many_pt, 4.0, 5.0),
+    Race(
+        "save-many-native",
+        "save 50,000 small tensors as a native directory",
+        "save_file",
+        files.half_many_pt,
+        ours_native,
+        save_file(False),
+        4.2,
+    ),
+    Race(
+        "save-training-pt",
+        "save 68,000 small tensors of a model and its optimizer as pt",
+        "torch.save",
+        files.training_pt,
+        ours(".pt", False),
+        torch_save(False),
+        2.5,
+    ),
     Race(
         "convert",
         "convert a .pt of 4 GiB to safetensors, read back",

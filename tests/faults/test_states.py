@@ -92,3 +92,16 @@ def test_a_hundred_thousand_tensors(name, tmp_path):
     with holdfast.open(tmp_path / name) as ckpt:
         assert len(ckpt) == len(memory)
         assert ckpt["layer.99999.weight"].numpy().tolist() == [99_999]
+
+
+def test_more_characters_of_names_than_tensors_have_bytes(tmp_path):
+    """What a mixture of experts has: saved by rows, converted by objects, and opened again under the same names."""
+    state = {f"{number:0500}": np.full(1, number, np.int32) for number in range(12_000)}
+    holdfast.save(state, tmp_path / "a.pt")
+    holdfast.save({"experts": state}, tmp_path / "nested.pt")
+    holdfast.convert(tmp_path / "nested.pt", tmp_path / "a.safetensors")
+    holdfast.convert(tmp_path / "a.pt", tmp_path / "native")
+    for name, prefix in {"a.pt": "", "nested.pt": "experts.", "a.safetensors": "experts.", "native": ""}.items():
+        with holdfast.open(tmp_path / name) as ckpt:
+            assert list(ckpt) == [prefix + key for key in state]
+            assert ckpt[f"{prefix}{11_999:0500}"].numpy() == 11_999

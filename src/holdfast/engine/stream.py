@@ -77,6 +77,8 @@ def write_stream(
     `block` bytes each. Raises `SaveError` where data changed between two readings, `Corrupted` where it is not what its source
     records of it and a sum stands before it.
     """
+    if len(plan.segments) == 1 and isinstance(plan.segments[0], Literal):
+        return _write_all(plan, target, {}, known=known, blocks=iter(()))
     far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.requests]
     wanted = max((segment.tensor.source.store.requests for segment in far), default=0)
     window = max(1, min(wanted, requests or wanted))

@@ -109,6 +109,12 @@ def write_file(
 
     Memory beyond the state itself is about `threads × block × 2`: what was read, and what is computed from it.
     """
+    if len(plan.segments) == 1 and isinstance(plan.segments[0], Literal) and plan.nbytes <= GATHER_NBYTES:
+        # One write that says itself where it fails. To make room for it first would take as long.
+        sink.write(0, memoryview(plan.segments[0].data))
+        if progress:
+            progress(plan.nbytes)
+        return Receipt(plan.nbytes)
     offsets = plan.offsets()
     written = Written({s.label: Sums() for s in plan.segments if isinstance(s, Data | Memory)})
     large = [s for s in plan.segments if isinstance(s, Data) and s.hashed and s.nbytes > GATHER_NBYTES]

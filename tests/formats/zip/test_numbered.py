@@ -98,3 +98,14 @@ def test_what_passes_four_gigabytes_is_laid_out_one_by_one():
 def test_no_other_record_stands_among_them(name):
     with pytest.raises(ValueError, match="two records of one name"):
         writer.lay_out_zip("a", [as_rows([b"ab"]), (name, b"x")])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.binary(max_size=90), max_size=6), st.sampled_from(["a", "é" * 20]), st.sampled_from([1, 64, 4096]), st.booleans()
+)
+def test_a_short_archive_of_which_all_is_known_is_the_same_at_once(payloads, prefix, alignment, crc):
+    records = [(f"r/{number}", payload) for number, payload in enumerate(payloads)]
+    (at_once,) = writer.lay_out_zip(prefix, records, alignment=alignment, crc=crc)
+    with mock.patch.object(writer, "SHORT_NBYTES", 0):
+        assert writer.lay_out_zip(prefix, records, alignment=alignment, crc=crc) == (at_once,)

@@ -217,7 +217,7 @@ class FileTransaction(_Transaction):
         """Close everything, and remove the temporary name where there still is one."""
         target, temporary, file = self._target, self._temporary, self._file
         self._target = self._temporary = self._file = None
-        if target is not None and temporary is not None:
+        if target is not None and temporary is not None and not (self._published and self.overwrite):
             with suppress(OSError):
                 target.files.unlink(temporary.name, at=target.at)
         if file is not None:

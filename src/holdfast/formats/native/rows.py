@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from json.encoder import encode_basestring
 
 import msgspec
@@ -19,7 +18,7 @@ from holdfast.core.limits import Limits
 from holdfast.formats.native.schema import FORMAT, MANIFEST, VERSION, DataFile, Manifest, StoredChunk, StoredTensor
 from holdfast.formats.native.write import INDEX, OWN, SHARD_NBYTES, data_name, other_files
 from holdfast.formats.safetensors.rows import RowFile, row_file
-from holdfast.formats.strict_json import pay_for_containers, seal
+from holdfast.formats.strict_json import SEAL_NBYTES, pay_for_containers, seal
 from holdfast.plan.rows import TensorRows
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
@@ -65,17 +64,15 @@ class _Blank:
     places: Ints
     """Where the digits of each tensor stand."""
     names: Sequence[str]
+    paid: int
+    """How long it has to be at the least (`pay_for_containers`)."""
 
     def filled(self, crcs: Mapping[str, int]) -> bytes:
         """The manifest with these checksums and its own."""
         raw = np.frombuffer(bytearray(self.raw), np.uint8)
         digits = np.array([crcs[name] for name in self.names], ">u4").tobytes().hex().encode()
         raw[self.places[:, None] + np.arange(len(BLANK))] = np.frombuffer(digits, np.uint8).reshape(-1, len(BLANK))
-        return _sealed(raw.tobytes())
-
-
-def _sealed(raw: bytes) -> bytes:
-    return seal(raw, len(pay_for_containers(raw)))
+        return seal(raw.tobytes(), self.paid)
 
 
 def _manifest(
@@ -103,8 +100,8 @@ def _manifest(
     ends = np.cumsum([len(text) if plain else len(text.encode()) for text in texts])
     back = np.array([len(text) - text.index(BLANK) for text in behind], np.int64)[np.array(kinds, np.int64)]
     places = at + ends + np.arange(len(texts)) - back
-    blank = _Blank(raw, places, names)
-    return Late(len(_sealed(raw)), partial(_Blank.filled, blank), blank=_sealed(raw))
+    blank = _Blank(raw, places, names, len(pay_for_containers(raw)))
+    return Late(max(len(raw) - 1 + SEAL_NBYTES, blank.paid), blank.filled)
 
 
 def _quoted(names: Sequence[str]) -> list[str]:

@@ -261,7 +261,10 @@ def lay_out_container(
         ("version", b"3\n"),
         *(() if order_first else order),
     ]
-    identity = Late(NBYTES, Identity(records, crc=crc))
+    made = Identity(records, crc=crc)
+    # Where all is known already, the archive is one piece.
+    known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in records)
+    identity: Payload = made({}) if known else Late(NBYTES, made)
     return lay_out_zip(name, [*records, (SERIALIZATION_ID, identity)], alignment=alignment, crc=crc)
 
 

@@ -162,7 +162,8 @@ def _lay_out(
             if many is not None:
                 return lay_out_container(name, many[0], [many[1]], alignment=alignment, crc=crc, order_first=order_first)
         content = pickle_object(obj, ids, pickle_module=pickle_module, protocol=protocol)
-    gpus = GpuSource()
+    # Made only where there is something on a GPU: it takes as long as a small archive.
+    gpus = GpuSource() if any(storage.is_cuda for storage in ids.storages.values()) else None
     # A numbered container has them in the order of their numbers, older ones in that of the texts.
     keys = ids.storages if versions.NUMBERED_CONTAINER else sorted(ids.storages, key=str)
     storages = [(f"data/{key}", _payload(ids.storages[key], f"data/{key}", gpus, skip=skip)) for key in keys]
@@ -177,12 +178,12 @@ def _lay_out(
     )
 
 
-def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource, *, skip: bool) -> Payload:
+def _payload(storage: torch.UntypedStorage, label: str, gpus: GpuSource | None, *, skip: bool) -> Payload:
     """A storage's bytes; of a meta or fake one, and under `skip_data`, the room for them."""
     kind = storage.device.type
     if skip or kind == "meta":
         return Hole(storage.nbytes()) if storage.nbytes() else b""
-    if kind == "cuda" and storage.nbytes() > SMALL_NBYTES:
+    if kind == "cuda" and gpus is not None and storage.nbytes() > SMALL_NBYTES:
         return Data(gpus.bytes_of(storage, label), label)
     if kind != "cpu":
         storage = storage.cpu()
