@@ -9,14 +9,13 @@ from weakref import ref
 import numpy as np
 
 from holdfast.core.columns import Columns, ordinary_limits
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor, Part
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.columns import fetch, read_columns
-from holdfast.engine.digest import tensor_crcs
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
 from holdfast.errors import Unsupported
@@ -43,7 +42,7 @@ class OpenSource:
     ) -> None:
         self.store = store
         self.rules = tuple(rules)
-        self.limits = limits or Limits()
+        self.limits = limits or DEFAULTS
         self.threads = threads or store.requests or default_threads()
         self.mapped = mapped
         self.verify = verify
@@ -119,6 +118,8 @@ class OpenSource:
         return np.ndarray(tensor.shape, dtype.numpy, memory, storage.start + offset // 8, tuple([s // 8 for s in strides]))
 
     def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
+        from holdfast.engine.digest import tensor_crcs
+
         return tensor_crcs(tensors, threads=self.threads)
 
 
