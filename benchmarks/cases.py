@@ -120,6 +120,15 @@ def ours_slices(scattered: bool):
     return job
 
 
+def ours_slices_alone(path: Path) -> object:
+    """Each by itself, as one who does not know of `read` would."""
+    import holdfast
+
+    with holdfast.open(path) as checkpoint:
+        tensor = checkpoint["w"]
+        return [tensor[place].numpy() for place in places(*tensor.shape, True)]
+
+
 def memmap_slices(scattered: bool):
     def job(path: Path) -> object:
         import json
@@ -192,6 +201,17 @@ SLICED: tuple[Case, ...] = tuple(
         ("safetensors", "safetensors", files.giant_safetensors),
     )
     for name, title in (("rows", "16 rows"), ("columns", "4 columns"), ("block", "a block of 512 × 512"))
+)
+
+ALONE = Race(
+    "slices-alone-memmap",
+    "10,000 slices of 256 B, scattered, one by one",
+    "numpy.memmap, one by one",
+    files.wide_safetensors,
+    ours_slices_alone,
+    memmap_slices(True),
+    0.3,
+    ("numpy",),
 )
 
 SMALL: tuple[Case, ...] = tuple(
@@ -320,6 +340,7 @@ CASES: tuple[Case, ...] = (
     ),
     *SLICED,
     *SMALL,
+    ALONE,
     Start(
         "import",
         "start Python and `import holdfast`",

@@ -186,7 +186,7 @@ TORCH_IO: tuple[Case, ...] = (
         files.half_many_pt,
         ours_load(),
         torch_load(),
-        1.0,
+        6.0,
         memory=True,
     ),
     race(

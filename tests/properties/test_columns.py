@@ -2,6 +2,7 @@
 
 import io
 import os
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ from holdfast.core import columns
 from holdfast.core.columns import FEW
 from holdfast.core.limits import Limits
 from holdfast.engine.columns import SMALL_NBYTES
+from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError
 from tests.properties.test_reading import index_for
 
@@ -24,8 +26,10 @@ KINDS = [np.bool_, np.uint8, np.int16, np.float32, np.float64, np.complex64, ml_
 FORMATS = {"safetensors": "a.safetensors", "native": "a", "torch": "a.pt"}
 
 
+@contextmanager
 def by_objects():
-    return mock.patch.object(columns, "FEW", 1 << 60)
+    with mock.patch.object(columns, "FEW", 1 << 60), mock.patch.object(OpenSource, "fetch", return_value=None):
+        yield
 
 
 def outcome(read):
@@ -78,6 +82,7 @@ def test_columns_read_what_objects_read(tmp_path_factory, data, state, format, m
         assert [name for name, *_ in read] == list(ckpt)
         assert_same(lambda: ckpt.read(names))
         assert_same(lambda: holdfast.read(ckpt.values()))
+        assert_same(lambda: [tensor.read() for tensor in ckpt.values()])
         slices = [t[data.draw(index_for(t.shape))] if t.size else t for t in ckpt.values()]
         assert_same(lambda: holdfast.read(slices))
 
@@ -107,6 +112,9 @@ def test_damage_is_told_as_objects_tell_it(tmp_path_factory, data, state, format
         damaged(data, path, ckpt)
         assert_same(ckpt.read)
         assert_same(lambda: holdfast.read([*ckpt.values()][::-1]))
+        for tensor in ckpt.values():
+            assert_same(lambda tensor=tensor: [tensor.read()])
+            assert_same(lambda tensor=tensor: [tensor[-1:].read()] if tensor.shape else [])
 
 
 @pytest.fixture
@@ -153,11 +161,13 @@ def test_closed_is_closed(many):
     ckpt.close()
     assert assert_same(ckpt.read)[0] is holdfast.errors.Closed
     assert assert_same(lambda: holdfast.read(tensors))[0] is holdfast.errors.Closed
+    assert assert_same(lambda: [tensors[0].read()])[0] is holdfast.errors.Closed
 
 
 def test_limits_hold(many):
     nothing = Limits(expansion=0, expansion_floor_nbytes=0)
     assert assert_same(holdfast.open(many, limits=nothing).read)[0] is holdfast.errors.LimitExceeded
+    assert assert_same(lambda: [holdfast.open(many, limits=nothing)["t.1"].read()])[0] is holdfast.errors.LimitExceeded
 
 
 def test_conjugates_negatives_and_expanded_views(tmp_path):
@@ -168,6 +178,7 @@ def test_conjugates_negatives_and_expanded_views(tmp_path):
     with holdfast.open(tmp_path / "a.pt") as ckpt:
         assert_same(ckpt.read)
         assert_same(lambda: holdfast.read([t[1:2] for t in ckpt.values()]))
+        assert_same(lambda: [t.read() for t in ckpt.values()])
 
 
 @pytest.mark.parametrize("verify", [True, False])

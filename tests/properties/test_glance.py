@@ -7,6 +7,7 @@ are looked at as well, theirs are written in the long form first (`stretched`).
 import contextlib
 import io
 import pickletools
+import re
 import struct
 import warnings
 import zipfile
@@ -120,8 +121,11 @@ def _shown(value, seen, depth):
         content = bytes(storage.tolist()) if value.device.type == "cpu" else b""
         number = seen.setdefault(id(value), len(seen))
         return number, value.dtype, value.shape, value.stride(), value.storage_offset(), place, flags, content, storage.nbytes()
+    if isinstance(value, torch.storage.TypedStorage):
+        return type(value), value.dtype, value.nbytes()
     if not isinstance(value, dict | list | tuple):
-        return type(value), repr(value)[:1000] if not isinstance(value, torch.storage.TypedStorage) else value.dtype
+        # torch counts the jagged dimensions of a process.
+        return type(value), re.sub(r"\bj\d+", "j", repr(value)[:1000])
     if id(value) in seen or depth > 50:
         return seen.get(id(value))
     seen[id(value)] = len(seen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -212,6 +211,8 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return f"<Checkpoint {self.path!r} {self.format}, {len(self):,} tensors>"
 
     def _missing(self, name: str) -> str:
+        import difflib
+
         near = difflib.get_close_matches(str(name), list(self)[:10_000], n=3, cutoff=0.6)
         hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else f"; it has {len(self):,} tensors"
         return f"no tensor called {name!r}{hint}"

@@ -28,9 +28,12 @@ from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.rows import RowTensor
-from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.runtime import resting_collector
+from holdfast.core.tensor import PLAIN, LazyTensor, Part
 
-__all__ = ["FEW", "NO_CRC", "Columned", "Columns", "columns_of", "read_mapping", "read_tensors"]
+__all__ = [
+    "FEW", "NO_CRC", "Columned", "Columns", "Kinds", "columns_of", "ordinary_limits", "place_of", "read_mapping", "read_tensors",
+]  # fmt: skip
 
 FEW = 16
 """Fewer tensors are read as objects: to make rows takes as long as they would."""
@@ -80,48 +83,63 @@ class ColumnSource(Protocol):
         """Fresh arrays, by number, of as many as it likes; none at all where one cannot be read or is not as it was written."""
 
 
+Kinds = dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]
+"""Bytes of a dtype, a shape and strides; -1 where that is not ordinary. There are a dozen of them among many tensors."""
+
+
 def columns_of(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> Columns:
     """The ordinary ones among the tensors of these numbers, which are of one source."""
     found: list[int] = []
-    dtypes: list[AnyDType] = []
     keys: dict[str, int] = {}
     places: list[tuple[int, int, int, int]] = []
-    kinds: dict[tuple[int, tuple[int, ...], tuple[int, ...]], int] = {}
-    """Bytes of a dtype, a shape and strides; -1 where that is not ordinary. There are a dozen of them among many tensors."""
-    for number in numbers if numbers and _ordinary_limits(tensors[numbers[0]].source) else ():
-        tensor = tensors[number]
-        if type(tensor) is RowTensor:
-            row = tensor.kind
-            if row.dense >= 0 and 0 <= tensor.start < FAR:
-                crc = tensor.crc32 if row.dense == row.nbytes else None
-                place = keys.setdefault(row.key, len(keys)), tensor.start + row.offset // 8, row.dense
-                places.append((*place, NO_CRC if crc is None else crc))
-                found.append(number)
-                dtypes.append(row.dtype.numpy)
-            continue
-        chunks, dtype, traits, shape = tensor.chunks, tensor.dtype, tensor.traits, tensor.shape
-        if len(chunks) != 1 or (traits is not PLAIN and (traits.conj or traits.neg or traits.meta)):
-            continue
-        (chunk,) = chunks
-        storage, box, offset = chunk.storage, chunk.box, chunk.offset
-        # By exact classes: a chunk or a storage of another kind may not know its place before it is asked.
-        if type(chunk) is not Chunk or type(storage) is not Storage or box.stop != shape or any(box.start):
-            continue
-        kind = id(dtype), shape, chunk.strides
-        nbytes = kinds.get(kind)
-        if nbytes is None:
-            nbytes = kinds[kind] = _dense_nbytes(dtype, shape, chunk.strides)
-        at = offset // 8
-        if nbytes < 0 or offset % 8 or not 0 <= at <= storage.nbytes - nbytes or not 0 <= storage.start < FAR:
-            continue
-        if storage.byteorder != "little" and dtype.swap_nbytes > 1:
-            continue
-        crc = storage.crc32 if nbytes == storage.nbytes else None
-        places.append((keys.setdefault(storage.key, len(keys)), storage.start + at, nbytes, NO_CRC if crc is None else crc))
-        found.append(number)
-        dtypes.append(dtype.numpy)
+    kinds: Kinds = {}
+    for number in numbers if numbers and ordinary_limits(tensors[numbers[0]].source) else ():
+        place = place_of(tensors[number], kinds)
+        if place is not None:
+            key, start, nbytes, crc = place
+            places.append((keys.setdefault(key, len(keys)), start, nbytes, crc))
+            found.append(number)
     files, starts, lengths, crcs = np.array(places, np.int64).reshape(-1, 4).T
-    return Columns(found, dtypes, [tensors[number].shape for number in found], list(keys), files, starts, lengths, crcs)
+    ordinary = [tensors[number] for number in found]
+    dtypes, shapes = [tensor.dtype.numpy for tensor in ordinary], [tensor.shape for tensor in ordinary]
+    return Columns(found, dtypes, shapes, list(keys), files, starts, lengths, crcs)
+
+
+def place_of(tensor: LazyTensor, kinds: Kinds) -> tuple[str, int, int, int] | None:
+    """The file of an ordinary tensor, its first byte, how many there are, and their checksum or `NO_CRC`; None for another."""
+    if type(tensor) is RowTensor:
+        row = tensor.kind
+        if row.dense < 0 or not 0 <= tensor.start < FAR:
+            return None
+        crc = tensor.crc32 if row.dense == row.nbytes else None
+        return row.key, tensor.start + row.offset // 8, row.dense, NO_CRC if crc is None else crc
+    dtype, traits, shape = tensor.dtype, tensor.traits, tensor.shape
+    if traits is not PLAIN and (traits.conj or traits.neg or traits.meta):
+        return None
+    if type(tensor) is Part:
+        storage, offset, strides = tensor.whole.storage, tensor.offset, tensor.steps
+    else:
+        chunks = tensor.chunks
+        # By exact classes: a chunk or a storage of another kind may not know its place before it is asked.
+        if len(chunks) != 1 or type(chunks[0]) is not Chunk:
+            return None
+        (chunk,) = chunks
+        storage, box, offset, strides = chunk.storage, chunk.box, chunk.offset, chunk.strides
+        if box.stop != shape or any(box.start):
+            return None
+    if type(storage) is not Storage:
+        return None
+    kind = id(dtype), shape, strides
+    nbytes = kinds.get(kind)
+    if nbytes is None:
+        nbytes = kinds[kind] = _dense_nbytes(dtype, shape, strides)
+    at, start = offset // 8, storage.start
+    if nbytes < 0 or offset % 8 or not 0 <= at <= storage.nbytes - nbytes or not 0 <= start < FAR:
+        return None
+    if storage.byteorder != "little" and dtype.swap_nbytes > 1:
+        return None
+    crc = storage.crc32 if nbytes == storage.nbytes else None
+    return storage.key, start + at, nbytes, NO_CRC if crc is None else crc
 
 
 def _dense_nbytes(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
@@ -129,7 +147,7 @@ def _dense_nbytes(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]
     return -1 if dtype.packed or not in_c_order(shape, strides, dtype.bits) else math.prod(shape) * dtype.bits // 8
 
 
-def _ordinary_limits(source: Source) -> bool:
+def ordinary_limits(source: Source) -> bool:
     """Whether what was stored may be read as it is."""
     return source.limits.expansion >= 1
 
@@ -143,16 +161,18 @@ def read_tensors(tensors: Sequence[LazyTensor]) -> list[np.ndarray]:
             by.setdefault(tensor.source, []).append(number)
         for source, numbers in by.items():
             if len(numbers) >= FEW and isinstance(source, ColumnSource):
-                arrays |= source.read_columns(columns_of(tensors, numbers))
+                with resting_collector():
+                    arrays |= source.read_columns(columns_of(tensors, numbers))
     return _with_others(tensors, arrays)
 
 
 def read_mapping(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> list[np.ndarray] | None:
     """The same of names in a mapping that knows where its tensors lie; None where it does not, or where not all are ordinary."""
     found = tensors.columns(names) if len(names) >= FEW and isinstance(tensors, Columned) else None
-    if found is None or not isinstance(found[0], ColumnSource) or not _ordinary_limits(found[0]):
+    if found is None or not isinstance(found[0], ColumnSource) or not ordinary_limits(found[0]):
         return None
-    arrays = found[0].read_columns(found[1])
+    with resting_collector():
+        arrays = found[0].read_columns(found[1])
     if not arrays:
         return None
     if len(arrays) == len(names):

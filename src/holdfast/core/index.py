@@ -153,18 +153,17 @@ def _pick(part: object, length: int, dim: int) -> Take | Stretch:
     )
 
 
-# A frozen dataclass is made by one call a field, and a box looks at its numbers. These are right by how they are found.
-_new = object.__new__
-_set_start, _set_stop = (vars(Box)[name].__set__ for name in ("start", "stop"))
-_set_box, _set_storage, _set_offset, _set_strides = (vars(Chunk)[name].__set__ for name in ("box", "storage", "offset", "strides"))
-
 _ORIGINS = tuple((0,) * rank for rank in range(65))
 
 _PLACES = (int, type(None))
 
 
-def narrowed(shape: tuple[int, ...], chunks: tuple[Chunk, ...], index: object) -> tuple[tuple[int, ...], tuple[Chunk, ...]] | None:
-    """The shape and the chunk of a slice; None where it takes more than this to find them, or nothing is left.
+Place = tuple[tuple[int, ...], int, tuple[int, ...]]
+"""Of a slice: its shape, the bit of the storage where it begins, and its strides in bits."""
+
+
+def narrowed(shape: tuple[int, ...], chunks: tuple[Chunk, ...], index: object) -> Place | None:
+    """Where a slice lies in the one chunk of a tensor; None where it takes more than this to find it, or nothing is left.
 
     For integers and slices without a step, of a tensor that is one chunk from its first element on.
     """
@@ -172,9 +171,15 @@ def narrowed(shape: tuple[int, ...], chunks: tuple[Chunk, ...], index: object) -
         return None
     (chunk,) = chunks
     box, strides, offset = chunk.box, chunk.strides, chunk.offset
+    if box.stop != shape or box.start != _ORIGINS[len(shape)]:
+        return None
+    if type(index) is int:
+        if not shape or not -shape[0] <= index < shape[0] or 0 in shape:
+            return None
+        return shape[1:], offset + (index + shape[0] if index < 0 else index) * strides[0], strides[1:]
     parts = index if type(index) is tuple else (index,)
     used = len(parts)
-    if box.stop != shape or used > len(shape) or box.start != _ORIGINS[len(shape)]:
+    if used > len(shape):
         return None
     lengths: list[int] = []
     steps: list[int] = []
@@ -193,14 +198,4 @@ def narrowed(shape: tuple[int, ...], chunks: tuple[Chunk, ...], index: object) -
         else:
             return None
     left = (*lengths, *shape[used:])
-    if 0 in left:
-        return None
-    inner: Box = _new(Box)
-    _set_start(inner, _ORIGINS[len(left)])
-    _set_stop(inner, left)
-    made: Chunk = _new(Chunk)
-    _set_box(made, inner)
-    _set_storage(made, chunk.storage)
-    _set_offset(made, offset)
-    _set_strides(made, (*steps, *strides[used:]))
-    return left, (made,)
+    return None if 0 in left else (left, offset, (*steps, *strides[used:]))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from holdfast.core.quantities import byte_count, whole_number
 
-__all__ = ["Limits"]
+__all__ = ["DEFAULTS", "Limits"]
 
 MIB = 1 << 20
 
@@ -72,3 +72,7 @@ class Limits:
             if type(value) is not int or value < 0:
                 name, of_bytes = f"Limits({field}=…)", field.endswith("_nbytes") and isinstance(value, str)
                 object.__setattr__(self, field, byte_count(value, name) if of_bytes else whole_number(value, name, least=0))
+
+
+DEFAULTS = Limits()
+"""What holds where nobody says anything else."""

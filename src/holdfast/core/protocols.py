@@ -188,6 +188,9 @@ class Source(Protocol):
     def read(self, requests: Sequence[Request]) -> None:
         """Fill every request, in parallel; the first failure cancels the rest and is raised."""
 
+    def fetch(self, tensor: LazyTensor) -> np.ndarray | None:
+        """A fresh array of one tensor, where to read that takes one call and no plan; None where `read` shall be asked."""
+
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         """The bytes of a tensor in C order, little-endian, packed types packed, for as long as the block lasts."""
 

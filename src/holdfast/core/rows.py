@@ -2,20 +2,18 @@
 
 A file of a hundred thousand tensors has a dozen kinds of them: the same dtype, shape and strides over storages of one length. What
 they have in common is said once (`RowKind`); of each by itself there are the first byte, the checksum and the name of its storage.
-To list them takes no more, and neither does reading all of them (core/columns.py). Otherwise it is a `LazyTensor` like any other:
-what is made of it (a slice, another name, a copy in another process) is a plain one.
+To list them takes no more, and neither does reading all of them (core/columns.py). Otherwise it is a `LazyTensor` like any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tensor import Deferred, Traits, set_dtype, set_name, set_shape, set_source, set_traits
 
 __all__ = ["RowKind", "RowTensor"]
 
@@ -46,12 +44,12 @@ class RowKind:
 
     def tensor(self, start: int, crc32: int | None, record: str) -> RowTensor:
         """One of them, over the storage that begins at byte `start`."""
-        made = _new(RowTensor)
-        _set_name(made, "")
-        _set_dtype(made, self.dtype)
-        _set_shape(made, self.shape)
-        _set_source(made, self.source)
-        _set_traits(made, self.traits)
+        made: RowTensor = _new(RowTensor)
+        set_name(made, "")
+        set_dtype(made, self.dtype)
+        set_shape(made, self.shape)
+        set_source(made, self.source)
+        set_traits(made, self.traits)
         _set_kind(made, self)
         _set_start(made, start)
         _set_crc32(made, crc32)
@@ -64,8 +62,8 @@ class RowKind:
         return Storage(self.key, start, self.nbytes, self.byteorder, crc32, self.location, label, home=home)
 
 
-class RowTensor(LazyTensor):
-    """A tensor that has its chunk once it was asked for it."""
+class RowTensor(Deferred):
+    """One tensor of a kind."""
 
     __slots__ = ("crc32", "kind", "record", "start")
 
@@ -76,25 +74,11 @@ class RowTensor(LazyTensor):
     record: str
     """What the file calls its storage."""
 
-    def __new__(cls, *args: Any, **fields: Any) -> Any:  # noqa: ANN401  # those of a tensor
-        # Only a kind makes these. Whoever makes another tensor of one says where that lies.
-        return LazyTensor(*args, **fields)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # asked for what is not there: the chunks, at first
-        if name != "chunks":
-            return super().__getattr__(name)
+    def placed(self) -> tuple[Chunk, ...]:
         kind = self.kind
-        made = (Chunk(kind.box, kind.storage(self.start, self.crc32, self.record), kind.offset, kind.strides),)
-        _set_chunks(self, made)
-        return made
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return LazyTensor, (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
+        return (Chunk(kind.box, kind.storage(self.start, self.crc32, self.record), kind.offset, kind.strides),)
 
 
 # A frozen value is filled from below.
 _new = object.__new__
-_set_name, _set_dtype, _set_shape, _set_chunks, _set_source, _set_traits = (
-    vars(LazyTensor)[field].__set__ for field in ("name", "dtype", "shape", "chunks", "source", "traits")
-)
 _set_kind, _set_start, _set_crc32, _set_record = (vars(RowTensor)[field].__set__ for field in ("kind", "start", "crc32", "record"))

@@ -13,7 +13,7 @@ import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -29,7 +29,10 @@ from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Uns
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PLAIN", "AliasView", "Composite", "LazyTensor", "Traits", "select"]
+__all__ = [
+    "PLAIN", "AliasView", "Composite", "Deferred", "LazyTensor", "Part", "Traits", "select", "set_chunks", "set_dtype", "set_name",
+    "set_shape", "set_source", "set_traits",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,9 +186,10 @@ class LazyTensor:
         traits = self.traits
         if traits is not PLAIN:
             traits = Traits(conj=traits.conj, neg=traits.neg, meta=traits.meta)
-        common = narrowed(self.shape, self.chunks, index)
+        chunks = self.chunks
+        common = narrowed(self.shape, chunks, index)
         if common is not None:
-            return _sliced(self, *common, traits=traits)
+            return _part(self, traits, chunks[0], common)
         selection = select(self.shape, index)
         return LazyTensor(self.name, self.dtype, selection.shape, selection.apply(self.chunks), self.source, traits)
 
@@ -217,15 +221,14 @@ class LazyTensor:
     def numpy(self) -> np.ndarray:
         """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
         view = self.source.view(self)
-        if view is not None:
-            return view
-        out = self.empty()
-        self.source.read([Request(self, out)])
-        return out
+        return self.read() if view is None else view
 
     def read(self, *, out: np.ndarray | None = None) -> np.ndarray:
         """Read the elements into a fresh array, or into `out` (same shape and dtype; any strides), which is returned."""
         if out is None:
+            fetched = self.source.fetch(self)
+            if fetched is not None:
+                return fetched
             out = self.empty()
         elif not isinstance(out, np.ndarray):
             raise BadTarget(f"out= must be a numpy array, not {type(out).__name__}", tensor=self.name)
@@ -373,19 +376,63 @@ class LazyTensor:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
 
 
+class Deferred(LazyTensor):
+    """A tensor that has its chunks once somebody asks for them: of many, most are listed, or read by the ten thousand.
+
+    What is made of one (a slice, another name, a copy in another process) is a plain tensor.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, *args: Any, **fields: Any) -> Any:  # noqa: ANN401  # those of a tensor
+        # Whoever makes another tensor of this one says where that lies.
+        return LazyTensor(*args, **fields)
+
+    def placed(self) -> tuple[Chunk, ...]:
+        """Its chunks."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # asked for what is not there: the chunks, at first
+        if name != "chunks":
+            return super().__getattr__(name)
+        made = self.placed()
+        set_chunks(self, made)
+        return made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return LazyTensor, (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
+
+
+class Part(Deferred):
+    """A slice of a tensor that is one chunk: that chunk, and the bit and the strides in it."""
+
+    __slots__ = ("offset", "steps", "whole")
+
+    whole: Chunk
+    offset: int
+    steps: tuple[int, ...]
+
+    def placed(self) -> tuple[Chunk, ...]:
+        return (Chunk(Box.whole(self.shape), self.whole.storage, self.offset, self.steps),)
+
+
 # A frozen dataclass is made by one call a field. A slice has nothing to check, and rows are gathered by the ten thousand.
-_set_name, _set_dtype, _set_shape, _set_chunks, _set_source, _set_traits = (
+_new = object.__new__
+set_name, set_dtype, set_shape, set_chunks, set_source, set_traits = (
     vars(LazyTensor)[field].__set__ for field in ("name", "dtype", "shape", "chunks", "source", "traits")
 )
+_set_whole, _set_offset, _set_steps = (vars(Part)[field].__set__ for field in ("whole", "offset", "steps"))
 
 
-def _sliced(tensor: LazyTensor, shape: tuple[int, ...], chunks: tuple[Chunk, ...], *, traits: Traits) -> LazyTensor:
+def _part(tensor: LazyTensor, traits: Traits, whole: Chunk, place: tuple[tuple[int, ...], int, tuple[int, ...]]) -> Part:
     """A part of a tensor."""
-    made: LazyTensor = object.__new__(LazyTensor)
-    _set_name(made, tensor.name)
-    _set_dtype(made, tensor.dtype)
-    _set_shape(made, shape)
-    _set_chunks(made, chunks)
-    _set_source(made, tensor.source)
-    _set_traits(made, traits)
+    made: Part = _new(Part)
+    set_name(made, tensor.name)
+    set_dtype(made, tensor.dtype)
+    set_shape(made, place[0])
+    set_source(made, tensor.source)
+    set_traits(made, traits)
+    _set_whole(made, whole)
+    _set_offset(made, place[1])
+    _set_steps(made, place[2])
     return made

@@ -206,7 +206,10 @@ def name_tensors(tree: object, limits: Limits, stored: int, *, held: bool = Fals
 
 
 def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
-    name = base = dotted(path) if path else LONE_TENSOR_NAME
+    if len(path) == 1 and type(path[0]) is str:
+        name = base = path[0]
+    else:
+        name = base = dotted(path) if path else LONE_TENSOR_NAME
     count = named.doubles.get(base, 1)
     while name in named.tensors:
         count += 1
@@ -226,6 +229,8 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
 
 def step(key: object) -> str | int:
     """A dict key as a path element: text and integers as they are, others as a text of bounded length."""
+    if type(key) is str:
+        return key
     if isinstance(key, str | int) and not isinstance(key, bool):
         return key
     if isinstance(key, float | bool | complex | bytes) or key is None:

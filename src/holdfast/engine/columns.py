@@ -17,15 +17,16 @@ from itertools import compress
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.columns import FEW, NO_CRC, Columns
+from holdfast.core.columns import FEW, NO_CRC, Columns, place_of
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Store
+from holdfast.core.tensor import LazyTensor
 from holdfast.engine.threads import run_all
 from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError
 from holdfast.plan.coalesce import Policy, coalesce
 
-__all__ = ["read_columns"]
+__all__ = ["fetch", "read_columns"]
 
 SMALL_NBYTES = 16 << 10
 """Above this a call for each is little beside the copy, which other threads can do meanwhile."""
@@ -64,6 +65,24 @@ def read_columns(
     except (HoldfastError, _Changed):
         return {}, 0
     return arrays.made(), total
+
+
+def fetch(store: Store, tensor: LazyTensor, *, verify: bool) -> np.ndarray | None:
+    """A small ordinary tensor by itself: one call straight into the array. None where it cannot be had so, as it was written."""
+    place = place_of(tensor, {})
+    if place is None or place[2] > SMALL_NBYTES or store.requests or store.in_order:
+        return None
+    key, start, nbytes, crc = place
+    array: np.ndarray = np.empty(tensor.shape, tensor.dtype.numpy)
+    if nbytes:
+        data = array.reshape(-1).view(np.uint8).data
+        try:
+            store.read(key, start, data)
+        except HoldfastError:
+            return None
+        if verify and crc not in (NO_CRC, crc32(data)):
+            return None
+    return array
 
 
 def _reads(columns: Columns, chosen: Ints, policy: Policy) -> tuple[list[tuple[int, int, Ints]], Ints]:

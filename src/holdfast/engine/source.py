@@ -8,15 +8,14 @@ from weakref import ref
 
 import numpy as np
 
-from holdfast.core.columns import Columns
-from holdfast.core.limits import Limits
+from holdfast.core.columns import Columns, ordinary_limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Request, Store
-from holdfast.core.tensor import LazyTensor
+from holdfast.core.tensor import LazyTensor, Part
 from holdfast.engine.blocks import Slab, read_slab
 from holdfast.engine.checks import Checks, whole_storages
-from holdfast.engine.columns import read_columns
-from holdfast.engine.digest import tensor_crcs
+from holdfast.engine.columns import fetch, read_columns
 from holdfast.engine.strips import execute
 from holdfast.engine.threads import default_threads
 from holdfast.errors import Unsupported
@@ -43,7 +42,7 @@ class OpenSource:
     ) -> None:
         self.store = store
         self.rules = tuple(rules)
-        self.limits = limits or Limits()
+        self.limits = limits or DEFAULTS
         self.threads = threads or store.requests or default_threads()
         self.mapped = mapped
         self.verify = verify
@@ -84,6 +83,11 @@ class OpenSource:
         self.read_nbytes += nbytes
         return arrays
 
+    def fetch(self, tensor: LazyTensor) -> np.ndarray | None:
+        array = fetch(self.store, tensor, verify=self.verify) if ordinary_limits(self) else None
+        self.read_nbytes += 0 if array is None else array.nbytes
+        return array
+
     @contextmanager
     def lend(self, tensor: LazyTensor) -> Iterator[memoryview]:
         yield read_slab(Slab(tensor, 0))
@@ -95,20 +99,27 @@ class OpenSource:
         self.read_nbytes += plan.read_nbytes
 
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
-        if not self.mapped or len(tensor.chunks) != 1 or tensor.traits.conj or tensor.traits.neg:
+        if not self.mapped or tensor.traits.conj or tensor.traits.neg:
             return None
-        (chunk,) = tensor.chunks
+        if type(tensor) is Part:
+            storage, offset, strides = tensor.whole.storage, tensor.offset, tensor.steps
+        else:
+            if len(tensor.chunks) != 1:
+                return None
+            (chunk,) = tensor.chunks
+            if chunk.shape != tensor.shape or chunk.box.count == 0:
+                return None
+            storage, offset, strides = chunk.storage, chunk.offset, chunk.strides
         dtype = tensor.dtype
-        foreign_order = chunk.storage.byteorder != "little" and dtype.swap_nbytes > 1
-        if dtype.packed or foreign_order or chunk.shape != tensor.shape or chunk.box.count == 0:
-            return None
-        memory = self.store.map(chunk.storage.key)
+        foreign_order = storage.byteorder != "little" and dtype.swap_nbytes > 1
+        memory = None if dtype.packed or foreign_order else self.store.map(storage.key)
         if memory is None:
             return None
-        offset = chunk.storage.start + chunk.offset // 8
-        return np.ndarray(tensor.shape, dtype.numpy, memory, offset, tuple(s // 8 for s in chunk.strides))
+        return np.ndarray(tensor.shape, dtype.numpy, memory, storage.start + offset // 8, tuple([s // 8 for s in strides]))
 
     def digest(self, tensors: Sequence[LazyTensor]) -> list[int]:
+        from holdfast.engine.digest import tensor_crcs
+
         return tensor_crcs(tensors, threads=self.threads)
 
 

@@ -246,6 +246,9 @@ class Window:
     def read(self, requests: Sequence[Request]) -> None:
         self._source.read(requests)
 
+    def fetch(self, tensor: LazyTensor) -> np.ndarray | None:
+        return self._source.fetch(tensor)
+
     def lend(self, tensor: LazyTensor) -> AbstractContextManager[memoryview]:
         return self._source.lend(tensor)
 

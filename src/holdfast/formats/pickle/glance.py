@@ -6,7 +6,7 @@
 Of a hundred thousand tensors most are of a dozen kinds. In all of one kind the head is the same, and so is the tail but for the
 memo numbers, which count on. So a tail is a number itself, and has to be `base + entries · step`: one comparison of long integers.
 
-1. A kind is learned from the first of its tensors, by a regular expression (`PATTERN`) that knows what torch writes and nothing
+1. A kind is learned from the first of its tensors, by a regular expression (`_PATTERN`) that knows what torch writes and nothing
    else, and by the table, which is asked whether such a claim may be (`Table.kind`). Which kind follows which is remembered.
 2. Nothing is decided here. The opcodes that are taken are those that the machine would have taken, counted as it counts them, and
    paid for as it pays (`Spending`). Whatever is not as expected is left to it, at the byte where it stands: so are all errors.
@@ -19,6 +19,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -56,18 +57,20 @@ def _members(name: str) -> bytes:
     return rb"(?P<%b_mark>\(?)(?P<%b>%b{0,64})(?P<%b_end>[\x85\x86\x87t)])(?:%b)?" % (named, named, INT, named, _put(name))
 
 
-PATTERN = re.compile(
-    b"".join(
-        [
-            rb"\(\(", _get("storage"), _get("kind"), rb"X(?P<key_nbytes>.)\0\0\0(?P<key>[0-9]{1,19})", _put("key"),
-            rb"(?:", _get("location"), rb"|X(?P<text_nbytes>.)\0\0\0(?P<text>[a-z0-9:]{1,32})", _put("text"), rb")",
-            rb"(?P<count>", INT, rb")t", _put("id"), rb"Q(?P<offset>", INT, rb")", _members("size"), _members("stride"),
-            rb"(?P<grad>[\x88\x89])", _get("hooks"), rb"\)R", _put("hooks"), rb"t", _put("args"), rb"R", _put("tensor"),
-        ]
-    ),
-    re.DOTALL,
+@cache
+def _pattern() -> re.Pattern[bytes]:
+    """What stands behind the opener. Compiled when a file has the first: that takes as long as to open ten small ones."""
+    return re.compile(_PATTERN, re.DOTALL)
+
+
+_PATTERN = b"".join(
+    [
+        rb"\(\(", _get("storage"), _get("kind"), rb"X(?P<key_nbytes>.)\0\0\0(?P<key>[0-9]{1,19})", _put("key"),
+        rb"(?:", _get("location"), rb"|X(?P<text_nbytes>.)\0\0\0(?P<text>[a-z0-9:]{1,32})", _put("text"), rb")",
+        rb"(?P<count>", INT, rb")t", _put("id"), rb"Q(?P<offset>", INT, rb")", _members("size"), _members("stride"),
+        rb"(?P<grad>[\x88\x89])", _get("hooks"), rb"\)R", _put("hooks"), rb"t", _put("args"), rb"R", _put("tensor"),
+    ]
 )  # fmt: skip
-"""What stands behind the opener."""
 
 PUTS = [f"{name}_put" for name in ("key", "text", "id", "size", "stride", "hooks", "args", "tensor")]
 """In the order of the memo."""
@@ -176,7 +179,7 @@ class Glance:
     def _learned(self, pos: int, limit: int) -> tuple[Kind, int, int, int] | None:
         """The kind of a tensor by what it looks like, where its key begins and ends, and where itself ends; None for another."""
         state, first = self._state, len(self._state.memo)
-        found = PATTERN.match(state.data, pos, limit)
+        found = _pattern().match(state.data, pos, limit)
         if found is None or found["key_nbytes"][0] != len(found["key"]):
             return None
         start, stop, end = found.start("key"), found.end("key"), found.end()

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
@@ -140,7 +140,7 @@ class Table:
         """Byte of the opcode at work; the machine sets it before it asks."""
         self.reached = 0
         """Byte of the opcode that needed more bytes than there are, where one did."""
-        self.begin(Limits(), 0)
+        self.begin(DEFAULTS, 0)
 
     def begin(self, limits: Limits, nbytes: int) -> None:
         """Get ready for a stream of at most `nbytes`."""

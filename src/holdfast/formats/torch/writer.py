@@ -33,7 +33,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.rows import RowTensor
-from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
 from holdfast.formats.pickle.writer import LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
 from holdfast.formats.torch.records import StorageRecords
 from holdfast.formats.torch.table import LAYOUTS
@@ -159,6 +159,7 @@ class TorchPickle(PickleWriter):
         self.rows |= {
             LazyTensor: TorchPickle.tensor,
             RowTensor: TorchPickle.tensor,
+            Part: TorchPickle.tensor,
             Composite: TorchPickle._composite,
             Size: TorchPickle.size,
             Device: TorchPickle._device,

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -114,6 +115,12 @@ def _entries(raw: bytes, count: int) -> list[tuple[bytes, int, int]] | None:
     return entries
 
 
+@lru_cache(maxsize=1024)
+def _header(name: bytes, nbytes: int, at: int) -> tuple[bytes, int]:
+    """The header of a record, and where its payload begins. Small archives have the same few names, at the same places."""
+    return header(name, nbytes, at, alignment=ALIGNMENT)
+
+
 def _written_again(
     source: Source, key: str, entries: list[tuple[bytes, int, int]], *, whole: bytes, ending: bytes, start: int, directory: int
 ) -> Archive | None:
@@ -123,7 +130,7 @@ def _written_again(
     made: list[bytes] = []
     at, before = 0, b""
     for name, nbytes, crc in entries:
-        head, begin = header(name, nbytes, at, alignment=ALIGNMENT)
+        head, begin = _header(name, nbytes, at)
         expected = before + head
         where = at - len(before)
         if where + len(expected) > directory:

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch.storage import TypedStorage, UntypedStorage
 
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, Unsupported
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_ints, reach
@@ -104,10 +104,9 @@ class PlainTensors:
 
     def __init__(self, storages: Storages) -> None:
         self.storages = storages
-        self.limits = Limits()
+        self.limits = DEFAULTS
         self.spending = Spending(self.limits, 0)
-        self.fake = False
-        """Whether a FakeTensorMode is active: tensors pretend to be on the device that their storage names."""
+        self._fake: bool | None = None
         self._makes: dict[torch.dtype, dict[torch.device, Make]] = {}
         self._blank: dict[int, torch.Tensor] = {}
         """Tensors that a call announced and BUILD has not filled yet, by identity."""
@@ -116,9 +115,16 @@ class PlainTensors:
         """Get ready for a stream."""
         self.limits = limits
         self.spending = spending
-        self.fake = torch._guards.detect_fake_mode(None) is not None
+        self._fake = None
         self._makes.clear()
         self._blank.clear()
+
+    @property
+    def fake(self) -> bool:
+        """Whether a FakeTensorMode is active: tensors pretend to be on the device that their storage names."""
+        if self._fake is None:
+            self._fake = torch._guards.detect_fake_mode(None) is not None
+        return self._fake
 
     # Views of a storage.
 
