@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.board import Files, Outcome, run_case
 from benchmarks.cases import CASES
+from benchmarks.floors import as_line, measure
 from benchmarks.report import as_markdown, as_text, machine, write_json
 
 LATEST = Path(__file__).parent / "out" / "latest.json"
@@ -37,20 +38,22 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     folder = Path(tempfile.mkdtemp(prefix="holdfast-bench-"))
     files = Files(folder, asked.quick)
+    floors = measure(16 << 20 if asked.quick else 512 << 20, rounds=1 if asked.quick else 3)
     try:
         for number, case in enumerate(wanted, 1):
             print(f"[{number}/{len(wanted)}] {case.name}", file=sys.stderr, flush=True)
             outcomes.append(run_case(case, files, rounds))
             # After every case: a run that is killed leaves what it has measured.
-            write_json(outcomes, asked.json, rounds=rounds, quick=asked.quick)
+            write_json(outcomes, asked.json, rounds=rounds, quick=asked.quick, floors=floors)
     except KeyboardInterrupt:
         print("stopped; the table has the cases that were done", file=sys.stderr)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if asked.markdown:
-        print(as_markdown(outcomes))
+        print(as_markdown(outcomes, floors))
     else:
         print(", ".join(f"{name} {value}" for name, value in machine().items()))
+        print(as_line(floors))
         print(as_text(outcomes))
     return 0
 

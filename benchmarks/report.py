@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from benchmarks.board import Outcome, Times, processor_ratio
+from benchmarks.floors import Floor, as_line
 
 __all__ = ["as_markdown", "as_text", "machine", "write_json"]
 
@@ -43,8 +44,8 @@ def as_text(outcomes: Sequence[Outcome]) -> str:
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 
-def as_markdown(outcomes: Sequence[Outcome]) -> str:
-    """The table of docs/benchmarks.md, with the machine above it."""
+def as_markdown(outcomes: Sequence[Outcome], floors: Sequence[Floor]) -> str:
+    """The table of docs/benchmarks.md, with the machine above it, and what it takes for itself."""
     facts = machine()
     about = ", ".join(
         (
@@ -57,13 +58,19 @@ def as_markdown(outcomes: Sequence[Outcome]) -> str:
     )
     headings = [h or "met" for h in HEADINGS]
     lines = [" | ".join(cells) for cells in (headings, ["---"] * len(headings), *rows(outcomes))]
-    return "\n".join([about, "", *(f"| {line} |" for line in lines)])
+    return "\n".join([about, "", as_line(list(floors)), "", *(f"| {line} |" for line in lines)])
 
 
-def write_json(outcomes: Sequence[Outcome], path: Path, *, rounds: int, quick: bool) -> None:
+def write_json(outcomes: Sequence[Outcome], path: Path, *, rounds: int, quick: bool, floors: Sequence[Floor]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     cases = [dataclasses.asdict(outcome) | {"medians": _medians(outcome)} for outcome in outcomes]
-    document = {"machine": machine(), "rounds": rounds, "quick": quick, "cases": cases}
+    document = {
+        "machine": machine(),
+        "rounds": rounds,
+        "quick": quick,
+        "floors": [*map(dataclasses.asdict, floors)],
+        "cases": cases,
+    }
     path.write_text(json.dumps(document, indent=1) + "\n")
 
 

@@ -437,3 +437,51 @@ def test_sums_of_what_is_on_a_gpu():
             other = one.clone()
             other.view(-1).view(torch.uint8)[-1] ^= 1
             assert sums(one) != sums(other)
+
+
+def many() -> dict[str, torch.Tensor]:
+    """More small ones than go into a block, with ties, views and what is long among them."""
+    made = {f"t{i}": values(2 + i % 50, 33, dtype=DTYPES[i % len(DTYPES)], seed=i) for i in range(3000)}
+    return made | {"tied": made["t7"], "view": made["t8"][1:], "long": values(1 << 20, seed=5), "one": values(1, seed=6)}
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "native"])
+def test_many_small_ones_to_a_gpu_and_back(tmp_path, name):
+    made = {key: tensor.cuda() for key, tensor in many().items()}
+    made["tied"], made["view"] = made["t7"], made["t8"][1:]
+    holdfast.save(made, tmp_path / name)
+    with torch_open(tmp_path / name) as checkpoint:
+        found = checkpoint.read(device="cuda")
+    for key, tensor in made.items():
+        assert found[key].is_cuda, key
+        assert same(found[key], tensor), key
+    assert found["tied"].untyped_storage().data_ptr() == found["t7"].untyped_storage().data_ptr()
+    own = [found[f"t{i}"] for i in range(3000)]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in own}) == 3000
+    assert all(found[f"t{i}"].untyped_storage().nbytes() == found[f"t{i}"].nbytes for i in range(9, 3000))
+
+
+def test_many_small_ones_are_saved_as_torch_saves_them(tmp_path):
+    made = {key: tensor.cuda() for key, tensor in many().items() if tensor.dtype in OLD}
+    (tmp_path / "theirs").mkdir()
+    torch.save(made, tmp_path / "theirs" / "a.pt")
+    save(made, tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "theirs" / "a.pt").read_bytes()
+    found = load(tmp_path / "a.pt", map_location="cuda")
+    for key, tensor in made.items():
+        assert found[key].is_cuda, key
+        assert same(found[key], tensor), key
+
+
+def test_what_was_made_of_a_block_belongs_to_the_callers_stream(tmp_path):
+    """Used on that stream at once, freed, and its memory used again: nothing is torn."""
+    made = {f"t{i}": torch.full((1000,), i, dtype=torch.int32) for i in range(2000)}
+    holdfast.save(made, tmp_path / "a.safetensors")
+    for _ in range(3):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            with torch_open(tmp_path / "a.safetensors") as checkpoint:
+                found = checkpoint.read(device="cuda")
+            sums = torch.stack([tensor.sum() for tensor in found.values()])
+            del found
+            torch.empty(1 << 24, device="cuda").fill_(7)
+            assert sums.tolist() == [1000 * int(name[1:]) for name in checkpoint]

@@ -84,6 +84,67 @@ def test_damage_is_found_unless_the_file_is_mapped(tmp_path, fills, mmap):
     assert load(tmp_path / "a.pt", map_location="cuda", verify=False)["a"].shape == (1000,)
 
 
+@pytest.fixture
+def filled(monkeypatch):
+    """How many tensors were filled as rows, each time."""
+    seen: list[int] = []
+    before = storages_module.fill_small
+
+    def fill_small(*given, **more):
+        done, notes = before(*given, **more)
+        seen.append(len(done))
+        return done, notes
+
+    monkeypatch.setattr(storages_module, "fill_small", fill_small)
+    return seen
+
+
+def many(count: int = 700) -> dict[str, torch.Tensor]:
+    """Of all widths and orders, with ties, views, what is long, and what is empty."""
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.complex128, torch.bool]
+    made = {f"t{i}": torch.randint(0, 2, (2 + i % 3, 3)).to(dtypes[i % 6]) for i in range(count)}
+    made |= {f"turned{i}": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last) for i in range(30)}
+    made |= {"tied": made["t9"], "view": made["t11"][1:], "long": torch.randn(300, 300), "empty": torch.zeros(0, 2)}
+    return made | {"parameter": torch.nn.Parameter(torch.ones(3)), "wants": torch.ones(2, requires_grad=True)}
+
+
+def check_many(found) -> None:
+    for name, tensor in many().items():
+        assert found[name].stride() == tensor.stride(), name
+        assert type(found[name]) is type(tensor), name
+    assert found["tied"].untyped_storage().data_ptr() == found["t9"].untyped_storage().data_ptr()
+    assert found["view"].untyped_storage().data_ptr() == found["t11"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("budget", [None, 2 << 20])
+def test_many_are_filled_by_few_copies(tmp_path, fills, filled, budget):
+    state = many()
+    torch.save(state, tmp_path / "a.pt")
+    found = load(tmp_path / "a.pt", map_location="cuda", max_host_memory=budget)
+    check_many(found)
+    for name, tensor in state.items():
+        assert torch.equal(found[name], tensor), name
+    assert filled[0] > 650
+    assert sum(filled) + sum(fills) == len(state) - 2, "each storage once"
+
+
+@pytest.mark.parametrize("how", ["damaged", "unchecked"])
+def test_damage_among_many_is_left_to_who_can_say_it(tmp_path, fills, filled, how):
+    state = {f"t{i}": torch.full((50,), i) for i in range(300)}
+    torch.save(state, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.index(state["t200"].numpy().tobytes())] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    if how == "unchecked":
+        assert not torch.equal(load(tmp_path / "a.pt", map_location="cuda", verify=False)["t200"], state["t200"])
+        assert filled[0] > 200
+        return
+    with pytest.raises(Corrupted, match="checksum") as raised:
+        load(tmp_path / "a.pt", map_location="cuda")
+    assert "data/200" in str(raised.value)
+    assert filled == [0]
+
+
 def test_which_gpu_a_tag_stands_for(monkeypatch):
     monkeypatch.setattr(locations, "present_device", lambda location, backend: torch.device(location))
     assert cuda_device("cuda:1", "cpu") == torch.device("cuda:1")

@@ -14,7 +14,7 @@ A directory, `DirectoryTransaction`, does the same with a hidden sibling directo
     5   fsync each, fsync the directory
     6   rename to a name that does not exist, or exchange with the directory that is to be replaced
     7   fsync the parent directory
-    8   only now remove what was replaced
+    8   only now remove what was replaced (`replaced`: its bytes are freed behind the caller's back)
 
 What goes wrong before step 6 raises `NotCommitted`: the temporary is gone, the target as it was. What goes wrong after it raises
 `DurabilityUncertain`. A failed fsync is never tried again, because the kernel may have dropped the pages and would then report

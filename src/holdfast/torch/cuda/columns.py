@@ -14,6 +14,8 @@ one. Here it is a row of numbers (`core.columns`) until the tensor itself is mad
    would keep sixteen megabytes.
 3. Tensors are made on the caller's stream, which waits for the copy. Their memory belongs to that stream, as if it had made them.
 4. Where a read fails or a checksum is another nothing is given, and the way of objects says what it is.
+
+Tensors that somebody else has made, all of their storages, are filled the same way (`fill_small`).
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.cuda.host import POOL, HostBlock
 from holdfast.torch.cuda.load import SHORT_NBYTES, UNLOCKED, blocks_within
 from holdfast.torch.cuda.pipeline import Mark, pump
-from holdfast.torch.cuda.streams import Lane, lanes
+from holdfast.torch.cuda.streams import lanes
 from holdfast.torch.tensors.from_lazy import torch_dtype
+from holdfast.torch.tensors.scratch import flat
 
-__all__ = ["FEW", "read_small"]
+__all__ = ["FEW", "Row", "fill_small", "read_small"]
 
 FEW = 64
 """Fewer are read as objects: nobody waits for those."""
@@ -63,6 +66,8 @@ class Rows:
     """One for each row."""
     chosen: Ints
     """The rows that are read so, in the order of the files."""
+    verify: bool = True
+    """Whether checksums are compared."""
 
 
 @dataclass(slots=True)
@@ -92,25 +97,62 @@ def read_small(
     rows = rows_of(tensors, names) if len(names) >= FEW else None
     if rows is None:
         return {}, []
-    source = rows.source
+    made = _Made(rows, device)
+    done, notes = _pumped(made, max_host_memory)
+    numbers = rows.columns.numbers
+    return ({names[numbers[row]]: tensor for row, tensor in made.tensors.items()} if done else {}), notes
+
+
+def _pumped(moved: _Moved, max_host_memory: int | None) -> tuple[bool, list[str]]:
+    """Whether all rows were moved, and notes for people."""
+    source = moved.rows.source
     size = blocks_within(max_host_memory, source.threads)
-    tasks = list(_tasks(rows, size.nbytes))
-    (lane,) = lanes([device]).values()
-    made = _Made(rows, device, lane)
+    tasks = list(_tasks(moved.rows, size.nbytes))
     count = min(size.count, len(tasks))
     blocks = POOL.lend(count, size.nbytes)
     locked = all(block.locked for block in blocks)
     try:
         with torch.no_grad():
-            pump(tasks, blocks, threads=min(source.threads, count), read=made.read, put=made.put)
+            pump(tasks, blocks, threads=min(source.threads, count), read=moved.read, put=moved.put)
     except (HoldfastError, _Changed):
-        return {}, []
+        return False, []
     finally:
         POOL.take_back(blocks)
     source.read_nbytes += sum(stop - start for task in tasks for _, start, stop, _ in task.reads)
-    numbers = rows.columns.numbers
-    found = {names[numbers[row]]: tensor for row, tensor in made.tensors.items()}
-    return found, [] if locked or device.type != "cuda" else [UNLOCKED]
+    return True, [] if locked or moved.device.type != "cuda" else [UNLOCKED]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """All bytes of a storage on a GPU, and where they lie in a file."""
+
+    start: int
+    nbytes: int
+    crc32: int | None
+    target: torch.Tensor
+    """A tensor that is all of its storage, in whatever order."""
+
+
+def fill_small(
+    source: OpenSource, key: str, rows: Sequence[Row], *, verify: bool = True, max_host_memory: int | None = None
+) -> tuple[set[int], list[str]]:
+    """Fill the small ones among tensors of one device with bytes of one file. Their numbers, and notes for people.
+
+    The others are left to whoever asks, and so are all of them where one cannot be had as it was written.
+    """
+    count, nowhere = len(rows), np.zeros(len(rows), np.int64)
+    starts = np.fromiter((row.start for row in rows), np.int64, count)
+    nbytes = np.fromiter((row.nbytes for row in rows), np.int64, count)
+    crcs = np.fromiter((NO_CRC if row.crc32 is None else row.crc32 for row in rows), np.int64, count)
+    columns = Columns(range(count), (), (), [key], nowhere, starts, nbytes, crcs)
+    order = np.argsort(starts, kind="stable")
+    chosen = order[((nbytes > 0) & (nbytes <= SHORT_NBYTES))[order]]
+    near = not (source.store.requests or source.store.in_order)
+    if len(chosen) < FEW or not near or _overlapping(columns, chosen).any():
+        return set(), []
+    found = Rows(source, columns, [], chosen, verify)
+    done, notes = _pumped(_Filled(found, rows), max_host_memory)
+    return (set(chosen.tolist()) if done else set()), notes
 
 
 def rows_of(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Rows | None:
@@ -129,7 +171,7 @@ def rows_of(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Rows | N
     short &= np.fromiter((kinds[dtype] for dtype in dtypes), np.bool_, len(dtypes))
     order = np.lexsort((columns.starts, columns.files))
     chosen = order[(short & ~_overlapping(columns, order))[order]]
-    return Rows(source, columns, dtypes, chosen) if len(chosen) >= FEW else None
+    return Rows(source, columns, dtypes, chosen, source.verify) if len(chosen) >= FEW else None
 
 
 Found = tuple[OpenSource, Columns, list[DType], np.ndarray]
@@ -214,23 +256,21 @@ def _tasks(rows: Rows, most: int) -> Iterator[Task]:
         yield task
 
 
-class _Made:
-    """The tensors of rows, as they come."""
+class _Moved:
+    """Rows on their way to a device."""
 
-    def __init__(self, rows: Rows, device: torch.device, lane: Lane) -> None:
-        self._rows, self._device, self._lane = rows, device, lane
-        self._dtypes = {dtype: torch_dtype(dtype) for dtype in set(rows.dtypes) if _has_torch(dtype)}
-        self.tensors: dict[int, torch.Tensor] = {}
-        """By their rows."""
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        self.rows, self.device = rows, device
+        (self._lane,) = lanes([device]).values()
 
     def read(self, task: Task, block: HostBlock) -> None:
         """Fill a block, and compare checksums. Runs on a reader."""
-        source, columns = self._rows.source, self._rows.columns
+        source, columns = self.rows.source, self.rows.columns
         memory = block.array.data
         for (key, start, stop, at), members, places in zip(task.reads, task.members, task.places, strict=True):
             source.store.read(key, start, memory[at : at + stop - start])
             recorded = columns.crcs[members] != NO_CRC
-            if source.verify and recorded.any():
+            if self.rows.verify and recorded.any():
                 begins, checked = places[recorded], members[recorded]
                 ends = begins + columns.nbytes[checked]
                 sums = [crc32(memory[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
@@ -238,29 +278,71 @@ class _Made:
                     raise _Changed
 
     def put(self, task: Task, block: HostBlock) -> Mark:
-        """Copy a block to the device, and have the tensors made there. Runs on the caller's thread."""
-        with self._lane.on():
-            arrived = block.tensor[: task.end].to(self._device, non_blocking=True)
-        mark = self._lane.hold_caller()
-        self._lane.lend(arrived)
-        rows, columns = self._rows, self._rows.columns
+        """Bring a block to its places. Runs on the caller's thread."""
+        raise NotImplementedError
+
+    def _pieces(self, task: Task, arrived: torch.Tensor, widths: Ints) -> Iterator[tuple[Ints, tuple[torch.Tensor, ...]]]:
+        """Rows, and their bytes on the device as integers: of 1, 2, 4 or 8 bytes as the elements are, or less."""
         members, places = np.concatenate(task.members), np.concatenate(task.places)
-        widths = np.fromiter((rows.dtypes[row].bits // 8 for row in members.tolist()), np.int64, len(members))
-        # What does not begin at a multiple of its width is copied as bytes.
+        # What does not begin at a multiple of its width is taken as bytes.
         widths[places % np.minimum(widths, 8) != 0] = 1
         for width in np.unique(widths).tolist():
             own = np.flatnonzero(widths == width)
-            carrier = CARRIERS[width]
-            made = _cut(arrived, places[own], columns.nbytes[members[own]], carrier)
-            for row, tensor in zip(members[own].tolist(), made, strict=True):
+            yield members[own], _cut(arrived, places[own], self.rows.columns.nbytes[members[own]], CARRIERS[width])
+
+
+class _Made(_Moved):
+    """The tensors of rows, as they come."""
+
+    def __init__(self, rows: Rows, device: torch.device) -> None:
+        super().__init__(rows, device)
+        self._dtypes = {dtype: torch_dtype(dtype) for dtype in set(rows.dtypes) if _has_torch(dtype)}
+        self.tensors: dict[int, torch.Tensor] = {}
+        """By their rows."""
+
+    def put(self, task: Task, block: HostBlock) -> Mark:
+        with self._lane.on():
+            arrived = block.tensor[: task.end].to(self.device, non_blocking=True)
+        mark = self._lane.hold_caller()
+        self._lane.lend(arrived)
+        rows, columns = self.rows, self.rows.columns
+        every = [row for members in task.members for row in members.tolist()]
+        widths = np.fromiter((rows.dtypes[row].bits // 8 for row in every), np.int64, len(every))
+        for members, pieces in self._pieces(task, arrived, widths):
+            # The one operation of torch that makes many tensors by one kernel. On integers it is a copy.
+            for row, tensor in zip(members.tolist(), torch._foreach_add(pieces, 0), strict=True):
                 dtype, shape = self._dtypes[rows.dtypes[row]], columns.shapes[row]
-                typed = tensor if dtype is carrier else tensor.view(dtype)
+                typed = tensor if dtype is tensor.dtype else tensor.view(dtype)
                 self.tensors[row] = typed if len(shape) == 1 else typed.view(shape)
         return mark
 
 
-def _cut(arrived: torch.Tensor, places: Ints, nbytes: Ints, carrier: torch.dtype) -> list[torch.Tensor]:
-    """Copies of ranges, in ascending order and apart, each in a tensor of its own."""
+class _Filled(_Moved):
+    """Rows that go to tensors which are there."""
+
+    def __init__(self, rows: Rows, targets: Sequence[Row]) -> None:
+        super().__init__(rows, targets[0].target.device)
+        self._targets = [one.target for one in targets]
+
+    def put(self, task: Task, block: HostBlock) -> Mark:
+        targets = self._targets
+        every = [row for members in task.members for row in members.tolist()]
+        widths = np.fromiter((targets[row].element_size() for row in every), np.int64, len(every))
+        with self._lane.on():
+            try:
+                arrived = block.tensor[: task.end].to(self.device, non_blocking=True)
+                for members, pieces in self._pieces(task, arrived, widths):
+                    own = [flat(targets[row].detach()).view(pieces[0].dtype) for row in members.tolist()]
+                    torch._foreach_copy_(own, pieces)
+            except BaseException:
+                # What was started must not be left behind when the block goes to somebody else.
+                self._lane.mark().synchronize()
+                raise
+            return self._lane.mark()
+
+
+def _cut(arrived: torch.Tensor, places: Ints, nbytes: Ints, carrier: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Views of ranges that are in ascending order and apart."""
     width = carrier.itemsize
     begin, end = int(places[0]), int(places[-1] + nbytes[-1])
     # What is between two ranges is cut off like them, and dropped.
@@ -269,8 +351,7 @@ def _cut(arrived: torch.Tensor, places: Ints, nbytes: Ints, carrier: torch.dtype
     wanted = np.zeros(len(sizes), np.bool_)
     wanted[::2] = True
     kept = wanted | (sizes > 0)
-    pieces = arrived[begin:end].view(carrier).split(sizes[kept].tolist())
+    pieces: tuple[torch.Tensor, ...] = arrived[begin:end].view(carrier).split(sizes[kept].tolist())
     if not wanted[kept].all():
         pieces = tuple(piece for piece, one in zip(pieces, wanted[kept].tolist(), strict=True) if one)
-    # The one operation of torch that makes many tensors by one kernel. On integers it is a copy.
-    return list(torch._foreach_add(pieces, 0))
+    return pieces

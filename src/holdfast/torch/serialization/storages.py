@@ -25,6 +25,7 @@ from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.records import RecordRead, read_records
+from holdfast.engine.source import OpenSource
 from holdfast.errors import (
     FormatError,
     HoldfastError,
@@ -38,6 +39,7 @@ from holdfast.formats.pickle.glance import Claim, Make
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import brief, reach
 from holdfast.formats.zip.layout import Place
+from holdfast.torch.cuda.columns import Row, fill_small
 from holdfast.torch.cuda.load import reserve
 from holdfast.torch.serialization.allowed import Mentions
 from holdfast.torch.serialization.pickling import StorageClass
@@ -277,6 +279,8 @@ class FileStorages:
         self._waiting: list[tuple[RecordRead, torch.UntypedStorage, StorageName]] = []
         self._fills: list[Fill] = []
         """What waits on GPUs."""
+        self._gpu_rows: dict[torch.device, dict[str, Row]] = {}
+        """The same of ordinary tensors, by their keys."""
         self._reserved = False
         self._ahead: dict[str, torch.UntypedStorage] | None = None
 
@@ -298,7 +302,7 @@ class FileStorages:
         return typed(made[0] if name.view is None else view_of(name, made[0], self._views), name.dtype)
 
     def kind(self, claim: Claim, limits: Limits) -> Make | None:
-        """Tensors of the CPU that fill their storages: torch allocates both at once, and they are filled with all others."""
+        """Tensors that fill their storages: torch allocates both at once, and they are filled with all others."""
         place, find = self._place, self._find_row
         odd = self._swap or self._ahead_of_code or self._mapped is not None or place.fake or place.meta or place.skip or claim.grad
         if find is None or odd or not isinstance(claim.storage, StorageClass | type):
@@ -310,10 +314,13 @@ class FileStorages:
             return None
         dtype, nbytes = name.dtype, name.nbytes
         whole = begin == 0 and last + 1 == name.count > 0 and dtype not in QUANTIZED
-        if not whole or place.gpu(claim.location) is not None or not place.stays(claim.location):
+        gpu = place.gpu(claim.location) if whole else None
+        if not whole or (gpu is None and not place.stays(claim.location)):
             return None
-        rows, made = self._rows, self._made
+        rows, made, device = self._rows, self._made, gpu or CPU
         empty = torch.empty_strided
+        if gpu is not None:
+            self._reserve(gpu)
 
         def make(key: str) -> torch.Tensor | None:
             """None where the record is not what the claim says, or was asked for before."""
@@ -322,8 +329,11 @@ class FileStorages:
             place = find(key)
             if place is None or place[1] != nbytes or not place[3]:
                 return None
-            tensor = empty(shape, steps, dtype=dtype, device=CPU)
+            tensor = empty(shape, steps, dtype=dtype, device=device)
             rows[key] = tensor, dtype
+            if gpu is not None:
+                self._gpu_rows.setdefault(gpu, {})[key] = Row(place[0], nbytes, place[2], tensor)
+                return tensor
             self._rows_waiting.append(RecordRead(place[0], nbytes, tensor.data_ptr(), place[2], f"data/{key}"))
             return tensor
 
@@ -401,9 +411,7 @@ class FileStorages:
 
     def _on_gpu(self, key: str, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
         """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look before."""
-        if self._place.one_place and self._everything is not None and not self._reserved:
-            self._reserved = True
-            reserve((device, one.nbytes) for one in self._everything().values())
+        self._reserve(device)
         if not self._ahead_of_code:
             return self._make_on_gpu(found, device)
         if not self._place.one_place or self._everything is None:
@@ -415,15 +423,40 @@ class FileStorages:
         self._fill_gpus()
         return storage
 
+    def _reserve(self, device: torch.device) -> None:
+        if self._place.one_place and self._everything is not None and not self._reserved:
+            self._reserved = True
+            reserve((device, one.nbytes) for one in self._everything().values())
+
     def _make_on_gpu(self, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
         storage = torch.UntypedStorage(found.nbytes, device=device)
+        self._wait_for(found, storage)
+        return storage
+
+    def _wait_for(self, found: StorageBytes, storage: torch.UntypedStorage) -> None:
+        """Note a storage on a GPU that is to be filled."""
         crc = None if self._mapped is not None or not self._verify else found.crc32
         stored = Storage(self._key, found.start, found.nbytes, crc32=crc, label=found.label, home=self._source.store)
         lazy = LazyTensor.contiguous(found.label, BYTES, (found.nbytes,), stored, self._source)
-        self._fills.append(Fill(lazy, torch.empty(0, dtype=torch.uint8, device=device).set_(storage)))
-        return storage
+        self._fills.append(Fill(lazy, torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)))
+
+    def _fill_rows(self) -> None:
+        """The small ones of many tensors on GPUs. What is left of them waits with the others."""
+        waiting, self._gpu_rows = self._gpu_rows, {}
+        for own in waiting.values():
+            done: set[int] = set()
+            if isinstance(self._source, OpenSource):
+                rows, most = list(own.values()), self._max_host_memory
+                done, notes = fill_small(self._source, self._key, rows, verify=self._verify, max_host_memory=most)
+                for note in notes:
+                    warnings.warn(note, HoldfastWarning, stacklevel=2)
+            for number, (key, row) in enumerate(own.items()):
+                if number not in done:
+                    found = StorageBytes(row.start, row.nbytes, row.crc32, f"data/{key}")
+                    self._wait_for(found, row.target.untyped_storage())
 
     def _fill_gpus(self) -> None:
+        self._fill_rows()
         fills, self._fills = self._fills, []
         for note in fill(fills, max_host_memory=self._max_host_memory) if fills else ():
             warnings.warn(note, HoldfastWarning, stacklevel=2)
