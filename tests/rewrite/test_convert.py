@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 
 import holdfast
+from holdfast.engine import readback
 from holdfast.errors import CannotHold, Corrupted, LimitExceeded, NotCommitted, Unsupported
 
 
@@ -170,3 +171,27 @@ def test_many_small_tensors_take_few_calls(source, target, tmp_path, monkeypatch
     holdfast.convert(tmp_path / source, tmp_path / target)
     assert 0 < len(calls) < count / 4
     assert holdfast.diff(tmp_path / source, tmp_path / target).equal
+
+
+@pytest.mark.parametrize("target", ["b.safetensors", "b.pt"])
+def test_no_byte_is_published_that_does_not_read_back(target, tmp_path, monkeypatch):
+    state = {"large": np.arange(90_000, dtype=np.float32), **{f"small.{i}": np.full(3, i, np.int8) for i in range(20)}}
+    holdfast.save(state, tmp_path / "a.pt")
+    whole = holdfast.convert(tmp_path / "a.pt", tmp_path / target)
+    real = readback.read_at
+    rng = np.random.default_rng(0)
+    named = set()
+    for place in [0, 5, 300, whole.nbytes - 1, *rng.integers(0, whole.nbytes, 30).tolist()]:
+
+        def read(descriptor: int, start: int, out: memoryview, place: int = place) -> None:
+            real(descriptor, start, out)
+            if start <= place < start + out.nbytes:
+                out[place - start] ^= 1
+
+        monkeypatch.setattr(readback, "read_at", read)
+        with pytest.raises(NotCommitted, match="does not read back the same") as failed:
+            holdfast.convert(tmp_path / "a.pt", tmp_path / f"new-{target}")
+        named.add(failed.value.tensor)
+    assert None in named, "a header that is damaged belongs to no tensor"
+    assert named - {None}
+    assert not (tmp_path / f"new-{target}").exists()

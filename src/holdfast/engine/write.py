@@ -20,7 +20,7 @@ import numpy as np
 
 from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
-from holdfast.core.crc import Sums
+from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Request, Store, by_source
 from holdfast.engine.blocks import Slab, contiguous_bytes, mapped_bytes, pack, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.threads import default_threads
@@ -29,7 +29,7 @@ from holdfast.errors import HoldfastError, located
 from holdfast.plan.coalesce import MEMORY, coalesce
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["Progress", "Receipt", "Sink", "fetch_small", "gather", "small_bytes", "write_file"]
+__all__ = ["Block", "Progress", "Receipt", "Sink", "fetch_small", "gather", "small_bytes", "write_file"]
 
 BLOCK_NBYTES = 4 << 20
 """Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
@@ -55,12 +55,18 @@ class Sink(Protocol):
         """Write all of the data at an offset."""
 
 
+Block = tuple[int, int, int]
+"""Bytes as they were written: the first one's place in the file, how many, their CRC-32."""
+
+
 @dataclass(slots=True)
 class Receipt:
     """What was written: the CRC-32 of every data segment by its label, hash and head of those that are hashed, and the length."""
 
     nbytes: int
     crcs: dict[str, int] = field(default_factory=dict)
+    blocks: list[Block] = field(default_factory=list)
+    """All bytes but those of holes, in no order; some may be there twice."""
 
 
 @dataclass(slots=True)
@@ -77,6 +83,7 @@ class Written:
     """Of each that came in one."""
     gathered: dict[str, int] = field(default_factory=dict)
     """What segments with many tensors in them said of those, by their labels."""
+    blocks: list[Block] = field(default_factory=list)
 
     def add(self, segment: Data | Memory, start: int, data: memoryview | bytearray) -> int:
         """Sum and hash a block of a tensor, while it is in the cache; its CRC-32."""
@@ -113,7 +120,7 @@ def write_file(
     block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
     run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
     known = dict(crcs or {})
-    receipt = Receipt(plan.nbytes)
+    receipt = Receipt(plan.nbytes, blocks=written.blocks)
     for segment in plan.segments:
         if isinstance(segment, Data | Memory):
             receipt.crcs[segment.label] = written.sums[segment.label].crc32()
@@ -125,6 +132,7 @@ def write_file(
     known |= receipt.crcs
     for begin, content, late in _joined_late(plan, offsets, known, written.made):
         sink.write(begin, memoryview(content))
+        receipt.blocks.append((begin, len(content), crc32(content)))
         if progress:
             progress(late)
     return receipt
@@ -203,8 +211,9 @@ def _block(segment: Data, slab: Slab, offset: int, sink: Sink, written: Written,
         with ExitStack() as lent:
             with located(tensor=segment.label):
                 data = lent.enter_context(slab_bytes(slab))
-            written.add(segment, slab.start, data)
+            crc = written.add(segment, slab.start, data)
             sink.write(offset + slab.start, data)
+            written.blocks.append((offset + slab.start, slab.nbytes, crc))
         if progress:
             progress(slab.nbytes)
 
@@ -216,8 +225,9 @@ def _piece(
 ) -> Callable[[], None]:
     def run() -> None:
         data = segment.content[start:stop]
-        written.add(segment, start, data)
+        crc = written.add(segment, start, data)
         sink.write(offset + start, data)
+        written.blocks.append((offset + start, data.nbytes, crc))
         if progress:
             progress(data.nbytes)
 
@@ -229,6 +239,7 @@ def _gathered(segment: Gathered, offset: int, sink: Sink, written: Written, prog
         content, known = gather(segment)
         written.gathered.update(known)
         sink.write(offset, memoryview(content))
+        written.blocks.append((offset, segment.nbytes, crc32(content)))
         if progress:
             progress(segment.nbytes)
 
@@ -250,13 +261,14 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
         begin = parts[0][0]
         if len(parts) == 1 and isinstance(parts[0][1], Literal):
             sink.write(begin, memoryview(parts[0][1].data))
+            written.blocks.append((begin, parts[0][1].nbytes, crc32(parts[0][1].data)))
             if progress:
                 progress(parts[0][1].nbytes)
             return
         total = parts[-1][0] + parts[-1][1].nbytes - begin
         buffer = np.zeros(total, np.uint8).data
         here: dict[str, int] = {}
-        blank = 0
+        blank, known = 0, 0
         fetched = fetch_small([segment for _, segment in parts if isinstance(segment, Data)])
         for offset, segment in parts:
             at, end = offset - begin, offset - begin + segment.nbytes
@@ -273,9 +285,12 @@ def _stretch(parts: list[tuple[int, Segment]], sink: Sink, written: Written, pro
                 buffer[at:end] = segment.make(here)
                 written.made.add(offset)
             else:
-                blank += segment.nbytes
+                # What stands before it is known now.
+                written.blocks.append((begin + known, at - known, crc32(buffer[known:at])))
+                blank, known = blank + segment.nbytes, end
         if total:
             sink.write(begin, buffer)
+            written.blocks.append((begin + known, total - known, crc32(buffer[known:])))
             if progress:
                 progress(total - blank)
 

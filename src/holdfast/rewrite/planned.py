@@ -421,7 +421,7 @@ def write_plan(
         crcs.update(receipt.crcs)
         check_source(file, crcs)
         if writing.read_back:
-            check_written(file, sink.descriptor, crcs, path=path, threads=threads)
+            check_written(file, sink.descriptor, crcs, path=path, blocks=receipt.blocks, threads=threads)
         sink.complete = True
         return receipt.crcs
 
