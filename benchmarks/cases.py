@@ -7,6 +7,7 @@ from pathlib import Path
 
 from benchmarks import files
 from benchmarks.board import Bound, Case, Count, Race, Start
+from benchmarks.bulk import BULK
 from benchmarks.pruning import PRUNING
 from benchmarks.saving import SAVING
 from benchmarks.sparse import SPARSE
@@ -331,4 +332,5 @@ CASES: tuple[Case, ...] = (
     *TORCH_IO,
     *SPARSE,
     *PRUNING,
+    *BULK,
 )
