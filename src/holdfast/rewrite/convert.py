@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.quantities import Size, byte_count
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.lazy_rows import LAZY_TYPES, ask_lazy
@@ -32,7 +34,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.open import Openable
 from holdfast.plan.reads import plan_reads
-from holdfast.plan.rows import BLOCK_NBYTES
+from holdfast.plan.rows import BLOCK_NBYTES, TensorRows
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, format_for, plan_save, without_origin
@@ -118,7 +120,8 @@ def convert(
     Both places may be URLs of an object store. `store` is an obstore store that `dst` is a key in; `src` may be what `open(…,
     store=)` opened.
     """
-    planned = plan_conversion(
+    plan = partial(
+        plan_conversion,
         src, dst if store is None else place_of(dst, store), format=format, copy_config=copy_config,
         selection=Selection(model, constants, sample_inputs),
         edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only, dequantize),
@@ -128,7 +131,9 @@ def convert(
             resume=resume,
         ), limits=limits,
     )  # fmt: skip
-    return planned.carry_out(progress)
+    # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
+    with resting_collector():
+        return plan().carry_out(progress)
 
 
 def plan_conversion(
@@ -205,13 +210,21 @@ def _lay_out_rows(source: Checkpoint, where: Destination, *, options: Options) -
     own = dict(source.metadata) if source.format in OWN_METADATA else {}
     if found == "torch-zip":
         own = without_origin(own)
-    plan = plan_small(source.tree, target, found, metadata=own, options=options, known=[(LAZY_TYPES, ask_lazy)])
+    asked: list[TensorRows] = []
+
+    def ask(values: list[object]) -> TensorRows | None:
+        rows = ask_lazy(values)
+        asked.extend(() if rows is None else (rows,))
+        return rows
+
+    plan = plan_small(source.tree, target, found, metadata=own, options=options, known=[(LAZY_TYPES, ask)])
     if plan is None:
         return None
+    (rows,) = asked
     plan = replace(plan, notes=(*source.notes, *plan.notes))
     report = Conversion(
-        **planned_fields(plan, target), source=source.path, tensors=len(source), read_nbytes=source.nbytes, over_read_nbytes=0,
-        peak_nbytes=None if within is None else within.peak_nbytes,
+        **planned_fields(plan, target), source=source.path, tensors=len(rows), read_nbytes=int(rows.nbytes.sum()),
+        over_read_nbytes=0, peak_nbytes=None if within is None else within.peak_nbytes,
     )  # fmt: skip
     return Planned(plan, report, writing, reads=(source.source.store,))
 
