@@ -13,6 +13,7 @@ import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -115,6 +116,12 @@ class Traits:
 PLAIN = Traits()
 
 
+@lru_cache(maxsize=1024)
+def _in_order(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
+    """The box and the strides of a tensor in C order: of a hundred thousand tensors there are a dozen."""
+    return Box.whole(shape), c_strides(shape, bits)
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LazyTensor:
     """A named, immutable description (dtype, shape, chunks) that slices to another description and reads when asked."""
@@ -129,8 +136,8 @@ class LazyTensor:
     @classmethod
     def contiguous(cls, name: str, dtype: DType, shape: tuple[int, ...], storage: Storage, source: Source) -> LazyTensor:
         """A whole tensor in C order from the first byte of its storage on."""
-        chunk = Chunk(Box.whole(shape), storage, 0, c_strides(shape, dtype.bits))
-        return cls(name, dtype, shape, (chunk,), source)
+        box, strides = _in_order(shape, dtype.bits)
+        return cls(name, dtype, shape, (Chunk(box, storage, 0, strides),), source)
 
     @property
     def ndim(self) -> int:

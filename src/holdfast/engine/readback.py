@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.threads import default_threads, run_all
@@ -14,7 +15,7 @@ from holdfast.plan.saves import Data, FilePlan, Hole
 from holdfast.stores.local import read_at
 from holdfast.stores.virtual import Entry, Virtual
 
-__all__ = ["check_source", "check_written", "file_crcs"]
+__all__ = ["check_source", "check_written", "file_crcs", "source_changed"]
 
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
@@ -25,15 +26,20 @@ def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
                 continue  # nothing is recorded of memory, which is most of what is saved
             recorded = recorded_crc(segment.tensor)
             if recorded is not None and segment.nbytes and recorded != crcs[segment.label]:
-                (chunk,) = segment.tensor.chunks
-                raise Corrupted(
-                    "the source does not have the checksum that it records: it changed after it was written; get it again",
-                    file=chunk.storage.key,
-                    tensor=segment.tensor.name or segment.label,
-                    offset=chunk.storage.start,
-                    expected=recorded,
-                    found=crcs[segment.label],
-                )
+                raise source_changed(segment.tensor, crcs[segment.label], label=segment.label)
+
+
+def source_changed(tensor: LazyTensor, found: int, *, label: str = "") -> Corrupted:
+    """The error for a tensor in one piece that has another CRC-32 than its file records."""
+    (chunk,) = tensor.chunks
+    return Corrupted(
+        "the source does not have the checksum that it records: it changed after it was written; get it again",
+        file=chunk.storage.key,
+        tensor=tensor.name or label,
+        offset=chunk.storage.start,
+        expected=recorded_crc(tensor),
+        found=found,
+    )
 
 
 def check_written(

@@ -291,18 +291,16 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
     [[1.5, 17.0]]
     """
     rows, columns = values.shape
-    sums = np.zeros((-(-rows // height), -(-columns // width)))
-    # A few rows of blocks at a time, which stay in the cache while they are passed over once for each place in a block.
-    down = max(RUN_KEYS // (columns * height), 1)
+    # All rows together: the parts of a step would be so short that numpy's calls take longer than what they do.
     with np.errstate(all="ignore"):
-        for top in range(0, len(sums), down):
-            squares = values[top * height : (top + down) * height].astype(np.float64)
-            np.multiply(squares, squares, out=squares)
-            for row in range(min(height, len(squares))):
-                for column in range(min(width, columns)):
-                    part = squares[row::height, column::width]
-                    sums[top : top + part.shape[0], : part.shape[1]] += part
-        high = np.minimum(height, rows - np.arange(0, rows, height))
+        squares = values.astype(np.float64)
+        np.multiply(squares, squares, out=squares)
+        sums = np.zeros((-(-rows // height), -(-columns // width)))
+        for row in range(min(height, rows)):
+            for column in range(min(width, columns)):
+                part = squares[row::height, column::width]
+                sums[: part.shape[0], : part.shape[1]] += part
+        down = np.minimum(height, rows - np.arange(0, rows, height))
         across = np.minimum(width, columns - np.arange(0, columns, width))
-        sums /= high[:, None] * across
+        sums /= down[:, None] * across
     return sums

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,20 +26,25 @@ from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.quantities import Size, byte_count
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.lazy_rows import LAZY_TYPES, ask_lazy
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.open import Openable
 from holdfast.plan.reads import plan_reads
+from holdfast.plan.rows import BLOCK_NBYTES, TensorRows
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.companions import CopyConfig
-from holdfast.rewrite.formats import Options, format_for, plan_save
+from holdfast.rewrite.formats import Options, format_for, plan_save, without_origin
 from holdfast.rewrite.models import Selection, select
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
-from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.small import FEW, plan_small
+from holdfast.rewrite.state import OWN_METADATA, describe_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, transform
 from holdfast.stores.paths import place_of
+from holdfast.stores.remote.url import Url
 
 __all__ = ["Conversion", "convert", "edit", "lay_out_conversion", "metadata_changes", "plan_conversion", "plan_edit"]
 
@@ -114,7 +120,8 @@ def convert(
     Both places may be URLs of an object store. `store` is an obstore store that `dst` is a key in; `src` may be what `open(…,
     store=)` opened.
     """
-    planned = plan_conversion(
+    plan = partial(
+        plan_conversion,
         src, dst if store is None else place_of(dst, store), format=format, copy_config=copy_config,
         selection=Selection(model, constants, sample_inputs),
         edits=Edits(tuple(keep), tuple(drop), pairs(rename, "rename="), casts_of(dtype), tensors_only, dequantize),
@@ -124,7 +131,9 @@ def convert(
             resume=resume,
         ), limits=limits,
     )  # fmt: skip
-    return planned.carry_out(progress)
+    # The plan has no name here, so that it is gone before the collector wakes and would walk through it.
+    with resting_collector():
+        return plan().carry_out(progress)
 
 
 def plan_conversion(
@@ -162,6 +171,10 @@ def lay_out_conversion(
 ) -> Planned[Conversion]:
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
     target, within = where.path, where.writing.budget
+    if not edits and not metadata and selection in (None, Selection()) and limits is None:
+        small = _lay_out_rows(source, where, options=where.options(options))
+        if small is not None:
+            return small
     described = describe_state(source, limits=limits, whole=bool(edits.keep))
     chosen, left = select(source, described, selection or Selection())
     losses: dict[DType, Losses] = {}
@@ -184,6 +197,36 @@ def lay_out_conversion(
         return replace(report, notes=(*report.notes, *lost))
 
     return Planned(plan, report, where.writing, reads=stores_of(described), finish=finish)
+
+
+def _lay_out_rows(source: Checkpoint, where: Destination, *, options: Options) -> Planned[Conversion] | None:
+    """A conversion of very many tensors as they are, by rows (`rewrite/small.py`); None where the way of objects has to do it."""
+    target, writing, within = where.path, where.writing, where.writing.budget
+    # Blocks of rows have one size, and what is resumed or far away is compared tensor by tensor.
+    roomy = within is None or within.block >= BLOCK_NBYTES
+    if not roomy or writing.resume or isinstance(target, Url) or source.beside or source.format == "pt2" or len(source) < FEW:
+        return None
+    found = format_for(target, where.format, options)
+    own = dict(source.metadata) if source.format in OWN_METADATA else {}
+    if found == "torch-zip":
+        own = without_origin(own)
+    asked: list[TensorRows] = []
+
+    def ask(values: list[object]) -> TensorRows | None:
+        rows = ask_lazy(values)
+        asked.extend(() if rows is None else (rows,))
+        return rows
+
+    plan = plan_small(source.tree, target, found, metadata=own, options=options, known=[(LAZY_TYPES, ask)])
+    if plan is None:
+        return None
+    (rows,) = asked
+    plan = replace(plan, notes=(*source.notes, *plan.notes))
+    report = Conversion(
+        **planned_fields(plan, target), source=source.path, tensors=len(rows), read_nbytes=int(rows.nbytes.sum()),
+        over_read_nbytes=0, peak_nbytes=None if within is None else within.peak_nbytes,
+    )  # fmt: skip
+    return Planned(plan, report, writing, reads=(source.source.store,))
 
 
 def _with_metadata(state: State, metadata: Mapping[str, str | None], format: str, *, path: str) -> State:

@@ -54,6 +54,7 @@ __all__ = [
     "rehearse",
     "save_name",
     "suffix_of",
+    "without_origin",
 ]
 
 NAMES = {
@@ -145,12 +146,16 @@ def plan_save(path: str, state: State, format: str, *, options: Options) -> Save
     return rehearse(replace(_lay_out(path, state, format, options=options), holds=state.tensors), path)
 
 
+def without_origin(metadata: Mapping[str, str]) -> dict[str, str]:
+    """What a safetensors file says about itself, but that it was made of torch's tensors: a torch file need not say so."""
+    return {key: text for key, text in metadata.items() if (key, text) != ("format", "pt")}
+
+
 def _lay_out(path: str, state: State, format: str, *, options: Options) -> SavePlan:
     match format:
         case "torch-zip":
             # The one format with storages: what shared one before it was copied shares it again.
-            own = {key: text for key, text in state.metadata.items() if (key, text) != ("format", "pt")}
-            rejoined = rejoin(replace(state, metadata=own))
+            rejoined = rejoin(replace(state, metadata=without_origin(state.metadata)))
             plan = lay_out_torch_zip(rejoined.state, name=archive_name(path))
             return replace(plan, notes=(*rejoined.notes, *plan.notes))
         case "safetensors":

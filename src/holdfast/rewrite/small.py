@@ -17,7 +17,7 @@ that its limits count are compared here (docs/design/024-many-and-small.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +34,7 @@ from holdfast.formats.zip.numbered import Numbered
 from holdfast.plan.rows import TensorRows, joined
 from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.rewrite.formats import Options, check_holds, described, plan_save
-from holdfast.rewrite.state import asking, describe_state
+from holdfast.rewrite.state import Asking, asking, describe_state
 
 __all__ = ["FEW", "plan_small"]
 
@@ -48,23 +48,34 @@ DEPTH = 16
 """Of containers in a state that is written as rows. A tensor opens a few MARKs more, far from what a reader allows."""
 
 
-def plan_small(state: object, target: str, format: str, *, metadata: Mapping[str, str] | None, options: Options) -> SavePlan | None:
-    """The plan of a state with very many tensors, known to open; None for any other state, and wherever something is to be said."""
+def plan_small(
+    state: object,
+    target: str,
+    format: str,
+    *,
+    metadata: Mapping[str, str] | None,
+    options: Options,
+    known: Sequence[Asking] | None = None,
+) -> SavePlan | None:
+    """The plan of a state with very many tensors, known to open; None for any other state, and wherever something is to be said.
+
+    `known` are the types that may be tensors, and what asks them: arrays and torch's, unless it is said.
+    """
     plain = dict(metadata or {})
     texts = {*map(type, plain), *map(type, plain.values())}
     if type(state) not in CONTAINERS or texts - {str} or options != Options(keep_tree=options.keep_tree):
         return None
     lay_out = LAYOUTS.get(format)
     try:
-        return None if lay_out is None else lay_out(state, target, plain, options)
+        return None if lay_out is None else lay_out(state, target, plain, options, known=known or asking())
     except HoldfastError:
         return None
 
 
-def _torch(state: object, target: str, metadata: dict[str, str], options: Options) -> SavePlan | None:
-    types = [kind for kinds, _ in asking() for kind in kinds]
+def _torch(state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]) -> SavePlan | None:
+    types = [kind for kinds, _ in known for kind in kinds]
     values = None if metadata else leaves(state, types, DEPTH, beside=False)
-    rows = None if values is None or len(values) < FEW else _asked(values)
+    rows = None if values is None or len(values) < FEW else _asked(values, known)
     # What is empty has no place in memory, and the way of objects finds that such ones share it. Not all dtypes are torch's.
     if values is None or rows is None or not rows.nbytes.all() or any(kind.dtype.torch is None for kind in rows.table):
         return None
@@ -109,17 +120,19 @@ def _characters(value: object, prefix: int, most: int) -> int:
     return total
 
 
-def _flat(state: object) -> tuple[list[str], list[object], TensorRows] | None:
+def _flat(state: object, known: Sequence[Asking]) -> tuple[list[str], list[object], TensorRows] | None:
     """Names, tensors and rows of a plain dict of them, none of which stands there twice."""
     if type(state) is not dict or len(state) < FEW or {*map(type, state)} != {str}:
         return None
     names, values = list(state), list(state.values())
-    rows = _asked(values) if len({*map(id, values)}) == len(values) else None
+    rows = _asked(values, known) if len({*map(id, values)}) == len(values) else None
     return None if rows is None else (names, values, rows)
 
 
-def _safetensors(state: object, target: str, metadata: dict[str, str], options: Options) -> SavePlan | None:
-    found = _flat(state)
+def _safetensors(
+    state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]
+) -> SavePlan | None:
+    found = _flat(state, known)
     laid = None if found is None else row_file("", found[0], found[2], metadata=metadata, fields={})
     if found is None or laid is None:
         return None
@@ -129,8 +142,8 @@ def _safetensors(state: object, target: str, metadata: dict[str, str], options: 
     return _rehearsed(plan, names, values, rows, target=target, metadata=metadata, options=options)
 
 
-def _native(state: object, target: str, metadata: dict[str, str], options: Options) -> SavePlan | None:
-    found = _flat(state)
+def _native(state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]) -> SavePlan | None:
+    found = _flat(state, known)
     plan = None if found is None else lay_out_native_rows(found[0], found[2], metadata)
     if found is None or plan is None:
         return None
@@ -171,9 +184,8 @@ def _rehearse_sample(
     plan_save(target, describe_state(sample, metadata=metadata), format, options=options)
 
 
-def _asked(values: list[object]) -> TensorRows | None:
+def _asked(values: list[object], known: Sequence[Asking]) -> TensorRows | None:
     """The rows of tensors of all kinds that can be asked; None where one is not ordinary."""
-    known = asking()
     types = {*map(type, values)}
     asks = [(kinds, ask) for kinds, ask in known if not types.isdisjoint(kinds)]
     if len(asks) == 1 and types.issubset(asks[0][0]):

@@ -115,9 +115,13 @@ def _leaf(arrays: Arrays) -> Leaf:
     return convert
 
 
-def asking() -> list[tuple[tuple[type, ...], Ask]]:
+Asking = tuple[tuple[type, ...], Ask]
+"""Types of tensors, and what asks them as rows."""
+
+
+def asking() -> list[Asking]:
     """The types of tensors that may be asked as rows, and what asks them: numpy's, and torch's where the caller has torch."""
-    known: list[tuple[tuple[type, ...], Ask]] = [(TYPES, ask_arrays)]
+    known: list[Asking] = [(TYPES, ask_arrays)]
     if "torch" in sys.modules:
         from holdfast.torch.tensors.rows import TYPES as OTHERS
         from holdfast.torch.tensors.rows import ask_whole
