@@ -140,7 +140,7 @@ function connectControls(page) {
   const { model } = page;
   const select = byId("measure");
   model.measures.forEach((measure, place) => {
-    const option = make("option", "", shown(measure.label));
+    const option = make("option", "", clipped(measure.label, 40));
     option.value = String(place);
     select.append(option);
   });

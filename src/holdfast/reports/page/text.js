@@ -20,10 +20,14 @@ function shown(text) {
   return text.replace(HIDDEN, writtenOut).replace(PILED, (marks) => Array.from(marks, writtenOut).join(""));
 }
 
-// The same, cut in the middle where it is long. Cut first: what is cut away need not be looked at.
-function clipped(text, limit = LONGEST) {
+function cut(text, limit) {
   const tail = Math.floor(limit / 3);
-  return shown(text.length <= limit ? text : `${text.slice(0, limit - tail - 1)}…${text.slice(-tail)}`);
+  return text.length <= limit ? text : `${text.slice(0, limit - tail - 1)}…${text.slice(-tail)}`;
+}
+
+// The same, cut in the middle where it is long. Cut first, since what is cut away need not be looked at, and after: written out it is longer.
+function clipped(text, limit = LONGEST) {
+  return cut(shown(cut(text, limit)), limit);
 }
 
 // The text as a literal of Python.
