@@ -222,3 +222,14 @@ def test_a_thousand_layers_scroll(draw):
     mark = seen.page.locator("#panels .here").bounding_box()
     box = canvas.bounding_box()
     assert box["y"] <= mark["y"] <= box["y"] + box["height"]
+
+
+def test_a_role_for_each_tensor(draw):
+    sheet = documents.Sheet()
+    for at in range(3_000):
+        sheet.add(f"h.{at % 3}.x{at}", [8, 8], layer=at % 3, role=f"h.*.x{at}")
+    seen = draw(sheet.document())
+    assert "and 2,820 more columns" in seen.text("#panels")
+    assert seen.overflow() <= 0
+    seen.filter("h.0.x123*")
+    assert "more columns" not in seen.text("#panels")

@@ -4,6 +4,8 @@
 // a map with a column an expert.
 
 const MOST_PANELS = 16;
+const MOST_COLUMNS = 180; // of a picture; a file may have a role for each of its tensors
+const MOST_EXPERTS = 1024;
 const ROW_LABEL = 40;
 const TILT = (-52 * Math.PI) / 180;
 
@@ -33,7 +35,12 @@ function stacksOf(model, members) {
     column.stack.layers.add(model.layer[at]);
   }
   return [...stacks.values()]
-    .map((stack) => ({ ...stack, layers: [...stack.layers].sort((a, b) => a - b) }))
+    .map((stack) => ({
+      ...stack,
+      columns: stack.columns.slice(0, MOST_COLUMNS),
+      left: Math.max(0, stack.columns.length - MOST_COLUMNS),
+      layers: [...stack.layers].sort((a, b) => a - b),
+    }))
     .sort((a, b) => b.layers.length * b.columns.length - a.layers.length * a.columns.length);
 }
 
@@ -50,7 +57,7 @@ function expertsOf(model, column) {
     });
   }
   const numbered = [...experts.keys()].sort((a, b) => a - b).map((number) => experts.get(number));
-  return { stem: `each expert: ${column.label}`, columns: numbered, layers: [...column.cells.keys()].sort((a, b) => a - b), experts: true };
+  return { stem: `each expert: ${column.label}`, columns: numbered.slice(0, MOST_EXPERTS), left: Math.max(0, numbered.length - MOST_EXPERTS), layers: [...column.cells.keys()].sort((a, b) => a - b), experts: true };
 }
 
 // The tensor of a cell that a person should see. NaN first; then the most zeros, the least alike, or what is farthest from the
@@ -105,7 +112,9 @@ function relativeLook(page, at, middle) {
 function columnTitles(columns) {
   const labels = columns.map((column) => column.label);
   const bare = labels.map((label) => label.replace(/\.weight$/, ""));
-  return bare.map((label, at) => (bare.filter((other) => other === label).length > 1 || !label ? labels[at] : label));
+  const met = new Map();
+  for (const label of bare) met.set(label, (met.get(label) || 0) + 1);
+  return bare.map((label, at) => (met.get(label) > 1 || !label ? labels[at] : label));
 }
 
 function makePanel(page, stack, whenExpanded) {
@@ -120,7 +129,8 @@ function makePanel(page, stack, whenExpanded) {
   const scroller = make("div", "scroller", tall);
   const stage = make("div", "stage", canvas, mark);
   const title = make("h3", "", clipped(stack.stem, 90) || "all");
-  const panel = make("div", "panel", title, stage);
+  const more = stack.left ? make("p", "muted", `and ${grouped.format(stack.left)} more columns: filter by name to see them here`) : null;
+  const panel = make("div", "panel", title, stage, more);
   const titles = columnTitles(stack.columns);
   const middles = new Map();
   let cells = null; // the geometry of the last drawing
@@ -149,7 +159,7 @@ function makePanel(page, stack, whenExpanded) {
     const head = flat ? { up: 20, right: 0 } : measureHead(context0);
     const columns = stack.columns.length;
     const fitting = (room - ROW_LABEL - Math.min(head.right, room / 4) - 4) / columns;
-    const columnWidth = flat ? Math.max(2.5, Math.min(26, fitting)) : Math.max(5, Math.min(64, Math.floor(fitting)));
+    const columnWidth = flat ? Math.max(0.5, Math.min(26, fitting)) : Math.max(1, Math.min(64, fitting > 6 ? Math.floor(fitting) : fitting));
     const spread = Math.min(head.right, Math.max(0, room - ROW_LABEL - columns * columnWidth - 2));
     const width = Math.min(room, ROW_LABEL + columns * columnWidth + spread);
     const viewport = scrolls ? 640 : head.up + rows * rowHeight + 2;

@@ -19,7 +19,9 @@ function makeShards(page) {
   mark.hidden = true;
   const tall = make("div", "tall", canvas, mark);
   const scroller = make("div", "scroller", tall);
-  const largest = Math.max(...shards.files.map((file) => file.nbytes), 1);
+  const largest = shards.files.reduce((most, file) => Math.max(most, file.nbytes), 1);
+  const met = new Set();
+  for (const file of shards.files) for (const strip of file.strips) met.add(strip[2]);
   let rank = -1;
   let focused = null; // [file, strip]
   let wanted = null; // which tensors the filter leaves
@@ -213,7 +215,6 @@ function makeShards(page) {
   // What the strips are beside tensors, where it occurs.
   function drawKinds() {
     const { palette } = page;
-    const met = new Set(shards.files.flatMap((file) => file.strips.map((strip) => strip[2])));
     const marks = empty(kinds);
     const add = (kind, text, paint) => {
       if (!met.has(kind)) return;
