@@ -1,8 +1,7 @@
 // Text for people: names made safe to look at, numbers made short, a name as Python would write it, and globs.
 
 // What Python's str.isprintable refuses, and letters that take no room: the same that the command line writes out.
-const HIDDEN =
-  /(?! )[\p{C}\p{Z}]|[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]|[\u{e0100}-\u{e01ef}]/gu;
+const HIDDEN = /(?! )[\p{C}\p{Z}]|[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]|[\u{e0100}-\u{e01ef}]/gu;
 const PILED = /\p{M}{5,}/gu;
 const PLAIN = /^[\x20-\x7e]*$/;
 const LONGEST = 200; // characters of a name in a list; a hostile one may have millions
@@ -25,7 +24,8 @@ function cut(text, limit) {
   return text.length <= limit ? text : `${text.slice(0, limit - tail - 1)}…${text.slice(-tail)}`;
 }
 
-// The same, cut in the middle where it is long. Cut first, since what is cut away need not be looked at, and after: written out it is longer.
+// The same, cut in the middle where it is long. Cut first, since what is cut away need not be looked at, and after: written out
+// it is longer.
 function clipped(text, limit = LONGEST) {
   return cut(shown(cut(text, limit)), limit);
 }
@@ -122,7 +122,7 @@ function globSet(chars, from) {
 function globTest(pattern) {
   const chars = Array.from(pattern);
   const steps = [];
-  for (let at = 0; at < chars.length; ) {
+  for (let at = 0; at < chars.length;) {
     const char = chars[at++];
     const set = char === "[" ? globSet(chars, at) : null;
     if (char === "*") steps.push(STAR);

@@ -111,9 +111,9 @@ function layOut(node, depth) {
   node.titled = depth > 0 && !node.within && node.w > 46 && node.h > 3 * TITLE;
   node.caption = node.label;
   // A group that is nearly all of the one around it shares its title: "3.mlp.experts" takes one line, not three.
-  for (let inner = node; inner.leaf < 0; ) {
+  for (let inner = node; inner.leaf < 0;) {
     const most = inner.children[0];
-    if (most.leaf >= 0 || most.size < NEARLY * inner.size || inner === node && depth === 0) break;
+    if (most.leaf >= 0 || most.size < NEARLY * inner.size || (inner === node && depth === 0)) break;
     most.within = node.titled || node.within;
     if (node.titled) node.caption += `.${most.label}`;
     inner = most;
@@ -159,7 +159,7 @@ function makeTreemap(page) {
     tree = nameTree(page.model, page.shown);
     root = tree;
     // Zoomed in, a filter keeps the group where it is still there.
-    for (let step = tree; step && before && pathOf(step) !== before; ) {
+    for (let step = tree; step && before && pathOf(step) !== before;) {
       step = step.children && step.children.find((child) => child.leaf < 0 && `${before}.`.startsWith(`${pathOf(child)}.`));
       if (step && pathOf(step) === before) root = step;
     }
@@ -241,7 +241,10 @@ function makeTreemap(page) {
         here.setAttribute("aria-current", "location");
         nav.append(here);
       } else {
-        nav.append(button(text, "link crumb", () => zoom(step)), make("span", "muted", "›"));
+        nav.append(
+          button(text, "link crumb", () => zoom(step)),
+          make("span", "muted", "›"),
+        );
       }
     });
   }
