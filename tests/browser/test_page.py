@@ -111,6 +111,10 @@ def test_the_drawer_has_all_of_a_tensor(page):
     assert ast.unparse(call) == "holdfast.open('models/model.safetensors')['model.layers.15.self_attn.v_proj.weight']"
     page.page.click("text=layer after")
     assert page.text("#drawer h2") == "model.layers.16.self_attn.v_proj.weight"
+    page.page.keyboard.press("Enter")
+    assert page.text("#drawer h2") == "model.layers.17.self_attn.v_proj.weight", "the focus stays on the way"
+    page.page.keyboard.press("Escape")
+    assert page.page.locator("#drawer").is_hidden()
 
 
 def test_ties_are_links(page):

@@ -68,12 +68,17 @@ function makeDrawer(page) {
       if (layer < model.layer[at] && (found.before < 0 || layer > model.layer[found.before])) found.before = other;
       if (layer > model.layer[at] && (found.after < 0 || layer < model.layer[found.after])) found.after = other;
     }
-    const step = (to, text) => {
-      const press = button(text, "quiet", () => open(to));
+    const step = (to, text, which) => {
+      // The focus stays on the way: the next press goes on to the next layer.
+      const press = button(text, `quiet ${which}`, () => {
+        open(to);
+        const again = drawer.querySelector(`.${which}`);
+        if (!again.disabled) again.focus({ preventScroll: true });
+      });
       press.disabled = to < 0;
       return press;
     };
-    nav.append(step(found.before, "← layer before"), step(found.after, "layer after →"));
+    nav.append(step(found.before, "← layer before", "before"), step(found.after, "layer after →", "after"));
     return nav;
   }
 
