@@ -223,6 +223,15 @@ function paintCell(context, box, found, palette) {
   return found.ink;
 }
 
+// Cells too small to be seen that must be: painted last, over their neighbours.
+function paintTiny(context, boxes, palette) {
+  for (const { x, y, w, h } of boxes) {
+    const [wide, tall] = [Math.max(w, 4), Math.max(h, 4)];
+    context.fillStyle = palette.alarm[0];
+    context.fillRect(Math.round(x + w / 2 - wide / 2), Math.round(y + h / 2 - tall / 2), wide, tall);
+  }
+}
+
 // What a cell of one tensor is painted with.
 function lookOf(model, scale, palette, at) {
   if (model.sick[at]) return "sick";

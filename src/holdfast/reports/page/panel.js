@@ -1,5 +1,5 @@
-// One heat map on a canvas, drawn from a stack: row labels, tilted titles, cells with their numbers where there is room; pointer and
-// keys. Of more rows than fit, only those in the window are drawn.
+// One heat map on a canvas, drawn from a stack: row labels, tilted titles, cells with their numbers where there is room; pointer
+// and keys. Of more rows than fit, only those in the window are drawn.
 
 const ROW_LABEL = 40;
 const TILT = (-52 * Math.PI) / 180;
@@ -68,6 +68,7 @@ function makePanel(page, stack, whenExpanded) {
     const { palette } = page;
     const first = Math.max(0, Math.floor(scrolled / rowHeight));
     const last = Math.min(rows, Math.ceil((scrolled + viewport) / rowHeight));
+    const tiny = [];
     const rim = columnWidth > 5 && rowHeight > 5 ? 1 : 0;
     stack.columns.forEach((column, place) => {
       const middle = middles.get(column) ?? middleOf(column, page);
@@ -79,9 +80,11 @@ function makePanel(page, stack, whenExpanded) {
         const box = boxOf(row, place);
         const look = page.relative ? relativeLook(page, at, middle) : lookOf(page.model, page.scale, palette, at);
         const ink = paintCell(context, { ...box, w: box.w - rim, h: box.h - rim }, look, palette);
+        if (look === "sick" && Math.min(box.w, box.h) < 6) tiny.push(box);
         if (columnWidth >= 44 && rowHeight >= 15) writeValue(context, box, at, ink, look);
       }
     });
+    paintTiny(context, tiny, palette);
     context.clearRect(0, 0, width, head.up);
     drawRowLabels(context, first, last);
     if (flat) drawExpertLabels(context);
@@ -89,13 +92,11 @@ function makePanel(page, stack, whenExpanded) {
     placeMark(mark, focused && boxOf(...focused));
   }
 
+  // On whole pixels, so that narrow columns are no pattern of their own.
   function boxOf(row, column) {
-    return {
-      x: cells.left + column * cells.columnWidth,
-      y: cells.top + row * cells.rowHeight - cells.scrolled,
-      w: cells.columnWidth,
-      h: cells.rowHeight,
-    };
+    const x = Math.round(cells.left + column * cells.columnWidth);
+    const next = Math.round(cells.left + (column + 1) * cells.columnWidth);
+    return { x, y: cells.top + row * cells.rowHeight - cells.scrolled, w: Math.max(next - x, 1), h: cells.rowHeight };
   }
 
   function writeValue(context, box, at, ink, look) {

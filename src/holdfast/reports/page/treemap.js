@@ -153,6 +153,7 @@ function makeTreemap(page) {
   let tree = null;
   let root = null; // the group that fills the picture
   let focused = null; // where the keyboard is
+  let tiny = []; // what must be seen and is too small
 
   function rebuild() {
     const before = root ? pathOf(root) : "";
@@ -179,7 +180,9 @@ function makeTreemap(page) {
     root.within = false;
     layOut(root, 0);
     context.textBaseline = "middle";
+    tiny = [];
     paint(context, root, 0);
+    paintTiny(context, tiny, page.palette);
   }
 
   function paint(context, node, depth) {
@@ -195,6 +198,7 @@ function makeTreemap(page) {
       const box = { x, y, w: Math.max(w - rim, 1), h: Math.max(h - rim, 1) };
       const look = lookOf(model, scale, palette, at);
       const ink = paintCell(context, box, look, palette);
+      if (look === "sick" && Math.min(w, h) < 4) tiny.push(box);
       if (node.leaf >= 0) label(context, node, ink, look);
       return;
     }
