@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import json
+import random
 
 import holdfast
 from holdfast import errors
@@ -117,10 +118,28 @@ def test_python_lines_are_python(draw):
 
 
 def test_globs_are_as_on_the_command_line(draw):
+    chance = random.Random(1)
     seen = draw(documents.small())
-    names = ["model.layers.3.mlp.up", "a", "", "a.b", "aab", "model", "x" * 300 + "b"]
-    patterns = ["*", "?", "a*", "*b", "*layers.?.*", "model", "a?b", "**", "*a*a*b", "*" * 40 + "c", "*?*"]
-    found = seen.page.evaluate(
-        "([patterns, names]) => patterns.map((one) => names.map((name) => globMatches(one, name)))", [patterns, names]
-    )
+    names = ["model.layers.3.mlp.up", "a", "", "a.b", "aab", "model", "x" * 300 + "b", "\U0001f4a9.a", "[a]", "a-b", "]"]
+    names += ["".join(chance.choices("ab-]!", k=chance.randrange(5))) for _ in range(60)]
+    patterns = [
+        "*",
+        "?",
+        "a*",
+        "*b",
+        "*layers.?.*",
+        "model",
+        "a?b",
+        "**",
+        "*a*a*b",
+        "*" * 40 + "c",
+        "*?*",
+        "?.a",
+        "*.[0-9].*",
+        "[!a]*",
+        "[[]a]",
+    ]
+    patterns += ["".join(chance.choices("ab*?[]!", k=chance.randrange(7))) for _ in range(300)]
+    ask = "([patterns, names]) => patterns.map((one) => names.map(globTest(one)))"
+    found = seen.page.evaluate(ask, [patterns, names])
     assert found == [[fnmatch.fnmatchcase(name, pattern) for name in names] for pattern in patterns]

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import numpy as np
 import pytest
 
+import holdfast
 from holdfast.reports.page import page as html_of
 from tests.browser import documents
 from tests.browser.watching import WATCH
@@ -79,6 +85,43 @@ def open_a_matrix(page: Any) -> None:
     page.fill("#filter", "*layers.1.mlp.up*")
     until(page, lambda: page.evaluate("document.documentElement.dataset.filter"))
     page.click("#table tbody tr")
+
+
+def test_the_real_server(browser, tmp_path):
+    """`holdfast view` as it is: one process serves, the browser looks, Ctrl-C ends it and the page says so."""
+    weights = np.random.default_rng(1).standard_normal((600, 300), np.float32)
+    weights[17, 40] = np.nan
+    weights[100:110] = 0
+    holdfast.save({"h.0.w": weights, "h.1.w": np.ones((8, 8), np.float16)}, tmp_path / "m.safetensors")
+    command = [sys.executable, "-m", "holdfast", "view", str(tmp_path / "m.safetensors"), "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        (url,) = re.findall(r"http://127\.0\.0\.1:\d+/\S+", server.stdout.readline())
+        context = browser.new_context(viewport={"width": 1240, "height": 900})
+        context.add_init_script(WATCH)
+        page = context.new_page()
+        said: list[str] = []
+        page.on("console", lambda message: said.append(message.text))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(url)
+        until(page, lambda: page.evaluate("document.documentElement.dataset.ready"))
+        page.click("#table tbody tr >> text=h.0.w")
+        until(page, lambda: "Norms of rows" in page.inner_text("#drawer"))
+        until(page, lambda: "colours from" in page.inner_text("#drawer .tiles"))
+        page.click("#drawer >> text=Singular values")
+        canvas = page.locator("#drawer .tiles canvas")
+        canvas.focus()
+        for _ in range(4):
+            page.keyboard.press("+")
+        canvas.hover()
+        until(page, lambda: page.inner_text("#drawer .value").startswith("["))
+        assert page.evaluate("window.watched") == []
+        assert said == []
+        server.send_signal(signal.SIGINT)
+        assert server.wait(20) == 0
+        page.keyboard.press("Escape")
+        page.click("#table tbody tr >> text=h.1.w")
+        until(page, lambda: "has holdfast view ended?" in page.inner_text("#drawer .inside"))
+        context.close()
 
 
 def test_details_and_tiles_come_when_they_are_asked_for(served):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.reports.page import page as html_of
 from tests.browser import documents
 
 KINDS = {
@@ -57,10 +58,13 @@ INKS = """(theme) => {
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_and_names(draw, scheme):
-    seen = draw(documents.difference(), scheme=scheme)
-    seen.page.click("#table tbody tr")
-    assert seen.page.evaluate(CONTRAST) == []
-    assert seen.page.evaluate(NAMELESS) == []
+    seen = None
+    for kind in ("small", "diff", "sharded", "run"):
+        html = html_of(KINDS[kind]())
+        seen = seen.show(html) if seen else draw(html, scheme=scheme)
+        seen.page.click("#table tbody tr")
+        assert seen.page.evaluate(CONTRAST) == []
+        assert seen.page.evaluate(NAMELESS) == []
     assert min(seen.page.evaluate(INKS, scheme)) > 4.4
 
 

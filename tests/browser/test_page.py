@@ -111,6 +111,10 @@ def test_the_drawer_has_all_of_a_tensor(page):
     assert ast.unparse(call) == "holdfast.open('models/model.safetensors')['model.layers.15.self_attn.v_proj.weight']"
     page.page.click("text=layer after")
     assert page.text("#drawer h2") == "model.layers.16.self_attn.v_proj.weight"
+    page.page.keyboard.press("Enter")
+    assert page.text("#drawer h2") == "model.layers.17.self_attn.v_proj.weight", "the focus stays on the way"
+    page.page.keyboard.press("Escape")
+    assert page.page.locator("#drawer").is_hidden()
 
 
 def test_ties_are_links(page):
@@ -222,3 +226,14 @@ def test_a_thousand_layers_scroll(draw):
     mark = seen.page.locator("#panels .here").bounding_box()
     box = canvas.bounding_box()
     assert box["y"] <= mark["y"] <= box["y"] + box["height"]
+
+
+def test_a_role_for_each_tensor(draw):
+    sheet = documents.Sheet()
+    for at in range(3_000):
+        sheet.add(f"h.{at % 3}.x{at}", [8, 8], layer=at % 3, role=f"h.*.x{at}")
+    seen = draw(sheet.document())
+    assert "and 2,820 more columns" in seen.text("#panels")
+    assert seen.overflow() <= 0
+    seen.filter("h.0.x123*")
+    assert "more columns" not in seen.text("#panels")

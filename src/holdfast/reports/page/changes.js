@@ -1,5 +1,5 @@
-// A diff: how many tensors are the same, changed, added, removed or renamed. Each count shows only those when it is pressed, and what
-// has no counterpart is listed by name, since no picture of change can show it.
+// A diff: how many tensors are the same, changed, added, removed or renamed. Each count shows only those when it is pressed, and
+// what has no counterpart is listed by name, since no picture of change can show it.
 
 const NAMED = 12; // names of a list before it is cut; the table has all
 

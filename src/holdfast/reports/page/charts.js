@@ -20,7 +20,11 @@ function barChart(values, { told, ticks = [], title = () => "", height = 96 }) {
   const marks = values.map((value, at) => {
     const tall = Number.isFinite(value) ? Math.max(value > 0 ? 1 : 0, (value / most) * (floor - 6)) : 0;
     const bar = shape("rect", {
-      x: (at * step).toFixed(2), y: (floor - tall).toFixed(2), width: Math.max(step - (step > 3 ? 1 : 0), 0.6).toFixed(2), height: tall.toFixed(2), class: "bar",
+      x: (at * step).toFixed(2),
+      y: (floor - tall).toFixed(2),
+      width: Math.max(step - (step > 3 ? 1 : 0), 0.6).toFixed(2),
+      height: tall.toFixed(2),
+      class: "bar",
     });
     const text = title(at);
     if (text) bar.append(shape("title", {}, text));
@@ -106,8 +110,8 @@ function stackedChart(rows, { told, height = 110, left = "", right = "" }) {
   return chart(height, told, ...marks);
 }
 
-// Where the values of a tensor lie: a line from the least to the largest, a box for the middle half, ticks between. The axis is symmetric
-// and logarithmic far from zero, because weights are small and outliers are not.
+// Where the values of a tensor lie: a line from the least to the largest, a box for the middle half, ticks between. The axis is
+// symmetric and logarithmic far from zero, because weights are small and outliers are not.
 function quantileChart(quantiles) {
   const [least, , , lower, middle, upper, , , largest] = quantiles;
   const unit = Math.max(Math.abs(lower), Math.abs(upper), 1e-12);
@@ -124,5 +128,9 @@ function quantileChart(quantiles) {
     marks.push(shape("line", { x1: x(0), x2: x(0), y1: 30, y2: 34, class: "axis" }), words(x(0), 44, "0", "middle"));
   }
   marks.push(words(2, 44, numberText(least)), words(WIDE - 2, 44, numberText(largest), "end"));
-  return chart(48, `from ${numberText(least)} to ${numberText(largest)}, half of them between ${numberText(lower)} and ${numberText(upper)}`, ...marks);
+  return chart(
+    48,
+    `from ${numberText(least)} to ${numberText(largest)}, half of them between ${numberText(lower)} and ${numberText(upper)}`,
+    ...marks,
+  );
 }

@@ -1,5 +1,5 @@
-// Colours that mean something. They are computed in OKLab, where equal steps look equal: lightness rises evenly along the
-// map, so it is right in grey and for every kind of colour blindness; hue only helps. What is no number has a pattern, not a colour.
+// Colours that mean something. They are computed in OKLab, where equal steps look equal: lightness rises evenly along the map, so
+// it is right in grey and for every kind of colour blindness; hue only helps. What is no number has a pattern, not a colour.
 
 // Red, green and blue of a lightness, a chroma and a hue; the chroma is lowered until a screen can show it.
 function oklch(lightness, chroma, hue) {
@@ -36,14 +36,36 @@ const STEPS = 128;
 
 // Hues far apart at two lightnesses, in an order in which neighbours differ for every kind of colour blindness.
 const CATEGORIES = [
-  [0.56, 0.1, 205], [0.77, 0.08, 245], [0.8, 0.12, 85], [0.5, 0.13, 290], [0.7, 0.13, 145],
-  [0.6, 0.16, 35], [0.45, 0.08, 160], [0.8, 0.1, 340], [0.5, 0.06, 60], [0.68, 0.02, 250],
+  [0.56, 0.1, 205],
+  [0.77, 0.08, 245],
+  [0.8, 0.12, 85],
+  [0.5, 0.13, 290],
+  [0.7, 0.13, 145],
+  [0.6, 0.16, 35],
+  [0.45, 0.08, 160],
+  [0.8, 0.1, 340],
+  [0.5, 0.06, 60],
+  [0.68, 0.02, 250],
 ];
 
 // What changed is loud, what stayed is quiet: same, changed, added, removed, renamed, not comparable.
 const STATE_COLOURS = {
-  light: [[0.88, 0.01, 240], [0.6, 0.1, 205], [0.74, 0.14, 145], [0.55, 0.17, 30], [0.78, 0.13, 80], [0.5, 0.13, 300]],
-  dark: [[0.36, 0.01, 240], [0.66, 0.1, 205], [0.74, 0.14, 145], [0.62, 0.17, 30], [0.8, 0.13, 80], [0.62, 0.13, 300]],
+  light: [
+    [0.88, 0.01, 240],
+    [0.6, 0.1, 205],
+    [0.74, 0.14, 145],
+    [0.55, 0.17, 30],
+    [0.78, 0.13, 80],
+    [0.5, 0.13, 300],
+  ],
+  dark: [
+    [0.36, 0.01, 240],
+    [0.66, 0.1, 205],
+    [0.74, 0.14, 145],
+    [0.62, 0.17, 30],
+    [0.8, 0.13, 80],
+    [0.62, 0.13, 300],
+  ],
 };
 
 const palettes = new Map();
@@ -201,6 +223,15 @@ function paintCell(context, box, found, palette) {
   return found.ink;
 }
 
+// Cells too small to be seen that must be: painted last, over their neighbours.
+function paintTiny(context, boxes, palette) {
+  for (const { x, y, w, h } of boxes) {
+    const [wide, tall] = [Math.max(w, 4), Math.max(h, 4)];
+    context.fillStyle = palette.alarm[0];
+    context.fillRect(Math.round(x + w / 2 - wide / 2), Math.round(y + h / 2 - tall / 2), wide, tall);
+  }
+}
+
 // What a cell of one tensor is painted with.
 function lookOf(model, scale, palette, at) {
   if (model.sick[at]) return "sick";
@@ -237,8 +268,13 @@ function drawLegend(place, page) {
     const say = (value) => measureText(measure, value);
     bar.append(
       canvas,
-      make("div", "ticks", make("span", "", `${scale.below ? "≤ " : ""}${say(scale.low)}`),
-        make("span", "", say(scale.between(0.5))), make("span", "", `${scale.above ? "≥ " : ""}${say(scale.high)}`)),
+      make(
+        "div",
+        "ticks",
+        make("span", "", `${scale.below ? "≤ " : ""}${say(scale.low)}`),
+        make("span", "", say(scale.between(0.5))),
+        make("span", "", `${scale.above ? "≥ " : ""}${say(scale.high)}`),
+      ),
     );
     place.append(bar);
     if (scale.zeros) mark("zero", "zero");

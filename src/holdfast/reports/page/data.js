@@ -44,7 +44,8 @@ function allMeasures(doc) {
   const known = new Set(doc.measures.map((measure) => measure.key));
   const measures = doc.measures.map((measure) => ({ ...measure, values: measure.values && numbers(measure.values) }));
   if (!known.has("dtype")) measures.unshift({ key: "dtype", label: "dtype", help: "", scale: "category", values: null });
-  if (!known.has("nbytes")) measures.unshift({ key: "nbytes", label: "bytes", help: "", scale: "log", values: numbers(tensors.nbytes) });
+  if (!known.has("nbytes"))
+    measures.unshift({ key: "nbytes", label: "bytes", help: "", scale: "log", values: numbers(tensors.nbytes) });
   if (tensors.state && !known.has("state")) {
     measures.unshift({ key: "state", label: "state", help: "", scale: "category", values: null });
   }

@@ -68,12 +68,17 @@ function makeDrawer(page) {
       if (layer < model.layer[at] && (found.before < 0 || layer > model.layer[found.before])) found.before = other;
       if (layer > model.layer[at] && (found.after < 0 || layer < model.layer[found.after])) found.after = other;
     }
-    const step = (to, text) => {
-      const press = button(text, "quiet", () => open(to));
+    const step = (to, text, which) => {
+      // The focus stays on the way: the next press goes on to the next layer.
+      const press = button(text, `quiet ${which}`, () => {
+        open(to);
+        const again = drawer.querySelector(`.${which}`);
+        if (!again.disabled) again.focus({ preventScroll: true });
+      });
       press.disabled = to < 0;
       return press;
     };
-    nav.append(step(found.before, "← layer before"), step(found.after, "layer after →"));
+    nav.append(step(found.before, "← layer before", "before"), step(found.after, "layer after →", "after"));
     return nav;
   }
 
@@ -152,7 +157,15 @@ function makeDrawer(page) {
       add("Quantiles", quantileChart(found.quantiles), quantileTable(found.quantiles));
     }
     const sizes = model.shape(at);
-    if (found.rows) add("Norms of rows", norms(found.rows, sizes.slice(0, -1).reduce((a, b) => a * b, 1), "row"));
+    if (found.rows)
+      add(
+        "Norms of rows",
+        norms(
+          found.rows,
+          sizes.slice(0, -1).reduce((a, b) => a * b, 1),
+          "row",
+        ),
+      );
     if (found.columns) add("Norms of columns", norms(found.columns, sizes[sizes.length - 1] ?? 1, "column"));
     if (found.singular) {
       const points = found.singular.map((value, place) => [place + 1, value, `${place + 1}: ${numberText(value)}`]);
@@ -164,10 +177,15 @@ function makeDrawer(page) {
 
   function exponentChart([low, counts]) {
     const high = low + counts.length - 1;
-    const told = `histogram of binary exponents, from ${power(low)} to ${power(high)}, most at ${power(low + counts.indexOf(Math.max(...counts)))}`;
+    const most = power(low + counts.indexOf(Math.max(...counts)));
+    const told = `histogram of binary exponents, from ${power(low)} to ${power(high)}, most at ${most}`;
     const middle = Math.floor(counts.length / 2);
     const each = counts.map((_, place) => [(place + 0.5) / counts.length, power(low + place)]);
-    const ticks = [[0, power(low)], [(middle + 0.5) / counts.length, power(low + middle)], [1, power(high)]];
+    const ticks = [
+      [0, power(low)],
+      [(middle + 0.5) / counts.length, power(low + middle)],
+      [1, power(high)],
+    ];
     return barChart(counts, { told, ticks: counts.length > 8 ? ticks : each, title: (place) => power(low + place) });
   }
 
@@ -179,12 +197,18 @@ function makeDrawer(page) {
       shape("rect", { x: 0, y: 0, width: WIDE * negative, height: 10, class: "bar second" }),
       shape("rect", { x: WIDE * negative, y: 0, width: WIDE * (1 - negative), height: 10, class: "bar" }),
     );
-    return make("div", "signs", bar, make("p", "muted ends", make("span", "", `${shareText(negative)} negative`), make("span", "", "zero or positive")));
+    return make(
+      "div",
+      "signs",
+      bar,
+      make("p", "muted ends", make("span", "", `${shareText(negative)} negative`), make("span", "", "zero or positive")),
+    );
   }
 
   function quantileTable(quantiles) {
     const cell = (tag, text) => make(tag, "number", text);
-    const third = (from) => QUANTILES.slice(from, from + 3).flatMap((text, place) => [cell("th", text), cell("td", numberText(quantiles[from + place]))]);
+    const third = (from) =>
+      QUANTILES.slice(from, from + 3).flatMap((text, place) => [cell("th", text), cell("td", numberText(quantiles[from + place]))]);
     return make("table", "plain quantiles", make("tbody", "", ...[0, 3, 6].map((from) => make("tr", "", ...third(from)))));
   }
 
@@ -193,10 +217,25 @@ function makeDrawer(page) {
     const low = Math.min(...values.filter(Number.isFinite));
     const high = Math.max(...values.filter(Number.isFinite));
     const dead = values.filter((value) => value === 0).length;
-    const told = `norms of ${plural(count, noun)}, from ${numberText(low)} to ${numberText(high)}${dead ? `, ${dead} of ${values.length} groups zero` : ""}`;
-    const ticks = [[0, "0"], [1, String(count)]];
+    const zero = dead ? `, ${dead} of ${values.length} groups zero` : "";
+    const told = `norms of ${plural(count, noun)}, from ${numberText(low)} to ${numberText(high)}${zero}`;
+    const ticks = [
+      [0, "0"],
+      [1, String(count)],
+    ];
     const title = (place) => `${noun}s ${place * each} to ${Math.min(count, (place + 1) * each)}: ${numberText(values[place])}`;
-    return make("div", "", barChart(values, { told, ticks, title }), dead ? make("p", "callout", `${each > 1 ? `${plural(dead, "group")} of ${noun}s` : plural(dead, noun)} ${dead === 1 ? "is" : "are"} all zero.`) : "");
+    return make(
+      "div",
+      "",
+      barChart(values, { told, ticks, title }),
+      dead
+        ? make(
+            "p",
+            "callout",
+            `${each > 1 ? `${plural(dead, "group")} of ${noun}s` : plural(dead, noun)} ${dead === 1 ? "is" : "are"} all zero.`,
+          )
+        : "",
+    );
   }
 
   // Who holds which box of a tensor that was cut.
@@ -240,7 +279,8 @@ function makeDrawer(page) {
         (found) => {
           if (current !== at) return;
           fillDetails(place, found, at);
-          if (!found.singular) place.append(make("p", "muted", "Its singular values are not to be had: not a matrix of floats, or too large."));
+          if (!found.singular)
+            place.append(make("p", "muted", "Its singular values are not to be had: not a matrix of floats, or too large."));
         },
         (error) => (press.textContent = shown(error.message)),
       );
@@ -280,8 +320,20 @@ function boxChart(sizes, places, shards) {
     const [y, tall] = span(place, down, height);
     const [x, wide] = span(place, across, WIDE);
     const file = shards.boxes.file[place];
-    marks.push(shape("rect", { x: x + 0.5, y: y + 0.5, width: Math.max(wide - 1, 1), height: Math.max(tall - 1, 1), class: `box tone${file % 6}` }));
+    marks.push(
+      shape("rect", {
+        x: x + 0.5,
+        y: y + 0.5,
+        width: Math.max(wide - 1, 1),
+        height: Math.max(tall - 1, 1),
+        class: `box tone${file % 6}`,
+      }),
+    );
     if (wide > 24 && tall > 12) marks.push(words(x + wide / 2, y + tall / 2 + 4, String(file), "middle"));
   }
-  return chart(height, `${places.length} boxes in ${new Set(places.map((place) => shards.boxes.file[place])).size} files`, ...marks);
+  return chart(
+    height,
+    `${places.length} boxes in ${new Set(places.map((place) => shards.boxes.file[place])).size} files`,
+    ...marks,
+  );
 }

@@ -1,7 +1,9 @@
-// Puts the page together: reads the document, says what it is, and keeps the pictures in step with the filter, the colour and the theme.
+// Puts the page together: reads the document, says what it is, and keeps the pictures in step with the filter, the colour and the
+// theme.
 //
-// `page` is what they share: the model, the chosen measure with its scale and palette, and the tensors that the filter leaves (`shown`).
-// A view is {section, filter, colour, size, print?}: what to do when the tensors, the colours or the width change, and on paper.
+// `page` is what they share: the model, the chosen measure with its scale and palette, and the tensors that the filter leaves
+// (`shown`). A view is {section, filter, colour, size, print?}: what to do when the tensors, the colours or the width change, and
+// on paper.
 
 const WAIT = 90; // milliseconds after a key before the filter is applied
 
@@ -50,7 +52,9 @@ function drawScan(scan) {
   if (!scan) return;
   const place = empty(byId("scan"));
   const tone = { clean: "good", dangerous: "bad", suspicious: "warn", notable: "warn" }[scan.verdict] || "";
-  byId("facts").append(make("div", "", make("dt", "", "scan"), make("dd", "", make("span", `badge ${tone}`, clipped(scan.verdict, 60)))));
+  byId("facts").append(
+    make("div", "", make("dt", "", "scan"), make("dd", "", make("span", `badge ${tone}`, clipped(scan.verdict, 60)))),
+  );
   if (scan.findings.length) {
     const list = make("ul", "");
     for (const { severity, text } of scan.findings.slice(0, 50)) {
@@ -67,7 +71,9 @@ function drawScan(scan) {
 function firstMeasure(model) {
   const types = model.doc.tensors.dtype.labels.length > 1 ? ["dtype"] : ["nbytes", "dtype"];
   const wanted = ["change", "rms", "state", ...types];
-  const keys = wanted.find((key) => model.measures.some((measure) => measure.key === key && measure.values.some((value) => !Number.isNaN(value))));
+  const keys = wanted.find((key) =>
+    model.measures.some((measure) => measure.key === key && measure.values.some((value) => !Number.isNaN(value))),
+  );
   return model.measures.find((measure) => measure.key === keys) || model.measures[0];
 }
 
@@ -111,7 +117,9 @@ function makePage(model) {
     }
     page.shown = left;
     const all = left.length === model.count;
-    byId("filter-count").textContent = all ? "" : `${grouped.format(left.length)} of ${plural(model.count, "tensor")}, ${nbytesText(nbytes)}`;
+    byId("filter-count").textContent = all
+      ? ""
+      : `${grouped.format(left.length)} of ${plural(model.count, "tensor")}, ${nbytesText(nbytes)}`;
     for (const view of page.views) view.filter();
     document.documentElement.dataset.filter = page.typed; // what the page shows now
   };
@@ -124,7 +132,9 @@ function makePage(model) {
 
 // Asks the server of `holdfast view`. The token goes in a header, which no other site's page can send.
 async function ask(live, what, parameters) {
-  const query = Object.entries(parameters).map(([key, value]) => `${key}=${Number(value)}`).join("&");
+  const query = Object.entries(parameters)
+    .map(([key, value]) => `${key}=${Number(value)}`)
+    .join("&");
   let answer;
   try {
     answer = await fetch(`/api/${what}?${query}`, { headers: { "X-Holdfast-Token": live.token }, cache: "no-store" });
@@ -140,7 +150,7 @@ function connectControls(page) {
   const { model } = page;
   const select = byId("measure");
   model.measures.forEach((measure, place) => {
-    const option = make("option", "", shown(measure.label));
+    const option = make("option", "", clipped(measure.label, 40));
     option.value = String(place);
     select.append(option);
   });
@@ -227,7 +237,9 @@ async function start() {
   page.standouts = findStandouts(model);
   page.drawer = makeDrawer(page);
   page.open = page.drawer.open;
-  const makers = model.count ? [makeHistory, makeChanges, makeTreemap, makeMatrix, makeShards, makeTensorTable] : [makeHistory, makeShards];
+  const makers = model.count
+    ? [makeHistory, makeChanges, makeTreemap, makeMatrix, makeShards, makeTensorTable]
+    : [makeHistory, makeShards];
   page.views = makers.map((maker) => maker(page)).filter(Boolean);
   for (const view of page.views) view.section.hidden = false;
   byId("controls").hidden = !model.count;
@@ -244,7 +256,8 @@ async function start() {
 document.documentElement.dataset.theme = chosenTheme(); // before the first paint: no flash of the other theme
 document.addEventListener("DOMContentLoaded", () => {
   start().catch((error) => {
-    byId("sentence").textContent = `This page could not be drawn: ${error.message}. The data behind it is whole; holdfast report --json writes it.`;
+    byId("sentence").textContent =
+      `This page could not be drawn: ${error.message}. The data behind it is whole; holdfast report --json writes it.`;
     throw error;
   });
 });

@@ -1,5 +1,6 @@
-// The files: each a strip of its bytes, all on one scale. A tensor has the colour of the chosen measure; headers are grey, bytes that
-// nothing refers to are hatched. Where another mesh was asked about, one rank is chosen and the files that it would not read fade.
+// The files: each a strip of its bytes, all on one scale. A tensor has the colour of the chosen measure; headers are grey, bytes
+// that nothing refers to are hatched. Where another mesh was asked about, one rank is chosen and the files that it would not read
+// fade.
 
 const FILE_ROW = 38;
 const STRIP = 16;
@@ -14,12 +15,17 @@ function makeShards(page) {
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-roledescription", "map of files");
-  canvas.setAttribute("aria-label", `${plural(shards.files.length, "file")} as strips of bytes. Arrows move, Enter opens a tensor.`);
+  canvas.setAttribute(
+    "aria-label",
+    `${plural(shards.files.length, "file")} as strips of bytes. Arrows move, Enter opens a tensor.`,
+  );
   const mark = make("div", "here");
   mark.hidden = true;
   const tall = make("div", "tall", canvas, mark);
   const scroller = make("div", "scroller", tall);
-  const largest = Math.max(...shards.files.map((file) => file.nbytes), 1);
+  const largest = shards.files.reduce((most, file) => Math.max(most, file.nbytes), 1);
+  const met = new Set();
+  for (const file of shards.files) for (const strip of file.strips) met.add(strip[2]);
   let rank = -1;
   let focused = null; // [file, strip]
   let wanted = null; // which tensors the filter leaves
@@ -49,7 +55,9 @@ function makeShards(page) {
     select.addEventListener("change", () => {
       rank = Number(select.value);
       draw();
-      announce(rank < 0 ? "no rank" : `rank ${shards.mesh.ranks[rank].rank} reads ${plural(shards.mesh.ranks[rank].files.length, "file")}`);
+      announce(
+        rank < 0 ? "no rank" : `rank ${shards.mesh.ranks[rank].rank} reads ${plural(shards.mesh.ranks[rank].files.length, "file")}`,
+      );
     });
     const label = make("label", "field", make("span", "", `What one of ${shown(shards.mesh.text)} would read`), select);
     label.htmlFor = "rank";
@@ -144,9 +152,14 @@ function makeShards(page) {
     const [start, end, kind, tensor] = shards.files[file].strips[strip];
     const where = `bytes ${grouped.format(start)} to ${grouped.format(end)}, ${nbytesText(end - start)}`;
     if (kind === OF_TENSOR && tensor >= 0) {
-      return { title: clipped(model.names[tensor]), lines: [brief(model, tensor), where, measured(model, measure, tensor)], tensor };
+      return {
+        title: clipped(model.names[tensor]),
+        lines: [brief(model, tensor), where, measured(model, measure, tensor)],
+        tensor,
+      };
     }
-    const title = kind === OF_HEADER ? "header" : kind === OF_MANY ? "several small tensors" : "a gap: nothing refers to these bytes";
+    const title =
+      kind === OF_HEADER ? "header" : kind === OF_MANY ? "several small tensors" : "a gap: nothing refers to these bytes";
     return { title, lines: [where], tensor: -1 };
   }
 
@@ -171,7 +184,8 @@ function makeShards(page) {
     if (!shards.files[row].strips.length) return;
     focused = [row, Math.min(shards.files[row].strips.length - 1, Math.max(0, strip))];
     if (row * FILE_ROW < scroller.scrollTop) scroller.scrollTop = row * FILE_ROW;
-    else if ((row + 1) * FILE_ROW > scroller.scrollTop + scroller.clientHeight) scroller.scrollTop = (row + 1) * FILE_ROW - scroller.clientHeight;
+    else if ((row + 1) * FILE_ROW > scroller.scrollTop + scroller.clientHeight)
+      scroller.scrollTop = (row + 1) * FILE_ROW - scroller.clientHeight;
     draw();
     const { title, lines } = describe(...focused);
     announce(`${clipped(shards.files[row].name, 60)}: ${title}, ${lines.join(", ")}`);
@@ -204,7 +218,14 @@ function makeShards(page) {
   });
   canvas.addEventListener("keydown", (event) => {
     const [file, strip] = focused || [0, 0];
-    const moves = { ArrowUp: [file - 1, 0], ArrowDown: [file + 1, 0], ArrowLeft: [file, strip - 1], ArrowRight: [file, strip + 1], Home: [file, 0], End: [file, 1e9] };
+    const moves = {
+      ArrowUp: [file - 1, 0],
+      ArrowDown: [file + 1, 0],
+      ArrowLeft: [file, strip - 1],
+      ArrowRight: [file, strip + 1],
+      Home: [file, 0],
+      End: [file, 1e9],
+    };
     if (moves[event.key]) focus(...(focused ? moves[event.key] : [0, 0]));
     else if (event.key === "Enter" && focused && describe(...focused).tensor >= 0) page.open(describe(...focused).tensor, canvas);
     else return;
@@ -213,7 +234,6 @@ function makeShards(page) {
   // What the strips are beside tensors, where it occurs.
   function drawKinds() {
     const { palette } = page;
-    const met = new Set(shards.files.flatMap((file) => file.strips.map((strip) => strip[2])));
     const marks = empty(kinds);
     const add = (kind, text, paint) => {
       if (!met.has(kind)) return;
@@ -221,10 +241,12 @@ function makeShards(page) {
       paint(sizeCanvas(swatch, 14, 14), { x: 0, y: 0, w: 14, h: 14 });
       marks.append(make("span", "mark", swatch, text));
     };
-    const flat = (colour) => (context, { w, h }) => {
-      context.fillStyle = colour;
-      context.fillRect(0, 0, w, h);
-    };
+    const flat =
+      (colour) =>
+      (context, { w, h }) => {
+        context.fillStyle = colour;
+        context.fillRect(0, 0, w, h);
+      };
     add(OF_HEADER, "header", flat(palette.line));
     add(OF_MANY, "several small tensors", flat(palette.muted));
     add(OF_NOTHING, "a gap", (context, box) => hatch(context, box, palette));

@@ -59,26 +59,44 @@ function findStandouts(model) {
   const found = [];
   const add = (kind, tensors, text) => tensors.length && found.push({ kind, tensors, text });
   const sick = measureOf(SICK);
-  add("NaN or Inf", everyone.filter((at) => model.sick[at]), (at) => {
-    return sick.scale === "share" ? measureText(sick, sick.values[at]) : plural(sick.values[at], "element");
-  });
+  add(
+    "NaN or Inf",
+    everyone.filter((at) => model.sick[at]),
+    (at) => {
+      return sick.scale === "share" ? measureText(sick, sick.values[at]) : plural(sick.values[at], "element");
+    },
+  );
   const zeros = measureOf("zeros");
-  if (zeros) add("all zero", everyone.filter((at) => zeros.values[at] === 1 && model.nbytes[at] > 0), (at) => shapeText(model.shape(at)));
+  if (zeros)
+    add(
+      "all zero",
+      everyone.filter((at) => zeros.values[at] === 1 && model.nbytes[at] > 0),
+      (at) => shapeText(model.shape(at)),
+    );
   const roles = membersByRole(model);
   if (zeros) {
     const usual = new Map();
-    add("more zeros than its role", zeroedOnes(zeros, roles, usual), (at) => `${shareText(zeros.values[at])}, median ${shareText(usual.get(at))}`);
+    add(
+      "more zeros than its role",
+      zeroedOnes(zeros, roles, usual),
+      (at) => `${shareText(zeros.values[at])}, median ${shareText(usual.get(at))}`,
+    );
   }
   for (const key of ["rms", "change"]) {
     const measure = measureOf(key);
     if (!measure) continue;
     const far = farOnes(measure, roles).filter(([at]) => !model.sick[at]);
     const factors = new Map(far);
-    add(`${measure.label} unlike its role`, far.map(([at]) => at), (at) => {
-      const power = factors.get(at);
-      const factor = 2 ** Math.abs(power);
-      return `${measureText(measure, measure.values[at])}, ${numberText(Number(factor.toPrecision(2)))}× ${power > 0 ? "above" : "below"} the median`;
-    });
+    add(
+      `${measure.label} unlike its role`,
+      far.map(([at]) => at),
+      (at) => {
+        const power = factors.get(at);
+        const factor = 2 ** Math.abs(power);
+        const much = numberText(Number(factor.toPrecision(2)));
+        return `${measureText(measure, measure.values[at])}, ${much}× ${power > 0 ? "above" : "below"} the median`;
+      },
+    );
   }
   const change = measureOf("change");
   if (change) {

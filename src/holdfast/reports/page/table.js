@@ -1,5 +1,5 @@
-// A table that makes elements only for the rows that are seen, so that 30,000 rows cost as much as thirty. It is a real table: a screen
-// reader is told how many rows there are and which one it is at. Arrows move, Enter opens, a column's title sorts.
+// A table that makes elements only for the rows that are seen, so that 30,000 rows cost as much as thirty. It is a real table: a
+// screen reader is told how many rows there are and which one it is at. Arrows move, Enter opens, a column's title sorts.
 
 const ROW = 29; // pixels; page.css says the same
 const BEFORE = 8; // rows above and below the window, so that fast scrolling shows no gap
@@ -9,7 +9,8 @@ function classOf(column) {
   return ["number", "wide", "extra", "sized", "roomy", "loose", "name"].filter((key) => column[key]).join(" ");
 }
 
-// `columns`: {label, text(at), value(at) to sort by, number: right-aligned, wide and extra: taken away where there is little room, sized and roomy: wider, loose and name: take what is left}.
+// `columns`: {label, text(at), value(at) to sort by, number: right-aligned, wide and extra: taken away where there is little
+// room, sized and roomy: wider, loose and name: take what is left}.
 function makeTable(host, { label, columns, open, height = 14 }) {
   const head = make("thead");
   const body = make("tbody");
@@ -44,7 +45,10 @@ function makeTable(host, { label, columns, open, height = 14 }) {
     else sorted = { column: place, down: same ? !sorted.down : Boolean(columns[place].number) };
     arrange();
     scroller.scrollTop = 0;
-    const how = sorted.column < 0 ? "in the order of the checkpoint" : `sorted by ${columns[place].label}, ${sorted.down ? "largest first" : "smallest first"}`;
+    const how =
+      sorted.column < 0
+        ? "in the order of the checkpoint"
+        : `sorted by ${columns[place].label}, ${sorted.down ? "largest first" : "smallest first"}`;
     announce(how);
   }
 
@@ -142,7 +146,14 @@ function makeTable(host, { label, columns, open, height = 14 }) {
   scroller.addEventListener("keydown", (event) => {
     if (event.target !== scroller || !order.length) return;
     const page = Math.max(1, height - 1);
-    const moves = { ArrowDown: active + 1, ArrowUp: active - 1, PageDown: active + page, PageUp: active - page, Home: 0, End: order.length - 1 };
+    const moves = {
+      ArrowDown: active + 1,
+      ArrowUp: active - 1,
+      PageDown: active + page,
+      PageUp: active - page,
+      Home: 0,
+      End: order.length - 1,
+    };
     if (event.key in moves) moveTo(moves[event.key]);
     else if (event.key === "Enter" && open) open(order[active], scroller);
     else return;
@@ -163,7 +174,15 @@ function makeTable(host, { label, columns, open, height = 14 }) {
 }
 
 // Titles of columns, which have little room; the whole name is in the tip.
-const SHORT = { rms: "rms", absmax: "largest", nonfinite: "NaN/Inf", std: "std", change: "change", changed: "changed", state: "state" };
+const SHORT = {
+  rms: "rms",
+  absmax: "largest",
+  nonfinite: "NaN/Inf",
+  std: "std",
+  change: "change",
+  changed: "changed",
+  state: "state",
+};
 
 // The table of tensors: what the pictures show, in words.
 function makeTensorTable(page) {
@@ -177,7 +196,13 @@ function makeTensorTable(page) {
       mark: (at) => (model.sick[at] ? "NaN" : ""),
     },
     { label: "dtype", wide: true, text: (at) => shown(model.dtype(at)), value: (at) => model.dtype(at) },
-    { label: "shape", wide: true, roomy: true, text: (at) => shapeText(model.shape(at)), value: (at) => model.shape(at).reduce((a, b) => a * b, 1) },
+    {
+      label: "shape",
+      wide: true,
+      roomy: true,
+      text: (at) => shapeText(model.shape(at)),
+      value: (at) => model.shape(at).reduce((a, b) => a * b, 1),
+    },
     { label: "bytes", number: true, sized: true, text: (at) => nbytesText(model.nbytes[at]), value: (at) => model.nbytes[at] },
   ];
   for (const measure of model.measures) {
@@ -194,7 +219,13 @@ function makeTensorTable(page) {
   }
   // Beside many numbers there is no room for it; the drawer has it.
   if (model.doc.tensors.file.labels.length > 1 && columns.length < 9) {
-    columns.push({ label: "file", wide: true, roomy: true, text: (at) => clipped(model.file(at) ?? "", 60), value: (at) => model.file(at) });
+    columns.push({
+      label: "file",
+      wide: true,
+      roomy: true,
+      text: (at) => clipped(model.file(at) ?? "", 60),
+      value: (at) => model.file(at),
+    });
   }
   const table = makeTable(byId("table"), { label: "Tensors", columns, open: page.open });
   return {

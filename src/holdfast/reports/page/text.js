@@ -1,8 +1,7 @@
 // Text for people: names made safe to look at, numbers made short, a name as Python would write it, and globs.
 
 // What Python's str.isprintable refuses, and letters that take no room: the same that the command line writes out.
-const HIDDEN =
-  /(?! )[\p{C}\p{Z}]|[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]|[\u{e0100}-\u{e01ef}]/gu;
+const HIDDEN = /(?! )[\p{C}\p{Z}]|[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0]|[\u{e0100}-\u{e01ef}]/gu;
 const PILED = /\p{M}{5,}/gu;
 const PLAIN = /^[\x20-\x7e]*$/;
 const LONGEST = 200; // characters of a name in a list; a hostile one may have millions
@@ -20,10 +19,15 @@ function shown(text) {
   return text.replace(HIDDEN, writtenOut).replace(PILED, (marks) => Array.from(marks, writtenOut).join(""));
 }
 
-// The same, cut in the middle where it is long. Cut first: what is cut away need not be looked at.
-function clipped(text, limit = LONGEST) {
+function cut(text, limit) {
   const tail = Math.floor(limit / 3);
-  return shown(text.length <= limit ? text : `${text.slice(0, limit - tail - 1)}…${text.slice(-tail)}`);
+  return text.length <= limit ? text : `${text.slice(0, limit - tail - 1)}…${text.slice(-tail)}`;
+}
+
+// The same, cut in the middle where it is long. Cut first, since what is cut away need not be looked at, and after: written out
+// it is longer.
+function clipped(text, limit = LONGEST) {
+  return cut(shown(cut(text, limit)), limit);
 }
 
 // The text as a literal of Python.
@@ -97,18 +101,51 @@ function shapeText(sizes) {
   return `[${sizes.join(", ")}]`;
 }
 
-// Whether a text matches a glob with * and ?, in time that no pattern can make worse than text times pattern.
-function globMatches(pattern, text) {
+const STAR = null;
+
+// A set of a glob, [a-z] or [!0-9], from after its bracket: what it takes, and where it ends; null where it never ends.
+function globSet(chars, from) {
+  const not = chars[from] === "!";
+  let at = not ? from + 1 : from;
+  const first = at;
+  const ranges = [];
+  while (at < chars.length && (chars[at] !== "]" || at === first)) {
+    const through = chars[at + 1] === "-" && at + 2 < chars.length && chars[at + 2] !== "]" ? chars[at + 2] : null;
+    ranges.push([chars[at], through ?? chars[at]]);
+    at += through === null ? 1 : 3;
+  }
+  if (at >= chars.length) return null;
+  return { takes: (char) => ranges.some(([low, high]) => low <= char && char <= high) !== not, stop: at + 1 };
+}
+
+// A glob as on the command line, with *, ? and […]: a test of names.
+function globTest(pattern) {
+  const chars = Array.from(pattern);
+  const steps = [];
+  for (let at = 0; at < chars.length;) {
+    const char = chars[at++];
+    const set = char === "[" ? globSet(chars, at) : null;
+    if (char === "*") steps.push(STAR);
+    else if (char === "?") steps.push(() => true);
+    else if (set) {
+      steps.push(set.takes);
+      at = set.stop;
+    } else steps.push((other) => other === char);
+  }
+  return (name) => globMatches(steps, PLAIN.test(name) ? name : Array.from(name));
+}
+
+// Whether steps match a text, in time that no pattern can make worse than text times pattern: only the last star is tried again.
+function globMatches(steps, text) {
   let at = 0;
   let inText = 0;
   let star = -1;
   let restart = 0;
   while (inText < text.length) {
-    const want = pattern[at];
-    if (want === "*") {
+    if (at < steps.length && steps[at] === STAR) {
       star = at++;
       restart = inText;
-    } else if (want === "?" || want === text[inText]) {
+    } else if (at < steps.length && steps[at](text[inText])) {
       at++;
       inText++;
     } else if (star >= 0) {
@@ -118,16 +155,15 @@ function globMatches(pattern, text) {
       return false;
     }
   }
-  while (pattern[at] === "*") at++;
-  return at === pattern.length;
+  while (at < steps.length && steps[at] === STAR) at++;
+  return at === steps.length;
 }
 
 // A test of names out of what was typed: words apart by spaces, any of them; "!" before one leaves out; a word
 // without a wildcard is looked for anywhere. Where words are told apart by case, so they are here.
 function nameFilter(typed) {
   const words = typed.split(/\s+/).filter((word) => word && word !== "!");
-  const asTest = (word) =>
-    /[*?]/.test(word) ? (name) => globMatches(word, name) : (name) => name.includes(word);
+  const asTest = (word) => (/[*?[]/.test(word) ? globTest(word) : (name) => name.includes(word));
   const wanted = words.filter((word) => word[0] !== "!").map(asTest);
   const unwanted = words.filter((word) => word[0] === "!").map((word) => asTest(word.slice(1)));
   if (!words.length) return null;

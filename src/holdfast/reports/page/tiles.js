@@ -1,5 +1,5 @@
-// The elements of a tensor as a map, in the served page: one pixel an element, dragged and zoomed. Only the tiles that are seen are asked
-// for, 256 by 256 at a time; zoomed out, the server averages. A tensor of more than two axes is rows by its last axis.
+// The elements of a tensor as a map, in the served page: one pixel an element, dragged and zoomed. Only the tiles that are seen
+// are asked for, 256 by 256 at a time; zoomed out, the server averages. A tensor of more than two axes is rows by its last axis.
 
 const TILE = 256;
 const TALLEST = 280; // pixels of the picture
@@ -14,7 +14,10 @@ function makeTiles(page, tensor) {
   canvas.tabIndex = 0;
   canvas.setAttribute("role", "application");
   canvas.setAttribute("aria-roledescription", "map of elements");
-  canvas.setAttribute("aria-label", `${grouped.format(rows)} by ${grouped.format(columns)} elements. Arrows move, plus and minus zoom.`);
+  canvas.setAttribute(
+    "aria-label",
+    `${grouped.format(rows)} by ${grouped.format(columns)} elements. Arrows move, plus and minus zoom.`,
+  );
   const note = make("p", "muted", "");
   const value = make("p", "muted value", " ");
   const zoomIn = button("+", "quiet small", () => zoom(2, 0.5, 0.5));
@@ -28,6 +31,7 @@ function makeTiles(page, tensor) {
   let reach = 0; // the largest magnitude seen: the end of the colours
   let stopped = false;
   let drag = null;
+  let over = null; // where the pointer is
   let sampled = false; // the server took some elements of a large square, not all
 
   const level = () => Math.max(0, Math.floor(Math.log2(1 / view.zoom) + 0.001));
@@ -64,8 +68,12 @@ function makeTiles(page, tensor) {
         drawTile(context, row, column, at);
       }
     }
-    const shownRange = `rows ${Math.floor(view.y)} to ${Math.ceil(lastRow)}, columns ${Math.floor(view.x)} to ${Math.ceil(lastColumn)}`;
-    note.textContent = `${shownRange}${at ? `, ${sampled ? "sampled" : "averaged"} ${2 ** at} × ${2 ** at}` : ""}${reach ? `, colours from ${numberText(-reach)} to ${numberText(reach)}` : ""}`;
+    const ends = (from, to) => `${Math.floor(from)} to ${Math.ceil(to)}`;
+    const parts = [`rows ${ends(view.y, lastRow)}`, `columns ${ends(view.x, lastColumn)}`];
+    if (at) parts.push(`${sampled ? "sampled" : "averaged"} ${2 ** at} × ${2 ** at}`);
+    if (reach) parts.push(`colours from ${numberText(-reach)} to ${numberText(reach)}`);
+    note.textContent = parts.join(", ");
+    sayValue();
   }
 
   function drawTile(context, row, column, at) {
@@ -75,7 +83,13 @@ function makeTiles(page, tensor) {
     if (tile === "asked" || tile === "failed") return;
     if (!tile.image || tile.reach !== reach || tile.theme !== page.theme) paintTile(tile);
     const scale = view.zoom * 2 ** at;
-    context.drawImage(tile.image, (column - view.x) * view.zoom, (row - view.y) * view.zoom, tile.columns * scale, tile.rows * scale);
+    context.drawImage(
+      tile.image,
+      (column - view.x) * view.zoom,
+      (row - view.y) * view.zoom,
+      tile.columns * scale,
+      tile.rows * scale,
+    );
   }
 
   function ask(key, row, column, at) {
@@ -112,7 +126,11 @@ function makeTiles(page, tensor) {
       const sick = !Number.isFinite(number);
       // The square root lets small weights be seen beside an outlier.
       const share = reach ? Math.sign(number) * Math.sqrt(Math.abs(number) / reach) : 0;
-      const rgb = sick ? ((at + Math.floor(at / tile.columns)) % 2 ? loud : [0, 0, 0]) : diverging[Math.round(middle + share * middle)].rgb;
+      const rgb = sick
+        ? (at + Math.floor(at / tile.columns)) % 2
+          ? loud
+          : [0, 0, 0]
+        : diverging[Math.round(middle + share * middle)].rgb;
       pixels.data.set([rgb[0], rgb[1], rgb[2], 255], at * 4);
     }
     context.putImageData(pixels, 0, 0);
@@ -132,11 +150,15 @@ function makeTiles(page, tensor) {
     draw();
   }
 
-  canvas.addEventListener("wheel", (event) => {
-    event.preventDefault();
-    const { width, height } = side();
-    zoom(event.deltaY < 0 ? 1.25 : 0.8, event.offsetX / width, event.offsetY / height);
-  }, { passive: false });
+  canvas.addEventListener(
+    "wheel",
+    (event) => {
+      event.preventDefault();
+      const { width, height } = side();
+      zoom(event.deltaY < 0 ? 1.25 : 0.8, event.offsetX / width, event.offsetY / height);
+    },
+    { passive: false },
+  );
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
     drag = { x: event.clientX, y: event.clientY, from: { ...view } };
@@ -148,10 +170,10 @@ function makeTiles(page, tensor) {
       draw();
       return;
     }
-    const column = Math.floor(view.x + event.offsetX / view.zoom);
-    const row = Math.floor(view.y + event.offsetY / view.zoom);
-    value.textContent = elementAt(row, column);
+    over = { x: event.offsetX, y: event.offsetY };
+    sayValue();
   });
+  canvas.addEventListener("pointerleave", () => (over = null));
   canvas.addEventListener("pointerup", () => (drag = null));
   canvas.addEventListener("pointercancel", () => (drag = null));
   canvas.addEventListener("keydown", (event) => {
@@ -167,6 +189,11 @@ function makeTiles(page, tensor) {
     else return;
     event.preventDefault();
   });
+
+  // The element under the pointer; a tile that comes later says it then.
+  function sayValue() {
+    if (over) value.textContent = elementAt(Math.floor(view.y + over.y / view.zoom), Math.floor(view.x + over.x / view.zoom));
+  }
 
   function elementAt(row, column) {
     const at = level();

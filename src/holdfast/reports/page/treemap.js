@@ -111,9 +111,9 @@ function layOut(node, depth) {
   node.titled = depth > 0 && !node.within && node.w > 46 && node.h > 3 * TITLE;
   node.caption = node.label;
   // A group that is nearly all of the one around it shares its title: "3.mlp.experts" takes one line, not three.
-  for (let inner = node; inner.leaf < 0; ) {
+  for (let inner = node; inner.leaf < 0;) {
     const most = inner.children[0];
-    if (most.leaf >= 0 || most.size < NEARLY * inner.size || inner === node && depth === 0) break;
+    if (most.leaf >= 0 || most.size < NEARLY * inner.size || (inner === node && depth === 0)) break;
     most.within = node.titled || node.within;
     if (node.titled) node.caption += `.${most.label}`;
     inner = most;
@@ -153,13 +153,14 @@ function makeTreemap(page) {
   let tree = null;
   let root = null; // the group that fills the picture
   let focused = null; // where the keyboard is
+  let tiny = []; // what must be seen and is too small
 
   function rebuild() {
     const before = root ? pathOf(root) : "";
     tree = nameTree(page.model, page.shown);
     root = tree;
     // Zoomed in, a filter keeps the group where it is still there.
-    for (let step = tree; step && before && pathOf(step) !== before; ) {
+    for (let step = tree; step && before && pathOf(step) !== before;) {
       step = step.children && step.children.find((child) => child.leaf < 0 && `${before}.`.startsWith(`${pathOf(child)}.`));
       if (step && pathOf(step) === before) root = step;
     }
@@ -179,7 +180,9 @@ function makeTreemap(page) {
     root.within = false;
     layOut(root, 0);
     context.textBaseline = "middle";
+    tiny = [];
     paint(context, root, 0);
+    paintTiny(context, tiny, page.palette);
   }
 
   function paint(context, node, depth) {
@@ -195,6 +198,7 @@ function makeTreemap(page) {
       const box = { x, y, w: Math.max(w - rim, 1), h: Math.max(h - rim, 1) };
       const look = lookOf(model, scale, palette, at);
       const ink = paintCell(context, box, look, palette);
+      if (look === "sick" && Math.min(w, h) < 4) tiny.push(box);
       if (node.leaf >= 0) label(context, node, ink, look);
       return;
     }
@@ -241,7 +245,10 @@ function makeTreemap(page) {
         here.setAttribute("aria-current", "location");
         nav.append(here);
       } else {
-        nav.append(button(text, "link crumb", () => zoom(step)), make("span", "muted", "›"));
+        nav.append(
+          button(text, "link crumb", () => zoom(step)),
+          make("span", "muted", "›"),
+        );
       }
     });
   }
