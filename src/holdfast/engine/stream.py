@@ -96,7 +96,7 @@ def _write_all(
     plan: FilePlan, target: Writer, foreseen: Mapping[str, int], *, known: Mapping[str, int] | None, blocks: Iterator[memoryview]
 ) -> dict[str, int]:
     crcs = {**(known or {}), **foreseen}
-    own = known_later(plan.segments)
+    own = {*known_later(plan.segments)}
     texts: list[bytes] = []
 
     def flush() -> None:
@@ -118,6 +118,7 @@ def _write_all(
                 texts.append(content)
                 flush()
                 crcs.update(found)
+                own.update(found)
             case Hole():
                 flush()
                 for start in range(0, segment.nbytes, len(ZEROS)):
