@@ -137,7 +137,7 @@ def _write_all(
     finish = getattr(target, "flush", None)
     if callable(finish):
         finish()
-    return {label: crcs[label] for label in own}
+    return {label: crcs[label] for label in own if label in crcs}  # not where a record has none
 
 
 def _asks_ahead(plan: FilePlan) -> bool:
