@@ -14,6 +14,9 @@ __all__ = ["SAVING"]
 
 MIB, GIB = 1 << 20, 1 << 30
 
+WITH_TORCH = ("torch", "holdfast.torch")
+"""What is imported before memory is measured: the state that is saved is torch's on both sides."""
+
 
 @cache
 def state_of(path: Path):
@@ -89,6 +92,7 @@ def saves(kind: str, title: str, recipe: Recipe, pt: float, st: float) -> tuple[
             ours("." + form, durable),
             peer(durable),
             target,
+            our_modules=WITH_TORCH,
             memory=kind != "large",
             backed_nbytes=backed,
         )
@@ -136,6 +140,7 @@ SAVING: tuple[Case, ...] = (
         ours_native,
         save_file(False),
         4.2,
+        our_modules=WITH_TORCH,
     ),
     Race(
         "save-training-pt",
@@ -145,6 +150,7 @@ SAVING: tuple[Case, ...] = (
         ours(".pt", False),
         torch_save(False),
         2.5,
+        our_modules=WITH_TORCH,
     ),
     Race(
         "convert",
