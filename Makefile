@@ -41,9 +41,9 @@ demo: $(LIGHT)
 
 # Debian's, with its package manager; who may not install says so and the tests of pages are skipped.
 browser:
-	@for name in chromium chromium-browser google-chrome; do if command -v $$name; then exit 0; fi; done; \
+	@for name in $$HOLDFAST_CHROMIUM chromium chromium-browser google-chrome; do if command -v $$name; then exit 0; fi; done; \
 	if test "$$(id -u)" = 0 && command -v apt-get > /dev/null; \
-	then apt-get install --yes --quiet --no-install-recommends chromium || { apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; }; \
+	then apt-get update --quiet && apt-get install --yes --quiet --no-install-recommends chromium; \
 	else echo "there is no chromium: install it (Debian: sudo apt-get install chromium), or set HOLDFAST_CHROMIUM to a browser" >&2; exit 1; fi
 
 # mypy and ruff are asked about the pinned torch only: the types of others differ, and the code is the same.

@@ -1,4 +1,4 @@
-"""A browser for the session, and pages in it that are watched: nothing may reach the console, no policy may be violated.
+"""One browser for the tests here, and pages in it that are watched: nothing may reach the console, no policy may be violated.
 
 Without playwright or without a chromium the tests here are skipped, and tests/conftest.py says so in one line.
 `make browser` installs both.
@@ -25,8 +25,9 @@ def chromium() -> str | None:
     return os.environ.get("HOLDFAST_CHROMIUM") or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
+    # Not for the session: playwright has a loop of asyncio running meanwhile, and other tests of the process want their own.
     playwright = pytest.importorskip("playwright.sync_api", reason="no playwright: make browser")
     path = chromium()
     if path is None:
