@@ -109,7 +109,9 @@ function makeDrawer(page) {
   }
 
   function python(at) {
-    const where = model.state && model.state[at] === 2 ? model.doc.other : model.doc.path;
+    // What was added or renamed is called so in the other checkpoint alone.
+    const elsewhere = model.state && ["added", "renamed"].includes(STATES[model.state[at]]);
+    const where = elsewhere ? model.doc.other : model.doc.path;
     const line = `holdfast.open(${pythonText(where)})[${pythonText(model.names[at])}]`;
     const press = button("Copy", "quiet small", () => copy(line, press));
     press.setAttribute("aria-label", "Copy the line of Python");
