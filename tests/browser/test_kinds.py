@@ -27,6 +27,9 @@ def test_a_diff(draw):
     assert seen.rows() == 222
     seen.page.click("#changes li >> text=score.weight")
     assert 'holdfast.open("models/chat.safetensors")' in seen.text("#drawer code"), "what was added is in the other file"
+    seen.page.keyboard.press("Escape")
+    seen.page.click("#changes li >> text=model.norm.weight")
+    assert seen.text("#drawer code") == 'holdfast.open("models/chat.safetensors")["model.norm.weight"]', "and so is a new name"
 
 
 def test_a_step_in_shards(draw):
@@ -140,6 +143,20 @@ def test_a_real_diff_finds_the_layer_that_did_not_train(draw, tmp_path):
     assert {name for name in before if name in found} == {name for name in before if name.startswith("h.3.")}
     seen.page.click("#changes >> text=1 added")
     assert seen.rows() == 1
+
+
+def test_a_real_diff_of_names_alone(draw, tmp_path):
+    before = layered(np.random.default_rng(1))
+    holdfast.save(before, tmp_path / "a.safetensors")
+    holdfast.save({f"model.{name}": value for name, value in before.items()}, tmp_path / "b.safetensors")
+    seen = draw(holdfast.report(tmp_path / "a.safetensors", tmp_path / "b.safetensors").html())
+    assert seen.page.locator("#measure option:checked").inner_text() != "relative change", (
+        "nothing changed: the colour is what became of it"
+    )
+    assert "no NaN" not in seen.text("#standouts"), "nothing was read that could say so"
+    seen.page.click("#changes li button")
+    line = seen.text("#drawer code")
+    assert np.array_equal(eval(line, {"holdfast": holdfast}).numpy(), before[seen.text("#drawer h2").removeprefix("model.")])
 
 
 def test_a_real_run(draw, tmp_path):

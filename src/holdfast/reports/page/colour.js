@@ -145,6 +145,7 @@ function makeScale(measure) {
   return {
     measure,
     kind: measure.scale,
+    usable: usable.length > 0,
     place,
     below,
     above,
@@ -257,6 +258,7 @@ function drawLegend(place, page) {
     });
   } else {
     const bar = make("div", "bar");
+    bar.hidden = !scale.usable;
     const canvas = document.createElement("canvas");
     canvas.setAttribute("aria-hidden", "true");
     const map = scale.colours(palette);

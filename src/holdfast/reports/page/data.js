@@ -64,9 +64,12 @@ function makeModel(doc) {
   const nbytes = Float64Array.from(tensors.nbytes);
   const measures = allMeasures(doc);
   const sickness = measures.find((measure) => measure.key === SICK);
-  // Bytes that several names share are drawn once, at the first name.
+  // Bytes that several names share are drawn once, at the name that has most of them.
   const area = nbytes.slice();
-  for (const members of ties.values()) for (const later of members.slice(1)) area[later] = 0;
+  for (const members of ties.values()) {
+    const most = members.reduce((one, other) => (nbytes[other] > nbytes[one] ? other : one));
+    for (const member of members) if (member !== most) area[member] = 0;
+  }
   const strides = new Map(tensors.strides ? tensors.strides.at.map((at, place) => [at, tensors.strides.values[place]]) : []);
   const was = new Map(tensors.was ? tensors.was.at.map((at, place) => [at, tensors.was.names[place]]) : []);
   return {

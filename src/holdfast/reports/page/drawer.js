@@ -87,7 +87,8 @@ function makeDrawer(page) {
     const add = (label, ...what) => list.append(make("dt", "", label), make("dd", "", ...what));
     const sizes = model.shape(at);
     add("dtype", shown(model.dtype(at)));
-    add("shape", `${shapeText(sizes)}, ${countText(sizes.reduce((a, b) => a * b, 1))} elements`);
+    const elements = sizes.reduce((a, b) => a * b, 1);
+    add("shape", `${shapeText(sizes)}, ${countText(elements)} element${elements === 1 ? "" : "s"}`);
     add("bytes", `${nbytesText(model.nbytes[at])}${model.nbytes[at] >= 1024 ? ` (${grouped.format(model.nbytes[at])})` : ""}`);
     if (model.layer[at] >= 0) add("layer", `${model.layer[at]}${model.expert[at] >= 0 ? `, expert ${model.expert[at]}` : ""}`);
     if (model.state) add("state", STATES[model.state[at]] + (model.was.has(at) ? `, was ${clipped(model.was.get(at))}` : ""));
@@ -103,13 +104,15 @@ function makeDrawer(page) {
       const links = make("span", "ties");
       for (const other of ties.slice(0, 20)) links.append(button(clipped(model.names[other], 90), "link", () => open(other)));
       if (ties.length > 20) links.append(make("span", "muted", `and ${ties.length - 20} more`));
-      add("tied to", links);
+      add("shares bytes with", links);
     }
     return list;
   }
 
   function python(at) {
-    const where = model.state && model.state[at] === 2 ? model.doc.other : model.doc.path;
+    // What was added or renamed is called so in the other checkpoint alone.
+    const elsewhere = model.state && ["added", "renamed"].includes(STATES[model.state[at]]);
+    const where = elsewhere ? model.doc.other : model.doc.path;
     const line = `holdfast.open(${pythonText(where)})[${pythonText(model.names[at])}]`;
     const press = button("Copy", "quiet small", () => copy(line, press));
     press.setAttribute("aria-label", "Copy the line of Python");

@@ -67,14 +67,16 @@ function drawScan(scan) {
   place.hidden = !scan.findings.length;
 }
 
-// The measure that says most: a diff's change, then the size of the weights, then their type where there are several.
+// The measure that says most: a diff's change where there is one, then the size of the weights, then their type where there are
+// several.
 function firstMeasure(model) {
   const types = model.doc.tensors.dtype.labels.length > 1 ? ["dtype"] : ["nbytes", "dtype"];
-  const wanted = ["change", "rms", "state", ...types];
-  const keys = wanted.find((key) =>
-    model.measures.some((measure) => measure.key === key && measure.values.some((value) => !Number.isNaN(value))),
-  );
-  return model.measures.find((measure) => measure.key === keys) || model.measures[0];
+  const says = ({ key, values }) => values.some((value) => (key === "change" ? value > 0 : !Number.isNaN(value)));
+  for (const key of ["change", "rms", "state", ...types]) {
+    const found = model.measures.find((measure) => measure.key === key && says(measure));
+    if (found) return found;
+  }
+  return model.measures[0];
 }
 
 function makePage(model) {

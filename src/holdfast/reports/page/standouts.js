@@ -129,9 +129,14 @@ function drawStandouts(page) {
     }
     list.append(line);
   }
-  const compared = model.measures.some(({ key }) => key === "rms" || key === "change");
-  if (!list.childElementCount && compared && model.count) {
-    list.append(make("li", "muted", "Nothing stands out: no NaN, no tensor of zeros, none far from the others of its role."));
+  if (!list.childElementCount && model.count) {
+    const keys = new Set(model.measures.map(({ key }) => key));
+    const looked = [];
+    if (keys.has(SICK)) looked.push("no NaN");
+    if (keys.has("zeros")) looked.push("no tensor of zeros");
+    if (keys.has("rms")) looked.push("none far from the others of its role");
+    if (keys.has("change")) looked.push("none that changed unlike the others of its role");
+    if (looked.length) list.append(make("li", "muted", `Nothing stands out: ${looked.join(", ")}.`));
   }
   byId("standouts").hidden = !list.childElementCount;
 }
