@@ -64,6 +64,7 @@ REPEATED = {
     "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
     "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 96),
     "test_every_header_byte_flipped": ("tests/hostile/test_damage.py", 2),
+    "test_an_attack_is_a_page_or_a_refusal": ("tests/reports/test_hostile_reports.py", 12),
     "test_an_attack": ("tests/integrations/test_dcp_hostile.py", 4),
     "test_an_attack_means_the_same_at_a_glance": ("tests/properties/test_glance.py", 8),
     "test_each_request_meets_each_fault": ("tests/remote/test_commit.py", 2),

@@ -70,6 +70,7 @@ def test_every_command(suffix: str, proxy: Proxy, url: str, tmp_path: Path, caps
     assert place in run("scan", place, "--sarif")
     assert "norm" in run("stats", place)
     assert "norm" in run("show", place, "--sparsity")
+    assert "3 tensors" in run("report", place, "-o", str(tmp_path / "page.html"), "--stats")
     assert "norm" in run("show", place, "--ranks")
     assert "write" in run("convert", place, f"{url}/never/", "--dry-run")
     run("edit", place, "--in-place", "--drop", "norm")

@@ -1,7 +1,8 @@
 """`measures`: the one streaming pass of `stats=True`: what can colour a page, and what a tensor's drawer shows.
 
-Every tensor is read once, in blocks, on threads, in bounded memory (`engine/distribution.py`). A sample reads blocks that lie
-evenly in each tensor instead, and the page says so. What is not countable (quantised blocks, tensors without data) has no numbers.
+Every tensor is read once, in blocks, on threads, in bounded memory (`engine/distribution.py`); one view of several names once. A
+sample reads blocks that lie evenly in each tensor instead, and the page says so. What is not countable (quantised blocks, tensors
+without data, views that are expanded beyond their limit) has no numbers.
 
 A page of ten thousand tensors has to stay small, so numbers have few digits, bars of histograms are 0 to 255 beside the largest,
 and the more tensors there are, the fewer groups of rows and columns each has.
@@ -13,12 +14,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks
 from holdfast.engine.distribution import Distribution, Gathering, Part
 from holdfast.engine.numbers import countable, walk_ranges
-from holdfast.errors import located
+from holdfast.errors import LimitExceeded
 from holdfast.reports.document import Document, rounded
 
 __all__ = ["Measured", "detail", "groups_for", "measure", "measured_columns", "reading_nbytes", "sample_ranges"]
@@ -73,10 +75,22 @@ def sample_ranges(size: int, share: float | None) -> list[tuple[int, int]]:
 def reading_nbytes(tensors: Iterable[LazyTensor], share: float | None) -> int:
     """How many bytes `measure` reads."""
     return sum(
-        tensor.dtype.nbytes(sum(stop - start for start, stop in sample_ranges(tensor.size, share)))
-        for tensor in tensors
-        if countable(tensor)
+        tensor.nbytes if share is None else tensor.dtype.nbytes(sum(b - a for a, b in sample_ranges(tensor.size, share)))
+        for tensor in _different(tensors)
     )
+
+
+def _different(tensors: Iterable[LazyTensor]) -> dict[LazyTensor, View]:
+    """Those that are read: each view once, however many names it has; not what has no numbers, or is expanded beyond its limit."""
+    seen: dict[View, LazyTensor] = {}
+    for tensor in tensors:
+        if countable(tensor):
+            try:
+                tensor.check_expansion()
+            except LimitExceeded:
+                continue
+            seen.setdefault(identity(tensor), tensor)
+    return {tensor: view for view, tensor in seen.items()}
 
 
 def measure(
@@ -88,14 +102,11 @@ def measure(
     progress: Progress | None = None,
 ) -> Measured:
     """Look at the numbers of all tensors. `groups` of rows and columns have norms, unless there is a sample."""
-    wanted = [number for number, tensor in enumerate(tensors) if countable(tensor)]
-    chosen = [tensors[number] for number in wanted]
-    for tensor in chosen:
-        with located(tensor=tensor.name):
-            tensor.check_expansion()
+    read = _different(tensors)
+    chosen = list(read)
     ranges = [sample_ranges(tensor.size, share) for tensor in chosen]
     sized = groups_for(len(chosen)) if groups is None else groups
-    found: list[Distribution | None] = [None for _ in tensors]
+    found: dict[View, Distribution] = {}
     begun: dict[int, Gathering] = {}
 
     def gathering(at: int) -> Gathering:
@@ -107,7 +118,7 @@ def measure(
         return known
 
     def finish(at: int, parts: list[Part]) -> None:
-        found[wanted[at]] = begun.pop(at).finish(parts)
+        found[read[chosen[at]]] = begun.pop(at).finish(parts)
 
     walk_ranges(
         chosen,
@@ -117,7 +128,7 @@ def measure(
         threads=threads,
         progress=progress,
     )
-    return Measured(found, share)
+    return Measured([found.get(identity(tensor)) if countable(tensor) else None for tensor in tensors], share)
 
 
 MEASURES: tuple[tuple[str, str, str, str, Callable[[Distribution], float | None]], ...] = (

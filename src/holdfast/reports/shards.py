@@ -220,5 +220,6 @@ def _mesh(found: Structure, files: Sequence[str], mesh: Mapping[str, int]) -> Do
                 if part is not None:
                     bits[file] = bits.get(file, 0) + part.count * width * times
         ranks.append({"rank": rank, "files": sorted(file for file in bits if file >= 0), "nbytes": sum(bits.values()) // 8})
-    words = [f"{size} ranks along axis {axis}" for axis, size in enumerate(mesh.values())]
-    return {"text": ", ".join(words), "ranks": ranks}
+    sizes = list(mesh.values())
+    grid = f"a grid of {' × '.join(map(str, sizes))}, each along an axis of its own"
+    return {"text": f"{len(ranks):,} ranks along axis 0" if len(sizes) == 1 else f"{len(ranks):,} ranks in {grid}", "ranks": ranks}
