@@ -61,6 +61,9 @@ class MemorySource:
                 raw = stored(request.tensor.source, chunk.storage)
                 request.out[chunk.box.slices] = np.frombuffer(raw, request.tensor.dtype.numpy).reshape(chunk.shape)
 
+    def fetch(self, tensor: LazyTensor) -> np.ndarray | None:
+        return None
+
     def view(self, tensor: LazyTensor) -> np.ndarray | None:
         return None
 
