@@ -179,7 +179,10 @@ def _rehearse_sample(
 ) -> None:
     """Lay out and open one tensor of each dtype, rank and kind, by the way of objects."""
     last = dict(zip(rows.kinds, range(len(rows)), strict=True))
-    like = {(kind.dtype, len(kind.shape), kind.requires_grad, kind.parameter): last[at] for at, kind in enumerate(rows.table)}
+    like = {
+        (kind.dtype, len(kind.shape), kind.requires_grad, kind.parameter, kind.location): last[at]
+        for at, kind in enumerate(rows.table)
+    }
     sample = {f"{row}": values[row] for row in like.values()}
     plan_save(target, describe_state(sample, metadata=metadata), format, options=options)
 

@@ -16,6 +16,8 @@ from holdfast.torch import load, load_into, save
 from holdfast.torch import open as torch_open
 from holdfast.torch.cuda import host
 from holdfast.torch.cuda import load as gpu_load
+from holdfast.torch.cuda import rows as gpu_rows
+from holdfast.torch.tensors import rows as row_tensors
 from holdfast.torch.tensors.fill import Fill, fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -485,3 +487,47 @@ def test_what_was_made_of_a_block_belongs_to_the_callers_stream(tmp_path):
             del found
             torch.empty(1 << 24, device="cuda").fill_(7)
             assert sums.tolist() == [1000 * int(name[1:]) for name in checkpoint]
+
+
+def bank(count: int = 700) -> dict[str, torch.Tensor]:
+    """Many small ones, most on the GPU."""
+    own = [dtype for dtype in DTYPES if dtype is not torch.complex64]
+    made = {f"t{i}": values(i % 9 + 1, 3, dtype=own[i % len(own)], seed=i).to("cuda" if i % 5 else "cpu") for i in range(count)}
+    return made | {"long": values(200, 300).cuda()}
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
+def test_many_are_saved_as_rows_in_the_same_bytes(tmp_path, name, monkeypatch):
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "objects").mkdir()
+    reads: list[int] = []
+    before = gpu_rows.GpuRows.read
+    monkeypatch.setattr(gpu_rows.GpuRows, "read", lambda self, numbers: reads.append(len(numbers)) or before(self, numbers))
+    holdfast.save(bank(), tmp_path / "rows" / name)
+    assert sum(reads) > 500
+    monkeypatch.setattr(row_tensors, "_locations", lambda tensors: None)
+    holdfast.save(bank(), tmp_path / "objects" / name)
+    for path in (tmp_path / "rows").rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "objects" / path.relative_to(tmp_path / "rows")).read_bytes(), path
+
+
+def test_many_are_pickled_as_torch_does(tmp_path):
+    state = bank() | {"tied": [], "again": torch.nn.Parameter(values(4).cuda())}
+    state["tied"] = [state["t1"], state["t1"].detach(), state["t2"][1:]]
+    save(state, tmp_path / "a.pt")
+    mine = (tmp_path / "a.pt").read_bytes()
+    torch.save(state, tmp_path / "a.pt")
+    assert mine == (tmp_path / "a.pt").read_bytes()
+
+
+def test_what_the_stream_has_still_to_do_is_saved(tmp_path):
+    """Kernels that were asked for before the save count, those behind it do not."""
+    state = {f"t{i}": torch.zeros(1000, device="cuda") for i in range(500)}
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        torch._foreach_add_(list(state.values()), 1)
+        save(state, tmp_path / "a.pt")
+        torch._foreach_add_(list(state.values()), 1)
+    assert all((tensor == 1).all() for tensor in torch.load(tmp_path / "a.pt", map_location="cpu").values())

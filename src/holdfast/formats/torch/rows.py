@@ -122,10 +122,14 @@ class _Template:
 
 
 class RowPickle(TorchPickle):
-    """The pickle of a state whose tensors are rows. `types` are those of the tensors."""
+    """The pickle of a state whose tensors are rows. `types` are those of the tensors.
 
-    def __init__(self, tensors: TensorRows, types: Iterable[type], limits: Limits | None = None) -> None:
+    torch makes the location of a storage on a device anew at each use, and `anew` writes it so.
+    """
+
+    def __init__(self, tensors: TensorRows, types: Iterable[type], limits: Limits | None = None, *, anew: bool = False) -> None:
         super().__init__(limits)
+        self._anew = anew
         self._tensors = tensors
         self._rows = {identity: row for row, identity in enumerate(tensors.identities)}
         self._types = frozenset(types)
@@ -294,7 +298,12 @@ class RowPickle(TorchPickle):
 
     def _end(self, kind: RowKind) -> None:
         """From the location of the storage on."""
-        self._shared(kind.location)
+        if self._anew and kind.location != "cpu":
+            raw = kind.location.encode("utf-8")
+            self.out.append(TEXT(b"X", len(raw)) + raw)
+            self.put()
+        else:
+            self._shared(kind.location)
         self.out += (integer(kind.count), b"t")
         self.put()
         self.out += (b"Q", integer(kind.offset))

@@ -7,5 +7,6 @@ runs.py        what goes through one block: byte ranges of a file, and where eac
 load.py        fill tensors on GPUs
 columns.py     many small tensors of a file, made on a GPU without an object each
 memory.py      tensors on GPUs as lazy tensors, for saving
+rows.py        many small storages on GPUs, gathered there for a save
 stage.py       copy what a save will write, so that training can go on
 """

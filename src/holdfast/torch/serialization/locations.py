@@ -38,6 +38,7 @@ __all__ = [
     "register_package",
     "restorer",
     "stays_on_cpu",
+    "tags_cuda",
     "validate_cuda_device",
     "validate_hpu_device",
 ]
@@ -162,12 +163,17 @@ def stays_on_cpu(map_location: MapLocation, location: str) -> bool:
     return _target(map_location, location) == "cpu" and PACKAGES.ordered()[0] is CPU
 
 
+def tags_cuda() -> bool:
+    """Whether nobody else is asked before us about storages on GPUs."""
+    return PACKAGES.ordered()[:2] == (CPU, CUDA)
+
+
 def cuda_device(map_location: MapLocation, location: str) -> torch.device | None:
     """The GPU that a storage surely goes to, so that its bytes may go there straight from the file; else None."""
     if callable(map_location) and not isinstance(map_location, Mapping):
         return None
     target = _target(map_location, location)
-    if not names_backend("cuda", target) or PACKAGES.ordered()[:2] != (CPU, CUDA):
+    if not names_backend("cuda", target) or not tags_cuda():
         return None
     return present_device(target, "cuda")
 

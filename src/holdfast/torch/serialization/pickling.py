@@ -30,7 +30,7 @@ from holdfast.errors import Refused
 from holdfast.formats.pickle.writer import PickleWriter
 from holdfast.formats.torch.rows import CONTAINERS, RowPickle, leaves
 from holdfast.formats.zip.numbered import Numbered
-from holdfast.torch.serialization.locations import location_tag, stays_on_cpu
+from holdfast.torch.serialization.locations import location_tag, stays_on_cpu, tags_cuda
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
 from holdfast.torch.tensors.rows import TYPES, ask
 
@@ -154,7 +154,9 @@ def pickle_rows(obj: object) -> tuple[bytes, Numbered] | None:
     asked = ask(tensors, whole=False) if tensors is not None and len(tensors) >= FEW else None
     if asked is None:
         return None
-    pickled = RowPickle(asked, TYPES, LIMITS)
+    if any(kind.location != "cpu" for kind in asked.table) and not tags_cuda():
+        return None
+    pickled = RowPickle(asked, TYPES, LIMITS, anew=True)
     pickled.write(obj)
     return None if pickled.problems else (pickled.finish(), Numbered("data", asked.nbytes, asked.read, asked.alone))
 

@@ -3,17 +3,17 @@
 A question to a tensor takes 50 to 100 ns where one call asks it of all of them, and twice that from a line of Python. A dozen
 questions make the answers of fifty thousand tensors in 50 ms.
 
-*Ordinary* is a plain tensor or Parameter in memory, strided, with nothing beyond its elements: no attributes, no hooks, neither
-conjugated nor negated, and of a dtype that is not quantised. `ask` says None where one of them is not.
+*Ordinary* is a plain tensor or Parameter in memory or on a GPU, strided, with nothing beyond its elements: no attributes, no hooks,
+neither conjugated nor negated, and of a dtype that is not quantised. `ask` says None where one of them is not.
 
 `StorageRows` are the bytes of their storages, as `plan.rows` asks for them: many together (`read`), and one by itself that is too
-long to be copied (`alone`).
+long to be copied (`alone`). Those on GPUs are gathered there (cuda/rows.py).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import cast
 
@@ -24,40 +24,63 @@ from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
+from holdfast.errors import Refused
 from holdfast.plan.rows import RowKind, TensorRows
-from holdfast.plan.saves import Memory
+from holdfast.plan.saves import Data, Memory
+from holdfast.torch.cuda.rows import GpuRows
 
 __all__ = ["TYPES", "StorageRows", "ask", "ask_whole"]
 
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
 
-ATTRIBUTES, IS_CPU, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY = map(
-    attrgetter, ("__dict__", "is_cpu", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata")
+ATTRIBUTES, IS_CPU, DEVICE, DTYPE, SHAPE, GRAD, HOOKS, IDENTITY = map(
+    attrgetter, ("__dict__", "is_cpu", "device", "dtype", "shape", "requires_grad", "_backward_hooks", "_cdata")
 )
+
+CPU = "cpu"
 
 
 class StorageRows:
-    """The bytes of storages in memory, which stay where they are."""
+    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers."""
 
-    def __init__(self, storages: Sequence[torch.UntypedStorage], nbytes: Ints, addresses: Sequence[int]) -> None:
+    def __init__(
+        self,
+        storages: Sequence[torch.UntypedStorage],
+        nbytes: Ints,
+        addresses: Sequence[int],
+        gpus: Mapping[int, torch.Tensor] | None = None,
+    ) -> None:
         self._storages = storages
         """Kept, so that the memory is."""
         self._nbytes = nbytes.tolist()
         self._addresses = addresses
+        self._far = gpus or {}
+        self._gpus = GpuRows(gpus) if gpus else None
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
         addresses, nbytes = self._addresses, self._nbytes
+        if self._gpus is not None:
+            far = [number for number in numbers if number in self._far]
+            if len(far) == len(numbers):
+                return self._gpus.read(far)
+            near = [number for number in numbers if number not in self._far]
+            pieces = dict(zip(far, self._gpus.read(far), strict=True))
+            pieces.update(zip(near, memories_at([addresses[n] for n in near], [nbytes[n] for n in near]), strict=True))
+            return [pieces[number] for number in numbers]
         if isinstance(numbers, range):
             return memories_at(addresses[numbers.start : numbers.stop], nbytes[numbers.start : numbers.stop])
         return memories_at([addresses[number] for number in numbers], [nbytes[number] for number in numbers])
 
-    def alone(self, number: int, label: str) -> Memory | bytes:
+    def alone(self, number: int, label: str) -> Memory | Data | bytes:
         """Those of one."""
         nbytes = self._nbytes[number]
-        memory = memory_at(self._addresses[number], nbytes)
-        return Memory(memory, label, self._storages[number]) if nbytes else b""
+        if not nbytes:
+            return b""
+        if self._gpus is not None and number in self._far:
+            return self._gpus.alone(number, label)
+        return Memory(memory_at(self._addresses[number], nbytes), label, self._storages[number])
 
 
 def ask(values: list[object], *, whole: bool) -> TensorRows | None:
@@ -71,9 +94,9 @@ def ask(values: list[object], *, whole: bool) -> TensorRows | None:
     tensors = cast("list[torch.Tensor]", values)
     try:
         return _ask(tensors, whole=whole)
-    except RuntimeError:
+    except (RuntimeError, Refused):
         # What is sparse or of another layout has no storage to give, what is nested no strides; nor has what only looks like a
-        # plain tensor, inside of vmap.
+        # plain tensor, inside of vmap. Nothing is read while a CUDA graph is captured.
         return None
 
 
@@ -83,7 +106,8 @@ def ask_whole(values: list[object]) -> TensorRows | None:
 
 
 def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
-    if any(map(ATTRIBUTES, tensors)) or not all(map(IS_CPU, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+    locations = _locations(tensors)
+    if locations is None or any(map(ATTRIBUTES, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
         return None
     dtypes, grads = list(map(DTYPE, tensors)), list(map(GRAD, tensors))
     known: dict[torch.dtype, DType] = {}
@@ -102,26 +126,37 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     shapes, strides = list(map(SHAPE, tensors)), list(map(torch.Tensor.stride, tensors))
     offsets = list(map(torch.Tensor.storage_offset, tensors))
     positions: dict[tuple[object, ...], int] = {}
-    asked = zip(dtypes, shapes, strides, offsets, lengths, grads, map(type, tensors), strict=True)
+    asked = zip(dtypes, shapes, strides, offsets, lengths, grads, map(type, tensors), locations, strict=True)
     kinds = [positions.setdefault(one, len(positions)) for one in asked]
     table = [_kind(known, *one) for one in positions]  # type: ignore[arg-type]  # as they were put together
     if whole and not all(map(_is_whole, table)):
         return None
     records: Sequence[int] = range(len(tensors))
-    storages = every
+    storages, over = every, tensors
     if len(set(addresses)) < len(tensors):
         # What is empty has no address, and two storages may have the same memory.
         identities = list(map(IDENTITY, every))
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
         records = [numbers[identity] for identity in identities]
         storages = list(dict(zip(identities, every, strict=True)).values())
+        over = list(dict(zip(identities, tensors, strict=True)).values())
         lengths = list(map(torch.UntypedStorage.nbytes, storages))
         addresses = list(map(torch.UntypedStorage.data_ptr, storages))
     nbytes = np.array(lengths, np.int64)
     if not _is_one_dtype_each(addresses, records, dtypes, apart=whole) or 0 in np.array(addresses)[nbytes > 0]:
         return None
-    held = StorageRows(storages, nbytes, addresses)
+    far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU}
+    held = StorageRows(storages, nbytes, addresses, far)
     return TensorRows(list(map(id, tensors)), kinds, table, records, nbytes, addresses, held.read, held.alone)
+
+
+def _locations(tensors: list[torch.Tensor]) -> list[str] | None:
+    """Where each is, as files call it; None where one is neither in memory nor on a GPU."""
+    if all(map(IS_CPU, tensors)):
+        return [CPU] * len(tensors)
+    devices = list(map(DEVICE, tensors))
+    names = {device: str(device) for device in set(devices)}
+    return [names[device] for device in devices] if {device.type for device in names} <= {CPU, "cuda"} else None
 
 
 def _kind(
@@ -133,10 +168,11 @@ def _kind(
     nbytes: int,
     grad: bool,
     kind: type,
+    location: str,
 ) -> RowKind:
     row = known[dtype]
     count = nbytes if row.storage is None else nbytes // dtype.itemsize
-    return RowKind(row, tuple(shape), strides, offset, count, grad, kind is torch.nn.Parameter)
+    return RowKind(row, tuple(shape), strides, offset, count, grad, kind is torch.nn.Parameter, location)
 
 
 def _is_whole(kind: RowKind) -> bool:

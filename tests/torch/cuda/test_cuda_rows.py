@@ -1,0 +1,171 @@
+"""Many small tensors saved out of a GPU as rows, with the CPU in its place: the same bytes as the way of objects."""
+
+from __future__ import annotations
+
+import gc
+import io
+from collections import OrderedDict
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+import holdfast.torch as ht
+from holdfast.plan import rows as plan_rows
+from holdfast.torch import versions
+from holdfast.torch.cuda import host
+from holdfast.torch.cuda import rows as gpu_rows
+from holdfast.torch.serialization import pickling
+from holdfast.torch.tensors import rows
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    """Bits of all kinds: also numbers that are none, and zeros below zero."""
+    made = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=made)
+    return raw.view(dtype).reshape(shape)
+
+
+def many(count: int = 300) -> dict[str, torch.Tensor]:
+    made = {f"t{i}": values(*((i % 9 + 1,), (2, i % 5 + 1))[i % 2], dtype=DTYPES[i % len(DTYPES)], seed=i) for i in range(count)}
+    return made | {"long": values(300, 300)}
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Every other tensor is said to be on a GPU, which is the CPU. What was gathered is noted."""
+    seen: list[int] = []
+    before = gpu_rows.GpuRows.read
+
+    def read(self, numbers):
+        seen.append(len(numbers))
+        return before(self, numbers)
+
+    monkeypatch.setattr(rows, "_locations", lambda tensors: [place(tensor) for tensor in tensors])
+    monkeypatch.setattr(gpu_rows.GpuRows, "read", read)
+    return seen
+
+
+def place(tensor: torch.Tensor) -> str:
+    """By its storage, so that two tensors over one agree."""
+    return "cuda:0" if tensor.untyped_storage().nbytes() % 3 != 1 else "cpu"
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
+def test_saved_as_from_memory(tmp_path, gpu, name):
+    # What safetensors has no name for is refused in both ways.
+    state = {key: tensor for key, tensor in many().items() if tensor.dtype is not torch.complex64}
+    (tmp_path / "near").mkdir()
+    holdfast.save(state, tmp_path / name)
+    assert sum(gpu) > 100
+    with mock.patch.object(rows, "_locations", lambda tensors: ["cpu"] * len(tensors)):
+        holdfast.save(state, tmp_path / "near" / name)
+    if name.endswith(".pt"):
+        found = torch.load(tmp_path / name, map_location="cpu")
+        assert all(torch.equal(bits(found[key]), bits(tensor)) for key, tensor in state.items())
+        return
+    files = [path for path in (tmp_path / name, *(tmp_path / name).rglob("*")) if path.is_file()]
+    for path in files:
+        assert path.read_bytes() == (tmp_path / "near" / path.relative_to(tmp_path)).read_bytes(), path
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def saved(state: object, *, by_rows: bool) -> bytes:
+    """With the locations that `place` gives; without rows by the pickler, which asks for them as for any storage on a device."""
+    out = io.BytesIO()
+    if by_rows:
+        ht.save(state, out)
+        return out.getvalue()
+    tagged = {"location_tag": lambda storage: tag(storage), "stays_on_cpu": lambda *_: False}
+    with mock.patch.multiple(pickling, **tagged):
+        ht.save(state, out)
+    return out.getvalue()
+
+
+def tag(storage: torch.UntypedStorage) -> str:
+    # Text that is new each time, and one text for the CPU: so it is in torch.
+    return "cpu" if storage.nbytes() % 3 == 1 else "cuda:" + str(0)
+
+
+def odd(kind: str, number: int) -> torch.Tensor:
+    dtype = DTYPES[number % len(DTYPES)]
+    match kind:
+        case "parameter":
+            return torch.nn.Parameter(values(number % 4 + 1, 3, seed=number))
+        case "turned":
+            return values(2, number % 7 + 1, dtype=dtype, seed=number).T
+        case "part":
+            return values(9, dtype=dtype, seed=number)[number % 5 :]
+        case "empty":
+            return torch.zeros(0)
+        case "uneven":
+            return torch.empty(0, dtype=torch.float32).set_(torch.UntypedStorage(10).fill_(7), 0, (2,), (1,))
+    return values(number % 11 + 1, dtype=dtype, seed=number)
+
+
+@pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.sampled_from(["plain", "plain", "parameter", "turned", "part", "empty", "uneven"]), st.integers(0, 40))),
+    st.lists(st.integers(0, 20), max_size=6),
+    st.booleans(),
+)
+def test_a_pickle_says_where_each_was_as_torch_does(drawn, again, ordered):
+    tensors = [odd(kind, number) for kind, number in [*[("plain", n) for n in range(60)], *drawn]]
+    tensors += [tensors[number] for number in again] + [tensors[number].detach() for number in again]
+    state = (OrderedDict if ordered else dict)((f"t{i}", tensor) for i, tensor in enumerate(tensors))
+    with mock.patch.object(rows, "_locations", lambda tensors: [place(tensor) for tensor in tensors]):
+        assert saved(state, by_rows=True) == saved(state, by_rows=False)
+
+
+@pytest.mark.skipif(not versions.NUMBERED_CONTAINER, reason=versions.NUMBERED_CONTAINER.reason)
+def test_by_rows_indeed(gpu):
+    saved(many(), by_rows=True)
+    assert sum(gpu) > 100
+
+
+def test_another_package_for_gpus_is_asked(gpu, monkeypatch):
+    monkeypatch.setattr(pickling, "tags_cuda", lambda: False)
+    saved(many(), by_rows=True)
+    assert not gpu
+
+
+def test_blocks_come_back_with_the_last_view(monkeypatch):
+    pool = host.Pool()
+    monkeypatch.setattr(gpu_rows, "POOL", pool)
+    own = gpu_rows.GpuRows({number: values(number + 1) for number in range(20)})
+    gc.disable()
+    try:
+        pieces = own.read(range(3, 20))
+        assert [bytes(piece) for piece in pieces] == [bits(values(number + 1)).numpy().tobytes() for number in range(3, 20)]
+        one = pieces[5]
+        del pieces
+        assert pool.kept_nbytes == 0
+        del one
+        assert pool.kept_nbytes == host.BLOCK_NBYTES
+    finally:
+        gc.enable()
+
+
+def test_a_failure_gives_the_block_back(monkeypatch):
+    pool = host.Pool()
+    monkeypatch.setattr(gpu_rows, "POOL", pool)
+    own = gpu_rows.GpuRows({number: values(number + 1) for number in range(20)})
+    with mock.patch.object(torch, "cat", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError, match="no memory"):
+        own.read(range(20))
+    assert pool.kept_nbytes == host.BLOCK_NBYTES
+
+
+def test_what_is_on_a_gpu_and_long_is_read_in_blocks():
+    own = gpu_rows.GpuRows({0: values(plan_rows.SMALL_NBYTES)})
+    data = own.alone(0, "x")
+    assert data.tensor.numpy().tobytes() == bits(values(plan_rows.SMALL_NBYTES)).numpy().tobytes()
