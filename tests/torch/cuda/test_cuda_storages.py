@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from holdfast.errors import Corrupted, Refused
-from holdfast.torch import load
+from holdfast.formats.pickle.glance import Glance
+from holdfast.torch import load, save
 from holdfast.torch.serialization import locations
 from holdfast.torch.serialization import storages as storages_module
 from holdfast.torch.serialization.locations import cuda_device
+from holdfast.torch.versions import config
 
 loading = sys.modules["holdfast.torch.serialization.load"]
 
@@ -169,3 +171,91 @@ def test_without_a_gpu_the_reason_is_given(tmp_path):
     torch.save(state(), tmp_path / "a.pt")
     with pytest.raises(Refused, match="is_available"):
         load(tmp_path / "a.pt", map_location="cuda")
+
+
+# Many small ones.
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex128, torch.float8_e4m3fn, torch.float16]
+
+
+def bank(count: int = 300) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    state = {}
+    for i in range(count):
+        dtype = DTYPES[i % len(DTYPES)]
+        raw = torch.randint(0, 2 if dtype is torch.bool else 256, (i % 9 + 1, 16), dtype=torch.uint8, generator=made)
+        state[f"t{i}"] = raw.view(dtype)
+    state["turned"] = torch.arange(6.0).reshape(2, 3).T
+    state["number"] = torch.tensor(7.0)
+    return state
+
+
+def same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(state)
+    for name, tensor in state.items():
+        other = found[name]
+        assert (other.dtype, other.shape, other.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+        assert other.untyped_storage().tolist() == tensor.untyped_storage().tolist(), name
+        assert not other._is_view(), name
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(state)
+
+
+@pytest.mark.parametrize("alignment", [1, 64])
+def test_many_are_spread_on_the_device(tmp_path, fills, alignment):
+    with config.patch("save.storage_alignment", alignment):
+        save(bank(), tmp_path / "a.pt")
+    same(load(tmp_path / "a.pt", map_location="cuda"), bank())
+    # The first ones of a file, and dtypes whose storages are bytes, are left to the machine.
+    assert sum(fills) < 100
+
+
+def test_many_with_others_between_them(tmp_path, fills):
+    state = bank() | {"large": torch.arange(100_000.0), "empty": torch.zeros(0), "wanted": torch.zeros(3, requires_grad=True)}
+    state["part"] = state["t0"][1:]
+    state["tied"] = state["t7"].reshape(-1)
+    torch.save(state, tmp_path / "a.pt")
+    found = load(tmp_path / "a.pt", map_location="cuda")
+    assert all(bits(found[name]) == bits(tensor) for name, tensor in state.items())
+    assert found["tied"].data_ptr() == found["t7"].data_ptr()
+    assert sum(fills) < 100
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_damage_among_many_is_said_as_always(tmp_path, fills, verify, monkeypatch):
+    torch.save({f"t{i}": torch.full((50,), i) for i in range(200)}, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.index(torch.full((50,), 77).numpy().tobytes()) + 9] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    if not verify:
+        assert load(tmp_path / "a.pt", map_location="cuda", verify=False)["t77"][1] != 77
+        return
+    with pytest.raises(Corrupted) as fast:
+        load(tmp_path / "a.pt", map_location="cuda")
+    monkeypatch.setattr(storages_module, "fill_small", lambda *args, **more: (set(), []))
+    with pytest.raises(Corrupted) as slow:
+        load(tmp_path / "a.pt", map_location="cuda")
+    assert str(fast.value) == str(slow.value)
+    assert "data/77" in str(fast.value)
+
+
+def test_a_device_is_looked_for_once_a_tag(tmp_path, monkeypatch):
+    asked: list[str] = []
+    monkeypatch.setattr(loading, "cuda_device", lambda map_location, location: asked.append(location) or torch.device("cpu"))
+    torch.save(state() | bank(), tmp_path / "a.pt")
+    load(tmp_path / "a.pt", map_location="cuda")
+    assert asked == ["cpu"]
+
+
+def test_a_kind_that_is_left_to_the_machine_is_learned_once(tmp_path, monkeypatch):
+    learned: list[int] = []
+    before = Glance._learned
+    monkeypatch.setattr(Glance, "_learned", lambda self, pos, limit: learned.append(pos) or before(self, pos, limit))
+    monkeypatch.setattr(storages_module.FileStorages, "kind", lambda self, claim, limits: None)
+    torch.save({f"t{i}": torch.full((5,), i) for i in range(500)}, tmp_path / "a.pt")
+    assert len(load(tmp_path / "a.pt")) == 500
+    # Those before it has a number of four bytes, and those whose key is a digit longer.
+    assert len(learned) < 100

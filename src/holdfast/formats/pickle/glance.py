@@ -157,6 +157,8 @@ class Glance:
             if self._expected is not START:
                 self._expected.following = found[0]
             kind, start, stop, end = found
+        # Also where it is left to the machine: what is behind it is looked for in the same way.
+        self._expected = kind.following
         key = data[start:stop]
         if (
             kind.make is None
@@ -173,7 +175,7 @@ class Glance:
         memo.append(text)
         memo += kind.stubs
         memo.append(made)
-        self.made, self.opcodes, self._expected = made, kind.opcodes, kind.following
+        self.made, self.opcodes = made, kind.opcodes
         return end
 
     def _learned(self, pos: int, limit: int) -> tuple[Kind, int, int, int] | None:
