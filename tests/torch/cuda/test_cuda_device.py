@@ -531,3 +531,26 @@ def test_what_the_stream_has_still_to_do_is_saved(tmp_path):
         save(state, tmp_path / "a.pt")
         torch._foreach_add_(list(state.values()), 1)
     assert all((tensor == 1).all() for tensor in torch.load(tmp_path / "a.pt", map_location="cpu").values())
+
+
+@pytest.mark.parametrize("where", ["cuda", None])
+def test_many_are_loaded_from_a_torch_file(tmp_path, where):
+    state = bank() | {"turned": values(4, 6).cuda().T, "number": torch.tensor(1.5, device="cuda")}
+    state["tied"] = state["t1"].reshape(-1)
+    torch.save(state, tmp_path / "a.pt")
+    found = load(tmp_path / "a.pt", map_location=where)
+    for name, tensor in state.items():
+        assert same(found[name], tensor), name
+        assert found[name].stride() == tensor.stride(), name
+        assert found[name].device == (tensor.device if where is None else torch.device("cuda", 0)), name
+    assert found["tied"].data_ptr() == found["t1"].data_ptr()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in found.values()}) == len(state) - 1
+
+
+def test_damage_among_many_in_a_torch_file(tmp_path):
+    torch.save({f"t{i}": torch.full((50,), i, device="cuda") for i in range(200)}, tmp_path / "a.pt")
+    content = bytearray((tmp_path / "a.pt").read_bytes())
+    content[content.index(torch.full((50,), 77).numpy().tobytes()) + 9] ^= 1
+    (tmp_path / "a.pt").write_bytes(content)
+    with pytest.raises(Corrupted, match="data/77"):
+        load(tmp_path / "a.pt")

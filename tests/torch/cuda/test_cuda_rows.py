@@ -139,10 +139,14 @@ def test_another_package_for_gpus_is_asked(gpu, monkeypatch):
     assert not gpu
 
 
+def rows_of(tensors: list[torch.Tensor]) -> gpu_rows.GpuRows:
+    return gpu_rows.GpuRows(dict(enumerate(tensors)), [tensor.nbytes for tensor in tensors])
+
+
 def test_blocks_come_back_with_the_last_view(monkeypatch):
     pool = host.Pool()
     monkeypatch.setattr(gpu_rows, "POOL", pool)
-    own = gpu_rows.GpuRows({number: values(number + 1) for number in range(20)})
+    own = rows_of([values(number + 1) for number in range(20)])
     gc.disable()
     try:
         pieces = own.read(range(3, 20))
@@ -159,13 +163,13 @@ def test_blocks_come_back_with_the_last_view(monkeypatch):
 def test_a_failure_gives_the_block_back(monkeypatch):
     pool = host.Pool()
     monkeypatch.setattr(gpu_rows, "POOL", pool)
-    own = gpu_rows.GpuRows({number: values(number + 1) for number in range(20)})
+    own = rows_of([values(number + 1) for number in range(20)])
     with mock.patch.object(torch, "cat", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError, match="no memory"):
         own.read(range(20))
     assert pool.kept_nbytes == host.BLOCK_NBYTES
 
 
 def test_what_is_on_a_gpu_and_long_is_read_in_blocks():
-    own = gpu_rows.GpuRows({0: values(plan_rows.SMALL_NBYTES)})
+    own = rows_of([values(plan_rows.SMALL_NBYTES)])
     data = own.alone(0, "x")
     assert data.tensor.numpy().tobytes() == bits(values(plan_rows.SMALL_NBYTES)).numpy().tobytes()

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -122,9 +123,8 @@ def _pumped(moved: _Moved, max_host_memory: int | None) -> tuple[bool, list[str]
     return True, [] if locked or moved.device.type != "cuda" else [UNLOCKED]
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """All bytes of a storage on a GPU, and where they lie in a file."""
+class Row(NamedTuple):
+    """All bytes of a storage on a GPU, and where they lie in a file. A tuple, since there are tens of thousands of them."""
 
     start: int
     nbytes: int
@@ -332,7 +332,7 @@ class _Filled(_Moved):
             try:
                 arrived = block.tensor[: task.end].to(self.device, non_blocking=True)
                 for members, pieces in self._pieces(task, arrived, widths):
-                    own = [flat(targets[row].detach()).view(pieces[0].dtype) for row in members.tolist()]
+                    own = [flat(targets[row]).view(pieces[0].dtype) for row in members.tolist()]
                     torch._foreach_copy_(own, pieces)
             except BaseException:
                 # What was started must not be left behind when the block goes to somebody else.

@@ -40,7 +40,7 @@ from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import brief, reach
 from holdfast.formats.zip.layout import Place
 from holdfast.torch.cuda.columns import Row, fill_small
-from holdfast.torch.cuda.load import reserve
+from holdfast.torch.cuda.load import LARGE_NBYTES, reserve
 from holdfast.torch.serialization.allowed import Mentions
 from holdfast.torch.serialization.pickling import StorageClass
 from holdfast.torch.tensors.fill import Fill, fill
@@ -320,7 +320,7 @@ class FileStorages:
         rows, made, device = self._rows, self._made, gpu or CPU
         empty = torch.empty_strided
         if gpu is not None:
-            self._reserve(gpu)
+            self._reserve(gpu, nbytes)
 
         def make(key: str) -> torch.Tensor | None:
             """None where the record is not what the claim says, or was asked for before."""
@@ -411,7 +411,7 @@ class FileStorages:
 
     def _on_gpu(self, key: str, found: StorageBytes, device: torch.device) -> torch.UntypedStorage:
         """A storage on a GPU. Its bytes are read later, unless code of the file's choice may look before."""
-        self._reserve(device)
+        self._reserve(device, found.nbytes)
         if not self._ahead_of_code:
             return self._make_on_gpu(found, device)
         if not self._place.one_place or self._everything is None:
@@ -423,8 +423,9 @@ class FileStorages:
         self._fill_gpus()
         return storage
 
-    def _reserve(self, device: torch.device) -> None:
-        if self._place.one_place and self._everything is not None and not self._reserved:
+    def _reserve(self, device: torch.device, nbytes: int) -> None:
+        """Before the first large one: small ones have segments of their own, and to look at fifty thousand of them takes time."""
+        if nbytes > LARGE_NBYTES and self._place.one_place and self._everything is not None and not self._reserved:
             self._reserved = True
             reserve((device, one.nbytes) for one in self._everything().values())
 

@@ -56,7 +56,7 @@ class StorageRows:
         self._nbytes = nbytes.tolist()
         self._addresses = addresses
         self._far = gpus or {}
-        self._gpus = GpuRows(gpus) if gpus else None
+        self._gpus = GpuRows(gpus, self._nbytes) if gpus else None
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
