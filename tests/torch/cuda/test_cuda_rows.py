@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import weakref
 from collections import OrderedDict
 from unittest import mock
 
@@ -173,3 +174,27 @@ def test_what_is_on_a_gpu_and_long_is_read_in_blocks():
     own = rows_of([values(plan_rows.SMALL_NBYTES)])
     data = own.alone(0, "x")
     assert data.tensor.numpy().tobytes() == bits(values(plan_rows.SMALL_NBYTES)).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native", "torch.pt"])
+def test_a_save_leaves_nothing_to_the_collector(tmp_path, gpu, name):
+    state = {key: tensor for key, tensor in many(900).items() if tensor.dtype is not torch.complex64}
+    gone = [weakref.ref(tensor.untyped_storage()) for tensor in state.values()]
+    gc.collect()
+    gc.disable()
+    try:
+        ht.save(state, tmp_path / name) if name == "torch.pt" else holdfast.save(state, tmp_path / name)
+        assert gpu
+        del state
+        assert not any(one() is not None for one in gone)
+    finally:
+        gc.enable()
+
+
+def test_a_block_may_come_back_while_the_pool_is_asked():
+    """The collector runs where it likes, also inside of the pool."""
+    pool = host.Pool()
+    (block,) = pool.lend(1)
+    with pool._lock:
+        pool.take_back([block])
+    assert pool.kept_nbytes == host.BLOCK_NBYTES

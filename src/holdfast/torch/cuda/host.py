@@ -120,7 +120,8 @@ class Pool:
     def __init__(self, *, kept_nbytes: int = KEPT_NBYTES, make: Callable[[int], HostBlock] = HostBlock) -> None:
         self._kept_nbytes = kept_nbytes
         self._make = make
-        self._lock = renewed(threading.Lock())
+        # Of the kind that a thread may take twice: a block can come back when the collector frees what held it, at any moment.
+        self._lock = renewed(threading.RLock())
         self._free: list[HostBlock] = []
 
     def lend(self, count: int, nbytes: int = BLOCK_NBYTES) -> list[HostBlock]:
