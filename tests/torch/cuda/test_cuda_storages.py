@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import sys
+import weakref
 
 import pytest
 import torch
@@ -259,3 +261,19 @@ def test_a_kind_that_is_left_to_the_machine_is_learned_once(tmp_path, monkeypatc
     assert len(load(tmp_path / "a.pt")) == 500
     # Those before it has a number of four bytes, and those whose key is a digit longer.
     assert len(learned) < 100
+
+
+@pytest.mark.parametrize("where", ["cuda", "cpu"])
+def test_a_load_leaves_nothing_to_the_collector(tmp_path, where, monkeypatch):
+    if where == "cuda":
+        monkeypatch.setattr(loading, "cuda_device", lambda map_location, location: torch.device("cpu"))
+    torch.save({f"t{i}": torch.full((5,), i) for i in range(300)}, tmp_path / "a.pt")
+    gc.collect()
+    gc.disable()
+    try:
+        found = load(tmp_path / "a.pt", map_location=where)
+        gone = [weakref.ref(tensor.untyped_storage()) for tensor in found.values()]
+        del found
+        assert not any(one() is not None for one in gone)
+    finally:
+        gc.enable()

@@ -178,6 +178,12 @@ class Glance:
         self.made, self.opcodes = made, kind.opcodes
         return end
 
+    def end(self) -> None:
+        """Let the kinds go. They know each other, and what makes their tensors knows all of those."""
+        for kind in self._kinds.values():
+            kind.following, kind.stubs, kind.make = START, (), None
+        self._kinds.clear()
+
     def _learned(self, pos: int, limit: int) -> tuple[Kind, int, int, int] | None:
         """The kind of a tensor by what it looks like, where its key begins and ends, and where itself ends; None for another."""
         state, first = self._state, len(self._state.memo)

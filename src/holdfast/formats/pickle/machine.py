@@ -319,6 +319,8 @@ def _run(state: State) -> object:
         if pos >= limit:
             raise state.short() from None
         state.underflow()
+    finally:
+        glance.end()
 
 
 def _protocol(state: State) -> int:
