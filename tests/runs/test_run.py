@@ -425,6 +425,16 @@ def test_room_is_needed_for_what_is_written_alone(tmp_path: Path):
             run.save(9, {"frozen": frozen + 1})
 
 
+def test_a_base_that_is_gone_before_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Another run deletes the step that was the newest when this one looked."""
+    run = holdfast.Run(tmp_path)
+    run.save(1, {"w": np.zeros(8)})
+    monkeypatch.setattr(run, "_base", lambda step: str(tmp_path / "step-00000000"))
+    saved = run.save(2, {"w": np.ones(8)})
+    with holdfast.open(saved.path) as checkpoint:
+        assert checkpoint["w"].numpy().tolist() == [1.0] * 8
+
+
 def test_a_base_that_vanishes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = holdfast.Run(tmp_path)
     frozen = np.random.default_rng(0).random(10_000)

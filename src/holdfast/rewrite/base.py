@@ -31,7 +31,7 @@ from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
 from holdfast.stores.remote.url import Url
 
-__all__ = ["OpenBase", "check_shares", "not_shared", "not_used", "nothing_at", "open_base", "without_hashes"]
+__all__ = ["NoBase", "OpenBase", "check_shares", "not_shared", "not_used", "nothing_at", "open_base", "without_hashes"]
 
 
 def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:
@@ -115,9 +115,13 @@ def open_base(
         return not_used(path, error.message, threads=threads, block=block)
 
 
-def nothing_at(path: str) -> BadArgument:
+class NoBase(BadArgument):
+    """There is nothing where the base should be."""
+
+
+def nothing_at(path: str) -> NoBase:
     """What to say of a base that is not there."""
-    return BadArgument(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
+    return NoBase(f"base= is to be an older checkpoint, and there is nothing at {path!r}; leave it away for the first one")
 
 
 def without_hashes(manifest: Parsed) -> str | None:

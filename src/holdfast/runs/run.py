@@ -39,6 +39,7 @@ from holdfast.core.runtime import renewed, resting_collector
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NotCommitted, SaveError
+from holdfast.rewrite.base import NoBase
 from holdfast.rewrite.formats import Options
 from holdfast.rewrite.planned import Planned, Saved, Writing
 from holdfast.rewrite.save import plan_saving
@@ -228,10 +229,10 @@ class Run(RunView):
                 try:
                     with resting_collector(), plan(base=base, hashes=self.share) as planned:
                         saved = self._carry_out(planned, says, progress)
-                except NotCommitted as error:
-                    if base is None or error.errno != errno.ESTALE:
+                except (NoBase, NotCommitted) as error:
+                    if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
                         raise
-                    # Somebody removed the step before while this one was linked to it.
+                    # Somebody removed the step before: as it was opened, or while this one was linked to it.
                     with resting_collector(), plan(base=None, hashes=self.share) as planned:
                         saved = self._carry_out(planned, says, progress)
             except HoldfastError:
