@@ -58,15 +58,15 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 REPEATED = {
-    "test_memory": ("tests/hostile/test_attacks.py", 4),
-    "test_weights_only": ("tests/hostile/test_torch_load.py", 4),
-    "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 4),
+    "test_memory": ("tests/hostile/test_attacks.py", 8),
+    "test_weights_only": ("tests/hostile/test_torch_load.py", 8),
+    "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 8),
     "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
-    "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 96),
+    "test_sharing_costs_nothing": ("tests/growth/test_growth.py", 144),
     "test_every_header_byte_flipped": ("tests/hostile/test_damage.py", 2),
     "test_an_attack_is_a_page_or_a_refusal": ("tests/reports/test_hostile_reports.py", 12),
     "test_an_attack": ("tests/integrations/test_dcp_hostile.py", 4),
-    "test_an_attack_means_the_same_at_a_glance": ("tests/properties/test_glance.py", 8),
+    "test_an_attack_means_the_same_at_a_glance": ("tests/properties/test_glance.py", 16),
     "test_each_request_meets_each_fault": ("tests/remote/test_commit.py", 2),
 }
 """Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks, all writers crash
@@ -77,6 +77,8 @@ LONGEST = {
     "test_every_header_byte_flipped[training.pt]",
     "test_memory[walk-list-shared-many-times]",
     "test_a_rank_that_is_killed_leaves_what_was_there",
+    "test_no_second_copy[native]",
+    "test_the_same_as_on_linux[darwin-old]",
 }
 """Half a minute each, and their neighbours ask the same."""
 
