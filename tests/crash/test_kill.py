@@ -12,7 +12,7 @@ import pytest
 
 from tests.crash.writers import LIBRARY, Writer
 
-KILLS = 80
+KILLS = 60
 ALL_KILLS = 300
 """With `--exhaustive`."""
 

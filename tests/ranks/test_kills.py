@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks.kills import DEADLINE
 
-KILLS, FEW, WIDTH = 100, 40, 10
+KILLS, FEW, WIDTH = 100, 25, 10
 """Ranks that are killed with `--exhaustive` and without, and saves side by side."""
 TOLERANCE = 5.0
 """Seconds beyond the deadline until a survivor must have raised."""

@@ -103,7 +103,7 @@ def test_a_save_that_meets_no_answer_any_more(proxy: Proxy, url: str, monkeypatc
 
 def test_one_of_many_savers_wins(proxy: Proxy, url: str, request: pytest.FixtureRequest):
     """Sixteen savers of one step at once, and answers that are lost: one wins, the others know, every byte is the winner's."""
-    rounds = 100 if request.config.getoption("--exhaustive") else 4
+    rounds = 100 if request.config.getoption("--exhaustive") else 2
     for round in range(rounds):
         lost = random.Random(round)
         proxy.fault = lambda asked, lost=lost: "cut" if lost.random() < 0.15 else None
