@@ -69,6 +69,8 @@ REPEATED = {
     "test_an_attack_means_the_same_at_a_glance": ("tests/properties/test_glance.py", 16),
     "test_each_request_meets_each_fault": ("tests/remote/test_commit.py", 2),
     "test_a_rank_is_killed": ("tests/remote/", 2),
+    "test_reading_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
+    "test_rewriting_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
     "test_around_limits": ("tests/properties/test_written_opens.py", 2),
 }
 """Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks, all writers crash
