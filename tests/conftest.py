@@ -58,7 +58,9 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 REPEATED = {
+    "test_attack": ("tests/hostile/test_attacks.py", 2),
     "test_memory": ("tests/hostile/test_attacks.py", 8),
+    "test_memory_stays_small": ("tests/faults/test_large.py", 2),
     "test_weights_only": ("tests/hostile/test_torch_load.py", 8),
     "test_hostile_pickles": ("tests/torch/serialization/test_weights_attacks.py", 8),
     "test_the_nth_call_fails": ("tests/crash/test_nth_call.py", 4),
@@ -73,8 +75,8 @@ REPEATED = {
     "test_rewriting_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
     "test_around_limits": ("tests/properties/test_written_opens.py", 2),
 }
-"""Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks, all writers crash
-in the model, and what is quadratic in one way of sharing is so in many."""
+"""Tests whose every case is asked more elsewhere, and of how many one is asked: attacks are opened by other tests in other ways, all
+writers crash in the model, and what is quadratic in one way of sharing is so in many. `make test-all` asks every case."""
 
 
 LONGEST = {
@@ -82,6 +84,7 @@ LONGEST = {
     "test_memory[walk-list-shared-many-times]",
     "test_a_rank_that_is_killed_leaves_what_was_there",
     "test_no_second_copy[native]",
+    "test_no_second_copy[zip.pt]",
     "test_the_same_as_on_linux[darwin-old]",
 }
 """Half a minute each, and their neighbours ask the same."""
