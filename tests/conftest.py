@@ -75,8 +75,8 @@ REPEATED = {
     "test_rewriting_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
     "test_around_limits": ("tests/properties/test_written_opens.py", 2),
 }
-"""Tests whose every case is asked more elsewhere, and of how many one is asked: attacks are opened by other tests in other ways, all
-writers crash in the model, and what is quadratic in one way of sharing is so in many. `make test-all` asks every case."""
+"""Tests whose every case is asked more elsewhere, and of how many one is asked: attacks are opened by other tests in other ways,
+all writers crash in the model, and what is quadratic in one way of sharing is so in many. `make test-all` asks every case."""
 
 
 LONGEST = {
@@ -84,7 +84,6 @@ LONGEST = {
     "test_memory[walk-list-shared-many-times]",
     "test_a_rank_that_is_killed_leaves_what_was_there",
     "test_no_second_copy[native]",
-    "test_no_second_copy[zip.pt]",
     "test_the_same_as_on_linux[darwin-old]",
 }
 """Half a minute each, and their neighbours ask the same."""
