@@ -58,7 +58,6 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
 
 
 REPEATED = {
-    "test_attack": ("tests/hostile/test_attacks.py", 2),
     "test_memory": ("tests/hostile/test_attacks.py", 8),
     "test_memory_stays_small": ("tests/faults/test_large.py", 2),
     "test_weights_only": ("tests/hostile/test_torch_load.py", 8),
@@ -75,7 +74,7 @@ REPEATED = {
     "test_rewriting_leaves_no_cycle": ("tests/faults/test_cycles.py", 4),
     "test_around_limits": ("tests/properties/test_written_opens.py", 2),
 }
-"""Tests whose every case is asked more elsewhere, and of how many one is asked: attacks are opened by other tests in other ways,
+"""Tests whose every case is asked more elsewhere, and of how many one is asked: `test_attack` opens all attacks,
 all writers crash in the model, and what is quadratic in one way of sharing is so in many. `make test-all` asks every case."""
 
 

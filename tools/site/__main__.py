@@ -6,7 +6,7 @@ docs/ is copied, and what a page only names is put in its place:
 
     <!-- names: holdfast.torch load save -->   these public names, by their docstrings
     <!-- commands -->                           every command, as argparse knows it
-    <!-- plot: board: save-*: Saving -->         figures of docs/measured/board.json as a drawing
+    <!-- plot: slices: slices-*: Slices -->       figures of docs/measured/slices.json as a drawing
 
 CHANGELOG and CONTRIBUTING come along. So the generator needs no plugin of ours, and can be another one tomorrow. Whatever is wrong
 (a public name that stands on no page or on two, one that nobody wrote a sentence about) is printed, and the exit status is 1.

@@ -1,8 +1,8 @@
 """What `python -m benchmarks` measured, as a drawing: how many times as fast as the peer, on a scale of doublings.
 
-    <!-- plot: board: *many* torch-small-*: Many small tensors -->
+    <!-- plot: slices: slices-*: Slices -->
 
-The file is docs/measured/board.json, as the benchmarks write it; then globs of cases, in the order of the drawing, and a title.
+The file is docs/measured/slices.json, as the benchmarks write it; then globs of cases, in the order of the drawing, and a title.
 The target of a case is marked. The drawing is SVG inside of the page: colours come from the theme, text is text, and a table below
 it has the same figures, with memory.
 """
