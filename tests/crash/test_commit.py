@@ -11,10 +11,10 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.engine.commit import new_file, replaced
 from holdfast.engine.commit.temporaries import temporary_name

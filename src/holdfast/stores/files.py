@@ -22,8 +22,9 @@ import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal, Protocol
+
+import msgspec
 
 from holdfast.core.runtime import at_fork
 from holdfast.errors import Truncated
@@ -67,8 +68,7 @@ overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind

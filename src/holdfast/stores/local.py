@@ -230,10 +230,9 @@ class LocalStore(BaseStore):
         handle = self._open(key)
         file = handle.file
         if file is not None and platform.READS_AT and min(starts, default=0) >= 0:
-            number, read = file.number, platform.read_block
             try:
                 # A call each and nothing else: a read of a few bytes takes the system less time than Python takes to get there.
-                pieces = [read(number, length, start) for length, start in zip(nbytes, starts, strict=True)]
+                pieces = platform.read_blocks(file.number, nbytes, starts)
             except OSError:
                 pieces = []
             del file

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -216,8 +217,7 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: P
     return bodies, lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True, gc=False):
     """One record of a zip archive: a name, and the place of its bytes in the file."""
 
     name: str
@@ -302,8 +302,7 @@ class Records(Mapping[str, Record]):
         return f"<{len(self)} zip records>"
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(msgspec.Struct, frozen=True):
     """A zip archive in which every reader sees the same records."""
 
     records: Mapping[str, Record]
