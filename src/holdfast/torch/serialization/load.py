@@ -17,7 +17,6 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from types import ModuleType
 from typing import cast
@@ -27,6 +26,7 @@ from torch.serialization import LoadEndianness
 
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import resting_collector
+from holdfast.core.value import replace
 from holdfast.engine.threads import default_threads
 from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole

@@ -8,10 +8,10 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import BinaryIO, cast
 
 from holdfast.core.protocols import Source, Store
+from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError
 from holdfast.stores.local import DescriptorStore
@@ -26,8 +26,7 @@ SEEKABLE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Value, frozen=True):
     """A file that is being loaded."""
 
     source: Source
