@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
+from holdfast.core.value import replace
 from holdfast.engine.commit import new_file, replaced
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, recover

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
@@ -30,6 +29,7 @@ from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.rows import RowTensor
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import PLAIN, LazyTensor, Part
+from holdfast.core.value import Value
 
 __all__ = [
     "FEW", "NO_CRC", "Columned", "Columns", "columns_of", "ordinary_limits", "place_of", "read_mapping", "read_tensors",
@@ -44,8 +44,7 @@ FAR = 1 << 61
 """No file reaches so far. What claims to is left to arithmetic that does not overflow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(Value, frozen=True):
     """Ordinary tensors among some that were asked for. All rows are of one length."""
 
     numbers: Sequence[int]

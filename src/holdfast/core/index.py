@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
+from holdfast.core.value import Value
 from holdfast.errors import BadIndex
 
 __all__ = ["Selection", "narrowed", "select"]
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(Value, frozen=True, gc=False):
     """One coordinate of a dimension; the dimension disappears."""
 
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(Value, frozen=True, gc=False):
     """`count` coordinates `start, start + step, …` of a dimension."""
 
     start: int
@@ -33,16 +31,14 @@ class Stretch:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewAxis:
+class NewAxis(Value, frozen=True, gc=False):
     """A dimension of length 1 that the input does not have."""
 
 
 Pick = Take | Stretch | NewAxis
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Value, frozen=True):
     """An index that has been checked against a shape."""
 
     picks: tuple[Pick, ...]

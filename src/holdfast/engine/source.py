@@ -8,7 +8,7 @@ from weakref import ref
 
 import numpy as np
 
-from holdfast.core.columns import Columns, ordinary_limits
+from holdfast.core.columns import Columns
 from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Request, Store

@@ -13,16 +13,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from msgspec import Struct
+
 from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
+from holdfast.core.value import Value
+from holdfast.engine.beside import Beside
 from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.readback import check_source
-from holdfast.engine.threads import Beside, default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.write import GATHER_NBYTES, fetch_small, gather, small_bytes
 from holdfast.errors import SaveError, located
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
@@ -45,8 +48,7 @@ class Writer(Protocol):
     def write(self, data: bytes | memoryview, /) -> object: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(Value, frozen=True):
     """A writer that tells how much it was given."""
 
     file: Writer
@@ -242,8 +244,7 @@ class Nowhere:
 NOWHERE = Nowhere()
 
 
-@dataclass(slots=True)
-class _Hashing:
+class _Hashing(Struct):
     """A target that hashes what passes by."""
 
     target: Writer

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
@@ -59,8 +59,7 @@ Block = tuple[int, int, int]
 """Bytes as they were written: the first one's place in the file, how many, their CRC-32."""
 
 
-@dataclass(slots=True)
-class Receipt:
+class Receipt(Struct):
     """What was written: the CRC-32 of every data segment by its label, hash and head of those that are hashed, and the length."""
 
     nbytes: int
@@ -69,8 +68,7 @@ class Receipt:
     """All bytes but those of holes, in no order; some may be there twice."""
 
 
-@dataclass(slots=True)
-class Written:
+class Written(Struct):
     """What is known of a file while it is written."""
 
     sums: dict[str, Sums]

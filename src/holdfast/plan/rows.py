@@ -11,13 +11,13 @@ and may answer with views of one block that it filled by one copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.dtype import DType
+from holdfast.core.value import Value
 from holdfast.plan.saves import Data, Gathered, Memory, Segment
 
 __all__ = ["BLOCK_NBYTES", "SMALL_NBYTES", "Piece", "RowKind", "TensorRows", "joined", "packed_segments", "runs"]
@@ -31,8 +31,7 @@ BLOCK_NBYTES = 4 << 20
 """Of a file, what is made at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowKind:
+class RowKind(Value, frozen=True):
     """What many tensors have in common."""
 
     dtype: DType
@@ -48,8 +47,7 @@ class RowKind:
     location: str = "cpu"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRows:
+class TensorRows(Value, frozen=True, eq=False):
     """Tensors of one state in the order in which they are met, each once; and their storages."""
 
     identities: Sequence[int]

@@ -18,11 +18,11 @@ that its limits count are compared here (docs/design/024-many-and-small.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from holdfast.core.limits import Limits
+from holdfast.core.value import replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.rows import lay_out_native_rows

@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal, Protocol
 
-import msgspec
-
 from holdfast.core.runtime import at_fork
+from holdfast.core.value import Value
 from holdfast.errors import Truncated
 from holdfast.stores import platform
 from holdfast.stores.platform import ABSENT, ALWAYS, DIRECTORY, HOLD, NO_LINK, NO_WAIT
@@ -68,7 +67,7 @@ overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class Entry(Value, frozen=True, gc=False):
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind

@@ -20,13 +20,13 @@ import stat
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Protocol, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.core.arrays import Ints
 from holdfast.core.protocols import BaseStore
@@ -125,8 +125,7 @@ MAX_READ = 1 << 30
 """Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
 
 
-@dataclass(slots=True)
-class Handle:
+class Handle(Struct):
     """A file that was opened."""
 
     file: OpenFile | None

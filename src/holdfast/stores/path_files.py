@@ -25,7 +25,8 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.stores import platform
 from holdfast.stores.files import Entry, Files, Names, OsFiles, entry_of
@@ -48,8 +49,7 @@ def system_files() -> Files:
     return OsFiles() if platform.OPENS_DIRECTORIES else PathFiles()
 
 
-@dataclass(slots=True)
-class Opened:
+class Opened(Struct):
     """What a number stands for."""
 
     path: str

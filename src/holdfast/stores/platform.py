@@ -21,7 +21,6 @@ import errno
 import importlib
 import mmap
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Sequence
@@ -384,6 +383,8 @@ def most_open_files() -> int:
 def free(path: str) -> int:
     """Bytes that may still be written where `path` is."""
     if not hasattr(os, "statvfs"):
-        return shutil.disk_usage(path).free
+        from shutil import disk_usage
+
+        return disk_usage(path).free
     found = _os.statvfs(path)
     return int(found.f_bavail * found.f_frsize)

@@ -17,12 +17,12 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastWarning, Unsupported
 
 __all__ = [
@@ -82,8 +82,7 @@ HERE = parsed(torch.__version__)
 check_version(torch.__version__)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Value, frozen=True):
     """Something that torch has, or does, from one version on, or up to another. True where this torch does."""
 
     since: Version

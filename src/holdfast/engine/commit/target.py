@@ -10,9 +10,9 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 
+from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import Kept, is_due, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Entry, Files, is_temporary, split_path
@@ -99,8 +99,7 @@ NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, er
 """What chown(2) answers to those who may not, for a user that this namespace does not have, and without owners at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Value, frozen=True):
     """The name that a save is for."""
 
     files: Files

@@ -36,8 +36,7 @@ from operator import and_
 from types import TracebackType
 from typing import ClassVar, Self, cast
 
-from msgspec.structs import replace
-
+from holdfast.core.value import replace
 from holdfast.engine.commit.linked import NO_LINKS, linked_or_copied
 from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.replaced import held

@@ -7,7 +7,6 @@ checksums are filled in together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring
 
 import msgspec
@@ -15,6 +14,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.formats.native.schema import FORMAT, MANIFEST, VERSION, DataFile, Manifest, StoredChunk, StoredTensor
 from holdfast.formats.native.write import INDEX, OWN, SHARD_NBYTES, data_name, other_files
 from holdfast.formats.safetensors.rows import RowFile, row_file
@@ -56,8 +56,7 @@ def _index(key: str, names: Sequence[str], nbytes: int) -> FilePlan:
     return FilePlan(INDEX, (Literal(f"{total}{listed}: {encode_basestring(key)}\n  }}\n}}\n".encode()),))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Blank:
+class _Blank(Value, frozen=True, eq=False):
     """A manifest without its checksums."""
 
     raw: bytes

@@ -23,11 +23,11 @@ and none is garbage.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign
 from holdfast.core.runtime import resting_collector
+from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
 from holdfast.formats.pickle.glance import NEVER, START, Glance, Stub
 from holdfast.formats.pickle.rare import RARE, REFUSED
@@ -47,8 +47,7 @@ PROTOCOL = 5
 """The highest protocol there is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreted:
+class Interpreted(Value, frozen=True):
     """What one pickle holds."""
 
     value: object

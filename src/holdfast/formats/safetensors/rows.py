@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.formats.safetensors.write import METADATA, RANK, frame
@@ -19,8 +19,7 @@ from holdfast.plan.saves import FilePlan
 __all__ = ["RowFile", "row_file"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowFile:
+class RowFile(Value, frozen=True, eq=False):
     """A file and where its tensors lie in it."""
 
     plan: FilePlan

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 
 import msgspec
@@ -23,6 +22,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
+from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
@@ -55,8 +55,7 @@ FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "Or
 """What fills a defaultdict, and its name."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTree:
+class EncodedTree(Value, frozen=True):
     """The outcome: JSON values, and what is to be said about them."""
 
     value: object

@@ -21,12 +21,12 @@ Tensors that somebody else has made, all of their storages, are filled the same 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
@@ -35,6 +35,7 @@ from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Outlined
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
@@ -57,8 +58,7 @@ CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 """As what elements of a width are copied: integers, which any bits survive."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Value, frozen=True):
     """Ordinary tensors, and what reads them."""
 
     source: OpenSource
@@ -71,8 +71,7 @@ class Rows:
     """Whether checksums are compared."""
 
 
-@dataclass(slots=True)
-class Task:
+class Task(Struct):
     """What goes through one block at a time."""
 
     reads: list[tuple[str, int, int, int]] = field(default_factory=list)

@@ -21,11 +21,11 @@ from types import ModuleType
 from typing import cast
 
 import torch
-from msgspec.structs import replace
 from torch.serialization import LoadEndianness
 
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import resting_collector
+from holdfast.core.value import replace
 from holdfast.engine.threads import default_threads
 from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole

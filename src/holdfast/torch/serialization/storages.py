@@ -11,10 +11,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
 import numpy as np
 import torch
 
@@ -24,6 +22,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.records import RecordRead, read_records
 from holdfast.engine.source import OpenSource
@@ -86,7 +85,7 @@ class Storages(Protocol):
 Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 
 
-class Placement(msgspec.Struct, frozen=True):
+class Placement(Value, frozen=True):
     """Where storages go."""
 
     restore: Restore
@@ -107,7 +106,7 @@ class Placement(msgspec.Struct, frozen=True):
     """Whether that is the same for all tags."""
 
 
-class StorageName(msgspec.Struct, frozen=True):
+class StorageName(Value, frozen=True):
     """A persistent id that was looked at."""
 
     dtype: torch.dtype
@@ -187,8 +186,7 @@ V3 = Global("torch._utils", "_rebuild_tensor_v3")
 FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
+class _Key(Value, frozen=True):
     """Stands for a storage while `_UntypedUses` looks."""
 
     text: str
@@ -221,7 +219,7 @@ class _UntypedUses(Mentions):
         return self.ANYTHING
 
 
-class StorageBytes(msgspec.Struct, frozen=True):
+class StorageBytes(Value, frozen=True):
     """Where the bytes of a storage lie in the file."""
 
     start: int
