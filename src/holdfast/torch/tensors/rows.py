@@ -42,7 +42,8 @@ CPU = "cpu"
 
 
 class StorageRows:
-    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers."""
+    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers; `alike` as for
+    `GpuRows`."""
 
     def __init__(
         self,
@@ -50,13 +51,15 @@ class StorageRows:
         nbytes: Ints,
         addresses: Sequence[int],
         gpus: Mapping[int, torch.Tensor] | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         self._storages = storages
         """Kept, so that the memory is."""
         self._nbytes = nbytes.tolist()
         self._addresses = addresses
         self._far = gpus or {}
-        self._gpus = GpuRows(gpus, self._nbytes) if gpus else None
+        self._gpus = GpuRows(gpus, self._nbytes, alike=alike) if gpus else None
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
@@ -146,7 +149,10 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     if not _is_one_dtype_each(addresses, records, dtypes, apart=whole) or 0 in np.array(addresses)[nbytes > 0]:
         return None
     far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU}
-    held = StorageRows(storages, nbytes, addresses, far)
+    distant = [kind for kind in table if kind.location != CPU]
+    # Of dtypes without a storage class, the newer ones, torch may not have all operations.
+    alike = len({kind.dtype for kind in distant}) == 1 and all(kind.dtype.storage and _is_whole(kind) for kind in distant)
+    held = StorageRows(storages, nbytes, addresses, far, alike=alike)
     return TensorRows(list(map(id, tensors)), kinds, table, records, nbytes, addresses, held.read, held.alone)
 
 
