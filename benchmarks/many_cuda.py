@@ -52,7 +52,7 @@ from holdfast.torch.cuda import columns as gpu_columns
 from holdfast.torch.cuda import host
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import runs as gpu_runs
-from holdfast.torch.cuda.pipeline import pump
+from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.streams import lanes
 
 DEVICE = "cuda"
@@ -353,6 +353,8 @@ class Bench:
             del state
             if not number:
                 self.read_floors(nbytes)
+            for verify in (False, True):
+                courses(label, lambda verify=verify: read(self.path("h.safetensors"), verify=verify))
             given = SWEEP if not number else FEW_SWEEPS
             for one in given[:2] if self.quick else given:
                 self.race_with(one, label, nbytes)
@@ -469,6 +471,55 @@ def shared(work: Iterable[int], threads: int, one: Callable[[int], object]) -> N
         thread.start()
     for thread in crew:
         thread.join()
+
+
+def courses(label: str, side: Side) -> None:
+    """What the threads of a load do: how long readers read, and on a processor; how long the caller starts copies, and waits."""
+    spent: dict[str, float] = dict.fromkeys(("all", "pump", "first", "read", "read cpu", "put", "land", "readers", "tasks"), 0.0)
+    before = gpu_load.pump
+
+    class Timed:
+        def __init__(self, mark: Mark) -> None:
+            self._mark = mark
+
+        def synchronize(self) -> None:
+            begin = time.perf_counter()
+            self._mark.synchronize()
+            spent["land"] += time.perf_counter() - begin
+
+    def timed_pump(tasks, blocks, *, threads, read, put):
+        began = time.perf_counter()
+        reads: list[tuple[float, float]] = []
+
+        def timed_read(task, block):
+            wall, cpu = time.perf_counter(), time.thread_time()
+            read(task, block)
+            reads.append((time.perf_counter() - wall, time.thread_time() - cpu))
+
+        def timed_put(task, block):
+            begin = time.perf_counter()
+            spent["first"] = spent["first"] or begin - began
+            mark = put(task, block)
+            spent["put"] += time.perf_counter() - begin
+            return Timed(mark)
+
+        before(tasks, blocks, threads=threads, read=timed_read, put=timed_put)
+        spent["pump"] += time.perf_counter() - began
+        spent["read"], spent["read cpu"] = sum(wall for wall, _ in reads), sum(cpu for _, cpu in reads)
+        spent["readers"], spent["tasks"] = threads, len(reads)
+
+    side()
+    gpu_load.pump = timed_pump
+    try:
+        spent["all"] = timed(side)[0]
+    finally:
+        gpu_load.pump = before
+    idle = spent["pump"] * spent["readers"] - spent["read"]
+    shown = {name: round(value * 1e3, 1) for name, value in spent.items() if name not in ("readers", "tasks")}
+    print(
+        f"courses {label}, ms: {shown}, readers' waits {idle * 1e3:.1f}; {spent['readers']} readers, {spent['tasks']} tasks",
+        flush=True,
+    )
 
 
 READER = """
