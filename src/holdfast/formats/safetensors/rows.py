@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.crc import crc32
+from holdfast.core.crc import crc32_each
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.formats.recorded import PAIRS
@@ -92,4 +92,4 @@ def _ordered(names: Sequence[str], rows: TensorRows, ranks: list[int]) -> list[i
 
 
 def _sums(pieces: Sequence[Piece]) -> list[int]:
-    return list(map(crc32, pieces))
+    return crc32_each(pieces)
