@@ -6,14 +6,21 @@ digest of a tensor does not depend on how it is cut: `Sums` is that fold, wherev
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from isal import isal_zlib
 
-__all__ = ["Sums", "combine", "crc32", "rest_of"]
+__all__ = ["Sums", "combine", "crc32", "crc32_of_each", "rest_of"]
 
 
 def crc32(data: bytes | memoryview | bytearray, start: int = 0) -> int:
     """The CRC-32 of a buffer (that of zip, gzip and PNG), continued from `start`. Releases the interpreter lock."""
     return isal_zlib.crc32(data, start)
+
+
+def crc32_of_each(pieces: Iterable[bytes | memoryview]) -> list[int]:
+    """The CRC-32 of each of many small buffers: a call from Python for each would take as long as the sum."""
+    return list(map(isal_zlib.crc32, pieces))
 
 
 def combine(first: int, second: int, nbytes: int) -> int:

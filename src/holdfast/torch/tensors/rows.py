@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Ints, are_apart
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
@@ -109,6 +109,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     locations = _locations(tensors)
     if locations is None:
         return None
+    gpus = {*locations} != {CPU}
     known: dict[torch.dtype, DType] = {}
     positions: dict[tuple[object, ...], int] = {}
     kinds: list[int] = []
@@ -139,7 +140,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
         return None
     records: Sequence[int] = range(len(tensors))
     over = tensors
-    if len(np.unique(addresses)) < len(tensors):
+    if not are_apart(addresses):
         # What is empty has no address, and two storages may have the same memory.
         identities = list(map(IDENTITY, storages))
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
@@ -152,7 +153,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
             return None
     if not addresses[nbytes > 0].all():
         return None
-    far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU}
+    far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU} if gpus else {}
     held = StorageRows(storages, nbytes, addresses, far)
     own = np.fromiter(map(id, tensors), np.int64, len(tensors))
     return TensorRows(own, kinds, table, records, nbytes, addresses, held.read, held.alone)
