@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from holdfast.pruning import order as prune_order
 from holdfast.pruning import select as prune_select
 from holdfast.pruning.keys import Magnitudes, RandomOrder, mean_squares, random_keys
 from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts, prune_values
-from holdfast.pruning.masks import BlockMask, GroupMask, ThresholdMask, group_keep
+from holdfast.pruning.masks import BlockMask, GroupMask, RandomMask, ThresholdMask, group_keep
 from holdfast.pruning.select import Counts, select
 
 WIDTHS = {15: np.uint16, 31: np.uint32, 63: np.uint64}
@@ -310,3 +311,24 @@ def test_scores_of_narrow_floats_are_those_of_wide_ones(dtype):
     values[3, 4], values[0, 21] = 1e-7, np.inf
     expected = mean_squares(values.astype(np.float64), 4, 4)
     assert mean_squares(values, 4, 4).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0], ids=["guessed", "missed"])
+@pytest.mark.parametrize("held", [1 << 20, 4], ids=["held", "searched"])
+@pytest.mark.parametrize("gone", [0, 1, 700, 1998, 1999])
+def test_the_lowest_of_a_random_order_go_however_often_they_are_read(monkeypatch, gone, held, apart):
+    monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
+    monkeypatch.setattr(prune_keys, "PIECE_ELEMENTS", 250)
+    monkeypatch.setattr(prune_masks, "HELD_NBYTES", held)
+    kept = np.ones(1999, bool)
+    kept[np.argsort(random_keys(0, 1999, 11), kind="stable")[:gone]] = False
+    mask = RandomMask(RandomOrder(1999, 11), gone, threads=2)
+    values = np.arange(1, 2000, dtype=np.float32)
+    for ends in ([0, 1, 3, 800, 1200, 1999], [0, 1999], [5, 77]):
+        for start, stop in itertools.pairwise(ends):
+            mask.prepare()
+            assert mask.keep(values[start:stop], start).tolist() == kept[start:stop].tolist()
+            after = values[start:stop].copy()
+            assert mask.prune(after, start) == int((~kept[start:stop]).sum())
+            assert after.tolist() == (values * kept)[start:stop].tolist()
+    assert mask._bits is None  # all was read

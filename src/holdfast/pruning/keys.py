@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.halves import as_float32, as_float64
@@ -41,8 +42,8 @@ PIECE_ELEMENTS = 1 << 19
 """Elements at a time: 4 MiB as 64-bit numbers. With fewer, threads wait for each other's turn at the interpreter; more only take
 memory."""
 
-RUN_KEYS = 1 << 15
-"""Keys at a time: a dozen steps over 256 KiB that stay in the cache."""
+RUN_KEYS = 1 << 17
+"""Keys at a time: a dozen steps over 1 MiB, in calls so long that threads do not wait for each other's turn at the interpreter."""
 
 TOP_BITS = 15
 """Of a key, the bits by which the first histogram counts: all but the sign of the upper two bytes of a float."""
@@ -266,6 +267,20 @@ class Magnitudes:
         return split(self.steps(start, stop), low, high)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Parted:
+    """Keys of a random order, on both sides of a range of keys and in it."""
+
+    below: int
+    """How many are below the range."""
+    places: Ints
+    """The indices of those in it."""
+    keys: np.ndarray
+    """These keys."""
+    bits: npt.NDArray[np.uint8]
+    """A bit for each, the first in the lowest bit; set for those above the range."""
+
+
 @dataclass(frozen=True, slots=True)
 class RandomOrder:
     """Keys that know nothing of the values."""
@@ -304,16 +319,26 @@ class RandomOrder:
         return max(int((part - apart) * most), 0) * unit, min(int((part + apart) * most) + 1, most) * unit
 
     def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
-        below, some = 0, []
+        found = self.part(start, stop, low, high=high)
+        return found.below, found.keys
+
+    def part(self, start: int, stop: int, low: int, *, high: int) -> Parted:
+        """The keys of one of these ranges as those below, in and above [low, high), whose ends `around` has given."""
+        kept = np.empty(stop - start, np.bool_)
+        below, places, some = 0, [], []
         with computing():
             for at in range(start, stop, RUN_KEYS):
                 mixed = _mixed(at, min(at + RUN_KEYS, stop), self.seed)
-                below += int(np.count_nonzero(mixed < np.uint64(2 * low)))
+                own = kept[at - start : at - start + len(mixed)]
+                np.greater_equal(mixed, np.uint64(2 * low), out=own)
+                below += len(own) - int(np.count_nonzero(own))
                 # One comparison for both ends: what is below wraps around.
                 np.subtract(mixed, np.uint64(2 * low), out=mixed)
                 inside = np.flatnonzero(mixed <= np.uint64(2 * (high - low) - 1))
+                own[inside] = False
                 some.append(_finished(mixed.take(inside) + np.uint64(2 * low)))
-        return below, np.concatenate(some)
+                places.append(inside + at)
+            return Parted(below, np.concatenate(places), np.concatenate(some), np.packbits(kept, bitorder="little"))
 
 
 @dataclass(frozen=True, slots=True)

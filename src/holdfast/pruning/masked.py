@@ -105,6 +105,7 @@ def weighing(tensor: LazyTensor, mask: Mask, tally: Tally, *, progress: Callable
     def task(start: int, stop: int) -> Callable[[], None]:
         def run() -> None:
             values = read_flat(tensor, start, stop)
+            mask.prepare()
             with computing():
                 loss = prune_values(values, mask, start, weigh=True)
             tally.add(start, stop, loss)
@@ -224,6 +225,7 @@ class Content:
                 part[:] = self._values(low, high)
                 continue
             read_flat(self.tensor, low, high, out=part)
+            self.mask.prepare()
             with computing():
                 loss = prune_values(part, self.mask, low, weigh=self.tally is not None)
             if self.tally is not None:

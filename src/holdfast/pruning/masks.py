@@ -8,6 +8,7 @@ second array of another width. These are the same masks, element for element, as
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools
+from holdfast.core.runtime import renewed
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing, run_all
-from holdfast.pruning.keys import BlockScores, Magnitudes, RandomOrder, magnitude_keys
+from holdfast.pruning.keys import BlockScores, Magnitudes, Parted, RandomOrder, magnitude_keys, pieces
 from holdfast.pruning.order import pruned_count
 from holdfast.pruning.select import Counts, Progress, hold, select
 
@@ -29,6 +31,7 @@ __all__ = [
     "BlockMask",
     "GroupMask",
     "Mask",
+    "RandomMask",
     "ThresholdMask",
     "block_mask",
     "group_keep",
@@ -51,6 +54,9 @@ class Mask(Protocol):
     @property
     def row(self) -> int:
         """Ranges that begin and end at multiples of this are quicker: `align`, or a multiple of it."""
+
+    def prepare(self) -> None:
+        """Find out what is not known yet, before elements are asked for. It may wait for others: never while `computing`."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         """What stays of elements that were read, the first of which has the index `start` in C order."""
@@ -76,6 +82,9 @@ class ThresholdMask:
     counts: Counts | None = None
     """How often each key is there, where that is known of this tensor alone."""
     align = row = 1
+
+    def prepare(self) -> None:
+        """All is known."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         kept = np.empty(len(values), np.bool_)
@@ -114,6 +123,83 @@ def zero_below(values: np.ndarray, least: int) -> int:
     return len(bits) - int(np.count_nonzero(bits))
 
 
+HELD_NBYTES = 16 << 20
+"""Bits of a random mask that are held; of a tensor with more elements the keys are made twice."""
+
+
+class RandomMask:
+    """The lowest of a random order go.
+
+    Which ones is found out when the tensor is first read, and held, a bit an element, until all of it was: so that keys are made
+    once, and no more is held than the tensors that are being written. Whoever reads it again has the keys made again.
+    """
+
+    align = row = 1
+
+    def __init__(self, keys: RandomOrder, gone: int, *, threads: int = 1) -> None:
+        self._keys, self._gone, self._threads = keys, gone, threads
+        self._lock = renewed(threading.Lock())
+        self._threshold: ThresholdMask | None = None
+        self._bits: npt.NDArray[np.uint8] | None = None
+        self._unread = keys.count
+
+    def prepare(self) -> None:
+        with self._lock:
+            if self._threshold is None:
+                self._threshold = self._held() or self._searched()
+
+    def keep(self, values: np.ndarray, start: int) -> Bools:
+        bits, stop = self._bits, start + len(values)
+        if bits is None:
+            return self._known().keep(values, start)
+        kept = np.unpackbits(bits[start // 8 : -(-stop // 8)], bitorder="little")[start % 8 :][: len(values)]
+        with self._lock:
+            self._unread -= len(values)
+            if self._unread <= 0:
+                self._bits = None
+        return kept.view(np.bool_)
+
+    def prune(self, values: np.ndarray, start: int) -> int:
+        return zero_out(values, self.keep(values, start))
+
+    def _known(self) -> ThresholdMask:
+        if self._threshold is None:
+            raise ValueError("a random mask is prepared before it is used")
+        return self._threshold
+
+    def _searched(self) -> ThresholdMask:
+        found = select([self._keys], self._gone, threads=self._threads)
+        return ThresholdMask(self._keys, found.key, found.cuts[0])
+
+    def _held(self) -> ThresholdMask | None:
+        """From one pass in which the bits are found as well; None where they are many, or the guess was wrong."""
+        if self._keys.count > 8 * HELD_NBYTES or not self._gone:
+            return None
+        low, high = self._keys.around(self._gone)
+        ranges = [*pieces(self._keys.count, 8)]
+        parts: list[Parted | None] = [None] * len(ranges)
+
+        def task(at: int) -> Callable[[], None]:
+            def run() -> None:
+                parts[at] = self._keys.part(*ranges[at], low, high=high)
+
+            return run
+
+        run_all([task(at) for at in range(len(ranges))], self._threads)
+        every = [part for part in parts if part is not None]
+        places, keys = np.concatenate([part.places for part in every]), np.concatenate([part.keys for part in every])
+        rank = self._gone - sum(part.below for part in every)
+        if not 0 < rank <= len(keys):
+            return None
+        order = np.argsort(keys, kind="stable")
+        bits = np.concatenate([part.bits for part in every])
+        stay = places[order[rank:]]
+        np.bitwise_or.at(bits, stay >> 3, np.left_shift(1, stay & 7).astype(np.uint8))
+        self._bits = bits
+        last = order[rank - 1]
+        return ThresholdMask(self._keys, int(keys[last]), int(places[last]) + 1)
+
+
 @dataclass(frozen=True, slots=True)
 class GroupMask:
     """The `n` largest of every `m` neighbours along the last axis stay."""
@@ -129,6 +215,9 @@ class GroupMask:
     @property
     def row(self) -> int:
         return self.m
+
+    def prepare(self) -> None:
+        """All is known."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         return group_keep(magnitude_keys(values, self.order), self.m - self.n, m=self.m)
@@ -198,6 +287,9 @@ class BlockMask:
     def row(self) -> int:
         return self.columns
 
+    def prepare(self) -> None:
+        """All is known."""
+
     def keep(self, values: np.ndarray, start: int) -> Bools:
         stop = start + len(values)
         first, last = start // self.columns, -(-stop // self.columns)
@@ -235,7 +327,7 @@ class BlockMask:
 
 
 def threshold_masks(
-    keys: Sequence[Magnitudes | RandomOrder], level: float, *, threads: int = 1, progress: Progress | None = None
+    keys: Sequence[Magnitudes], level: float, *, threads: int = 1, progress: Progress | None = None
 ) -> list[ThresholdMask]:
     """One threshold over all tensors: the part `level` of their elements goes."""
     total = sum(source.count for source in keys)
@@ -281,6 +373,7 @@ def keep_range(tensor: LazyTensor, mask: Mask, start: int, *, stop: int) -> tupl
     first = start // mask.align * mask.align
     last = min(-(-stop // mask.align) * mask.align, tensor.size)
     values = read_flat(tensor, first, last)
+    mask.prepare()
     with computing():
         kept = mask.keep(values, first)
     return values[start - first : stop - first], kept[start - first : stop - first]
