@@ -60,9 +60,7 @@ class Told(Value, frozen=True):
         return done
 
     def flush(self) -> None:
-        finish = getattr(self.file, "flush", None)
-        if callable(finish):
-            finish()
+        _flush(self.file)
 
 
 def write_stream(
@@ -80,7 +78,9 @@ def write_stream(
     records of it and a sum stands before it.
     """
     if len(plan.segments) == 1 and isinstance(plan.segments[0], Literal):
-        return _write_all(plan, target, {}, known=known, blocks=iter(()))
+        write_all(target, plan.segments[0].data)
+        _flush(target)
+        return {}
     far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.requests]
     wanted = max((segment.tensor.source.store.requests for segment in far), default=0)
     window = max(1, min(wanted, requests or wanted))
@@ -136,10 +136,14 @@ def _write_all(
     if changed:
         check_source(plan, crcs)
         raise SaveError(f"{changed[0]!r} changed while it was saved; what was written is of no use", tensor=changed[0])
+    _flush(target)
+    return {label: crcs[label] for label in own if label in crcs}  # not where a record has none
+
+
+def _flush(target: Writer) -> None:
     finish = getattr(target, "flush", None)
     if callable(finish):
         finish()
-    return {label: crcs[label] for label in own if label in crcs}  # not where a record has none
 
 
 def _asks_ahead(plan: FilePlan) -> bool:

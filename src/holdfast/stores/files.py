@@ -67,7 +67,7 @@ overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
 
-class Entry(Value, frozen=True):
+class Entry(Value, frozen=True, gc=False):
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind

@@ -228,15 +228,15 @@ class LocalStore(BaseStore):
     def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
         handle = self._open(key)
         file = handle.file
-        if file is not None and platform.READS_AT and min(starts, default=0) >= 0:
-            number, read = file.number, platform.read_block
+        if file is not None and platform.READS_AT:
             try:
                 # A call each and nothing else: a read of a few bytes takes the system less time than Python takes to get there.
-                pieces = [read(number, length, start) for length, start in zip(nbytes, starts, strict=True)]
+                pieces = platform.read_blocks(file.number, nbytes, starts)
             except OSError:
                 pieces = []
             del file
-            if [*map(len, pieces)] == [*nbytes]:
+            # None has more than was asked for.
+            if sum(map(len, pieces)) == sum(nbytes) and len(pieces) == len(nbytes):
                 return pieces
         return super().scattered(key, starts, nbytes)
 

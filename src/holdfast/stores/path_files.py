@@ -70,7 +70,8 @@ class PathFiles(OsFiles):
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
         self._check()
-        whole = path if at is None else self._path(path, at)
+        # What is moved is known by its path, of which there shall be one.
+        whole = os.path.realpath(path) if at is None else self._path(path, at)
         found = os.stat(whole, follow_symlinks=at is None)
         if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), whole)

@@ -23,7 +23,9 @@ import mmap
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from functools import cache
+from itertools import repeat
 from types import ModuleType
 
 from holdfast.core.runtime import renewed
@@ -56,6 +58,7 @@ __all__ = [
     "most_open_files",
     "own_memory",
     "read_block",
+    "read_blocks",
     "read_some",
     "rename_new",
     "reserve",
@@ -184,6 +187,12 @@ else:
             finally:
                 # The descriptor may be that of a caller's file, which has its own idea of where it is.
                 os.lseek(descriptor, before, os.SEEK_SET)
+
+
+def read_blocks(descriptor: int, nbytes: Sequence[int], starts: Sequence[int]) -> list[bytes]:
+    """The same of many places."""
+    # Without a call of Python's for each: that would take a tenth of the time of a short read.
+    return list(map(_os.pread if READS_AT else read_block, repeat(descriptor), nbytes, starts))
 
 
 if hasattr(os, "pwrite"):

@@ -171,7 +171,7 @@ class FileTransaction(_Transaction):
         file = self.file
         if file.failed:
             raise refusal("a write to this file failed before; nothing changed at the target", self.path, errno.EIO)
-        target.keep_access(file.descriptor, target.existing)
+        target.keep_access(file.descriptor, target.existing, found=temporary.found)
         if self.durable:
             file.sync()
         try:

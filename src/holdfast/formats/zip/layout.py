@@ -215,7 +215,7 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: P
     return bodies, lengths
 
 
-class Record(Value, frozen=True):
+class Record(Value, frozen=True, gc=False):
     """One record of a zip archive: a name, and the place of its bytes in the file."""
 
     name: str

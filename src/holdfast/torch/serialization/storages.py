@@ -133,8 +133,9 @@ def not_a_storage(pid: object) -> str:
 
 def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
     """('storage', class, key, location, count[, view])"""
-    if isinstance(pid, tuple):
-        pid = tuple(_text(part) for part in pid)
+    if isinstance(pid, tuple) and bytes in map(type, pid):
+        # Text of a pickle of Python 2, which is bytes when it is read with encoding='bytes'.
+        pid = tuple([part.decode("latin-1") if isinstance(part, bytes) else part for part in pid])
     if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
         raise PickleError(not_a_storage(pid), found=type(pid).__name__)
     kind, key, location, count = pid[1:5]
@@ -146,11 +147,6 @@ def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
     if not isinstance(location, str):
         raise PickleError("a storage's location must be text", found=type(location).__name__)
     return StorageName(dtype, key, location, count, pid[5] if len(pid) > 5 else None)
-
-
-def _text(part: object) -> object:
-    """Text of a pickle of Python 2, which is bytes when it is read with encoding='bytes'."""
-    return part.decode("latin-1") if isinstance(part, bytes) else part
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
@@ -341,7 +337,8 @@ class FileStorages:
         rows, self._rows_waiting = self._rows_waiting, []
         if waiting or rows:
             self._read([piece for piece, _, _ in waiting] + rows)
-        self._fill_gpus()
+        if self._fills or self._gpu_rows:
+            self._fill_gpus()
         if self._swap:
             for _, storage, name in waiting:
                 self._swap_bytes(storage, name)
