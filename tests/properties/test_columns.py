@@ -117,6 +117,31 @@ def test_damage_is_told_as_objects_tell_it(tmp_path_factory, data, state, format
             assert_same(lambda tensor=tensor: [tensor[-1:].read()] if tensor.shape else [])
 
 
+@settings(max_examples=12, deadline=None)
+@given(st.data(), st.sampled_from(["float32", "uint8", "int64", "bool"]), st.sampled_from(sorted(FORMATS)), st.booleans())
+def test_rows_of_one_tensor(tmp_path_factory, data, dtype, format, cut):
+    """Slices by the dozen, of which most are like the one before, some of another tensor, and some single elements."""
+    path = Path(tmp_path_factory.mktemp("rows")) / FORMATS[format]
+    shape = data.draw(st.sampled_from([(300, 40), (7, 5, 16)]))
+    holdfast.save({"w": np.arange(np.prod(shape)).reshape(shape).astype(dtype), "v": np.arange(9.0)}, path)
+    width = data.draw(st.integers(1, shape[-1]))
+    places = [
+        (*(st.integers(-length, length - 1) for length in shape[:-1]), st.integers(0, shape[-1] - width)) for _ in range(2 * FEW)
+    ]
+    drawn = data.draw(st.tuples(*(st.tuples(*place) for place in places)))
+    with holdfast.open(path) as ckpt:
+        rows = [ckpt["w"][(*row, slice(first, first + width))] for *row, first in drawn]
+        for at, other in data.draw(st.dictionaries(st.integers(0, len(rows) - 1), index_for(shape), max_size=4)).items():
+            rows[at] = ckpt["w"][other] if at % 2 else ckpt["v"][3:5]
+        if cut:
+            file = path / ckpt["w"].storages[0].key if path.is_dir() else path
+            os.truncate(file, ckpt["w"].storages[0].start + data.draw(st.integers(0, ckpt["w"].nbytes - 1)))
+        assert_same(lambda: holdfast.read(rows))
+        assert_same(lambda: [row.read() for row in rows])
+        elements = [row[(0,) * len(row.shape)] for row in rows if row.size]
+        assert_same(lambda: holdfast.read(elements))
+
+
 @pytest.fixture
 def many(tmp_path):
     path = tmp_path / "many.safetensors"
