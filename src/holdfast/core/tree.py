@@ -32,6 +32,9 @@ from holdfast.core.tensor import Composite, LazyTensor, set_name
 from holdfast.errors import LimitExceeded
 
 __all__ = [
+    "FREE_CHARACTERS",
+    "HELD_NBYTES",
+    "NAME_CHARACTERS_A_BYTE",
     "Contents",
     "Named",
     "Path",

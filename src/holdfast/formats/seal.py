@@ -25,7 +25,7 @@ from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
-from holdfast.formats.strict_json import HEX, check_seal, kind, parse_own, pay_for_containers, pointer, quoted
+from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, parse_own, pointer, quoted
 from holdfast.formats.strict_json import SEAL as SELF
 from holdfast.formats.strict_json import seal as with_checksum
 
@@ -131,7 +131,7 @@ def encode_seal(seal: Seal) -> bytes:
         raw = msgspec.json.encode(Document(FORMAT, VERSION, seal.step, float(seal.saved), metrics, files))
     except (OverflowError, UnicodeEncodeError) as error:
         raise HeaderError(f"this cannot stand in a seal: {error}") from None
-    text = with_checksum(raw, len(pay_for_containers(raw)))
+    text = with_checksum(raw, paid_nbytes(raw))
     parse_seal(text, Limits(files=max(len(files), Limits().files)))
     return text
 

@@ -52,9 +52,11 @@ MISTAKEN_KEY = "\udc00mistaken"
 BESIDE_CRCS = (HASH_KEY, HEAD_KEY, MISTAKEN_KEY)
 
 
-def without_hashes(sums: Mapping[str, int]) -> dict[str, int]:
-    """The CRC-32 of all data, without its hashes."""
-    return {label: crc for label, crc in sums.items() if not label.endswith(BESIDE_CRCS)}
+def without_hashes(sums: dict[str, int]) -> dict[str, int]:
+    """The CRC-32 of all data, without its hashes: they are taken out."""
+    for label in [label for label in sums if label.endswith(BESIDE_CRCS)]:
+        del sums[label]
+    return sums
 
 
 class Literal(Value, frozen=True):

@@ -38,7 +38,7 @@ from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.strict_json import SEAL, check_seal, kind, parse, parse_parts, pay_for_containers, pointer, seal
+from holdfast.formats.strict_json import SEAL, check_seal, kind, paid_nbytes, parse, parse_parts, pointer, seal
 from holdfast.formats.tree_json import json_limits
 
 __all__ = [
@@ -187,7 +187,7 @@ def encode_manifest(manifest: Manifest, recorded: Mapping[str, msgspec.Raw]) -> 
     Spaces stand behind it where the reader would think that it has too many lists for its length.
     """
     raw = msgspec.json.encode(msgspec.structs.replace(manifest, **recorded))
-    return seal(raw, len(pay_for_containers(raw)))
+    return seal(raw, paid_nbytes(raw))
 
 
 def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:

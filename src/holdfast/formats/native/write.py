@@ -378,8 +378,10 @@ def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.Un
     """The manifest's field about files that are known before any data is: their names, lengths and checksums."""
     listed = []
     for plan in plans:
-        content = b"".join(segment.data for segment in plan.segments if isinstance(segment, Literal))
-        listed.append(OtherFile(plan.key, len(content), f"{crc32(content):08x}"))
+        crc = 0
+        for segment in plan.segments:
+            crc = crc32(segment.data, crc) if isinstance(segment, Literal) else crc
+        listed.append(OtherFile(plan.key, plan.nbytes, f"{crc:08x}"))
     return tuple(listed) or msgspec.UNSET
 
 

@@ -130,7 +130,7 @@ class RowPickle(TorchPickle):
         super().__init__(limits)
         self._anew = anew
         self._tensors = tensors
-        self._rows = {identity: row for row, identity in enumerate(tensors.identities)}
+        self._rows = {identity: row for row, identity in enumerate(tensors.identities.tolist())}
         self._types = frozenset(types)
         self.rows |= dict.fromkeys(self._types, RowPickle._row)
         self._new: list[_Template | None] = [None] * len(tensors.table)

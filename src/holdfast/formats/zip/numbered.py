@@ -23,7 +23,7 @@ from functools import partial
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.crc import crc32
+from holdfast.core.crc import crc32_each
 from holdfast.core.value import Value
 from holdfast.formats.zip.layout import (
     DESCRIBED,
@@ -154,7 +154,7 @@ class _Layout(Value, frozen=True, eq=False):
         """Its bytes and checksums. What is no data is made as one row of bytes, which is cut where the data belongs."""
         pieces = self.rows.read(range(first, stop))
         nbytes, tails = self.nbytes[first:stop], self.tails[first:stop]
-        crcs = np.fromiter(map(crc32, pieces), np.int64, len(pieces)) if self.crc else np.zeros(len(pieces), np.int64)
+        crcs = np.array(crc32_each(pieces), np.int64) if self.crc else np.zeros(len(pieces), np.int64)
         passed = np.cumsum(nbytes)
         heads = self.headers[first:stop] - self.headers[first] - (passed - nbytes)
         cuts = heads + self.starts[first:stop] - self.headers[first:stop]

@@ -121,11 +121,12 @@ def flatten(state: State, raw: object) -> FlatState:
 def common_problems(state: State, flat: FlatState) -> list[str]:
     """What no rank could say to the others, or no format could hold."""
     problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
+    most = Limits().rank
     for name, tensor in state.tensors.items():
         if tensor.traits.meta:
             problems.append(f"{name}: it is on the meta device, without data")
-        if tensor.ndim > Limits().rank:
-            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={Limits().rank})")
+        if tensor.ndim > most:
+            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={most})")
     names = dict.fromkeys([*state.tensors, *flat.paths])
     return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
 

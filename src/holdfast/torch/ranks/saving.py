@@ -29,6 +29,7 @@ from msgspec import field
 from holdfast.core.box import Box
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
+from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
@@ -188,11 +189,12 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
     """Describe what `state` gives. A failure is told to the others when they plan."""
     try:
         raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
-        described = describe_state(raw, metadata=job.asked.metadata)
-        flat = flatten(described, raw) if job.asked.format != "native" else FlatState()
-        described = replace(described, tensors={name: lazy for name, lazy in described.tensors.items() if name not in flat.pickled})
-        told = _message(described, flat, matched, format=job.asked.format)
-        return Described(job, told, described, flat, unkept_notes(described, job.asked.format))
+        with resting_collector():
+            found = describe_state(raw, metadata=job.asked.metadata)
+            flat = flatten(found, raw) if job.asked.format != "native" else FlatState()
+            found = replace(found, tensors={name: lazy for name, lazy in found.tensors.items() if name not in flat.pickled})
+            told = _message(found, flat, matched, format=job.asked.format)
+            return Described(job, told, found, flat, unkept_notes(found, job.asked.format))
     except Exception as error:
         return Described(job, error)
 
@@ -240,9 +242,10 @@ def stage_described(described: Described, copy: Copy) -> Described:
         # Before any copy is under way: a value may refuse to be pickled.
         archives = {name: value.archive() for name, value in described.flat.values.items()}
         tensors = described.state.tensors
-        pieces = pieces_of(tensors)
-        staged = copy(list(pieces.values()))
-        made = made_of(tensors, dict(zip(pieces, staged.tensors, strict=True)))
+        with resting_collector():
+            pieces = pieces_of(tensors)
+            staged = copy(list(pieces.values()))
+            made = made_of(tensors, dict(zip(pieces, staged.tensors, strict=True)))
         return replace(described, state=replace(described.state, tensors=made), archives=archives, staged=staged)
     except Exception as error:
         return replace(described, told=error)

@@ -260,7 +260,8 @@ class Matching:
         if any(local.is_meta for _, local in parts):
             return "a tensor on the meta device has no elements to fill; use to_empty() first"
         lazy = squeezed(offer, shape)
-        return Offered(name, [Fill(lazy[box.slices], local.detach()) for box, local in parts if box.count])
+        cut = [(lazy if box.shape == lazy.shape else lazy[box.slices], local) for box, local in parts if box.count]
+        return Offered(name, [Fill(part, local.detach()) for part, local in cut])
 
     def _dtype_problem(self, here: torch.dtype, own: torch.dtype) -> str | None:
         if own == here or self._cast:
