@@ -186,6 +186,34 @@ def test_a_link_means_the_file_behind_it(tmp_path: Path):
     assert (tmp_path / "far" / "other").read_bytes() == b"new"
 
 
+@pytest.mark.parametrize("name", ["model", "folder/model", "here/model", "folder/../model", "here/../folder/model", "./model"])
+def test_the_system_follows_the_links_to_a_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As it does for everybody who opens a file: a link to a folder and then `..` is the folder above that one."""
+    asked: list[str] = []
+    monkeypatch.setattr(OsFiles, "resolve", lambda self, path: asked.append(path) or os.path.realpath(path))
+    (tmp_path / "far" / "folder").mkdir(parents=True)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "here").symlink_to("far/folder")
+    monkeypatch.chdir(tmp_path)
+    for path in (name, str(tmp_path / name)):
+        put(path, path.encode())
+        with open(path, "rb") as file:
+            assert file.read() == path.encode()
+    assert not asked
+    assert len(list(tmp_path.rglob("model"))) == 1
+
+
+def test_how_long_a_name_may_be_is_asked_for_a_long_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    monkeypatch.setattr(OsFiles, "longest_name", lambda self, at: asked.append(at) or 143)
+    put(tmp_path / ("x" * 121))
+    assert not asked
+    put(tmp_path / ("x" * 143))
+    assert len(asked) == 1
+    with pytest.raises(NotCommitted, match="too long"):
+        put(tmp_path / ("x" * 144))
+
+
 def test_further_names_of_a_file_keep_the_old_content(tmp_path: Path):
     (tmp_path / "model").write_bytes(b"old")
     os.link(tmp_path / "model", tmp_path / "best")

@@ -117,6 +117,32 @@ def test_damage_is_told_as_objects_tell_it(tmp_path_factory, data, state, format
             assert_same(lambda tensor=tensor: [tensor[-1:].read()] if tensor.shape else [])
 
 
+@settings(max_examples=12, deadline=None)
+@given(st.data(), st.sampled_from(["float32", "uint8", "int64", "bool"]), st.sampled_from(sorted(FORMATS)), st.booleans())
+def test_rows_of_one_tensor(tmp_path_factory, data, dtype, format, cut):
+    """Slices by the dozen, of which most are like the one before, some of another tensor, and some single elements."""
+    path = Path(tmp_path_factory.mktemp("rows")) / FORMATS[format]
+    height, width = data.draw(st.sampled_from([(300, 40), (16, 16)]))
+    holdfast.save({"w": np.arange(height * width).reshape(height, width).astype(dtype), "v": np.arange(9.0)}, path)
+    taken = data.draw(st.integers(1, min(width, height) - 1))
+    places = st.tuples(st.integers(-height, height - 1), st.integers(0, width - taken - 1))
+    with holdfast.open(path) as ckpt:
+        whole, other = ckpt["w"], ckpt["v"]
+        rows = [whole[row, first : first + taken] for row, first in data.draw(st.lists(places, min_size=FEW, max_size=3 * FEW))]
+        # Some with one element more, some columns of as many, and some of another tensor between them.
+        others = [whole[3, : taken + 1], whole[:taken, 2], whole[1:3], whole[::2, 1], other[3:5], other[3 : 3 + taken]]
+        for at in data.draw(st.lists(st.integers(0, FEW - 1), max_size=4)):
+            rows[at] = data.draw(st.sampled_from(others))
+        if cut:
+            (storage,) = whole.storages
+            file = path / storage.key if path.is_dir() else path
+            os.truncate(file, storage.start + data.draw(st.integers(0, whole.nbytes - 1)))
+        assert_same(lambda: holdfast.read(rows))
+        assert_same(lambda: [row.read() for row in rows])
+        elements = [row[(0,) * len(row.shape)] for row in rows if row.size]
+        assert_same(lambda: holdfast.read(elements))
+
+
 @pytest.fixture
 def many(tmp_path):
     path = tmp_path / "many.safetensors"

@@ -13,7 +13,7 @@ from contextlib import suppress
 from types import TracebackType
 
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import Kept, is_due, repair
+from holdfast.engine.commit.temporaries import OVERHEAD, SURE_NBYTES, Kept, is_due, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Entry, Files, is_temporary, split_path
 
@@ -109,7 +109,7 @@ class Target(Value, frozen=True):
     at: int
     """The parent directory, open."""
     longest: int
-    """How many bytes a name may have there."""
+    """How many bytes a name may have there, or fewer where that is enough for this one's temporaries."""
     existing: Entry | None
     """What there was when the save began."""
     listed: bool = True
@@ -197,8 +197,10 @@ def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: boo
     made: Target | None = None
     try:
         with refusing("looking at the target", path):
-            longest = files.longest_name(at)
-            if len(name.encode("utf-8", "surrogateescape")) > longest:
+            nbytes = len(name.encode("utf-8", "surrogateescape"))
+            # To ask is a journey where the folder is on another machine.
+            longest = SURE_NBYTES if nbytes <= SURE_NBYTES - OVERHEAD else files.longest_name(at)
+            if nbytes > longest:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if is_temporary(name):
                 raise refusal("names of this form are temporaries, which saves remove; choose another", path, errno.EINVAL)

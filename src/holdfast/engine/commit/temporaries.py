@@ -38,6 +38,9 @@ ATTEMPTS = 100
 
 OVERHEAD = len("..0123456789abcdef.tmp")
 
+SURE_NBYTES = 143
+"""Of a name, on every file system that we know of: eCryptfs has the shortest."""
+
 ABANDONED_S = 24 * 3600
 """How long nothing has changed in a temporary that is nobody's, where locks may not tell. Bytes are written all the time."""
 
