@@ -105,6 +105,19 @@ def columns_of(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> Columns
     return Columns(found, dtypes, shapes, list(keys), files, starts, lengths, crcs)
 
 
+def columns_in(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> tuple[Source, Columns] | None:
+    """The ordinary ones of these names, and what reads them; None where the mapping has to make tensors to tell."""
+    if isinstance(tensors, Columned):
+        found = tensors.columns(names)
+    elif type(tensors) is dict:
+        chosen = [tensors[name] for name in names]
+        sources = {id(tensor.source): tensor.source for tensor in chosen}
+        found = (*sources.values(), columns_of(chosen, range(len(chosen)))) if len(sources) == 1 else None
+    else:
+        found = None
+    return found if found is not None and ordinary_limits(found[0]) else None
+
+
 def place_of(tensor: LazyTensor, kinds: Kinds) -> tuple[str, int, int, int] | None:
     """The file of an ordinary tensor, its first byte, how many there are, and their checksum or `NO_CRC`; None for another."""
     if type(tensor) is RowTensor:
