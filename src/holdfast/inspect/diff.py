@@ -27,6 +27,7 @@ import numpy as np
 
 from holdfast.core.arguments import pairs, understood
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.columns import read_tensors
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
@@ -35,12 +36,12 @@ from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import Content, Tally, blocks, compare_block
+from holdfast.engine.compare import Content, Tally, blocks, compare_arrays, compare_block
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.engine.equal import same_bytes
 from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
-from holdfast.errors import located
+from holdfast.errors import HoldfastError, located
 from holdfast.inspect.alike import Alike, find_alike
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
@@ -63,6 +64,12 @@ __all__ = [
 
 COMPARISONS = 20_000
 """Pairs of names that are compared as text, in all: about a second."""
+
+SMALL_NBYTES = 16 << 10
+"""Tensors up to this length are read by the hundred."""
+
+TOGETHER = 256
+"""That many of them: 8 MiB at the most for both sides."""
 
 BATCH = 4096
 """Tensors that are made at a time of those that are not the same."""
@@ -420,14 +427,34 @@ def compare_tensors(pairs: list[Pair], progress: Progress | None, *, threads: in
         count = elements_of(a)
         return run
 
-    work = []
+    def together(numbers: list[int]) -> Callable[[], None]:
+        def run() -> None:
+            try:
+                arrays = read_tensors([tensor for number in numbers for tensor in pairs[number]])
+            except HoldfastError:
+                # One by one, so that the first that cannot be read is told of.
+                for number in numbers:
+                    task(number, 0, elements_of(pairs[number][0]))()
+                return
+            for at, number in enumerate(numbers):
+                tallies[number] = compare_arrays(pairs[number], arrays[2 * at], arrays[2 * at + 1])
+            if progress is not None:
+                progress(sum(tensor.nbytes for number in numbers for tensor in pairs[number]))
+
+        return run
+
+    work, small = [], list[int]()
     for number, (a, b) in enumerate(pairs):
         if equal[number]:
             continue
         for tensor in (a, b):
             with located(file=tensor.source.store.name, tensor=tensor.name):
                 tensor.check_expansion()
-        work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
+        if max(a.nbytes, b.nbytes) <= SMALL_NBYTES:
+            small.append(number)
+        else:
+            work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
+    work += [together(small[at : at + TOGETHER]) for at in range(0, len(small), TOGETHER)]
     if work:
         run_reads(work, threads or default_threads(), stores=[tensor.source.store for pair in pairs for tensor in pair])
     return [tally.content() for tally in tallies]
