@@ -1,4 +1,4 @@
-"""`diff` and `verify` of many tensors by columns against the way of objects: the same reports, the same errors."""
+"""`diff`, `verify` and `show` of many tensors by columns against the way of objects: the same reports, the same errors."""
 
 import tempfile
 from collections import OrderedDict
@@ -12,6 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast.cli.document import document
+from holdfast.cli.show import show_table, show_tree
 from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HoldfastError
@@ -108,6 +110,12 @@ def outcome(verb, *given, **options):
     return replace(found, seal=None) if isinstance(found, VerifyReport) else found, sum(told)
 
 
+def shown(path: Path, *, progress: object) -> tuple[object, ...]:
+    """What `holdfast show` has to say, in three ways."""
+    with holdfast.open(path) as checkpoint:
+        return list(show_tree(checkpoint)), list(show_table(checkpoint, "layers.*")), document(checkpoint)
+
+
 def by_objects(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ranges, "FEW", 1 << 60)
     patch.setattr(diff, "find_alike", lambda a, b, names: None)
@@ -144,6 +152,7 @@ def test_as_by_objects(data, state, first, second, exact, places):
             return  # not every format holds every state
         damage(folder / "b" / second, places)
         compare(holdfast.verify, folder / "b" / second, threads=1)
+        compare(shown, folder / "b" / second)
         compare(holdfast.diff, folder / "a" / first, folder / "b" / second, exact=exact, threads=1)
 
 

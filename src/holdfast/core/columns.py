@@ -17,7 +17,7 @@ another: that way says which tensor it was, and how. Nothing here raises what it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -26,13 +26,14 @@ import numpy as np
 from holdfast.core.arrays import AnyDType, Ints
 from holdfast.core.chunk import Chunk, Storage, in_c_order
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Request, Source, by_source
+from holdfast.core.protocols import Outlined, Request, Source, by_source
 from holdfast.core.rows import RowTensor
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import PLAIN, LazyTensor, Part
 
 __all__ = [
-    "FEW", "NO_CRC", "Columned", "Columns", "Kinds", "columns_of", "ordinary_limits", "place_of", "read_mapping", "read_tensors",
+    "FEW", "NO_CRC", "Columned", "Columns", "Kinds", "columns_in", "columns_of", "ordinary_limits", "outlines", "place_of",
+    "read_mapping", "read_tensors",
 ]  # fmt: skip
 
 FEW = 16
@@ -116,6 +117,13 @@ def columns_in(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> tuple
     else:
         found = None
     return found if found is not None and ordinary_limits(found[0]) else None
+
+
+def outlines(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterable[tuple[DType, tuple[int, ...]]]:
+    """The dtypes and shapes of tensors of these names."""
+    if isinstance(tensors, Outlined):
+        return map(tensors.outline, names)
+    return ((tensor.dtype, tensor.shape) for tensor in map(tensors.__getitem__, names))
 
 
 def place_of(tensor: LazyTensor, kinds: Kinds) -> tuple[str, int, int, int] | None:

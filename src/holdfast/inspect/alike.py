@@ -6,15 +6,14 @@ turns out to be different: of this here it is only found that it is not the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.arrays import Bools, Ints
-from holdfast.core.columns import NO_CRC, Columns, columns_in
-from holdfast.core.dtype import DType
-from holdfast.core.protocols import Outlined, Store
+from holdfast.core.columns import NO_CRC, Columns, columns_in, outlines
+from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.checksums import Progress
 from holdfast.engine.equal import Located, same_ranges
@@ -71,19 +70,13 @@ def find_alike(a: Tensors, b: Tensors, names: Sequence[str]) -> Alike | None:
     first, second = columns_in(a, names), columns_in(b, names)
     if first is None or second is None:
         return None
-    alike = np.fromiter((x == y for x, y in zip(_outlines(a, names), _outlines(b, names), strict=True)), np.bool_, len(names))
+    alike = np.fromiter((x == y for x, y in zip(outlines(a, names), outlines(b, names), strict=True)), np.bool_, len(names))
     for _, columns in (first, second):
         ordinary = np.zeros(len(names), np.bool_)
         ordinary[np.array(columns.numbers, np.int64)] = True
         alike &= ordinary
     (left, crcs), (right, others) = _chosen(first[1], alike), _chosen(second[1], alike)
     return Alike(names, np.flatnonzero(alike), left, right, (first[0].store, second[0].store), (crcs, others))
-
-
-def _outlines(tensors: Tensors, names: Sequence[str]) -> Iterable[tuple[DType, tuple[int, ...]]]:
-    if isinstance(tensors, Outlined):
-        return map(tensors.outline, names)
-    return ((tensor.dtype, tensor.shape) for tensor in map(tensors.__getitem__, names))
 
 
 def _chosen(columns: Columns, wanted: Bools) -> tuple[Ranges, Ints]:

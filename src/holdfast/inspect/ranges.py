@@ -26,7 +26,10 @@ from holdfast.formats.zip.layout import Records
 from holdfast.formats.zip.reader import read_archive
 from holdfast.plan.coalesce import Ranges
 
-__all__ = ["NPZ", "Range", "Rows", "Storages", "add_records", "find_storages", "fold_into_records", "gaps", "ranges_of"]
+__all__ = [
+    "NPZ", "Range", "Rows", "Storages", "add_records", "among", "find_storages", "fold_into_records", "gaps", "ranges_of",
+    "storage_rows",
+]  # fmt: skip
 
 FEW = 64
 """Fewer tensors are objects: to make rows takes as long as they would."""
@@ -90,13 +93,13 @@ class Storages:
 def find_storages(tensors: Mapping[str, LazyTensor], source: Source, *, rows: bool) -> Storages:
     """The storages of tensors in the files of a source; with `rows=False`, all of them as objects."""
     names = list(tensors)
-    found = (_rows(tensors, names, source) if rows and len(names) >= FEW else None) or NONE
+    found = storage_rows(tensors, names, source) if rows else NONE
     while True:
         left = np.ones(len(names), np.bool_)
         left[found.positions] = False
         others, lost = ranges_of(tensors, names, np.flatnonzero(left).tolist())
         known = {place for place, at in others.items() if at.store is source.store}
-        shared = _among(found.ranges, known)
+        shared = among(found.ranges, known)
         if not shared.any():
             return Storages(names, found.some(found.ranges.nbytes > 0), others, lost)
         # An object uses the storage of a row: then all of its names are entered, in their order.
@@ -127,12 +130,14 @@ def ranges_of(
     return ranges, lost
 
 
-def _rows(tensors: Mapping[str, LazyTensor], names: list[str], source: Source) -> Rows | None:
-    """The storages of ordinary tensors that no other ordinary one has; those without bytes, too."""
+def storage_rows(tensors: Mapping[str, LazyTensor], names: list[str], source: Source) -> Rows:
+    """The storages of ordinary tensors that no other ordinary one has; those without bytes, too. None of few tensors."""
+    if len(names) < FEW:
+        return NONE
     if isinstance(tensors, Columned):
         found = tensors.columns(names)
         if found is None or found[0].store is not source.store:
-            return None
+            return NONE
         columns = found[1]
         # A mapping that knows where its tensors lie has a storage for each.
         made = Rows(
@@ -141,7 +146,7 @@ def _rows(tensors: Mapping[str, LazyTensor], names: list[str], source: Source) -
     elif type(tensors) is dict:
         made = _noted_rows(tensors.values(), source)
     else:
-        return None
+        return NONE
     ranges = made.ranges
     order = np.lexsort((ranges.nbytes, ranges.starts, ranges.files))
     same = np.ones(max(len(order) - 1, 0), np.bool_)
@@ -167,7 +172,7 @@ def _noted_rows(tensors: Iterable[LazyTensor], source: Source) -> Rows:
     return Rows(np.array(positions, np.int64), Ranges(list(keys), files, starts, nbytes), crcs)
 
 
-def _among(ranges: Ranges, places: set[object]) -> Bools:
+def among(ranges: Ranges, places: set[object]) -> Bools:
     """Which ranges are among these places (key, start, length)."""
     found = np.zeros(len(ranges), np.bool_)
     if len(ranges) and places:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdfast.core.chunk import Storage
+from holdfast.core.rows import RowTensor
 from holdfast.core.sparse.encoding import Encoding
 from holdfast.core.tensor import LazyTensor
 
@@ -61,6 +62,8 @@ class Packing:
 
 def packing_of(tensor: LazyTensor) -> Packing | None:
     """How a tensor is packed, or None where it lies as it is."""
+    if type(tensor) is RowTensor:
+        return None
     texts: dict[str, None] = {}
     stored = 0
     for storage in tensor.storages:
