@@ -7,13 +7,14 @@ To list them takes no more, and neither does reading all of them (core/columns.p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import Deferred, Traits, set_dtype, set_name, set_shape, set_source, set_traits
+from holdfast.core.tensor import PLAIN, Deferred, Traits, set_dtype, set_name, set_shape, set_source, set_traits
 
 __all__ = ["RowKind", "RowTensor"]
 
@@ -54,6 +55,19 @@ class RowKind:
         _set_start(made, start)
         _set_crc32(made, crc32)
         _set_record(made, record)
+        return made
+
+    @classmethod
+    def plain(cls, dtype: DType, shape: tuple[int, ...], source: Source, *, key: str) -> RowKind:
+        """Tensors of whole bytes in C order that are all of their storages, which the file calls by their names."""
+        nbytes = dtype.nbytes(math.prod(shape))
+        box, strides = Box.whole(shape), c_strides(shape, dtype.bits)
+        return cls(dtype, shape, source, PLAIN, key, nbytes, 0, strides, nbytes, "little", "", "", box)
+
+    def named(self, name: str, start: int, crc32: int | None) -> RowTensor:
+        """One of them, whose storage is called as it is."""
+        made = self.tensor(start, crc32, name)
+        set_name(made, name)
         return made
 
     def storage(self, start: int, crc32: int | None, record: str) -> Storage:

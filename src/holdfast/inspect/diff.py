@@ -17,8 +17,7 @@ A part of both may be compared, and `a` under other names (`inspect/side.py`): `
 from __future__ import annotations
 
 import difflib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import eq
@@ -27,7 +26,6 @@ import numpy as np
 
 from holdfast.core.arguments import pairs, understood
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.columns import read_tensors
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
@@ -36,13 +34,10 @@ from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import Content, Tally, blocks, compare_arrays, compare_block
+from holdfast.engine.compare import Content
 from holdfast.engine.digest import recorded_crc, tensor_crcs
-from holdfast.engine.equal import same_bytes
-from holdfast.engine.threads import default_threads
-from holdfast.engine.transfer import run_reads
-from holdfast.errors import HoldfastError, located
 from holdfast.inspect.alike import Alike, find_alike
+from holdfast.inspect.compare_pairs import Pair, compare_tensors
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
@@ -64,12 +59,6 @@ __all__ = [
 
 COMPARISONS = 20_000
 """Pairs of names that are compared as text, in all: about a second."""
-
-SMALL_NBYTES = 16 << 10
-"""Tensors up to this length are read by the hundred."""
-
-TOGETHER = 256
-"""That many of them: 8 MiB at the most for both sides."""
 
 BATCH = 4096
 """Tensors that are made at a time of those that are not the same."""
@@ -144,9 +133,6 @@ def _by_ending(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
                 yield Rename(name, counterpart)
     for a, b in zip(left, right, strict=False):
         yield Rename(a, b)
-
-
-Pair = tuple[LazyTensor, LazyTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,65 +387,3 @@ def pair_dtypes(pair: Pair) -> tuple[str, str]:
 def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
     shapes = tuple(canonical(t.dtype, t.shape)[1] for t in pair)
     return TensorChange(name, pair_dtypes(pair), (shapes[0], shapes[1]), content)
-
-
-def compare_tensors(pairs: list[Pair], progress: Progress | None, *, threads: int | None = None) -> list[Content]:
-    """The difference of each pair, in bounded memory: at most a block of each side a thread.
-
-    Most tensors of most pairs are the same, so their bytes are compared first, where that can be done without looking at
-    elements; only what differs is looked at element by element. What is the same has a content of nothing changed.
-    """
-    tallies = [Tally() for _ in pairs]
-    equal = same_bytes(pairs, progress, threads=threads)
-    lock = threading.Lock()
-
-    def task(number: int, start: int, stop: int) -> Callable[[], None]:
-        a, b = pairs[number]
-
-        def run() -> None:
-            with located(tensor=a.name):
-                found = compare_block(a, b, start, stop)
-            with lock:
-                tallies[number] += found
-            if progress is not None:
-                progress(a.dtype.nbytes(a.size * (stop - start) // count) + b.dtype.nbytes(b.size * (stop - start) // count))
-
-        count = elements_of(a)
-        return run
-
-    def together(numbers: list[int]) -> Callable[[], None]:
-        def run() -> None:
-            try:
-                arrays = read_tensors([tensor for number in numbers for tensor in pairs[number]])
-            except HoldfastError:
-                # One by one, so that the first that cannot be read is told of.
-                for number in numbers:
-                    task(number, 0, elements_of(pairs[number][0]))()
-                return
-            for at, number in enumerate(numbers):
-                tallies[number] = compare_arrays(pairs[number], arrays[2 * at], arrays[2 * at + 1])
-            if progress is not None:
-                progress(sum(tensor.nbytes for number in numbers for tensor in pairs[number]))
-
-        return run
-
-    work, small = [], list[int]()
-    for number, (a, b) in enumerate(pairs):
-        if equal[number]:
-            continue
-        for tensor in (a, b):
-            with located(file=tensor.source.store.name, tensor=tensor.name):
-                tensor.check_expansion()
-        if max(a.nbytes, b.nbytes) <= SMALL_NBYTES:
-            small.append(number)
-        else:
-            work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
-    work += [together(small[at : at + TOGETHER]) for at in range(0, len(small), TOGETHER)]
-    if work:
-        run_reads(work, threads or default_threads(), stores=[tensor.source.store for pair in pairs for tensor in pair])
-    return [tally.content() for tally in tallies]
-
-
-def elements_of(tensor: LazyTensor) -> int:
-    """How many elements it has, pairs counted as two."""
-    return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)

@@ -17,6 +17,7 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.columns import Columns
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
+from holdfast.core.rows import RowKind
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import HeaderError
 from holdfast.formats.native.chunks import UnpackedStore, sparse_storage
@@ -69,6 +70,8 @@ class ManifestTensors(Mapping[str, LazyTensor]):
         self.starts: Ints = np.frombuffer(starts, np.int64)
         self.nbytes: Ints = np.frombuffer(stops, np.int64) - self.starts
         self.crcs = np.frombuffer(bytes.fromhex("".join(digits)), ">u4").astype(np.uint32)
+        self._made: dict[tuple[int, int], RowKind] = {}
+        """What makes ordinary tensors of a kind in a file."""
         self._unpacked = UnpackedStore(source.store)
         self._unpacking = source.over(self._unpacked)
         """What reads tensors of which a chunk is stored packed."""
@@ -77,12 +80,11 @@ class ManifestTensors(Mapping[str, LazyTensor]):
         row = self._rows[name]
         if name in self.odd:
             return self._odd(name, self.odd[name])
-        dtype, shape = self.kinds[self.kind_of.item(row)]
-        key, home = self._keys[self.file_of.item(row)], self.source.store
-        place = self.starts.item(row), self.nbytes.item(row)
-        return LazyTensor.contiguous(
-            name, dtype, shape, Storage(key, *place, crc32=self.crcs.item(row), label=name, home=home), self.source
-        )
+        place = self.kind_of.item(row), self.file_of.item(row)
+        made = self._made.get(place)
+        if made is None:
+            made = self._made[place] = RowKind.plain(*self.kinds[place[0]], self.source, key=self._keys[place[1]])
+        return made.named(name, self.starts.item(row), self.crcs.item(row))
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
         number = self.kind_of.item(self._rows[name])
