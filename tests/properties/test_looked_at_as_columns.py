@@ -2,7 +2,6 @@
 
 import tempfile
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -16,8 +15,9 @@ from holdfast.cli.document import document
 from holdfast.cli.show import show_table, show_tree
 from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
 from holdfast.errors import HoldfastError
-from holdfast.inspect import diff, ranges, side
+from holdfast.inspect import diff, side, storage_rows
 from holdfast.inspect.verify import VerifyReport
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_]
@@ -117,7 +117,7 @@ def shown(path: Path, *, progress: object) -> tuple[object, ...]:
 
 
 def by_objects(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ranges, "FEW", 1 << 60)
+    patch.setattr(storage_rows, "FEW", 1 << 60)
     patch.setattr(diff, "find_alike", lambda a, b, names: None)
     of = side.Side.of.__func__
     patch.setattr(side.Side, "of", classmethod(lambda cls, checkpoint: replace(of(cls, checkpoint).made(), flat=False)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.digest import canonical
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.checksums import Progress
 from holdfast.engine.threads import default_threads
@@ -33,8 +33,7 @@ Places = list[tuple[str, int, int]]
 """Files, starts and lengths."""
 
 
-@dataclass(frozen=True, slots=True)
-class Located:
+class Located(Value, frozen=True, eq=False):
     """The ranges of one side, and where they are."""
 
     store: Store

@@ -9,7 +9,7 @@ diff             what differs: tensors by digest, then by bytes; values by struc
 side             what of two checkpoints is compared, and under which names; `alike` compares what is of one kind, as columns
 scan             what would the files have done? `scanning/` finds every stream and shows it, `severity` judges
 stats, sparsity  what the numbers look like, and where the zeros are
-survey           all tensors of a checkpoint at once: ties, bytes, elements by dtype
+survey           all tensors of a checkpoint at once: ties, bytes, elements by dtype; `storage_rows`: where they lie, as columns
 describe         any checkpoint in the vocabulary of a sharded one (`holdfast.metadata`)
 brief            any value in a few characters
 """

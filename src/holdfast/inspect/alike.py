@@ -7,7 +7,6 @@ turns out to be different: of this here it is only found that it is not the same
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.columns import NO_CRC, Columns, columns_in, outlines
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.equal import Located, same_ranges
 from holdfast.plan.coalesce import Ranges
@@ -24,8 +24,7 @@ __all__ = ["Alike", "find_alike"]
 Tensors = Mapping[str, LazyTensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Alike:
+class Alike(Value, frozen=True, eq=False):
     """Pairs of tensors that lie in one piece in C order on both sides, of the same dtype and shape."""
 
     names: Sequence[str]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from operator import eq
 
 from holdfast.core.checkpoint import Checkpoint
@@ -17,13 +16,13 @@ from holdfast.core.patterns import Renames, matcher, rename_problems, renamer, u
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dotted, leaf_paths, refilled
+from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
 
 __all__ = ["Side", "chosen_sides", "same_view"]
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Value, frozen=True):
     """What is compared."""
 
     path: str

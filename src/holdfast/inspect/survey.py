@@ -1,7 +1,7 @@
 """`survey`: what there is to say about all tensors of a checkpoint, found in one pass over them. Nothing is read.
 
 `Checkpoint` answers the same questions one at a time. Of very many tensors almost all are alone in their storages and look like
-thousands of others. Of those none is made: where they lie is columns (`inspect/ranges.py`), and one stands for all of its kind.
+thousands of others. Of those none is made: where they lie is columns (`storage_rows.py`), and one stands for all of its kind.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,13 +19,13 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Outlined
 from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import LazyTensor
-from holdfast.inspect.ranges import among, storage_rows
+from holdfast.core.value import Value
+from holdfast.inspect.storage_rows import among, storage_rows
 
 __all__ = ["LookAlikes", "Survey", "survey"]
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(Value, frozen=True):
     """The tensors of a checkpoint, and how they share storages."""
 
     tensors: Mapping[str, LazyTensor]

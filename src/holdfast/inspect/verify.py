@@ -61,9 +61,8 @@ class Damage:
     label: str
     """What the file calls it: `data/17`, `data.pkl`."""
     offset: int
-    """First byte in the file."""
+    """First byte in the file, of `nbytes` that the checksum covers. Which of them changed, it cannot say."""
     nbytes: int
-    """How many bytes the checksum covers. Which of them changed, it cannot say."""
     expected: int
     found: int | None
     """None where compressed bytes do not inflate any more."""

@@ -84,7 +84,7 @@ class ManifestTensors(Mapping[str, LazyTensor]):
         made = self._made.get(place)
         if made is None:
             made = self._made[place] = RowKind.plain(*self.kinds[place[0]], self.source, key=self._keys[place[1]])
-        return made.named(name, self.starts.item(row), self.crcs.item(row))
+        return made.tensor(self.starts.item(row), self.crcs.item(row), name, name)
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
         number = self.kind_of.item(self._rows[name])

@@ -7,10 +7,10 @@ small record a tensor; a `LazyTensor` is made when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
+from msgspec import field
 
 from holdfast.core.arrays import AnyDType
 from holdfast.core.chunk import Storage
@@ -19,6 +19,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source, Store
 from holdfast.core.rows import RowKind
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, Record, read_record, saved_offsets
@@ -42,8 +43,7 @@ LFS_POINTER = b"version https://git-lfs"
 """How the stand-in begins that Git leaves in place of a large file that was not fetched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Value, frozen=True):
     """The checked header of one file."""
 
     key: str
@@ -115,7 +115,7 @@ class HeaderTensors(Mapping[str, LazyTensor]):
         if kind is None:
             kind = RowKind.plain(ROWS[entry.dtype], entry.shape, self._source, key=header.key)
             self._kinds[entry.dtype, entry.shape] = kind
-        return kind.named(name, header.data_start + entry.data_offsets[0], header.record.crcs.get(name))
+        return kind.tensor(header.data_start + entry.data_offsets[0], header.record.crcs.get(name), name, name)
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
         entry = self._header.entries[name]

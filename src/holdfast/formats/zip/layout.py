@@ -18,13 +18,13 @@ file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
+from holdfast.core.value import Value
 from holdfast.errors import ZipError
 
 __all__ = [
@@ -142,8 +142,7 @@ def refused(message: str, *, key: str, offset: int, expected: object = None, fou
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(Value, frozen=True):
     """Where the things in a column are in the file, so that a refusal can point at the one that breaks a rule."""
 
     key: str
@@ -217,8 +216,7 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: P
     return bodies, lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Value, frozen=True, gc=False):
     """One record of a zip archive: a name, and the place of its bytes in the file."""
 
     name: str
@@ -312,8 +310,7 @@ class Records(Mapping[str, Record]):
         return f"<{len(self)} zip records>"
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(Value, frozen=True):
     """A zip archive in which every reader sees the same records."""
 
     records: Mapping[str, Record]
