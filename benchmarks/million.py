@@ -1,13 +1,15 @@
-"""`python -m benchmarks.million [COUNT …]`: very many tensors of 64 bytes; every verb in a fresh process, at each count.
+"""`python -m benchmarks.million [--count N] [--format F] [--verb V]`: very many tensors of 64 bytes, every verb in a fresh process.
 
-Everything shall be linear, and a tensor shall take a kilobyte of memory. So there is a row for each verb and a column for each
-count: microseconds of processor time a tensor, and bytes a tensor of the peak above what the process had after its imports (for
-`save` without the state itself). Native directories: of a million tensors, a safetensors header passes the 100 MB of the format,
-and a pickle the limits that hold unless they are raised.
+Everything shall be linear, and a tensor shall take a kilobyte of memory. So there is a row for each verb and format, and a column
+for each count: microseconds of processor time a tensor, and bytes a tensor of the peak above what the process had after its imports
+(for `save` without the state itself). `diff` has two checkpoints open, and its bytes are those of both for a tensor of one of them;
+one tensor in a hundred is another. A safetensors header passes the 100 MB of the format with a million of longer names, so there
+names are short; the limits that hold for a pickle unless they are raised are raised.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -23,113 +25,162 @@ __all__ = ["main"]
 
 COUNTS = (10_000, 100_000, 1_000_000)
 
+FORMATS = {"native": "", "safetensors": ".safetensors", "pt": ".pt"}
+"""What files are called."""
 
-def name(number: int) -> str:
-    return f"layers.{number // 100}.experts.{number % 100}.w"
+CHANGED = 100
+"""Of so many tensors one is another."""
+
+Job = Callable[[Path], object]
 
 
-def made(count: int, changed: int = 0) -> dict[str, object]:
+def name(number: int, short: bool) -> str:
+    return f"{number // 100}.{number % 100}.w" if short else f"layers.{number // 100}.experts.{number % 100}.w"
+
+
+def made(count: int, *, short: bool, changed: int = 0) -> dict[str, object]:
     """The state; of every `changed` tensors one is another."""
     import numpy as np
 
     rows = np.arange(16 * count, dtype=np.float32).reshape(count, 16)
     if changed:
         rows[::changed] += 1
-    return {name(number): row.copy() for number, row in enumerate(rows)}
+    return {name(number, short): row.copy() for number, row in enumerate(rows)}
 
 
-def save(folder: Path, count: int) -> Callable[[Path], object]:
+def raised() -> object:
+    from holdfast import Limits
+
+    return Limits(pickle_nbytes=1 << 30, zip_directory_nbytes=1 << 30, zip_records=1 << 24)
+
+
+def save(suffix: str, count: int) -> Job:
     import holdfast
 
-    state = made(count)
-    return lambda path: holdfast.save(state, path / "new", format="native", durable=False)
+    state = made(count, short=suffix == ".safetensors")
+    return lambda path: holdfast.save(state, path / f"new{suffix}", durable=False)
 
 
-def opened(folder: Path, count: int) -> Callable[[Path], object]:
+def opened(suffix: str, count: int) -> Job:
     import holdfast
 
     def job(path: Path) -> object:
-        with holdfast.open(path / "a") as checkpoint:
+        with holdfast.open(path / f"a{suffix}", limits=raised()) as checkpoint:
             return list(checkpoint)
 
     return job
 
 
-def read(folder: Path, count: int) -> Callable[[Path], object]:
+def read(suffix: str, count: int) -> Job:
     import holdfast
 
     def job(path: Path) -> object:
-        with holdfast.open(path / "a") as checkpoint:
+        with holdfast.open(path / f"a{suffix}", limits=raised()) as checkpoint:
             return len(checkpoint.read())
 
     return job
 
 
-def convert(folder: Path, count: int) -> Callable[[Path], object]:
+def convert(suffix: str, count: int) -> Job:
     import holdfast
 
-    return lambda path: holdfast.convert(path / "a", path / "new", format="native", durable=False)
+    def job(path: Path) -> object:
+        with holdfast.open(path / f"a{suffix}", limits=raised()) as checkpoint:
+            return holdfast.convert(checkpoint, path / f"new{suffix}", durable=False)
+
+    return job
 
 
-def diff(folder: Path, count: int) -> Callable[[Path], object]:
+def diff(suffix: str, count: int) -> Job:
     import holdfast
 
-    return lambda path: len(holdfast.diff(path / "a", path / "b").changed)
+    return lambda path: len(holdfast.diff(path / f"a{suffix}", path / f"b{suffix}", limits=raised()).changed)
 
 
-def verify(folder: Path, count: int) -> Callable[[Path], object]:
+def diff_exact(suffix: str, count: int) -> Job:
     import holdfast
 
-    return lambda path: holdfast.verify(path / "a").ok
+    return lambda path: holdfast.diff(path / f"a{suffix}", path / f"a{suffix}", limits=raised(), exact=True).equal
 
 
-VERBS = {"save": save, "open": opened, "read": read, "convert": convert, "diff": diff, "verify": verify}
-CHANGED = 100
+def verify(suffix: str, count: int) -> Job:
+    import holdfast
+
+    return lambda path: holdfast.verify(path / f"a{suffix}", limits=raised()).ok
 
 
-def one(verb: str, folder: Path, count: int) -> None:
+def show(suffix: str, count: int) -> Job:
+    import holdfast
+    from holdfast.cli.show import show_tree
+
+    def job(path: Path) -> object:
+        with holdfast.open(path / f"a{suffix}", limits=raised()) as checkpoint:
+            return list(show_tree(checkpoint))
+
+    return job
+
+
+VERBS = {
+    "save": save, "open": opened, "read": read, "show": show, "convert": convert, "diff": diff, "diff-exact": diff_exact,
+    "verify": verify,
+}  # fmt: skip
+
+
+def one(verb: str, folder: Path, suffix: str, *, count: int) -> None:
     """A verb in this process; what it took, as JSON."""
-    import numpy as np
-
+    # What a verb imports when it is first called is no part of it.
+    warm = folder / f"warm{suffix}"
+    warm.mkdir(exist_ok=True)
+    state = made(200, short=True)
     import holdfast
 
-    # What a verb imports when it is first called is no part of it.
-    warm = folder / "warm"
-    state = {f"{i}": np.zeros(1) for i in range(100)}
-    holdfast.save(state, warm, format="native", overwrite=True)
-    holdfast.diff(warm, warm)
-    holdfast.verify(warm)
-    holdfast.convert(warm, folder / "warmed", format="native", overwrite=True)
-    job = VERBS[verb](folder, count)
+    for key in "ab":
+        holdfast.save(state, warm / f"{key}{suffix}", overwrite=True)
+    VERBS[verb](suffix, 200)(warm)
+    shutil.rmtree(warm)
+    job = VERBS[verb](suffix, count)
     used = time.process_time()
     measured = measure(job, folder)
     used = time.process_time() - used
     print(json.dumps({"microseconds": used / count * 1e6, "nbytes": measured["peak_nbytes"] / count}))
 
 
-def main(counts: list[int]) -> None:
+def main(counts: list[int], formats: list[str], verbs: list[str]) -> None:
     import holdfast
 
-    print("| | " + " | ".join(f"{count:,}" for count in counts) + " |")
-    print("| --- |" + " --- |" * len(counts), flush=True)
-    rows: dict[str, list[str]] = {verb: [] for verb in VERBS}
+    rows: dict[tuple[str, str], list[str]] = {(verb, format): [] for verb in verbs for format in formats}
     for count in counts:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            for key, changed in (("a", 0), ("b", CHANGED)):
-                holdfast.save(made(count, changed), folder / key, format="native", durable=False)
-            for verb in VERBS:
-                words = [sys.executable, "-m", "benchmarks.million", verb, place, str(count)]
-                found = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
-                rows[verb].append(f"{found['microseconds']:.1f} µs, {found['nbytes']:,.0f} B")
-                shutil.rmtree(folder / "new", ignore_errors=True)
-                print(f"{verb} of {count:,}: {rows[verb][-1]}", file=sys.stderr, flush=True)
-    for verb, cells in rows.items():
-        print(f"| {verb} | " + " | ".join(cells) + " |")
+        for format in formats:
+            suffix = FORMATS[format]
+            with tempfile.TemporaryDirectory() as place:
+                for key, changed in (("a", 0), ("b", CHANGED)):
+                    state = made(count, short=suffix == ".safetensors", changed=changed)
+                    holdfast.save(state, Path(place) / f"{key}{suffix}", durable=False)
+                    del state
+                for verb in verbs:
+                    words = [sys.executable, "-m", "benchmarks.million", "--one", verb, place, suffix, str(count)]
+                    ran = subprocess.run(words, capture_output=True, text=True, check=False)
+                    if ran.returncode:
+                        rows[verb, format].append(f"failed: {ran.stderr.strip().splitlines()[-1]}")
+                    else:
+                        found = json.loads(ran.stdout)
+                        rows[verb, format].append(f"{found['microseconds']:.1f} µs, {found['nbytes']:,.0f} B")
+                    for new in Path(place).glob("new*"):
+                        shutil.rmtree(new) if new.is_dir() else new.unlink()
+                    print(f"{verb}, {format}, {count:,}: {rows[verb, format][-1]}", file=sys.stderr, flush=True)
+    print("| | | " + " | ".join(f"{count:,}" for count in counts) + " |")
+    print("| --- | --- |" + " --- |" * len(counts), flush=True)
+    for (verb, format), cells in rows.items():
+        print(f"| {verb} | {format} | " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 4 and sys.argv[1] in VERBS:
-        one(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    if sys.argv[1:2] == ["--one"]:
+        one(sys.argv[2], Path(sys.argv[3]), sys.argv[4], count=int(sys.argv[5]))
     else:
-        main([int(text) for text in sys.argv[1:]] or list(COUNTS))
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--count", type=int, nargs="+", default=list(COUNTS))
+        parser.add_argument("--format", nargs="+", choices=FORMATS, default=list(FORMATS))
+        parser.add_argument("--verb", nargs="+", choices=VERBS, default=list(VERBS))
+        given = parser.parse_args()
+        main(given.count, given.format, given.verb)

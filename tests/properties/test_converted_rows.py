@@ -103,4 +103,5 @@ def test_many_tensors_go_by_rows(source, target, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Planned, "run", look)
     holdfast.convert(tmp_path / source, tmp_path / target)
-    assert seen == [True]
+    holdfast.convert(tmp_path / source, tmp_path / target, limits=holdfast.Limits(pickle_nbytes="1GiB"), overwrite=True)
+    assert seen == [True, True]

@@ -45,7 +45,7 @@ def print_json(value: object) -> None:
 def document(checkpoint: Checkpoint, *, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, object]:
     """The checkpoint as values that JSON has. `wanted` chooses the names of tensors and values that are listed."""
     found = survey(checkpoint)
-    root = outline(checkpoint, found.ties, split=False)
+    root = outline(checkpoint, found, split=False)
     everywhere = list(leaves(root))
     values = _Values(FREE_CHARACTERS + checkpoint.stored_nbytes)
     roles = {leaf.name: leaf.role for leaf in everywhere if leaf.role}

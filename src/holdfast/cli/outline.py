@@ -24,17 +24,19 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
+from holdfast.core.rows import RowTensor
 from holdfast.core.sparse.storage import packing_of
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, LONE_TENSOR_NAME, NAME_CHARACTERS_A_BYTE, Contents, contents, module_contents
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar
+from holdfast.inspect.survey import LookAlikes, Survey
 
 __all__ = ["Branch", "Leaf", "Node", "fold", "leaves", "outline", "ranges", "total"]
 
@@ -96,11 +98,14 @@ class Branch(Struct):
 Node = Leaf | Branch
 
 
-def outline(checkpoint: Checkpoint, ties: Mapping[str, str], *, split: bool = True) -> Branch:
-    """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece."""
-    root = _Walk(ties, split, room=NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS).node(
-        checkpoint.tree, "", "", depth=0
-    )
+def outline(checkpoint: Checkpoint, found: Survey | None = None, *, split: bool = True) -> Branch:
+    """The whole checkpoint as nodes, unfolded and without totals. With `split=False` dotted names stay in one piece.
+
+    Of a flat checkpoint the tensors of leaves are ones that look the same, where a survey `found` those.
+    """
+    tree = checkpoint.tree if found is None or not checkpoint.flat else LookAlikes(found)
+    room = NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS
+    root = _Walk({} if found is None else found.ties, split, room=room).node(tree, "", "", depth=0)
     if isinstance(root, Leaf):
         root.label = root.name = LONE_TENSOR_NAME
         root = Branch("", "", "dict", children=[root])
@@ -169,7 +174,8 @@ class _Walk(Struct):
         match value:
             case Mapping():
                 branch = Branch(label, name, "dict")
-                self._grow(branch, [(k if isinstance(k, str) else _label(k), v) for k, v in value.items()], depth, split=self.split)
+                items = ((k if isinstance(k, str) else _label(k), v) for k, v in value.items())
+                self._grow(branch, items, depth, split=self.split)
             case Composite():
                 remark = ", ".join(f"{k}={brief(v, 20)}" for k, v in value.attributes.items() if scalar(v))
                 branch = Branch(label, name, value.kind, str(list(value.shape)), remark)
@@ -226,7 +232,7 @@ class _Walk(Struct):
             case _:
                 return False
 
-    def _grow(self, branch: Branch, items: list[tuple[str, object]], depth: int, *, split: bool) -> None:
+    def _grow(self, branch: Branch, items: Iterable[tuple[str, object]], depth: int, *, split: bool) -> None:
         """Add children; with `split`, one level for each dot in a key."""
         start = f"{branch.name}." if branch.name else ""
         groups: dict[str, Branch] = {"": branch}
@@ -294,11 +300,13 @@ class _Fold:
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {}
+        self._packings: dict[int, str] = {}
+        """How tensors are packed, by who they are: one may stand for a million leaves."""
 
     def visit(self, node: Node) -> int:
         """Fold below a node; returns its signature."""
         if isinstance(node, Leaf):
-            return self._number(_leaf_key(node))
+            return self._number(self._leaf_key(node))
         children = node.children
         signatures = [self.visit(child) for child in children]
         if len(children) > 1:
@@ -306,6 +314,16 @@ class _Fold:
         node.children = [_joined(child) for child in children]
         labels = tuple((child.label, child.times) for child in children)
         return self._number((node.kind, node.text, labels, tuple(signatures)))
+
+    def _leaf_key(self, leaf: Leaf) -> Hashable:
+        tensor = leaf.tensor
+        if tensor is None:
+            return (leaf.kind, leaf.type)
+        packed = "" if type(tensor) is RowTensor else self._packings.get(id(tensor))
+        if packed is None:
+            packing = packing_of(tensor)
+            packed = self._packings[id(tensor)] = "" if packing is None else packing.text
+        return (tensor.dtype.name, tensor.shape, leaf.role, leaf.tie[:1], tensor.traits.blocks, packed)
 
     def _number(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
@@ -347,13 +365,6 @@ def ranges(digits: list[str]) -> str:
             runs.append((text, text))
     parts = [a if a == b else f"{a}-{b}" for a, b in runs]
     return ",".join(parts if len(parts) <= 6 else [*parts[:3], "…", parts[-1]])
-
-
-def _leaf_key(leaf: Leaf) -> Hashable:
-    if leaf.tensor is None:
-        return (leaf.kind, leaf.type)
-    packing = packing_of(leaf.tensor)
-    return (leaf.tensor.dtype.name, leaf.tensor.shape, leaf.role, leaf.tie[:1], leaf.tensor.traits.blocks, packing and packing.text)
 
 
 def _blend(members: list[Node]) -> Node:

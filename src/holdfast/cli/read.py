@@ -81,7 +81,7 @@ def find_values(checkpoint: Checkpoint, names: Sequence[str]) -> dict[str, list[
     wanted = {name: matcher(name) for name in names if name not in checkpoint and not any(map(matcher(name), checkpoint))}
     # What is below a name as well, where all of it are values: `optimizer.param_groups`.
     found: dict[str, list[Leaf]] = {}
-    for leaf in leaves(outline(checkpoint, {}, split=False)) if wanted else ():
+    for leaf in leaves(outline(checkpoint, split=False)) if wanted and not checkpoint.flat else ():
         for name, matches in wanted.items():
             if leaf.kind != "tensor" and matches(leaf.name):
                 found.setdefault(name, []).append(leaf)

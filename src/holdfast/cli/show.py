@@ -90,7 +90,7 @@ def show_tree(
 ) -> Iterator[Line]:
     """The lines of the whole view: header, tree, notes."""
     found = survey(checkpoint)
-    root = outline(checkpoint, found.ties)
+    root = outline(checkpoint, found)
     if not everything:
         fold(root)
     total(root)
@@ -112,11 +112,11 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
     """The lines of `--filter`: tensors, then plain values, whose dotted names match."""
     wanted = matcher(pattern)
     found = survey(checkpoint)
-    tensors = {name: tensor for name, tensor in found.tensors.items() if wanted(name)}
+    tensors = {name: found.tensors[name] for name in found.tensors if wanted(name)}
     rows = [
         _tensor_row("", Leaf(name, name, "tensor", tensor=tensor, tie=found.ties.get(name, ""))) for name, tensor in tensors.items()
     ]
-    everywhere = leaves(outline(checkpoint, found.ties, split=False))
+    everywhere = leaves(outline(checkpoint, found, split=False))
     values = [leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)]
     rows += [Row("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
     size = nbytes(sum(tensor.nbytes for tensor in tensors.values()))
@@ -149,7 +149,7 @@ def _header(checkpoint: Checkpoint, found: Survey, root: Branch) -> Line:
 
 def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
     """Which models of a package share how many bytes, and what that saves."""
-    models = list(checkpoint.tree) if isinstance(checkpoint.tree, dict) else []
+    models = list(checkpoint.tree) if not checkpoint.flat and isinstance(checkpoint.tree, dict) else []
     if len(models) < 2 or ", ".join(map(str, models)) != checkpoint.metadata.get("models"):
         return
     groups: dict[tuple[str, ...], list[int]] = {}
@@ -174,7 +174,7 @@ def _sharing(checkpoint: Checkpoint, found: Survey) -> Iterator[Line]:
 def _packed(found: Survey) -> Iterator[Line]:
     """How many tensors are stored packed, and what that saves."""
     sizes: dict[tuple[Storage, ...], tuple[int, int]] = {}
-    for tensor in found.tensors.values():
+    for tensor in found.apart.values():
         packing = packing_of(tensor)
         if packing is not None:
             sizes[tensor.storages] = (packing.stored_nbytes, sum(storage.nbytes for storage in tensor.storages))

@@ -83,6 +83,11 @@ class Checkpoint(Mapping[str, LazyTensor]):
         return self._description.tensors
 
     @property
+    def flat(self) -> bool:
+        """Whether there is nothing but tensors under their names: then `tree` makes all of them, and `stored` none."""
+        return self._description.tree is self._description.tensors
+
+    @property
     def path(self) -> str:
         """What was opened."""
         return self._source.store.name
@@ -98,8 +103,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """The whole nested state, with `LazyTensor` leaves and `Opaque` nodes in place of what was not built."""
         if self._tree is None:
             # A flat format has nothing but its tensors and makes them when asked; whoever wants the tree wants a dict.
-            flat = self._description.tree is self._description.tensors
-            self._tree = dict(self._description.tensors) if flat else self._description.tree
+            self._tree = dict(self._description.tensors) if self.flat else self._description.tree
         return self._tree
 
     @property
@@ -131,8 +135,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """Every tensor with its boxes and every other value, as `holdfast.metadata` has them for any format; reads nothing."""
         from holdfast.inspect.describe import metadata_of
 
-        description = self._description
-        return metadata_of(self, stored_nbytes=self.stored_nbytes, flat=description.tree is description.tensors)
+        return metadata_of(self, stored_nbytes=self.stored_nbytes, flat=self.flat)
 
     @property
     def stored_nbytes(self) -> int:

@@ -17,7 +17,7 @@ another: that way says which tensor it was, and how. Nothing here raises what it
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
@@ -25,14 +25,16 @@ import numpy as np
 
 from holdfast.core.arrays import AnyDType, Ints
 from holdfast.core.chunk import Chunk, Storage, in_c_order
-from holdfast.core.protocols import Request, Source, by_source
+from holdfast.core.dtype import DType
+from holdfast.core.protocols import Outlined, Request, Source, by_source
 from holdfast.core.rows import RowTensor
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import PLAIN, LazyTensor, Part
 from holdfast.core.value import Value
 
 __all__ = [
-    "FEW", "NO_CRC", "Columned", "Columns", "columns_of", "ordinary_limits", "place_of", "read_mapping", "read_tensors",
+    "FEW", "NO_CRC", "Columned", "Columns", "columns_in", "columns_of", "ordinary_limits", "outlines", "place_of", "read_mapping",
+    "read_tensors",
 ]  # fmt: skip
 
 FEW = 16
@@ -127,6 +129,26 @@ def columns_of(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> Columns
     dtypes, shapes = [tensor.dtype.numpy for tensor in ordinary], [tensor.shape for tensor in ordinary]
     columns = [np.array(column, np.int64) for column in (files, starts, lengths, crcs)]
     return Columns(found, dtypes, shapes, list(keys), *columns)
+
+
+def columns_in(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> tuple[Source, Columns] | None:
+    """The ordinary ones of these names, and what reads them; None where the mapping has to make tensors to tell."""
+    if isinstance(tensors, Columned):
+        found = tensors.columns(names)
+    elif type(tensors) is dict:
+        chosen = [tensors[name] for name in names]
+        sources = {id(tensor.source): tensor.source for tensor in chosen}
+        found = (*sources.values(), columns_of(chosen, range(len(chosen)))) if len(sources) == 1 else None
+    else:
+        found = None
+    return found if found is not None and ordinary_limits(found[0]) else None
+
+
+def outlines(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Iterable[tuple[DType, tuple[int, ...]]]:
+    """The dtypes and shapes of tensors of these names."""
+    if isinstance(tensors, Outlined):
+        return map(tensors.outline, names)
+    return ((tensor.dtype, tensor.shape) for tensor in map(tensors.__getitem__, names))
 
 
 def place_of(tensor: LazyTensor) -> tuple[str, int, int, int] | None:

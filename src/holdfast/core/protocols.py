@@ -6,7 +6,7 @@ moves its bytes. A `Format` turns a source into a `Description`, reading headers
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -238,6 +238,9 @@ class Description(Value, frozen=True):
 
     changed: tuple[Corrupted, ...] = ()
     """What is not as it was written, and is no reason to refuse the rest: another program's edit, or damage. For `verify`."""
+
+    check: Callable[[], Sequence[str]] | None = None
+    """Reads what opening does not and no tensor depends on, and gives notes; raises where it does not fit. For `verify`."""
 
     archives: tuple[str, ...] = ()
     """Keys of the zips that a directory was put together from. Of equal replicas one is read, so tensors need not lie in all."""

@@ -7,11 +7,13 @@ To list them takes no more, and neither does reading all of them (core/columns.p
 
 from __future__ import annotations
 
+import math
+
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage
+from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import Deferred, Traits
+from holdfast.core.tensor import PLAIN, Deferred, Traits
 from holdfast.core.value import Value
 
 __all__ = ["RowKind", "RowTensor"]
@@ -40,11 +42,18 @@ class RowKind(Value, frozen=True, eq=False):
     """What stands before the name of a storage, for messages."""
     box: Box
 
-    def tensor(self, start: int, crc32: int | None, record: str) -> RowTensor:
+    def tensor(self, start: int, crc32: int | None, record: str, name: str = "") -> RowTensor:
         """One of them, over the storage that begins at byte `start`."""
         return RowTensor(
-            "", self.dtype, self.shape, (), self.source, self.traits, kind=self, start=start, crc32=crc32, record=record
+            name, self.dtype, self.shape, (), self.source, self.traits, kind=self, start=start, crc32=crc32, record=record
         )
+
+    @classmethod
+    def plain(cls, dtype: DType, shape: tuple[int, ...], source: Source, *, key: str) -> RowKind:
+        """Tensors of whole bytes in C order that are all of their storages, which the file calls by their names."""
+        nbytes = dtype.nbytes(math.prod(shape))
+        box, strides = Box.whole(shape), c_strides(shape, dtype.bits)
+        return cls(dtype, shape, source, PLAIN, key, nbytes, 0, strides, nbytes, "little", "", "", box)
 
     def storage(self, start: int, crc32: int | None, record: str) -> Storage:
         """The storage of one of them."""

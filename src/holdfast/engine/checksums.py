@@ -3,7 +3,7 @@
 1. Spans are cut where blocks of the file end, and parts that touch, or almost, are read together: a gigabyte becomes 256 reads, and
    so do the hundred thousand small tensors in it.
 2. A thread reads into scratch memory that it keeps, and takes the CRC-32 of each part while it is in the cache.
-3. The CRCs of parts combine to those of the spans.
+3. The CRCs of parts combine to those of the spans. Most spans are one part; where there are a million, all of this is columns.
 
 Nothing stops at an error: a read that fails is tried again part by part, and the error belongs to the spans whose parts fail.
 """
@@ -12,12 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from holdfast.core.crc import Sums
+import numpy as np
+
+from holdfast.core.arrays import Bools, Ints
+from holdfast.core.crc import Sums, crc32
 from holdfast.core.protocols import Store
 from holdfast.core.value import Value, replace
 from holdfast.engine.transfer import Scratch, Sink, tasks
 from holdfast.errors import HoldfastError, detached, located
-from holdfast.plan.coalesce import SUMS, Parts, join_files
+from holdfast.plan.coalesce import SUMS, Parts, Ranges, join_files
 
 __all__ = ["Progress", "Span", "Sweep"]
 
@@ -40,17 +43,31 @@ class Span(Value, frozen=True):
 
 
 class Sweep:
-    """The sums of spans of one store. Run every task of `tasks`, on any thread, and then ask for the outcomes."""
+    """The sums of ranges of one store. Run every task of `tasks`, on any thread, and then ask for the outcomes."""
 
-    def __init__(self, store: Store, spans: Iterable[Span], *, block: int = SUMS.block) -> None:
-        self._store, self._spans = store, list(spans)
+    def __init__(
+        self, store: Store, spans: Iterable[Span] | Ranges, *, summed: Bools | None = None, block: int = SUMS.block
+    ) -> None:
+        """Spans one by one; or ranges as columns, `summed` saying of which the CRC is wanted (all, unless it is said)."""
+        if not isinstance(spans, Ranges):
+            given = list(spans)
+            spans = Ranges.of([(span.key, span.start, span.nbytes) for span in given])
+            summed = np.fromiter((span.summed for span in given), np.bool_, len(given))
+        self._store, self._ranges = store, spans
+        self._summed = np.ones(len(spans), np.bool_) if summed is None else summed
         self._policy = replace(SUMS, block=block)
-        self._sums = [Sums() for _ in self._spans]
-        self._errors: dict[int, HoldfastError] = {}
+        starts, stops = spans.starts, spans.starts + spans.nbytes
+        self._cut = (stops - 1) // block > starts // block
+        """Which lie in several blocks, and so in several parts."""
+        self._whole: Ints = np.zeros(len(spans), np.int64)
+        """The CRC of each that does not."""
+        self._sums = {number: Sums() for number in np.flatnonzero(self._cut & self._summed).tolist()}
+        self.errors: dict[int, HoldfastError] = {}
+        """What kept ranges from being read, by their numbers."""
 
     def reads(self) -> list[Parts]:
-        """The spans of each file, cut and joined; each byte of each span is in one part."""
-        return join_files([(span.key, span.start, span.stop) for span in self._spans], self._policy)
+        """The ranges of each file, cut and joined; each byte of each range is in one part."""
+        return join_files(self._ranges, self._policy)
 
     def tasks(self, progress: Progress | None = None) -> list[Callable[[], None]]:
         """What is to be done, about a block each. They raise nothing that is about the files."""
@@ -58,31 +75,52 @@ class Sweep:
         jobs = [(parts, _Summed(self, parts, progress, scratch=scratch)) for parts in self.reads()]
         return [task for parts, sink in jobs for task in tasks(self._store, parts, sink, scratch=scratch, nbytes=block)]
 
-    def add(self, number: int, start: int, data: memoryview) -> None:
-        """Sum up a part of a span, if its sum is wanted."""
-        if self._spans[number].summed:
-            self._sums[number].add(start, data)
+    def add(self, columns: tuple[Ints, Ints, Ints], origin: int, data: memoryview) -> None:
+        """Sum up parts of ranges (their numbers, starts and stops) whose sums are wanted; byte `origin` of the file comes first."""
+        owners, begins, ends = columns
+        wanted = self._summed[owners]
+        if not wanted.all():
+            owners, begins, ends = owners[wanted], begins[wanted], ends[wanted]
+        places = zip((begins - origin).tolist(), (ends - origin).tolist(), strict=True)
+        crcs = [crc32(data[begin:end]) for begin, end in places]
+        cut = self._cut[owners]
+        if cut.any():
+            for at in np.flatnonzero(cut).tolist():
+                self._sums[int(owners[at])].note(int(begins[at]), int(ends[at] - begins[at]), crcs[at])
+            self._whole[owners[~cut]] = np.array(crcs, np.int64)[~cut]
+        else:
+            self._whole[owners] = crcs
 
     def try_again(self, number: int, start: int, out: memoryview) -> None:
-        """Read a part of a span by itself; what keeps it from being read is the outcome of the span."""
+        """Read a part of a range by itself; what keeps it from being read is the outcome of the range."""
         try:
-            self._store.read(self._spans[number].key, start, out)
+            self._store.read(self._ranges.keys[int(self._ranges.files[number])], start, out)
         except HoldfastError as error:
-            self._errors.setdefault(number, detached(error))
+            self.errors.setdefault(number, detached(error))
         else:
-            self.add(number, start, out)
+            self.add((np.array([number]), np.array([start]), np.array([start + out.nbytes])), start, out)
+
+    def crcs(self) -> Ints:
+        """The CRC of each range; 0 where it was not wanted. Those of `errors` mean nothing."""
+        found = self._whole.copy()
+        for number, sums in self._sums.items():
+            found[number] = sums.crc32()
+        return found
 
     def outcome(self, number: int) -> int | HoldfastError:
-        """The CRC of a span (0 where it was not wanted), or what kept it from being read."""
-        error = self._errors.get(number)
-        return self._sums[number].crc32() if error is None else error
+        """The CRC of a range (0 where it was not wanted), or what kept it from being read."""
+        error = self.errors.get(number)
+        if error is not None:
+            return error
+        sums = self._sums.get(number)
+        return int(self._whole[number]) if sums is None else sums.crc32()
 
     def crc32(self, number: int, *, name: str) -> int:
         """The same; raises what kept it from being read, as an error of the tensor of this name."""
         outcome = self.outcome(number)
         if isinstance(outcome, HoldfastError):
             # Not the one that is kept: it would keep this frame, and all above it.
-            del self._errors[number]
+            del self.errors[number]
             with located(tensor=name):
                 try:
                     raise outcome
@@ -98,9 +136,7 @@ class _Summed(Sink):
         self._sweep, self._parts, self._progress, self._scratch = sweep, parts, progress, scratch
 
     def take(self, number: int, data: memoryview) -> None:
-        origin = int(self._parts.starts[number])
-        for owner, begin, end in self._parts.of(number):
-            self._sweep.add(owner, begin, data[begin - origin : end - origin])
+        self._sweep.add(self._parts.columns(number), int(self._parts.starts[number]), data)
         self._done(number)
 
     def failed(self, number: int, error: HoldfastError) -> None:
@@ -111,4 +147,5 @@ class _Summed(Sink):
     def _done(self, number: int) -> None:
         if self._progress is not None:
             # Without what lies between the parts: nobody expects to be told of that.
-            self._progress(sum(end - begin for _, begin, end in self._parts.of(number)))
+            _, begins, ends = self._parts.columns(number)
+            self._progress(int((ends - begins).sum()))

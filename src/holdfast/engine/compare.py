@@ -33,7 +33,10 @@ from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing
 
-__all__ = ["BLOCK_ELEMENTS", "Content", "Tally", "blocks", "compare_block"]
+__all__ = ["BLOCK_ELEMENTS", "Content", "Tally", "blocks", "compare_arrays", "compare_block"]
+
+PAIRS = "float4_e2m1fn_x2"
+"""Two elements in a byte, which numpy has no type for."""
 
 BLOCK_ELEMENTS = 1 << 18
 """Elements at a time, a multiple of eight so that packed types are cut between bytes: 4 MiB as float64 for both sides."""
@@ -125,13 +128,22 @@ def compare_block(a: LazyTensor, b: LazyTensor, start: int, stop: int) -> Tally:
         return tally(left, right, same_bits=_dtype(a) is _dtype(b))
 
 
+def compare_arrays(pair: tuple[LazyTensor, LazyTensor], a: np.ndarray, b: np.ndarray) -> Tally:
+    """The tally of all elements of two tensors that have been read."""
+    sides = [_computable(tensor, array.reshape(-1)) for tensor, array in zip(pair, (a, b), strict=True)]
+    return tally(*sides, same_bits=_dtype(pair[0]) is _dtype(pair[1]))
+
+
 def elements(tensor: LazyTensor, start: int, stop: int) -> np.ndarray:
     """Elements in C order as a 1-D array of something that numpy can compute with."""
-    if tensor.dtype.name == "float4_e2m1fn_x2":
-        pairs = read_flat(tensor, start // 2, -(-stop // 2))
-        single = _dtype(tensor)
-        return np.stack((pairs & 15, pairs >> 4), axis=1).reshape(-1)[start % 2 :][: stop - start].view(single.numpy)
-    array = read_flat(tensor, start, stop)
+    if tensor.dtype.name == PAIRS:
+        return _computable(tensor, read_flat(tensor, start // 2, -(-stop // 2)))[start % 2 :][: stop - start]
+    return _computable(tensor, read_flat(tensor, start, stop))
+
+
+def _computable(tensor: LazyTensor, array: np.ndarray) -> np.ndarray:
+    if tensor.dtype.name == PAIRS:
+        return np.stack((array & 15, array >> 4), axis=1).reshape(-1).view(_dtype(tensor).numpy)
     return array.view(np.uint8) if array.dtype == np.bool_ else array
 
 

@@ -17,7 +17,7 @@ from msgspec import Struct, field
 from holdfast.core.chunk import in_c_order
 from holdfast.core.columns import Columned, Columns
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.core.protocols import Source
+from holdfast.core.protocols import Outlined, Source
 from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value, replace
@@ -225,6 +225,13 @@ class RecordedTensors(Mapping[str, LazyTensor]):
             tensor = _as_pairs(tensor)
         view = recorded.views.get(first or name)
         return tensor if view is None else replace(tensor, traits=replace(tensor.traits, alias=view))
+
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        stored, first = self._stored, self._recorded.aliases.get(name, name)
+        if first in self._recorded.pairs or not isinstance(stored, Outlined):
+            tensor = self[name]
+            return tensor.dtype, tensor.shape
+        return stored.outline(first)
 
     def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
         # Where a tensor lay before does not matter to who reads it; what its elements are does.

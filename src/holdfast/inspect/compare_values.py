@@ -10,7 +10,7 @@ What is the same is decided by structure (structure.py), never by how a value pr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -120,14 +120,19 @@ def compare_values(a: object, b: object) -> tuple[tuple[ValueChange, ...], tuple
     return tuple(found.changes), found.notes()
 
 
-def compare_trees(a: object, b: object) -> Compared:
-    """Walk two trees together. Reads nothing but tensors in keys and sets, which have no names."""
-    walk = Walk()
+def compare_trees(a: object, b: object, *, settled: Settled | None = None) -> Compared:
+    """Walk two trees together. Reads nothing but tensors in keys and sets, which have no names.
+
+    Tensors at one place that are `settled` are not among the pairs.
+    """
+    walk = Walk(settled)
     # A walk makes many small things that live until it ends; a collector that walks through them each time costs more than it.
     with resting_collector():
         walk.run(a, b)
     return walk.found
 
+
+Settled = Callable[[LazyTensor, LazyTensor], bool]
 
 TOP = Place(None, Edge(None, None, None, None))
 
@@ -137,8 +142,9 @@ SEQUENCES = frozenset({"list", "tuple", "Size"})
 class Walk:
     """One comparison."""
 
-    def __init__(self) -> None:
+    def __init__(self, settled: Settled | None) -> None:
         self.found = Compared()
+        self._settled = settled
         self._spent = Spent()
         self._same: dict[int, int] = {}
         self._listed: tuple[set[int], set[int]] = (set(), set())
@@ -200,7 +206,8 @@ class Walk:
                 yield Place(place, edge), ABSENT, edge.value
 
     def _tensors(self, place: Place, a: LazyTensor, b: LazyTensor) -> Iterator[tuple[Place, object, object]]:
-        self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
+        if self._settled is None or not self._settled(a, b):
+            self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
         for name, one, other in (
             ("<class>", a.traits.subclass, b.traits.subclass),
             ("<attributes>", a.traits.state, b.traits.state),

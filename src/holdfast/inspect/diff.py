@@ -17,10 +17,12 @@ A part of both may be compared, and `a` under other names (`inspect/side.py`): `
 from __future__ import annotations
 
 import difflib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import eq
+
+import numpy as np
 
 from holdfast.core.arguments import pairs, understood
 from holdfast.core.checkpoint import Checkpoint
@@ -29,19 +31,16 @@ from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.patterns import Renames
 from holdfast.core.quantities import Size
-from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
-from holdfast.engine.compare import Content, Tally, blocks, compare_block
+from holdfast.engine.compare import Content
 from holdfast.engine.digest import recorded_crc, tensor_crcs
-from holdfast.engine.equal import same_bytes
-from holdfast.engine.threads import default_threads
-from holdfast.engine.transfer import run_reads
-from holdfast.errors import located
+from holdfast.inspect.alike import Alike, find_alike
+from holdfast.inspect.compare_pairs import Pair, compare_tensors
 from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
-from holdfast.inspect.side import Side, chosen_sides
+from holdfast.inspect.side import Side, chosen_sides, same_view
 
 __all__ = [
     "ABSENT",
@@ -60,6 +59,9 @@ __all__ = [
 
 COMPARISONS = 20_000
 """Pairs of names that are compared as text, in all: about a second."""
+
+BATCH = 4096
+"""Tensors that are made at a time of those that are not the same."""
 
 NAME_LIMIT = 160
 """Characters of a name that are compared: its end, which says most."""
@@ -133,9 +135,6 @@ def _by_ending(old: Sequence[str], new: Sequence[str]) -> Iterator[Rename]:
         yield Rename(a, b)
 
 
-Pair = tuple[LazyTensor, LazyTensor]
-
-
 @dataclass(frozen=True, slots=True)
 class TensorChange:
     """A tensor that both checkpoints have under one name and that is not the same."""
@@ -207,31 +206,42 @@ class Comparison:
     """A diff that is planned and not done: `nbytes` says how much would be read, `run` reads it."""
 
     def __init__(self, a: Side, b: Side, *, find_renamed: bool = True, exact: bool = False, threads: int | None = None) -> None:
+        flat = a.flat and b.flat
+        a, b = (side if flat else side.made() for side in (a, b))
         self._a, self._b, self._exact, self._threads = a, b, exact, threads
-        left, right = dict(a.tensors), dict(b.tensors)
+        left, right = a.tensors, b.tensors
         self._changes: dict[str, TensorChange] = {}
         self._pairs: dict[str, Pair] = {}
         self._same = self._by_checksum = 0
-        for name, tensor in left.items():
-            if name in right:
-                self._plan_pair(name, (tensor, right[name]))
-        self._trees = compare_trees(a.tree, b.tree)
-        self._plan_places(left, right)
-        self._removed = {name: t for name, t in left.items() if name not in right}
-        self._added = {name: t for name, t in right.items() if name not in left}
+        names = [name for name in left if name in right]
+        self._alike = find_alike(left, right, names)
+        self._differing: list[str] = []
+        """Names of alike ones that are not the same, once they have been read."""
+        for name in names if self._alike is None else self._plan_alike(self._alike):
+            self._plan_pair(name, (left[name], right[name]))
+        if flat:
+            self._trees = compare_trees(a.shell, b.shell)
+            if not all(map(eq, names, (name for name in right if name in left))):
+                self._trees.reordered.insert(0, ())
+        else:
+            self._trees = compare_trees(a.tree, b.tree, settled=self._compared_by_name)
+            self._plan_places()
+        self._removed = {name: left[name] for name in left if name not in right}
+        self._added = {name: right[name] for name in right if name not in left}
         self._candidates = _candidates(self._removed.values(), self._added.values()) if find_renamed else ([], [])
         lone = [t for side in self._candidates for t in side if exact or recorded_crc(t) is None]
         self.nbytes = sum(x.nbytes + y.nbytes for x, y in self._pairs.values()) + sum(t.nbytes for t in lone)
+        self.nbytes += 0 if self._alike is None else self._alike.nbytes
 
     def run(self, progress: Progress | None = None) -> Diff:
         """Read what has to be read, and say what differs."""
-        found = compare_tensors(list(self._pairs.values()), progress, threads=self._threads)
         changes, same = dict(self._changes), self._same
-        for (name, pair), content in zip(self._pairs.items(), found, strict=True):
+        for name, pair, content in self._contents(progress):
             if content.changed or pair_dtypes(pair)[0] != pair_dtypes(pair)[1]:
                 changes[name] = _change(name, pair, content)
             elif name in self._a.tensors:
                 same += 1
+        same += 0 if self._alike is None else len(self._alike) - len(self._differing)
         renamed = self._renames(progress)
         gone, come = {r.a for r in renamed}, {r.b for r in renamed}
         moved, notes = self._moved()
@@ -256,14 +266,42 @@ class Comparison:
             (*self._trees.notes(), *notes),
         )
 
-    def _plan_places(self, left: dict[str, LazyTensor], right: dict[str, LazyTensor]) -> None:
+    def _contents(self, progress: Progress | None) -> Iterator[tuple[str, Pair, Content]]:
+        """How each pair differs that has to be read; not those that are alike and turn out to be the same."""
+        if self._alike is not None:
+            self._differing = self._alike.different(progress, threads=self._threads)
+        found = compare_tensors(list(self._pairs.values()), progress, threads=self._threads)
+        yield from ((name, pair, content) for (name, pair), content in zip(self._pairs.items(), found, strict=True))
+        for at in range(0, len(self._differing), BATCH):
+            names = self._differing[at : at + BATCH]
+            pairs = [(self._a.tensors[name], self._b.tensors[name]) for name in names]
+            yield from zip(names, pairs, compare_tensors(pairs, progress, threads=self._threads), strict=True)
+
+    def _plan_alike(self, alike: Alike) -> list[str]:
+        """Count what is the same by its checksum, and keep the rest of them to be compared; the names of all others."""
+        left = np.ones(len(alike.names), np.bool_)
+        left[alike.numbers] = False
+        if not self._exact:
+            known = alike.recorded_same()
+            self._same = self._by_checksum = int(known.sum())
+            self._alike = alike.some(~known)
+        return [alike.names[number] for number in np.flatnonzero(left).tolist()]
+
+    def _compared_by_name(self, a: LazyTensor, b: LazyTensor) -> bool:
+        """Whether tensors at one place are compared because of a name of theirs."""
+        return self._are(a.name, a, b)
+
+    def _are(self, name: str, a: LazyTensor, b: LazyTensor) -> bool:
+        return same_view(self._a.tensors.get(name), a) and same_view(self._b.tensors.get(name), b)
+
+    def _plan_places(self) -> None:
         """Tensors at one place that are not compared by one name: without a name, or with that of another."""
         for one, other in self._trees.pairs:
             a, b = one.tensor, other.tensor
             # In the tree of a torch file, a tied tensor has the name of the first of its places.
-            if any(_is(left.get(name), a) and _is(right.get(name), b) for name in {a.name, one.place.name()}):
+            if self._are(a.name, a, b) or self._are(one.place.name(), a, b):
                 continue
-            if not _is(a, b):
+            if not same_view(a, b):
                 known, by_checksum = self._same, self._by_checksum
                 self._plan_pair(self._free_name(one), (a, b))
                 self._same, self._by_checksum = known, by_checksum  # counted under its name, if it has one
@@ -324,12 +362,7 @@ def _names_only(side: Side) -> bool:
     """Whether this is a file of tensors and names, without a state around them."""
     tree = side.tree
     flat = isinstance(tree, dict) and all(type(key) is str and isinstance(value, LazyTensor) for key, value in tree.items())
-    return flat and side.format.startswith(("safetensors", "dcp"))
-
-
-def _is(one: LazyTensor | None, other: LazyTensor) -> bool:
-    """Whether two are the same elements of one file, whatever they are called."""
-    return one is not None and identity(one) == identity(other)
+    return (side.flat or flat) and side.format.startswith(("safetensors", "dcp"))
 
 
 def _kind(tensor: LazyTensor) -> Kind:
@@ -354,45 +387,3 @@ def pair_dtypes(pair: Pair) -> tuple[str, str]:
 def _change(name: str, pair: Pair, content: Content | None) -> TensorChange:
     shapes = tuple(canonical(t.dtype, t.shape)[1] for t in pair)
     return TensorChange(name, pair_dtypes(pair), (shapes[0], shapes[1]), content)
-
-
-def compare_tensors(pairs: list[Pair], progress: Progress | None, *, threads: int | None = None) -> list[Content]:
-    """The difference of each pair, in bounded memory: at most a block of each side a thread.
-
-    Most tensors of most pairs are the same, so their bytes are compared first, where that can be done without looking at
-    elements; only what differs is looked at element by element. What is the same has a content of nothing changed.
-    """
-    tallies = [Tally() for _ in pairs]
-    equal = same_bytes(pairs, progress, threads=threads)
-    lock = threading.Lock()
-
-    def task(number: int, start: int, stop: int) -> Callable[[], None]:
-        a, b = pairs[number]
-
-        def run() -> None:
-            with located(tensor=a.name):
-                found = compare_block(a, b, start, stop)
-            with lock:
-                tallies[number] += found
-            if progress is not None:
-                progress(a.dtype.nbytes(a.size * (stop - start) // count) + b.dtype.nbytes(b.size * (stop - start) // count))
-
-        count = elements_of(a)
-        return run
-
-    work = []
-    for number, (a, b) in enumerate(pairs):
-        if equal[number]:
-            continue
-        for tensor in (a, b):
-            with located(file=tensor.source.store.name, tensor=tensor.name):
-                tensor.check_expansion()
-        work += [task(number, start, stop) for start, stop in blocks(elements_of(a))]
-    if work:
-        run_reads(work, threads or default_threads(), stores=[tensor.source.store for pair in pairs for tensor in pair])
-    return [tally.content() for tally in tallies]
-
-
-def elements_of(tensor: LazyTensor) -> int:
-    """How many elements it has, pairs counted as two."""
-    return tensor.size * (2 if canonical(tensor.dtype, tensor.shape)[0] is not tensor.dtype else 1)

@@ -7,16 +7,19 @@ level of the tree. Then values are compared by their dotted names, as tensors ar
 from __future__ import annotations
 
 import difflib
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from operator import eq
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.patterns import Renames, matcher, rename_problems, renamer, unmatched
+from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.tree import dotted, leaf_paths
-from holdfast.core.value import Value
+from holdfast.core.tree import dotted, leaf_paths, refilled
+from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
 
-__all__ = ["Side", "chosen_sides"]
+__all__ = ["Side", "chosen_sides", "same_view"]
 
 
 class Side(Value, frozen=True):
@@ -28,11 +31,42 @@ class Side(Value, frozen=True):
     tree: object
     metadata: Mapping[str, str] | None
     """None where it is not compared."""
+    flat: bool = False
+    """Whether a comparison of trees has nothing to say of its tensors: they stand at the top under their names, and nothing else
+    does. The tree may be the mapping itself then, which makes tensors when they are asked for."""
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Side:
         """All of a checkpoint."""
-        return cls(checkpoint.path, checkpoint.format, dict(checkpoint), checkpoint.tree, checkpoint.metadata)
+        tensors = checkpoint.stored
+        tree = tensors if checkpoint.flat else checkpoint.tree
+        return cls(checkpoint.path, checkpoint.format, tensors, tree, checkpoint.metadata, checkpoint.flat or _flat(tree, tensors))
+
+    @property
+    def shell(self) -> object:
+        """What is left of a flat tree without its tensors: a container, and what that has beside them."""
+        return refilled(self.tree, {}) if isinstance(self.tree, dict) else {}
+
+    def made(self) -> Side:
+        """The same with all tensors made, each once."""
+        tensors = self.tensors if type(self.tensors) is dict else dict(self.tensors)
+        return replace(self, tensors=tensors, tree=tensors if self.tree is self.tensors else self.tree)
+
+
+def same_view(one: LazyTensor | None, other: LazyTensor) -> bool:
+    """Whether two are the same elements of one file, whatever they are called."""
+    return one is other or (one is not None and identity(one) == identity(other))
+
+
+def _flat(tree: object, tensors: Mapping[str, LazyTensor]) -> bool:
+    """Whether a dict has the tensors under their names in their order, and they are nothing but tensors."""
+    if type(tree) not in (dict, OrderedDict) or not isinstance(tree, dict) or len(tree) != len(tensors):
+        return False
+    if not all(map(eq, tree, tensors)) or not all(isinstance(value, LazyTensor) for value in tree.values()):
+        return False
+    traits = {id(tensor.traits): tensor.traits for tensor in tensors.values()}
+    plain = all(one.subclass is None and one.state is None for one in traits.values())
+    return plain and all(map(same_view, tree.values(), tensors.values()))
 
 
 def chosen_sides(

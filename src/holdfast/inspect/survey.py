@@ -1,26 +1,37 @@
 """`survey`: what there is to say about all tensors of a checkpoint, found in one pass over them. Nothing is read.
 
-`Checkpoint` answers the same questions one at a time, and a flat format makes its lazy tensors anew for each; for 100,000 tensors
-that is the difference between one second and five.
+`Checkpoint` answers the same questions one at a time. Of very many tensors almost all are alone in their storages and look like
+thousands of others. Of those none is made: where they lie is columns (`storage_rows.py`), and one stands for all of its kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from holdfast.core.checkpoint import Alias, Checkpoint
+from holdfast.core.chunk import Storage
+from holdfast.core.columns import outlines
 from holdfast.core.dtype import DType
+from holdfast.core.protocols import Outlined
 from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
+from holdfast.inspect.storage_rows import among, storage_rows
 
-__all__ = ["Survey", "survey"]
+__all__ = ["LookAlikes", "Survey", "survey"]
 
 
 class Survey(Value, frozen=True):
     """The tensors of a checkpoint, and how they share storages."""
 
     tensors: Mapping[str, LazyTensor]
+    """All of them. A flat format makes each when it is asked for, every time."""
+    apart: Mapping[str, LazyTensor]
+    """Those that may share a storage, or are split or packed."""
     aliases: tuple[Alias, ...]
     ties: Mapping[str, str]
     """For each name that shares its storage with an earlier one: `= other` (the same elements) or `in other`."""
@@ -32,25 +43,50 @@ class Survey(Value, frozen=True):
 
 def survey(checkpoint: Checkpoint) -> Survey:
     """Look at every tensor once."""
-    tensors = _tensors(checkpoint)
-    over = groups(tensors)
+    tensors, names = checkpoint.stored, list(checkpoint)
+    rows = storage_rows(tensors, names, checkpoint.source)
+    while True:
+        left = np.ones(len(names), np.bool_)
+        left[rows.positions] = False
+        apart = {names[position]: tensors[names[position]] for position in np.flatnonzero(left).tolist()}
+        over = groups(apart)
+        shared = among(rows.ranges, {(one.key, one.start, one.nbytes) for one in over if type(one) is Storage})
+        if not shared.any():
+            break
+        rows = rows.some(~shared)
     aliases = tuple(Alias(tuple(names), storage) for storage, names in over.items() if len(names) > 1 and storage.nbytes)
-    ties = _ties(tensors, aliases)
+    ties = _ties(apart, aliases)
+    kinds = Counter(outlines(tensors, names))
+    kinds.subtract(outlines(tensors, [name for name, tie in ties.items() if tie.startswith("=")]))
     elements: dict[DType, int] = {}
-    for name, tensor in tensors.items():
-        if name not in ties or not ties[name].startswith("="):
-            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + tensor.size
-    return Survey(tensors, aliases, ties, sum(storage.nbytes for storage in over), elements)
+    for (dtype, shape), count in kinds.items():
+        elements[dtype] = elements.get(dtype, 0) + count * math.prod(shape)
+    nbytes = sum(storage.nbytes for storage in over) + int(rows.ranges.nbytes.sum())
+    return Survey(tensors, apart, aliases, ties, nbytes, elements)
 
 
-def _tensors(checkpoint: Checkpoint) -> Mapping[str, LazyTensor]:
-    """The tensors by name: the tree itself where that is all there is in it."""
-    tree = checkpoint.tree
-    if isinstance(tree, dict) and len(tree) == len(checkpoint):
-        flat = {n: t for n, t in tree.items() if isinstance(t, LazyTensor) and t.name == n}
-        if len(flat) == len(tree):
-            return flat
-    return dict(checkpoint)
+class LookAlikes(Mapping[str, LazyTensor]):
+    """The tensors of a flat checkpoint, each as one that looks the same: of its dtype and shape, and stored as plainly."""
+
+    def __init__(self, found: Survey) -> None:
+        self._tensors, self._apart = found.tensors, found.apart
+        self._outline = found.tensors.outline if isinstance(found.tensors, Outlined) else None
+        self._kinds: dict[tuple[DType, tuple[int, ...]], LazyTensor] = {}
+
+    def __getitem__(self, name: str) -> LazyTensor:
+        if name in self._apart or self._outline is None:
+            return self._apart[name] if name in self._apart else self._tensors[name]
+        kind = self._outline(name)
+        tensor = self._kinds.get(kind)
+        if tensor is None:
+            tensor = self._kinds[kind] = self._tensors[name]
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
 
 
 def _ties(tensors: Mapping[str, LazyTensor], aliases: tuple[Alias, ...]) -> dict[str, str]:

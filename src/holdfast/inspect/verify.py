@@ -14,35 +14,34 @@ too, each by itself; and where the directory as a whole does not open, all of th
 from __future__ import annotations
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from msgspec import Struct, field
+import numpy as np
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
-from holdfast.core.chunk import Storage
+from holdfast.core.columns import NO_CRC
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import Store
 from holdfast.core.quantities import Size
 from holdfast.core.runtime import resting_collector
-from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
-from holdfast.engine.checksums import Progress, Span, Sweep
+from holdfast.engine.checksums import Progress, Sweep
 from holdfast.engine.source import OpenSource
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
 from holdfast.formats.detect import detect
-from holdfast.formats.native.read import check_files
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.seal import SEAL, SUFFIX, Seal
 from holdfast.formats.torch.zip import begins_like_zip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
+from holdfast.inspect.ranges import NPZ, Range, Storages, add_records, find_storages, fold_into_records, gaps, ranges_of
 from holdfast.inspect.sealed import compared, seal_path
+from holdfast.plan.coalesce import Ranges
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url, is_url, join
 
@@ -154,18 +153,6 @@ def verify(
         if not check.replaced:
             break
     return check.report(path)
-
-
-class Range(Struct):
-    """A span with what is known about it."""
-
-    span: Span
-    label: str
-    crc32: int | None
-    store: Store
-    tensors: list[str] = field(default_factory=list)
-    content_nbytes: int | None = None
-    """Length after inflating, for a compressed record."""
 
 
 class Verification:
@@ -310,16 +297,18 @@ class Verification:
         tensors: Mapping[str, LazyTensor] = {}
         kind = "torch-zip"
         archives: tuple[str, ...] = ()
+        check: Callable[[], Sequence[str]] | None = None
         with located(file=path), resting_collector():
             try:
-                found = detect(source)
-                kind = found.name
-                description = found.describe(source)
-                kind, tensors = description.format, dict(description.tensors)
+                reader = detect(source)
+                kind = reader.name
+                description = reader.describe(source)
+                kind, tensors = description.format, description.tensors
                 archives = description.archives
                 self._notes += description.notes
                 for change in description.changed:
                     self.refuse(path, change)
+                check = description.check
             except FormatError as error:
                 if not zipped:
                     raise
@@ -329,44 +318,28 @@ class Verification:
                 if not zipped:
                     raise
                 # The record that is damaged is found again among all of them.
-            if kind == "native":
+            if check is not None:
                 try:
-                    self._notes += check_files(source)
+                    self._notes += check()
                 except HoldfastError as error:
                     self.refuse(path, error, ours=True)
-        ranges = self._tensor_ranges(tensors, path)
-        keys = sorted({at.span.key for at in ranges.values() if at.store is source.store}) or list(source.store.list())[:1]
+            found = find_storages(tensors, source, rows=not archives)
+        for name, lost in found.lost:
+            self._lost(path, lost, name)
+        keys = found.keys(source.store) or list(source.store.list())[:1]
         if kind == "dcp":
             # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
             keys = [key for key in source.store.list() if key.endswith(".distcp")]
         if archives:
             keys = list(archives)
         for key in archives or keys[:zipped]:
-            _add_records(ranges, source, key, arrays=kind == NPZ)
+            add_records(found, source, key, arrays=kind == NPZ)
         if archives:
-            _fold_into_records(ranges)
-        self._sweep(source, ranges, keys, path=path)
+            fold_into_records(found.others)
+        self._sweep(source, tensors, found, keys=keys, path=path)
         self._formats.append(kind)
         self._files += [(os.path.basename(path) if _label(path, key) == path else key, source.store.size(key)) for key in keys]
         return set(keys)
-
-    def _tensor_ranges(self, tensors: Mapping[str, LazyTensor], path: str) -> dict[object, Range]:
-        """The storages of all tensors, each once, with every name that uses it. One that cannot be found is a problem."""
-        ranges: dict[object, Range] = {}
-        for name, tensor in tensors.items():
-            for storage in _with_parts(tensor):
-                if storage.nbytes:
-                    try:
-                        place: Place = (storage.key, storage.start, storage.nbytes)
-                    except HoldfastError as error:
-                        self._lost(path, error, name)
-                        continue
-                    at = ranges.get(place)
-                    if at is None:
-                        span = Span(*place, summed=storage.crc32 is not None)
-                        at = ranges[place] = Range(span, storage.label, storage.crc32, _store_of(storage, tensor))
-                    at.tensors.append(name)
-        return ranges
 
     def _lost(self, path: str, error: HoldfastError, name: str) -> None:
         """Note a tensor whose bytes cannot be found, because what says where they are is damaged."""
@@ -376,29 +349,36 @@ class Verification:
         else:
             self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
 
-    def _sweep(self, source: OpenSource, ranges: Mapping[object, Range], keys: list[str], *, path: str) -> None:
-        known = [at for at in ranges.values() if at.content_nbytes is None and at.store is source.store]
-        packed = [at for at in ranges.values() if at.content_nbytes is not None]
-        between = list(_gaps([at.span for at in known], {key: source.store.size(key) for key in keys}))
-        sweep = Sweep(source.store, [*(at.span for at in known), *between])
+    def _sweep(self, source: OpenSource, tensors: Mapping[str, LazyTensor], found: Storages, *, keys: list[str], path: str) -> None:
+        """Read all of these files, and enter what is not as it was written."""
+        store, rows = source.store, found.rows
+        known = [at for at in found.others.values() if at.content_nbytes is None and at.store is store]
+        packed = [at for at in found.others.values() if at.content_nbytes is not None]
+        spans = Ranges.of([(at.span.key, at.span.start, at.span.nbytes) for at in known])
+        filled = Ranges.joined([rows.ranges, spans])
+        between = gaps(filled, {key: store.size(key) for key in keys})
+        unsummed = np.zeros(len(between), np.bool_)
+        summed = np.concatenate([rows.crcs != NO_CRC, np.array([at.span.summed for at in known], np.bool_), unsummed])
+        sweep = Sweep(store, Ranges.joined([filled, between]), summed=summed)
         work = sweep.tasks(self._progress)
         # What is computed from the files (inflated items) is read through what computes it.
-        others = [at for at in ranges.values() if at.store is not source.store]
+        others = [at for at in found.others.values() if at.store is not store]
         inflated = Sweep(others[0].store, [at.span for at in others]) if others else None
         work += inflated.tasks(self._progress) if inflated is not None else []
         if work:
-            run_reads(work, self._threads, stores=[source.store, *(at.store for at in others)])
-        for number, at in enumerate(known):
-            self._settle(at, sweep.outcome(number), path)
+            run_reads(work, self._threads, stores=[store, *(at.store for at in others)])
+        outcomes = [(at, sweep.outcome(number)) for number, at in enumerate(known, len(rows))]
+        self._settle_rows(sweep, tensors, found, outcomes=outcomes, path=path)
         damaged = {name for damage in self._damaged for name in damage.tensors}
         for number, at in enumerate(others):
             # What is unpacked from damaged parts says nothing new.
             if damaged.isdisjoint(at.tensors):
                 self._settle(at, inflated.outcome(number) if inflated is not None else None, path, file=path)
-        for number, span in enumerate(between, len(known)):
-            missed = sweep.outcome(number)
-            if isinstance(missed, HoldfastError):
-                self._problems.append(Problem(_label(path, span.key), missed.message, type(missed).__name__))
+        for number in range(len(filled), len(filled) + len(between)) if sweep.errors else ():
+            missed = sweep.errors.get(number)
+            if missed is not None:
+                key = between.keys[between.files.item(number - len(filled))]
+                self._problems.append(Problem(_label(path, key), missed.message, type(missed).__name__))
         for at in packed:
             outcome: int | HoldfastError | None
             try:
@@ -406,6 +386,36 @@ class Verification:
             except HoldfastError as error:
                 outcome = detached(error)
             self._settle(at, outcome, path)
+
+    def _settle_rows(
+        self,
+        sweep: Sweep,
+        tensors: Mapping[str, LazyTensor],
+        found: Storages,
+        *,
+        outcomes: list[tuple[Range, int | HoldfastError]],
+        path: str,
+    ) -> None:
+        """Enter the outcomes of rows and those of other ranges, in the order of the tensors. What is wrong is told as objects."""
+        rows = found.rows
+        ranges, recorded = rows.ranges, rows.crcs != NO_CRC
+        wrong = recorded & (sweep.crcs()[: len(rows)] != rows.crcs)
+        wrong[[number for number in sweep.errors if number < len(rows)]] = True
+        self._checked += int(ranges.nbytes[recorded & ~wrong].sum())
+        for number in np.flatnonzero(wrong).tolist():
+            made, _ = ranges_of(tensors, found.names, [rows.positions.item(number)])
+            outcomes.append((made[ranges.place(number)], sweep.outcome(number)))
+        vouched = np.array([_label(path, key) in self._vouched for key in ranges.keys], np.bool_)
+        unknown = ~recorded & ~wrong
+        unknown[unknown] = ~vouched[ranges.files[unknown]]
+        self._unchecked_nbytes += int(ranges.nbytes[unknown].sum())
+        waiting = rows.positions[unknown]
+        done = 0
+        for at, outcome in sorted(outcomes, key=lambda told: told[0].position):
+            before, done = done, int(np.searchsorted(waiting, at.position))
+            self._unchecked.update((found.names[position], None) for position in waiting[before:done].tolist())
+            self._settle(at, outcome, path)
+        self._unchecked.update((found.names[position], None) for position in waiting[done:].tolist())
 
     def _settle(self, at: Range, outcome: int | HoldfastError | None, path: str, *, file: str = "") -> None:
         """Enter the outcome of one range into the report, under the file that it lies in, or the one that is given."""
@@ -422,75 +432,6 @@ class Verification:
         self._checked += at.span.nbytes
         if outcome != at.crc32:
             self._damaged.append(Damage(file, names, at.label, at.span.start, at.span.nbytes, at.crc32, outcome))
-
-
-Place = tuple[str, int, int]
-
-NPZ = "npz"
-
-
-def _with_parts(tensor: LazyTensor) -> Iterator[Storage]:
-    """The storages of a tensor; of one that is stored packed, its parts as well."""
-    for storage in tensor.storages:
-        if isinstance(storage, SparseStorage):
-            yield from storage.parts
-        yield storage
-
-
-def _store_of(storage: Storage, tensor: LazyTensor) -> Store:
-    """Where the bytes of a storage are: in the files, or in what unpacks or inflates them."""
-    store = tensor.source.store
-    return store.below(storage.key) or store
-
-
-def _add_records(ranges: dict[object, Range], source: OpenSource, key: str, *, arrays: bool) -> None:
-    """The records of a zip that are no tensor's storage. Tensors of an .npz end their records, and their checksums cover them."""
-    archive = read_archive(source, key, fold_case=not arrays)
-    cut = len(archive.prefix) + 1 if archive.prefix and not arrays else 0
-    ends = {at.span.stop for at in ranges.values() if at.crc32 is not None and at.span.key == key} if arrays else set()
-    inflated = {at.label for at in ranges.values() if at.span.key != key} if arrays else set()
-    for name, record in archive.records.items():
-        if record.stop in ends or name in inflated:
-            continue
-        if record.nbytes and record.crc32 is not None and (key, record.start, record.nbytes) not in ranges:
-            span = Span(key, record.start, record.nbytes)
-            length = None if record.stored else record.content_nbytes
-            ranges[key, record.start, record.nbytes] = Range(span, name[cut:], record.crc32, source.store, content_nbytes=length)
-
-
-def _fold_into_records(ranges: dict[object, Range]) -> None:
-    """Let the record that a range without a checksum lies in stand for it: tensors may be cut from a row that is one record."""
-    records: dict[str, list[Range]] = {}
-    for at in ranges.values():
-        if at.crc32 is not None and at.content_nbytes is None:
-            records.setdefault(at.span.key, []).append(at)
-    starts = {}
-    for key, own in records.items():
-        own.sort(key=lambda at: at.span.start)
-        starts[key] = [at.span.start for at in own]
-    for place, at in list(ranges.items()):
-        number = bisect_right(starts.get(at.span.key, ()), at.span.start) - 1
-        if at.crc32 is None and number >= 0:
-            record = records[at.span.key][number]
-            if at.span.stop <= record.span.stop and at.store is record.store:
-                record.tensors += at.tensors
-                del ranges[place]
-    for own in records.values():
-        for at in own:
-            at.tensors = list(dict.fromkeys(at.tensors))
-
-
-def _gaps(spans: list[Span], sizes: Mapping[str, int]) -> Iterator[Span]:
-    """What the spans leave of files of these sizes."""
-    reached = dict.fromkeys(sizes, 0)
-    for span in sorted(spans, key=lambda s: s.start):
-        at = reached[span.key]
-        if span.start > at:
-            yield Span(span.key, at, span.start - at, summed=False)
-        reached[span.key] = max(at, span.stop)
-    for key, at in reached.items():
-        if at < sizes[key]:
-            yield Span(key, at, sizes[key] - at, summed=False)
 
 
 def _label(path: str, key: str) -> str:

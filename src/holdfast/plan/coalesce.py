@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.value import Value, replace
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "SUMS",
     "Parts",
     "Policy",
+    "Ranges",
     "Reads",
     "coalesce",
     "join_files",
@@ -74,6 +75,47 @@ PAGE_LOCKED = Policy(free_gap=4096, max_gap=1 << 20, over_read=1 / 16, alone=1 <
 """Blocks that a GPU copies from: no read goes straight into place, so long ones are joined as well. Who lays them out cuts them."""
 
 
+class Ranges(Value, frozen=True, eq=False):
+    """Ranges of files as columns: a checkpoint may have a million of them."""
+
+    keys: Sequence[str]
+    """The files."""
+    files: Ints
+    """The file of each, as a position in `keys`."""
+    starts: Ints
+    nbytes: Ints
+
+    @classmethod
+    def of(cls, places: Sequence[tuple[str, int, int]]) -> Ranges:
+        """Of places (key, start, length), in their order."""
+        keys: dict[str, int] = {}
+        files = np.fromiter((keys.setdefault(key, len(keys)) for key, _, _ in places), np.int64, len(places))
+        starts = np.fromiter((start for _, start, _ in places), np.int64, len(places))
+        return cls(list(keys), files, starts, np.fromiter((nbytes for _, _, nbytes in places), np.int64, len(places)))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Ranges]) -> Ranges:
+        """All of several, one behind the other."""
+        keys: dict[str, int] = {}
+        files: list[Ints] = []
+        for part in parts:
+            numbers = np.array([keys.setdefault(key, len(keys)) for key in part.keys], np.int64)
+            files.append(numbers[part.files] if len(part) else part.files)
+        starts, nbytes = np.concatenate([part.starts for part in parts]), np.concatenate([part.nbytes for part in parts])
+        return cls(list(keys), np.concatenate(files), starts, nbytes)
+
+    def some(self, wanted: Bools) -> Ranges:
+        """Those that are wanted."""
+        return Ranges(self.keys, self.files[wanted], self.starts[wanted], self.nbytes[wanted])
+
+    def place(self, number: int) -> tuple[str, int, int]:
+        """The key, start and length of one of them."""
+        return self.keys[self.files.item(number)], self.starts.item(number), self.nbytes.item(number)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
 class Reads(Value, frozen=True):
     """Ranges of one file, joined into reads. Arrays, because a column of a tall matrix has more of them than objects should be."""
 
@@ -101,10 +143,15 @@ class Parts(Reads, frozen=True):
     ends: Ints
     """The byte after the last one of each part."""
 
-    def of(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """Range, start and stop of each part in one read."""
+    def columns(self, number: int) -> tuple[Ints, Ints, Ints]:
+        """Range, start and stop of each part in one read, as columns."""
         span = slice(*self.heads[number : number + 2].tolist())
-        return zip(self.owners[span].tolist(), self.begins[span].tolist(), self.ends[span].tolist(), strict=True)
+        return self.owners[span], self.begins[span], self.ends[span]
+
+    def of(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """The same, part by part."""
+        owners, begins, ends = self.columns(number)
+        return zip(owners.tolist(), begins.tolist(), ends.tolist(), strict=True)
 
 
 def coalesce(starts: Ints, stops: Ints, policy: Policy) -> Ints:
@@ -151,16 +198,12 @@ def join_parts(key: str, starts: Ints, stops: Ints, policy: Policy) -> Parts:
     return Parts(key, begins[heads], reach, np.append(heads, len(begins)), owners, begins, ends)
 
 
-def join_files(ranges: Sequence[tuple[str, int, int]], policy: Policy) -> list[Parts]:
-    """The same of ranges (key, start, stop) of several files; owners are positions among all of them."""
-    by_key: dict[str, list[int]] = {}
-    for number, (key, _, _) in enumerate(ranges):
-        by_key.setdefault(key, []).append(number)
+def join_files(ranges: Ranges, policy: Policy) -> list[Parts]:
+    """The same of ranges of several files; owners are positions among all of them."""
     found = []
-    for key, members in by_key.items():
-        numbers, own = np.array(members, np.int64), [ranges[number] for number in members]
-        starts = np.fromiter((start for _, start, _ in own), np.int64, len(own))
-        stops = np.fromiter((stop for _, _, stop in own), np.int64, len(own))
-        parts = join_parts(key, starts, stops, policy)
+    for file in np.unique(ranges.files).tolist():
+        numbers = np.flatnonzero(ranges.files == file)
+        starts = ranges.starts[numbers]
+        parts = join_parts(ranges.keys[file], starts, starts + ranges.nbytes[numbers], policy)
         found.append(replace(parts, owners=numbers[parts.owners]))
     return found

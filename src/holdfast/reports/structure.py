@@ -61,7 +61,7 @@ class Structure(Value, frozen=True):
 def look(checkpoint: Checkpoint, wanted: Callable[[str], bool] | None = None) -> Structure:
     """Look at every tensor once; `wanted` says which names are listed."""
     found = survey(checkpoint)
-    tensors = found.tensors if wanted is None else {name: tensor for name, tensor in found.tensors.items() if wanted(name)}
+    tensors = {name: tensor for name, tensor in found.tensors.items() if wanted is None or wanted(name)}
     files = files_of(tensors.values())
     return Structure(checkpoint, found, tensors, files, dead(found))
 

@@ -23,7 +23,7 @@ import numpy as np
 from holdfast.core.arguments import AnyDType, pairs, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
-from holdfast.core.limits import Limits
+from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.protocols import Request, State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
@@ -172,7 +172,9 @@ def lay_out_conversion(
 ) -> Planned[Conversion]:
     """Lay out a conversion of an open checkpoint. `metadata` is set in its text, or taken out where it is None."""
     target, within = where.path, where.writing.budget
-    if not edits and not metadata and selection in (None, Selection()) and limits is None:
+    # Of limits, only how deep a state may nest is asked for here: that of rows is less than any file may unless it is said.
+    usual = limits is None or limits.depth >= DEFAULTS.depth
+    if not edits and not metadata and selection in (None, Selection()) and usual:
         small = _lay_out_rows(source, where, options=where.options(options))
         if small is not None:
             return small

@@ -27,7 +27,6 @@ from holdfast.engine.sparse_choice import choose, count_blocks, parse_wanted
 from holdfast.errors import Closed, Corrupted, HeaderError, HoldfastError, LimitExceeded, MetadataError, StoreError, Unsupported
 from holdfast.formats.detect import detect
 from holdfast.formats.native import chunks as unpacked
-from holdfast.formats.native.read import check_files
 from holdfast.formats.native.write import lay_out_native
 from holdfast.rewrite.reshard import reshard
 from holdfast.rewrite.state import describe_state
@@ -98,7 +97,7 @@ def test_round_trips(dtype, shape, how, sparse, data):
         assert tensor.read(out=out).tobytes() == dense.numpy().tobytes()
         index = tuple(data.draw(st.one_of(st.integers(-n, n - 1) if n else st.just(slice(None)), st.slices(n))) for n in shape)
         assert tensor[index].numpy().tobytes() == dense[index].numpy().tobytes()
-        check_files(ckpt._source)
+        ckpt._description.check()
 
 
 def test_the_asked_encoding_is_used(small_groups):

@@ -1,31 +1,26 @@
-"""Read a native directory. Opening reads the manifest and measures the files; tensors are made when they are asked for.
+"""Read a native directory. Opening reads the manifest and measures the files; tensors are made when asked for (tensors.py).
 
 What the manifest says is checked before anything uses it: files that are there and as long as they should be, byte ranges inside of
 them that do not overlap, boxes that tile each tensor, bytes that fit dtype and shape. That the data files' own headers agree is
-for `check_files`, which a verification runs: it costs a read of every file, and no tensor depends on it.
+for a verification (check.py): it costs a read of every file, and no tensor depends on it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
 
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk, Storage, c_strides
-from holdfast.core.columns import Columns
-from holdfast.core.crc import crc32
-from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.dtype import DTYPES
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Source
-from holdfast.core.sparse.storage import SparseStorage
-from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
 from holdfast.errors import (
-    Corrupted,
     HeaderError,
     HoldfastError,
     LimitExceeded,
@@ -36,11 +31,11 @@ from holdfast.errors import (
     located,
 )
 from holdfast.formats.native.base import parts_of
-from holdfast.formats.native.chunks import UnpackedStore, check_sparse, sparse_storage
+from holdfast.formats.native.check import check_files
+from holdfast.formats.native.chunks import check_sparse
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
     MANIFEST,
-    SEALED_VERSION,
     SPARSE_VERSION,
     DataFile,
     OtherFile,
@@ -50,98 +45,17 @@ from holdfast.formats.native.schema import (
     StoredTensor,
     parse_manifest,
 )
-from holdfast.formats.native.write import carried
+from holdfast.formats.native.tensors import ManifestTensors, box_of, dtype_named
 from holdfast.formats.recorded import restore
-from holdfast.formats.safetensors.read import Header, read_header
 from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, addressable
-from holdfast.formats.strict_json import hexadecimal, pointer, quoted
+from holdfast.formats.strict_json import pointer, quoted
 
-__all__ = ["ManifestTensors", "NativeDirectory", "check_files"]
+__all__ = ["NativeDirectory", "read_manifest"]
 
 CRC = re.compile(r"[0-9a-f]{8}\Z")
 HASH = re.compile(r"[0-9a-f]{32,128}\Z")
 
 BITS = {row.name: row.bits for row in DTYPES.rows}
-
-WHOLE = {row.name: row.numpy for row in DTYPES.rows if not row.packed}
-"""What an element is in memory; of those that fill whole bytes, which lie in a file as in memory."""
-
-
-NOT_NEEDED = "nothing in it is needed to open the checkpoint"
-
-
-class ManifestTensors(Mapping[str, LazyTensor]):
-    """The tensors of a manifest that was checked. Each is made when it is asked for; iterating over names makes none."""
-
-    def __init__(self, manifest: Parsed, source: Source) -> None:
-        self._tensors = manifest.tensors
-        self._files = [file.name for file in manifest.files]
-        self._source = source
-        self._wholes: dict[tuple[int, ...], Box] = {}
-        """The box of each shape: a model has thousands of tensors and a dozen shapes."""
-        self._unpacked = UnpackedStore(source.store)
-        self._unpacking = source.over(self._unpacked)
-        """What reads tensors of which a chunk is stored packed."""
-
-    def __getitem__(self, name: str) -> LazyTensor:
-        stored = self._tensors[name]
-        dtype = dtype_named(stored.dtype)
-        chunks = tuple([self._chunk(name, dtype, stored, chunk=chunk) for chunk in stored.chunks])
-        packed = any(chunk.sparse is not None for chunk in stored.chunks)
-        return LazyTensor(name, dtype, stored.shape, chunks, self._unpacking if packed else self._source)
-
-    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
-        stored = self._tensors[name]
-        return dtype_named(stored.dtype), stored.shape
-
-    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
-        try:
-            wanted = [self._tensors[name] for name in names]
-        except (KeyError, TypeError):
-            return None
-        # The manifest was checked: a chunk that has no box is the whole tensor, and has as many bytes as its elements take.
-        numbers: list[int] = []
-        rows: list[tuple[int, int, int]] = []
-        digits: list[str] = []
-        for number, stored in enumerate(wanted):
-            (chunk, *others) = stored.chunks
-            if not others and chunk.start is None and chunk.sparse is None and stored.dtype in WHOLE:
-                numbers.append(number)
-                rows.append((chunk.file, *chunk.bytes))
-                digits.append(chunk.crc32)
-        files, starts, stops = np.array(rows, np.int64).reshape(-1, 3).T
-        crcs = np.frombuffer(bytes.fromhex("".join(digits)), ">u4").astype(np.int64)
-        chosen = [wanted[number] for number in numbers]
-        dtypes, shapes = [WHOLE[stored.dtype] for stored in chosen], [stored.shape for stored in chosen]
-        return self._source, Columns(numbers, dtypes, shapes, self._files, files, starts, stops - starts, crcs)
-
-    def _chunk(self, name: str, dtype: DType, stored: StoredTensor, *, chunk: StoredChunk) -> Chunk:
-        start, stop = chunk.bytes
-        key, home = self._files[chunk.file], self._source.store
-        storage = Storage(key, start, stop - start, crc32=int(chunk.crc32, 16), label=name, home=home)
-        if chunk.sparse is not None:
-            shape = box_of(stored, chunk).shape
-            storage = packed = sparse_storage(name, chunk, chunk.sparse, dtype=dtype, shape=shape, files=self._files, home=home)
-            self._unpacked.add(packed)
-        if chunk.start is not None:
-            box = box_of(stored, chunk)
-            return Chunk(box, storage, 0, c_strides(box.shape, dtype.bits))
-        whole = self._wholes.get(stored.shape)
-        if whole is None:
-            whole = self._wholes[stored.shape] = Box.whole(stored.shape)
-        return Chunk(whole, storage, 0, c_strides(stored.shape, dtype.bits))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tensors
-
-    def __repr__(self) -> str:
-        return f"<{len(self):,} tensors of {self._source.store.name!r}>"
 
 
 class NativeDirectory:
@@ -156,9 +70,10 @@ class NativeDirectory:
     def describe(self, source: Source) -> Description:
         """Read the manifest and check everything that it says; only lengths are asked of the files."""
         manifest = read_manifest(source)
+        stored = ManifestTensors(manifest, source)
         with located(file=MANIFEST):
-            tensors, tree = restore(ManifestTensors(manifest, source), manifest.recorded, source)
-        return Description(self.name, tensors, tree, metadata=manifest.metadata)
+            tensors, tree = restore(stored, manifest.recorded, source)
+        return Description(self.name, tensors, tree, metadata=manifest.metadata, check=partial(check_files, stored))
 
 
 def read_manifest(source: Source) -> Parsed:
@@ -365,87 +280,3 @@ def _refuse(name: str, found: str, *steps: str | int) -> NoReturn:
 def _lie(name: str, found: str, *steps: str | int) -> NoReturn:
     """Raise for numbers that cannot be true together."""
     raise MetadataError(f"at {pointer('tensors', name, *steps)}: {found}", tensor=name)
-
-
-def dtype_named(name: str) -> DType:
-    dtype = DTYPES.name(name)
-    if dtype is None:  # the check has looked every name up
-        raise HeaderError(f"there is no dtype {quoted(name)}")
-    return dtype
-
-
-def box_of(stored: StoredTensor, chunk: StoredChunk) -> Box:
-    """The part of a tensor that a chunk holds."""
-    return Box.whole(stored.shape) if chunk.start is None or chunk.stop is None else Box(chunk.start, chunk.stop)
-
-
-def check_files(source: Source) -> list[str]:
-    """Check that the header of every data file is as it was written and says of each tensor what the manifest says, and that the
-    other files are as they were; reads headers and those. Gives notes on what else is in them.
-
-    Raises `MetadataError` or `Corrupted` for the first that does not.
-    """
-    manifest = read_manifest(source)
-    tensors = ManifestTensors(manifest, source)
-    headers = [read_header(source, file.name) for file in manifest.files]
-    for name, stored in manifest.tensors.items():
-        for chunk in stored.chunks:
-            box = box_of(stored, chunk)
-            if len(stored.chunks) > 1 and not box.count:
-                continue
-            tensor = tensors[name] if len(stored.chunks) == 1 else tensors[name][box.slices]
-            for file, part in zip(parts_of(chunk), stored_parts(tensor), strict=True):
-                header = headers[file.file]
-                entry = header.entries.get(part.name)
-                piece = carried(part.name, part)
-                begin, end = (place - header.data_start for place in file.bytes)
-                if entry is None or (entry.dtype, entry.shape, entry.data_offsets) != (piece.code, piece.shape, (begin, end)):
-                    raise MetadataError("the manifest and the file's own header do not say the same", file=header.key, tensor=name)
-    for header in headers:
-        if header.record.changed is not None:
-            raise header.record.changed
-        if manifest.version >= SEALED_VERSION and header.record.rest != MANIFEST:
-            raise Corrupted("the header has lost the record that was written with it; get the file again", file=header.key)
-    for other in manifest.others:
-        _check_other(other, source)
-    return _dead_bytes(manifest, headers)
-
-
-def _dead_bytes(manifest: Parsed, headers: Sequence[Header]) -> list[str]:
-    """Notes on bytes in the data files that no tensor has: files that are shared with other steps (`formats.native.base`)."""
-    living = [0] * len(headers)
-    for stored in manifest.tensors.values():
-        for part in (part for chunk in stored.chunks for part in parts_of(chunk)):
-            living[part.file] += part.bytes[1] - part.bytes[0]
-    notes = []
-    for header, alive in zip(headers, living, strict=True):
-        dead = sum(entry.data_offsets[1] - entry.data_offsets[0] for entry in header.entries.values()) - alive
-        if dead > 0:
-            notes.append(f"{header.key}: {dead:,} bytes are of other steps that share the file, and not of this one")
-    return notes
-
-
-def _check_other(other: OtherFile, source: Source) -> None:
-    """Compare a file that no tensor depends on with what the manifest says of it."""
-    if not source.store.holds(other.name):
-        raise Corrupted(f"the manifest names this file, and it is not there; {NOT_NEEDED}", file=other.name)
-    found = crc32(source.bytes(other.name, 0, source.store.size(other.name)))
-    if f"{found:08x}" != other.crc32:
-        raise Corrupted(
-            f"the file does not have the checksum that the manifest records: it changed after it was written; {NOT_NEEDED}",
-            file=other.name,
-            expected=hexadecimal(other.crc32),
-            found=found,
-        )
-
-
-def stored_parts(tensor: LazyTensor) -> list[LazyTensor]:
-    """A tensor of one chunk as it is in its file: itself, or its packed parts, each under the name that it has there."""
-    storage = tensor.chunks[0].storage
-    if not isinstance(storage, SparseStorage):
-        return [tensor]
-    dtypes = (tensor.dtype, dtype_named("uint8"), dtype_named("uint64"))
-    return [
-        LazyTensor.contiguous(part.label, dtype, (part.nbytes * 8 // dtype.bits,), part, tensor.source)
-        for part, dtype in zip(storage.parts, dtypes, strict=False)
-    ]

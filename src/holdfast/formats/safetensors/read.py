@@ -17,6 +17,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.columns import NO_CRC, Columns
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source, Store
+from holdfast.core.rows import RowKind
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
@@ -102,11 +103,19 @@ class HeaderTensors(Mapping[str, LazyTensor]):
     def __init__(self, header: Header, source: Source) -> None:
         self._header = header
         self._source = source
+        self._kinds: dict[tuple[str, tuple[int, ...]], RowKind] = {}
+        """What makes tensors of a dtype and a shape."""
 
     def __getitem__(self, name: str) -> LazyTensor:
-        if name not in self._header.entries:
-            raise KeyError(name)
-        return self._header.tensor(name, self._source)
+        header = self._header
+        entry = header.entries[name]
+        if entry.dtype not in WHOLE:
+            return header.tensor(name, self._source)
+        kind = self._kinds.get((entry.dtype, entry.shape))
+        if kind is None:
+            kind = RowKind.plain(ROWS[entry.dtype], entry.shape, self._source, key=header.key)
+            self._kinds[entry.dtype, entry.shape] = kind
+        return kind.tensor(header.data_start + entry.data_offsets[0], header.record.crcs.get(name), name, name)
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
         entry = self._header.entries[name]

@@ -18,6 +18,7 @@ file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import compress
 
 import numpy as np
 import numpy.typing as npt
@@ -286,6 +287,15 @@ class Records(Mapping[str, Record]):
         starts, packed, crcs, methods, _, sizes = self._columns
         crc = crcs.item(row)
         return starts.item(row), packed.item(row), crc if crc or not sizes.item(row) else None, methods.item(row) == STORED
+
+    def besides(self, starts: Ints, nbytes: Ints) -> Iterator[Record]:
+        """The records that are none of these ranges of the file."""
+        rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
+        own, lengths = self._columns[0][rows], self._columns[1][rows]
+        order = np.argsort(starts, kind="stable")
+        near = order[np.minimum(np.searchsorted(starts[order], own), len(order) - 1)]
+        others = (starts[near] != own) | (nbytes[near] != lengths)
+        return map(self.__getitem__, compress(self._rows, others.tolist()))
 
     def __contains__(self, name: object) -> bool:
         return name in self._rows

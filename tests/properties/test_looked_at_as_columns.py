@@ -1,0 +1,177 @@
+"""`diff`, `verify` and `show` of many tensors by columns against the way of objects: the same reports, the same errors."""
+
+import tempfile
+from collections import OrderedDict
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import holdfast
+from holdfast.cli.document import document
+from holdfast.cli.show import show_table, show_tree
+from holdfast.core.rows import RowTensor
+from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
+from holdfast.errors import HoldfastError
+from holdfast.inspect import diff, side, storage_rows
+from holdfast.inspect.verify import VerifyReport
+
+DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_]
+KINDS = ("x.safetensors", "x.pt", "x")
+ODD = ("empty", "tied", "large", "nested", "value", "view", "ordered", "bare")
+
+
+@st.composite
+def states(draw):
+    """Many small arrays, and now and then what is not ordinary."""
+    rng = np.random.default_rng(draw(st.integers(0, 9)))
+    shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=3))
+    dtypes = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+    state = {}
+    for i in range(draw(st.sampled_from([3, 70, 90]))):
+        shape, dtype = shapes[i % len(shapes)], np.dtype(dtypes[i % len(dtypes)])
+        content = rng.integers(0, 2, (int(np.prod(shape)) * dtype.itemsize,), np.uint8)
+        state[f"layers.{i * 7 % 90}.w"] = content.view(dtype).reshape(shape)
+    for odd in draw(st.lists(st.sampled_from(ODD), max_size=2)):
+        match odd:
+            case "empty":
+                state["empty"] = np.zeros((0, 3), np.float32)
+            case "tied":
+                state["tied"] = state["layers.0.w"]
+            case "large":
+                state["large"] = np.arange(1_200_000, dtype=np.float32)
+            case "nested":
+                state["nested"] = {"inner": np.arange(3), "more": [np.arange(2)]}
+            case "value":
+                state["value"] = 3
+            case "view":
+                state["view"] = np.arange(40, dtype=np.int32)[4:9]
+            case "ordered":
+                state = OrderedDict(state)
+                state._metadata = {"": {"version": 1}}
+            case "bare":
+                state = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
+    return state
+
+
+@st.composite
+def changed(draw, state):
+    """The state with some changes."""
+    made = type(state)(state)
+    vars(made).update(vars(state)) if isinstance(state, OrderedDict) else None
+    for change in draw(
+        st.lists(st.sampled_from(["value", "gone", "new", "name", "order", "dtype", "shape", "attribute"]), max_size=3)
+    ):
+        arrays = [name for name, value in made.items() if isinstance(value, np.ndarray) and value.size]
+        name = draw(st.sampled_from(arrays))
+        array = made[name].copy()
+        match change:
+            case "value":
+                array.reshape(-1).view(np.uint8)[-1] ^= 1
+                made[name] = array
+            case "gone":
+                del made[name]
+            case "new":
+                made["new"] = np.arange(7)
+            case "name":
+                made["other"] = made.pop(name)
+            case "order":
+                made[name] = made.pop(name)
+            case "dtype":
+                made[name] = array.astype(np.float64)
+            case "shape":
+                made[name] = array.reshape(-1)
+            case "attribute" if isinstance(made, OrderedDict):
+                made._metadata = {"": {"version": 2}}
+        if not made:
+            return state
+    return made
+
+
+def damage(path: Path, places: list[int]) -> None:
+    files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.suffix == ".safetensors"]
+    for place in places:
+        file = files[place % len(files)]
+        content = bytearray(file.read_bytes())
+        content[-1 - place % min(3000, len(content))] ^= 1
+        file.write_bytes(content)
+
+
+def outcome(verb, *given, **options):
+    told: list[int] = []
+    try:
+        found = verb(*given, **options, progress=told.append)
+    except HoldfastError as error:
+        return type(error), str(error), error.tensor, error.expected, error.found
+    return replace(found, seal=None) if isinstance(found, VerifyReport) else found, sum(told)
+
+
+def shown(path: Path, *, progress: object) -> tuple[object, ...]:
+    """What `holdfast show` has to say, in three ways."""
+    with holdfast.open(path) as checkpoint:
+        return list(show_tree(checkpoint)), list(show_table(checkpoint, "layers.*")), document(checkpoint)
+
+
+def by_objects(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(storage_rows, "FEW", 1 << 60)
+    patch.setattr(diff, "find_alike", lambda a, b, names: None)
+    of = side.Side.of.__func__
+    patch.setattr(side.Side, "of", classmethod(lambda cls, checkpoint: replace(of(cls, checkpoint).made(), flat=False)))
+
+
+def compare(verb, *given, **options) -> None:
+    by_columns = outcome(verb, *given, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        by_objects(patch)
+        assert by_columns == outcome(verb, *given, **options)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.data(),
+    states(),
+    st.sampled_from(KINDS),
+    st.sampled_from(KINDS),
+    st.booleans(),
+    st.lists(st.integers(0, 1 << 20), max_size=2),
+)
+def test_as_by_objects(data, state, first, second, exact, places):
+    other = data.draw(changed(state))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in ("a", "b"):
+            (folder / part).mkdir()
+        try:
+            holdfast.save(state, folder / "a" / first, durable=False)
+            holdfast.save(other, folder / "b" / second, durable=False)
+        except HoldfastError:
+            return  # not every format holds every state
+        damage(folder / "b" / second, places)
+        compare(holdfast.verify, folder / "b" / second, threads=1)
+        compare(shown, folder / "b" / second)
+        compare(holdfast.diff, folder / "a" / first, folder / "b" / second, exact=exact, threads=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_tensor_is_made_of_what_is_the_same(kind, tmp_path, monkeypatch):
+    state = {f"layers.{i}": np.full((2, 3), i, np.float32) for i in range(100)}
+    holdfast.save(state, tmp_path / kind)
+    holdfast.save(state | {"layers.7": np.zeros((2, 3), np.float32)}, tmp_path / f"other-{kind}")
+    made: list[str] = []
+    contiguous, placed = LazyTensor.contiguous.__func__, RowTensor.placed
+
+    def noted(name: str, tensor: object) -> object:
+        made.append(name)
+        return tensor
+
+    monkeypatch.setattr(LazyTensor, "contiguous", classmethod(lambda cls, name, *rest: noted(name, contiguous(cls, name, *rest))))
+    monkeypatch.setattr(RowTensor, "placed", lambda self: noted(self.name, placed(self)))
+    assert holdfast.verify(tmp_path / kind).ok
+    found = holdfast.diff(tmp_path / kind, tmp_path / f"other-{kind}", exact=True)
+    assert ([change.name for change in found.changed], found.same) == (["layers.7"], 99)
+    # Of each kind one is made, to tell how a header has it; of the first of a pickle, storages are tensors without a name.
+    assert set(made) <= {"layers.7", "layers.0", ""}
