@@ -527,10 +527,8 @@ def courses(label: str, side: Side) -> None:
         gpu_load.pump = before
     idle = spent["pump"] * spent["readers"] - spent["read"]
     shown = {name: round(value * 1e3, 1) for name, value in spent.items() if name not in ("readers", "tasks", "puts")}
-    print(
-        f"courses {label}, ms: {shown}, readers' waits {idle * 1e3:.1f}; {spent['readers']} readers, {spent['tasks']} tasks",
-        flush=True,
-    )
+    counts = ", ".join(f"{spent[name]:.0f} {name}" for name in ("readers", "tasks", "puts"))
+    print(f"courses {label}, ms: {shown}, readers' waits {idle * 1e3:.1f}; {counts}", flush=True)
 
 
 READER = """
