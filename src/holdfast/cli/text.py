@@ -14,7 +14,6 @@ from __future__ import annotations
 import codecs
 import itertools
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
@@ -96,7 +95,11 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
 
 def line_width(out: TextIO) -> int | None:
     """Columns of a terminal; None for a pipe or a file, where lines are as long as they are."""
-    return max(shutil.get_terminal_size().columns, NARROWEST) if out.isatty() else None
+    if not out.isatty():
+        return None
+    from shutil import get_terminal_size
+
+    return max(get_terminal_size().columns, NARROWEST)
 
 
 def broken(line: Line, columns: int) -> Iterator[Line]:

@@ -28,6 +28,7 @@ from holdfast.core.arrays import Bools, inner
 from holdfast.core.digest import canonical
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 
 __all__ = ["BLOCK_ELEMENTS", "Content", "Tally", "blocks", "compare_block"]
@@ -64,8 +65,7 @@ class Content:
     """‖a − b‖ / ‖a‖, over pairs that are finite; None where the first is all zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(Value, frozen=True):
     """What is known of some pairs of elements."""
 
     changed: int = 0

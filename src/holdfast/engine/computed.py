@@ -11,7 +11,6 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,6 +19,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import Entry, tensor_stamp
@@ -104,8 +104,7 @@ class Seen:
             return fresh
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Computation:
+class Computation(Value, frozen=True, eq=False):
     """What makes one computed tensor."""
 
     original: LazyTensor

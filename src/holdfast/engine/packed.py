@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -22,6 +21,7 @@ from holdfast.core.sparse.elements import Elements, element_type
 from holdfast.core.sparse.encoding import Encoding, spread, where_total
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes, mapped_bytes
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
@@ -34,8 +34,7 @@ RUN_NBYTES = 1 << 20
 """Dense bytes that are read at once, where groups are smaller than that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(Value, frozen=True):
     """What is known of a tensor that is to be packed."""
 
     tensor: LazyTensor

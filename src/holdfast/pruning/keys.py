@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -17,6 +16,7 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 from holdfast.pruning.order import INFINITY_BITS, SPLITMIX, nan_key
 
@@ -155,8 +155,7 @@ def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
-@dataclass(frozen=True, slots=True)
-class Magnitudes:
+class Magnitudes(Value, frozen=True):
     """The keys of a tensor's elements by their absolute values."""
 
     tensor: LazyTensor
@@ -196,8 +195,7 @@ class Magnitudes:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class RandomOrder:
+class RandomOrder(Value, frozen=True):
     """Keys that know nothing of the values."""
 
     count: int
@@ -227,8 +225,7 @@ class RandomOrder:
         return max(int((part - apart) * most), 0), min(int((part + apart) * most), most)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockScores:
+class BlockScores(Value, frozen=True):
     """The keys of a tensor's blocks, by the mean square of the elements that each has, summed one after the other in float64."""
 
     tensor: LazyTensor

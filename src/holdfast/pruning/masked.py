@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +22,7 @@ from holdfast.core.arrays import inner
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
@@ -40,8 +40,7 @@ STEP_ELEMENTS = 1 << 16
 wait for each other's turn at the interpreter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(Value, frozen=True):
     """What pruning some elements takes away."""
 
     pruned: int = 0
@@ -171,8 +170,7 @@ def _lost(before: np.ndarray, after: np.ndarray, gone: int) -> Loss:
         return Loss(gone, len(bits) - int(stays), nonfinite, squares, inner(lost, lost))
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Value, frozen=True):
     """What one storage holds."""
 
     tensor: LazyTensor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ import numpy.typing as npt
 from holdfast.core.arrays import Bools
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import run_all
 from holdfast.pruning.keys import BlockScores, Magnitudes, RandomOrder, magnitude_keys
@@ -61,8 +61,7 @@ def zero_out(values: np.ndarray, kept: Bools) -> int:
     return len(kept) - int(np.count_nonzero(kept))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ThresholdMask:
+class ThresholdMask(Value, frozen=True, eq=False):
     """Everything above a key stays, and of those equal to it what does not lie before an index."""
 
     keys: Magnitudes | RandomOrder
@@ -109,8 +108,7 @@ def zero_below(values: np.ndarray, least: int) -> int:
     return len(bits) - int(np.count_nonzero(bits))
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMask:
+class GroupMask(Value, frozen=True):
     """The `n` largest of every `m` neighbours along the last axis stay."""
 
     n: int
@@ -180,8 +178,7 @@ def group_keep(keys: np.ndarray, zeros: int) -> Bools:
     return np.ascontiguousarray((ranks >= zeros).T)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockMask:
+class BlockMask(Value, frozen=True, eq=False):
     """Blocks stay or go as a whole."""
 
     height: int

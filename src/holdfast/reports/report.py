@@ -23,6 +23,7 @@ from holdfast.core.notebook import card
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.core.version import VERSION
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
@@ -105,8 +106,7 @@ def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str
     return where
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(Value, frozen=True):
     """What is to be on the page."""
 
     stats: bool = False
@@ -124,16 +124,14 @@ class Asked:
         return spectrum.BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(Value, frozen=True):
     """A document, and the tensors of its rows."""
 
     document: Document
     tensors: Sequence[LazyTensor] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Value, frozen=True):
     """Something that is open, and how much of it would be read."""
 
     nbytes: int

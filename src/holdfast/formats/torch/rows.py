@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.limits import Limits
@@ -103,8 +103,7 @@ class _Walk:
         return True
 
 
-@dataclass(slots=True, eq=False)
-class _Template:
+class _Template(Struct, eq=False):
     """The opcodes of tensors of a kind, and those that were written by them."""
 
     before: bytes
@@ -131,7 +130,7 @@ class RowPickle(TorchPickle):
         super().__init__(limits)
         self._anew = anew
         self._tensors = tensors
-        self._rows = {identity: row for row, identity in enumerate(tensors.identities)}
+        self._rows = {identity: row for row, identity in enumerate(tensors.identities.tolist())}
         self._types = frozenset(types)
         self.rows |= dict.fromkeys(self._types, RowPickle._row)
         self._new: list[_Template | None] = [None] * len(tensors.table)

@@ -24,21 +24,22 @@ place (`fill_ordinary`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
-from holdfast.core.columns import NO_CRC, Columned, Columns, Kinds, columns_of, ordinary_limits, place_of
+from holdfast.core.columns import NO_CRC, Columned, Columns, columns_of, ordinary_limits, place_of
 from holdfast.core.crc import have_crcs
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Outlined, Source
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
@@ -63,8 +64,7 @@ ALIGNMENT = 64
 """A read begins in its block where it begins in the file, up to a multiple of this: what was aligned there is aligned here."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Value, frozen=True):
     """Ordinary tensors, and what reads them."""
 
     source: OpenSource
@@ -78,8 +78,7 @@ class Rows:
     """Whether checksums are compared."""
 
 
-@dataclass(slots=True)
-class Task:
+class Task(Struct):
     """What goes through one block at a time."""
 
     reads: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -166,12 +165,11 @@ def fill_ordinary(fills: Sequence[Fill], *, max_host_memory: int | None = None) 
             continue
         with resting_collector():
             keys: dict[str, int] = {}
-            kinds: Kinds = {}
             dtypes: dict[int, torch.dtype | None] = {}
             found: list[int] = []
             places: list[tuple[int, int, int, int]] = []
             for number in numbers:
-                place = _place(fills[number], kinds, dtypes)
+                place = _place(fills[number], dtypes)
                 if place is not None:
                     found.append(number)
                     places.append((keys.setdefault(place[0], len(keys)), *place[1:]))
@@ -182,7 +180,7 @@ def fill_ordinary(fills: Sequence[Fill], *, max_host_memory: int | None = None) 
     return [one for number, one in enumerate(fills) if number not in done], notes
 
 
-def _place(one: Fill, kinds: Kinds, dtypes: dict[int, torch.dtype | None]) -> tuple[str, int, int, int] | None:
+def _place(one: Fill, dtypes: dict[int, torch.dtype | None]) -> tuple[str, int, int, int] | None:
     """Where a fill lies whose bytes in the file are those that its target shall have; None for another."""
     lazy, target = one.lazy, one.target
     dtype = lazy.dtype
@@ -190,7 +188,7 @@ def _place(one: Fill, kinds: Kinds, dtypes: dict[int, torch.dtype | None]) -> tu
         dtypes[id(dtype)] = torch_dtype(dtype) if _has_torch(dtype) else None
     if target.dtype is not dtypes[id(dtype)] or not target.is_contiguous() or target.is_conj() or target.is_neg():
         return None
-    place = place_of(lazy, kinds)
+    place = place_of(lazy)
     if place is None or not 0 < place[2] <= SHORT_NBYTES:
         return None
     # A part of a storage: the checksum is that of all of its parts together, which the others put together.

@@ -16,14 +16,15 @@ import hashlib
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 import torch
+from msgspec import Struct, field
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from holdfast.core import value as values
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
@@ -45,8 +46,7 @@ REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors 
 """What to do about an object with tensors in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(values.Value, frozen=True):
     """A leaf that is no tensor."""
 
     raw: object
@@ -80,8 +80,7 @@ class Value:
         return out.getvalue()
 
 
-@dataclass(slots=True)
-class FlatState:
+class FlatState(Struct):
     """A state by flat names."""
 
     values: dict[str, Value] = field(default_factory=dict)

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import msgspec
+from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.notebook import Shown
@@ -31,6 +32,7 @@ from holdfast.core.protocols import State
 from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import twins
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
@@ -76,8 +78,7 @@ Copy = Callable[[Sequence[LazyTensor]], Staged]
 """Copies tensors into memory of our own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(Value, frozen=True, kw_only=True):
     """What was asked for."""
 
     path: str
@@ -99,8 +100,7 @@ class Asked:
     """Set where it is to be a step of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Value, frozen=True):
     """What was asked for, and among whom."""
 
     asked: Asked
@@ -115,8 +115,7 @@ class Job:
         return self.asked.threads or self.ranks.threads()
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(Value, frozen=True):
     """What this rank has."""
 
     job: Job
@@ -136,8 +135,7 @@ class Described:
         return self.job.ranks.size == 1 or little_in_common(self.state.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Value, frozen=True):
     """What this rank writes, and where."""
 
     job: Job

@@ -10,7 +10,6 @@ A rank that copies before anybody knows who writes what copies each piece of mem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +21,7 @@ from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted, step
+from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import Resident
 from holdfast.engine.blocks import mapped_bytes
 from holdfast.engine.source import OpenSource
@@ -67,8 +67,7 @@ def _tensors(value: object, path: Path) -> Iterable[tuple[object, Path]]:
             yield from _tensors(inner, (*path, number))
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(Value, frozen=True):
     """Tensors in memory of our own."""
 
     tensors: list[LazyTensor]

@@ -16,7 +16,6 @@ Checksums are compared in all ways; in the last two, blocks of one storage are c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,9 +23,10 @@ import torch
 
 from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
+from holdfast.engine.beside import Beside
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
-from holdfast.engine.threads import Beside
 from holdfast.errors import BadTarget
 from holdfast.torch import versions
 from holdfast.torch.cuda.columns import fill_ordinary
@@ -51,8 +51,7 @@ NO_ARRAY = np.empty(0, np.uint8)
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(Value, frozen=True, eq=False):
     """Parts that are in a block together, and where in it the elements of each are."""
 
     parts: list[Part]
