@@ -49,7 +49,7 @@ from holdfast.core import crc
 from holdfast.engine import write as engine_write
 from holdfast.plan import rows as plan_rows
 from holdfast.torch.cuda import columns as gpu_columns
-from holdfast.torch.cuda import host
+from holdfast.torch.cuda import host, pipeline
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import runs as gpu_runs
 from holdfast.torch.cuda.pipeline import Mark, pump
@@ -62,22 +62,24 @@ PARTS = ("floors", "many", "large", "sweep", "profile")
 SWEEP: tuple[dict[str, int], ...] = (
     {},
     {"block": 4},
-    {"block": 8},
-    {"block": 32},
-    {"threads": 8},
-    {"threads": 12},
-    {"threads": 24},
-    {"spare": 2},
-    {"spare": 16},
-    {"least": 16},
-    {"step": 1},
+    {"block": 16},
+    {"readers": 8},
+    {"readers": 10},
+    {"readers": 14},
+    {"readers": 16},
+    {"spare": 4},
+    {"spare": 12},
+    {"block": 4, "readers": 8},
+    {"block": 4, "readers": 16},
+    {"block": 2, "readers": 8},
     {"step": 2},
     {"step": 4},
-    {"block": 8, "threads": 12},
-    {"block": 8, "spare": 2},
+    {"together": 1},
+    {"together": 2},
+    {"together": 8},
 )
-"""Megabytes of a block, of the smallest task, and of what is summed at a time; readers; blocks beyond one a reader."""
-FEW_SWEEPS: tuple[dict[str, int], ...] = ({}, {"block": 8}, {"threads": 12}, {"step": 2})
+"""Megabytes of a block and of what is summed at a time; readers; blocks beyond one a reader, and blocks copied together."""
+FEW_SWEEPS: tuple[dict[str, int], ...] = ({}, {"block": 4}, {"block": 16}, {"readers": 8}, {"readers": 16}, {"together": 2})
 """Of the second state."""
 
 MANY_SAVES: tuple[dict[str, int], ...] = (
@@ -111,7 +113,9 @@ PLACES: tuple[tuple[object, str, str, int], ...] = (
     (gpu_load, "SPARE_BLOCKS", "spare", 1),
     (gpu_load, "STEP_NBYTES", "step", 1 << 20),
     (gpu_runs, "LEAST_NBYTES", "least", 1 << 20),
+    (gpu_load, "READERS", "readers", 1),
     (gpu_columns, "READERS", "readers", 1),
+    (pipeline, "MOST_BLOCKS", "together", 1),
     (engine_write, "GATHERERS", "gatherers", 1),
     (plan_rows, "BLOCK_NBYTES", "rows", 1 << 20),
     (crc, "SHORT_NBYTES", "kept", 1),
@@ -380,37 +384,38 @@ class Bench:
             shared(range(0, nbytes, size), threads, one)
 
         def pumped(blocks: Sequence[host.HostBlock], threads: int, size: int) -> None:
-            def put(start: int, block: host.HostBlock):
+            def put(full: Sequence[tuple[int, host.HostBlock]]) -> Mark:
                 with lane.on():
-                    some = device[start : start + size]
-                    some.copy_(block.tensor[: len(some)], non_blocking=True)
+                    targets = [device[start : start + size] for start, _ in full]
+                    values = [torch.from_numpy(block.array[: len(one)]) for (_, block), one in zip(full, targets, strict=True)]
+                    torch._foreach_copy_(targets, values, non_blocking=True)
                     return lane.mark()
 
-            tasks = range(0, nbytes, size)
-            pump(
-                tasks, blocks, threads=threads, read=lambda start, block: os.preadv(file, [block.array.data[:size]], start), put=put
-            )
+            def one(start: int, block: host.HostBlock) -> None:
+                os.preadv(file, [block.array.data[:size]], start)
+
+            pump(range(0, nbytes, size), blocks, threads=threads, read=one, put=put)
 
         sides: dict[str, Side] = {}
-        kept = {size: [host.HostBlock(size << 20) for _ in range(32)] for size in (4, 16)}
-        for threads, size in ((1, 16), (4, 16), (8, 16), (12, 16), (16, 16), (16, 4)):
-            given = kept[size], threads, size << 20
+        kept = {size: [host.HostBlock(size << 20) for _ in range(32)] for size in (2, 4, 8, 16)}
+        for threads, size in ((1, 8), (12, 8), (16, 16), (12, 4), (12, 2)):
+            given = kept[size][: threads + 8], threads, size << 20
             sides[f"preadv, {threads} threads, {size} MiB"] = lambda given=given: preads(*given)
-        for threads, size in ((8, 16), (12, 16), (16, 16), (24, 16), (16, 4)):
-            given = kept[size], threads, size << 20
+        for threads, size in ((8, 8), (12, 8), (16, 8), (8, 4), (12, 4), (12, 2), (16, 16)):
+            given = kept[size][: threads + 8], threads, size << 20
             sides[f"preadv and the bus, {threads} threads, {size} MiB"] = lambda given=given: pumped(*given)
-        given = kept[16], 16, 16 << 20
-        sides["preadv and a sum, 16 threads, 16 MiB"] = lambda: preads(*given, summed=True)
+        summed = kept[8], 12, 8 << 20
+        sides["preadv and a sum, 12 threads, 8 MiB"] = lambda: preads(*summed, summed=True)
         try:
             self.race("floors", sides, nbytes, min(self.rounds, 3))
         finally:
             os.close(file)
-        for processes, size in ((16, 16 << 20), (16, 1 << 20), (16, 256 << 10), (12, 1 << 20), (8, 1 << 20)):
+        for processes, size in ((16, 16 << 20), (12, 1 << 20)):
             speed = without_lock(self.path("h.safetensors"), nbytes, processes, size)
             print(f"floors  preadv, {processes} processes, {size >> 10} KiB: {speed:.1f} GB/s", flush=True)
 
     def race_with(self, given: Mapping[str, int], label: str, nbytes: int) -> None:
-        path, threads, name = self.path("h.safetensors"), given.get("threads"), shown(given)
+        path, threads, name = self.path("h.safetensors"), given.get("readers"), shown(given)
         with parameters(given):
             read(path, threads=threads)
             sides: dict[str, Side] = {
@@ -475,12 +480,17 @@ def shared(work: Iterable[int], threads: int, one: Callable[[int], object]) -> N
 
 def courses(label: str, side: Side) -> None:
     """What the threads of a load do: how long readers read, and on a processor; how long the caller starts copies, and waits."""
-    spent: dict[str, float] = dict.fromkeys(("all", "pump", "first", "read", "read cpu", "put", "land", "readers", "tasks"), 0.0)
+    spent: dict[str, float] = dict.fromkeys(
+        ("all", "pump", "first", "read", "read cpu", "put", "land", "readers", "tasks", "puts"), 0.0
+    )
     before = gpu_load.pump
 
     class Timed:
         def __init__(self, mark: Mark) -> None:
             self._mark = mark
+
+        def query(self) -> bool:
+            return self._mark.query()
 
         def synchronize(self) -> None:
             begin = time.perf_counter()
@@ -496,10 +506,11 @@ def courses(label: str, side: Side) -> None:
             read(task, block)
             reads.append((time.perf_counter() - wall, time.thread_time() - cpu))
 
-        def timed_put(task, block):
+        def timed_put(full):
             begin = time.perf_counter()
             spent["first"] = spent["first"] or begin - began
-            mark = put(task, block)
+            spent["puts"] += 1
+            mark = put(full)
             spent["put"] += time.perf_counter() - begin
             return Timed(mark)
 
@@ -515,11 +526,9 @@ def courses(label: str, side: Side) -> None:
     finally:
         gpu_load.pump = before
     idle = spent["pump"] * spent["readers"] - spent["read"]
-    shown = {name: round(value * 1e3, 1) for name, value in spent.items() if name not in ("readers", "tasks")}
-    print(
-        f"courses {label}, ms: {shown}, readers' waits {idle * 1e3:.1f}; {spent['readers']} readers, {spent['tasks']} tasks",
-        flush=True,
-    )
+    shown = {name: round(value * 1e3, 1) for name, value in spent.items() if name not in ("readers", "tasks", "puts")}
+    counts = ", ".join(f"{spent[name]:.0f} {name}" for name in ("readers", "tasks", "puts"))
+    print(f"courses {label}, ms: {shown}, readers' waits {idle * 1e3:.1f}; {counts}", flush=True)
 
 
 READER = """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from isal import isal_zlib
 
-__all__ = ["Sums", "combine", "crc32", "crc32_each", "rest_of"]
+__all__ = ["Sums", "combine", "crc32", "crc32_each", "have_crcs", "rest_of"]
 
 KEPT_NBYTES = 5 << 10
 """What is longer is summed without the interpreter lock (isal_zlibmodule.c, as CPython's zlib does it)."""
@@ -54,6 +54,28 @@ def rest_of(whole: int, first: int, nbytes: int) -> int:
     True
     """
     return whole ^ combine(first, 0, nbytes)
+
+
+def have_crcs(data: memoryview, begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bool:
+    """Whether pieces of a buffer, one behind the other, have these checksums.
+
+    All from the first to the last is summed by one call, without the interpreter lock, and compared with what the checksums of the
+    pieces and of what lies between them combine to. So a change is missed as rarely as by the checksum of one of them.
+
+    >>> have_crcs(memoryview(b"holdfast"), [0, 4], [4, 8], [crc32(b"hold"), crc32(b"fast")])
+    True
+    """
+    if not begins:
+        return True
+    if ends[-1] - begins[0] <= KEPT_NBYTES * len(begins):
+        # To sum such a piece takes less time than to combine it.
+        return crc32_each([data[begin:end] for begin, end in zip(begins, ends, strict=True)]) == list(crcs)
+    total, at = 0, begins[0]
+    for begin, end, crc in zip(begins, ends, crcs, strict=True):
+        if begin > at:
+            total = combine(total, crc32(data[at:begin]), begin - at)
+        total, at = combine(total, crc, end - begin), end
+    return total == crc32(data[begins[0] : at])
 
 
 class Sums:

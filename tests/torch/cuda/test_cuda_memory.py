@@ -136,15 +136,14 @@ def test_staging_into_locked_and_ordinary_memory(monkeypatch, locked):
     total = sum(tensor.nbytes for tensor in tensors)
     most = {"all": None, "none": 0, "half": total // 2}[locked]
     room = Room().take(total, gpu=True, max_host_memory=most)
-    copies, requests, at = Copies(room), [], 0
+    copies, wanted, at = Copies(room), [], 0
     for tensor in tensors:
-        out = room.array[at : at + tensor.nbytes].view(np.float32).reshape(64, 64)
-        requests.append(Request(described(gpus, tensor), out))
+        wanted.append((described(gpus, tensor), at))
         at += tensor.nbytes
-    copies.begin(gpus, requests)
+    copies.begin(gpus, wanted)
     copies.wait()
-    for tensor, request in zip(tensors, requests, strict=True):
-        assert np.array_equal(request.out, tensor.numpy())
+    for tensor, (_, at) in zip(tensors, wanted, strict=True):
+        assert np.array_equal(room.array[at : at + tensor.nbytes].view(np.float32).reshape(64, 64), tensor.numpy())
     assert copies.unlocked_nbytes == {"all": 0, "none": total, "half": 3 * tensors[0].nbytes}[locked]
     assert bool(copies.notes()) == (locked != "all")
 
@@ -199,20 +198,20 @@ def test_staging_joins_what_is_close_and_keeps_what_lies_between(monkeypatch):
     tensors = [torch.randn(n) for n in (3, 16, 5, 300_000, 1, 17, 2, 2)]
     room = Room().take(2 << 20, gpu=True)
     room.array[...] = 7
-    requests, at = [], 0
+    wanted, at = [], 0
     for tensor in tensors:
         at += -at % 64
-        requests.append(Request(described(gpus, tensor), room.array[at : at + tensor.nbytes].view(np.float32)))
+        wanted.append((described(gpus, tensor), at))
         at += tensor.nbytes
     starts = []
     before = GpuSource._join
     monkeypatch.setattr(GpuSource, "_join", lambda self, *given: starts.append(len(given[0])) or before(self, *given))
     copies = Copies(room)
-    copies.begin(gpus, [request for number, request in enumerate(requests) if number != 6])
-    copies.begin(others, [Request(described(others, tensors[6]), requests[6].out)])
+    copies.begin(gpus, [one for number, one in enumerate(wanted) if number != 6])
+    copies.begin(others, [(described(others, tensors[6]), wanted[6][1])])
     copies.wait()
-    for tensor, request in zip(tensors, requests, strict=True):
-        assert np.array_equal(request.out, tensor.numpy())
+    for tensor, (_, place) in zip(tensors, wanted, strict=True):
+        assert np.array_equal(room.array[place : place + tensor.nbytes].view(np.float32), tensor.numpy())
     assert starts == [3, 1, 2, 1, 1]
     assert (room.array[at:] == 7).all()
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 
+from holdfast.torch.cuda import pipeline
 from holdfast.torch.cuda.host import BLOCK_NBYTES, HostBlock, Pool
 from holdfast.torch.cuda.pipeline import pump
 
@@ -14,8 +16,10 @@ from holdfast.torch.cuda.pipeline import pump
 class Copies:
     """A device that copies as slowly as it is told, and watches that no block is touched meanwhile."""
 
-    def __init__(self, delay: float = 0.0) -> None:
+    def __init__(self, delay: float = 0.0, *, known: bool = True) -> None:
         self.delay = delay
+        self.known = known
+        """Whether a copy is said to be done before somebody waits for it."""
         self.busy: set[int] = set()
         self.most = 0
         self.done: list[int] = []
@@ -25,27 +29,33 @@ class Copies:
         assert id(block) not in self.busy, "a block is read into while it is copied from"
         block[:] = [task]
 
-    def put(self, task: int, block: list[int]) -> Copies.Under:
-        assert block == [task]
+    def put(self, full: Sequence[tuple[int, list[int]]]) -> Copies.Under:
+        assert 0 < len(full) <= pipeline.MOST_BLOCKS
+        assert all(block == [task] for task, block in full)
         self.threads.add(threading.get_ident())
-        self.busy.add(id(block))
+        self.busy.update(id(block) for _, block in full)
         self.most = max(self.most, len(self.busy))
-        return Copies.Under(self, task, block)
+        return Copies.Under(self, full)
 
     class Under:
-        def __init__(self, copies: Copies, task: int, block: list[int]) -> None:
-            self.copies, self.task, self.block = copies, task, block
+        def __init__(self, copies: Copies, full: Sequence[tuple[int, list[int]]]) -> None:
+            self.copies, self.full = copies, full
+
+        def query(self) -> bool:
+            return self.copies.known and not self.copies.delay
 
         def synchronize(self) -> None:
             time.sleep(self.copies.delay)
-            assert self.block == [self.task], "a block changed before its copy was done"
-            self.copies.busy.discard(id(self.block))
-            self.copies.done.append(self.task)
+            for task, block in self.full:
+                assert block == [task], "a block changed before its copy was done"
+                self.copies.busy.discard(id(block))
+                self.copies.done.append(task)
 
 
 @pytest.mark.parametrize(("tasks", "blocks", "threads"), [(0, 2, 2), (1, 1, 1), (100, 2, 8), (100, 8, 2), (500, 24, 16)])
-def test_every_task_passes_once(tasks, blocks, threads):
-    copies = Copies()
+@pytest.mark.parametrize("known", [True, False])
+def test_every_task_passes_once(tasks, blocks, threads, known):
+    copies = Copies(known=known)
     pump(range(tasks), [[] for _ in range(blocks)], threads=threads, read=copies.read, put=copies.put)
     assert sorted(copies.done) == list(range(tasks))
     assert copies.most <= blocks
@@ -64,9 +74,9 @@ def test_tasks_are_made_as_they_are_needed():
     seen = []
     copies = Copies()
 
-    def put(task, block):
+    def put(full):
         seen.append(len(made))
-        return copies.put(task, block)
+        return copies.put(full)
 
     pump(tasks(), [[] for _ in range(2)], threads=1, read=copies.read, put=put)
     assert seen[0] < 50
@@ -95,10 +105,10 @@ def test_the_first_failure_is_raised_when_all_has_come_to_rest(where, delay):
             raise Broken("read")
         copies.read(task, block)
 
-    def put(task, block):
-        if where == "put" and task >= 20:
+    def put(full):
+        if where == "put" and any(task >= 20 for task, _ in full):
             raise Broken("put")
-        return copies.put(task, block)
+        return copies.put(full)
 
     threads = set(threading.enumerate())
     with pytest.raises(Broken, match=where):
@@ -110,11 +120,30 @@ def test_the_first_failure_is_raised_when_all_has_come_to_rest(where, delay):
 
 def test_a_mark_that_fails_is_raised():
     class Never:
+        def query(self):
+            return False
+
         def synchronize(self):
             raise Broken("mark")
 
     with pytest.raises(Broken, match="mark"):
-        pump(range(10), [[] for _ in range(2)], threads=2, read=lambda task, block: None, put=lambda task, block: Never())
+        pump(range(10), [[] for _ in range(2)], threads=2, read=lambda task, block: None, put=lambda full: Never())
+
+
+def test_what_is_full_by_then_is_put_together():
+    """One slow start, and the blocks that have come meanwhile are started by one call."""
+    copies = Copies()
+    sizes: list[int] = []
+
+    def put(full):
+        sizes.append(len(full))
+        if len(sizes) == 1:
+            time.sleep(0.1)
+        return copies.put(full)
+
+    pump(range(24), [[] for _ in range(12)], threads=3, read=copies.read, put=put)
+    assert sum(sizes) == 24
+    assert sizes[1] == pipeline.MOST_BLOCKS
 
 
 def test_a_pool_lends_what_it_has_and_keeps_what_it_may():

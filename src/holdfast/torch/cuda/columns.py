@@ -34,7 +34,7 @@ from msgspec import Struct, field
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
 from holdfast.core.columns import NO_CRC, Columned, Columns, columns_of, ordinary_limits, place_of
-from holdfast.core.crc import crc32_each
+from holdfast.core.crc import have_crcs
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Outlined, Source
 from holdfast.core.runtime import resting_collector
@@ -346,12 +346,11 @@ class _Moved:
             if self.rows.verify and recorded.any():
                 begins, checked = places[recorded], members[recorded]
                 ends = begins + columns.nbytes[checked]
-                sums = crc32_each([memory[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
-                if (np.array(sums, np.int64) != columns.crcs[checked]).any():
+                if not have_crcs(memory, begins.tolist(), ends.tolist(), columns.crcs[checked].tolist()):
                     raise _Changed
 
-    def put(self, task: Task, block: HostBlock) -> Mark:
-        """Bring a block to its places. Runs on the caller's thread."""
+    def put(self, full: Sequence[tuple[Task, HostBlock]]) -> Mark:
+        """Bring blocks to their places. Runs on the caller's thread."""
         raise NotImplementedError
 
     def _arrive(self, task: Task, block: HostBlock) -> torch.Tensor:
@@ -393,18 +392,22 @@ class _Made(_Moved):
         self.tensors: dict[int, torch.Tensor] = {}
         """By their rows."""
 
-    def put(self, task: Task, block: HostBlock) -> Mark:
+    def put(self, full: Sequence[tuple[Task, HostBlock]]) -> Mark:
         with self._lane.on():
-            arrived = self._arrive(task, block)
+            every = [(task, self._arrive(task, block)) for task, block in full]
         mark = self._lane.hold_caller()
-        self._lane.lend(arrived)
+        for task, arrived in every:
+            self._lane.lend(arrived)
+            self._make(task, arrived)
+        return mark
+
+    def _make(self, task: Task, arrived: torch.Tensor) -> None:
         for pieces, owners in self._carried(task, arrived):
             # The one operation of torch that makes many tensors by one kernel. On integers it is a copy.
             made, first = torch._foreach_add(pieces, 0), 0
             for kind, members in owners:
                 self.tensors.update(zip(members, kind.typed(made[first : first + len(members)]), strict=True))
                 first += len(members)
-        return mark
 
 
 class _Filled(_Moved):
@@ -414,13 +417,14 @@ class _Filled(_Moved):
         super().__init__(rows, targets[0].device)
         self._targets = targets
 
-    def put(self, task: Task, block: HostBlock) -> Mark:
+    def put(self, full: Sequence[tuple[Task, HostBlock]]) -> Mark:
         targets = self._targets
         with self._lane.on():
             try:
-                for pieces, owners in self._carried(task, self._arrive(task, block)):
-                    own = [kind.integers(targets[row]) for kind, members in owners for row in members]
-                    torch._foreach_copy_(own, pieces)
+                for task, block in full:
+                    for pieces, owners in self._carried(task, self._arrive(task, block)):
+                        own = [kind.integers(targets[row]) for kind, members in owners for row in members]
+                        torch._foreach_copy_(own, pieces)
             except BaseException:
                 # What was started must not be left behind when the block goes to somebody else.
                 self._lane.mark().synchronize()

@@ -26,9 +26,9 @@ from holdfast.stores.platform import own_memory
 
 __all__ = ["BLOCK_NBYTES", "KEPT_NBYTES", "POOL", "HostBlock", "Pool", "available_nbytes", "lock", "unlock"]
 
-BLOCK_NBYTES = 16 << 20
-"""What one thread reads at a time. Every hand-over between threads takes the interpreter lock, and with 16 threads about 0.2 ms:
-with blocks of 4 MiB an H200 was loaded at 16 GB/s, with 8 MiB at 33, with 16 MiB at 42."""
+BLOCK_NBYTES = 8 << 20
+"""What one thread reads at a time. Every hand-over between threads takes the interpreter lock, so less is slower; and what has left
+the caches by the time it is copied is fetched from memory once more, so more is slower, too (docs/design/025-floors.md)."""
 
 KEPT_NBYTES = 1 << 30
 """Bytes of blocks that are kept for the next call."""

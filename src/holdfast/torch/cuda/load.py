@@ -12,7 +12,7 @@ the allocator then cuts it up. The storages are as separate as always; only cuda
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -45,6 +45,9 @@ LEAST_NBYTES = 2 << 20
 SPARE_BLOCKS = 8
 """Blocks beyond one a reader: those that are being emptied."""
 
+READERS = 12
+"""Threads that read, at the most: more take the interpreter lock from the one that starts the copies."""
+
 STEP_NBYTES = 16 << 20
 """What is summed is read so many bytes at a time. Less would still be in the cache of its core, at the price of more calls."""
 
@@ -70,7 +73,7 @@ def blocks_within(most: int | None, threads: int) -> Size:
     """As many blocks as `threads` readers need, within a budget of `most` bytes.
 
     >>> blocks_within(None, 16), blocks_within(40 << 20, 16), blocks_within(2 << 20, 16)
-    (Size(count=24, nbytes=16777216), Size(count=8, nbytes=5242880), Size(count=2, nbytes=1048576))
+    (Size(count=24, nbytes=8388608), Size(count=8, nbytes=5242880), Size(count=2, nbytes=1048576))
     """
     budget = DEFAULT_NBYTES if most is None else most
     if budget < LEAST_NBYTES:
@@ -94,7 +97,8 @@ def load_fills(
     if not fills:
         return []
     losses = losses or CastLosses()
-    threads = max((one.lazy.source.threads for one in fills if isinstance(one.lazy.source, OpenSource)), default=default_threads())
+    given = (one.lazy.source.threads for one in fills if isinstance(one.lazy.source, OpenSource))
+    threads = min(max(given, default=default_threads()), READERS)
     size = blocks_within(most, threads)
     groups: dict[tuple[Source, torch.device], list[Fill]] = {}
     fills_of: dict[Source, list[Fill]] = {}
@@ -121,7 +125,7 @@ def load_fills(
             blocks,
             threads=min(threads, count),
             read=lambda task, block: _read(task, block, checks[task.source]),
-            put=lambda task, block: _put(task, block, found[task.device], progress, losses=losses),
+            put=lambda full: _put_all(full, found, progress, losses=losses),
         )
     finally:
         POOL.take_back(blocks)
@@ -179,36 +183,77 @@ def _value(one: Gathered, at: int, block: HostBlock) -> torch.Tensor:
     return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
 
 
-def _put(task: Task, block: HostBlock, lane: Lane, progress: Progress | None, *, losses: CastLosses) -> Mark:
-    """Start all copies out of a block."""
+Full = Sequence[tuple[Task, HostBlock]]
+"""Blocks that are full."""
+
+
+class _Marks(list[Mark]):
+    """Points in the work of several devices."""
+
+    def synchronize(self) -> None:
+        for mark in self:
+            mark.synchronize()
+
+    def query(self) -> bool:
+        return all(mark.query() for mark in self)
+
+
+def _put_all(full: Full, found: Mapping[torch.device, Lane], progress: Progress | None, *, losses: CastLosses) -> Mark:
+    """Start all copies out of blocks."""
+    marks = _Marks()
+    for device in dict.fromkeys(task.device for task, _ in full):
+        marks.append(_put([one for one in full if one[0].device == device], device, found[device], losses=losses))
+    for task, _ in full:
+        if isinstance(task.source, OpenSource):
+            task.source.read_nbytes += task.read_nbytes
+        if progress is not None:
+            progress(task.nbytes)
+    return marks
+
+
+def _put(full: Full, device: torch.device, lane: Lane, *, losses: CastLosses) -> Mark:
+    """Those that go to one device."""
     with lane.on():
         try:
-            for read in task.reads:
-                _put_pieces(read.pieces, block, task.device, losses=losses)
-            for one, at in task.gathered:
-                value = _value(one, at, block).to(task.device, non_blocking=True)
-                copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
-                losses.add(one.part.lazy.name, value, one.part.target)
+            targets: list[torch.Tensor] = []
+            values: list[torch.Tensor] = []
+            for task, block in full:
+                for read in task.reads:
+                    _put_pieces(read.pieces, block, device, targets=targets, values=values, losses=losses)
+            if targets:
+                # One call for all of them: it gives the interpreter lock away, for which the readers wait.
+                torch._foreach_copy_(targets, values, non_blocking=True)
+            for task, block in full:
+                for one, at in task.gathered:
+                    value = _value(one, at, block).to(device, non_blocking=True)
+                    copy_values(value, one.part.target.detach(), conj=one.part.conj, neg=one.part.neg)
+                    losses.add(one.part.lazy.name, value, one.part.target)
         except BaseException:
             # What was started must not be left behind when the block goes to somebody else.
             lane.mark().synchronize()
             raise
-        mark = lane.mark()
-    if isinstance(task.source, OpenSource):
-        task.source.read_nbytes += task.read_nbytes
-    if progress is not None:
-        progress(task.nbytes)
-    return mark
+        return lane.mark()
 
 
-def _put_pieces(pieces: Sequence[Taken], block: HostBlock, device: torch.device, *, losses: CastLosses) -> None:
+def _put_pieces(
+    pieces: Sequence[Taken],
+    block: HostBlock,
+    device: torch.device,
+    *,
+    targets: list[torch.Tensor],
+    values: list[torch.Tensor],
+    losses: CastLosses,
+) -> None:
+    """Start the copies of short runs. Long ones are added to targets and values."""
     others: list[Taken] = []
     for taken in pieces:
         piece = taken.piece
         if piece.plain and piece.nbytes > SHORT_NBYTES:
             _spread(others, block, device, losses=losses)
             others = []
-            piece.target.copy_(block.tensor[taken.at : taken.at + piece.nbytes], non_blocking=True)
+            targets.append(piece.target)
+            # Not a view of the block's tensor: to make one would give the interpreter lock away.
+            values.append(torch.from_numpy(block.array[taken.at : taken.at + piece.nbytes]))
         else:
             others.append(taken)
     _spread(others, block, device, losses=losses)

@@ -231,7 +231,8 @@ class GpuSource(OpenSource):
     def _octets(self, tensor: LazyTensor) -> torch.Tensor:
         place = contiguous_bytes(tensor)
         if place is not None:
-            return self.memory.flat(place[0])[place[1] : place[1] + tensor.nbytes]
+            row = self.memory.flat(place[0])
+            return row if len(row) == tensor.nbytes else row[place[1] : place[1] + tensor.nbytes]
         return flat(self._value(tensor).contiguous()).view(torch.uint8)
 
     def _value(self, tensor: LazyTensor) -> torch.Tensor:

@@ -1,11 +1,12 @@
 """Readers on threads, one thread that copies, and a fixed number of blocks that go round between them.
 
-    readers   ── take a task, wait for a free block, read into it ──►  full
-    caller    ── start the copies out of a full block, mark them  ──►  under way
-                 wait for the oldest mark                         ──►  free
+    readers   ── take a task, wait for a free block, read into it    ──►  full
+    caller    ── start the copies out of some full blocks, mark them ──►  under way
+                 wait for the oldest mark, where no block is free    ──►  free
 
 All copies are started by the caller's own thread: 16 threads that call into CUDA wait for each other longer than they copy. The
-readers only read and sum, which needs no interpreter lock.
+readers only read and sum, which needs no interpreter lock. But every call into torch gives it away, and to have it again among so
+many readers takes long. So the caller takes all blocks that are full by then, and starts their copies by as few calls as it can.
 
 The first failure, of a reader or of a copy, stops all readers; whatever has been started is waited for, and then the failure is
 raised. So when `pump` is left, nothing touches the blocks or the targets any more.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
@@ -23,6 +25,7 @@ from holdfast.engine.threads import start
 
 __all__ = ["Mark", "pump"]
 
+T = TypeVar("T")
 Task = TypeVar("Task")
 Block = TypeVar("Block")
 
@@ -32,6 +35,20 @@ class Mark(Protocol):
 
     def synchronize(self) -> None:
         """Come back when all that was asked for before this point is done."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+
+MOST_BLOCKS = 4
+"""Blocks that are put together. They are free together as well, when the last of them is copied."""
+
+
+Put = Callable[[Sequence[tuple[Task, Block]]], Mark]
+"""Starts the copies out of full blocks."""
+
+Started = deque[tuple[list[Block], Mark]]
+"""Copies that are under way, the oldest first."""
 
 
 class Failed:
@@ -47,9 +64,10 @@ def pump(
     *,
     threads: int,
     read: Callable[[Task, Block], None],
-    put: Callable[[Task, Block], Mark],
+    put: Put[Task, Block],
 ) -> None:
-    """Bring every task through a block: `read` on one of the threads, then `put` on this one. `put` marks what it started.
+    """Bring every task through a block: `read` on one of the threads, then `put` on this one, several together. `put` marks what it
+    started.
 
     Tasks begin in their order and may end in another. Raises the first failure when everything has come to rest.
     """
@@ -79,7 +97,7 @@ def pump(
         finally:
             full.put(None)
 
-    under_way: deque[tuple[Block, Mark]] = deque()
+    under_way: Started[Block] = deque()
     failures: list[BaseException] = []
     readers: list[threading.Thread] = []
     ended = 0
@@ -92,25 +110,29 @@ def pump(
         if not readers:
             _alone(waiting, blocks[0], read, put)
         while ended < len(readers):
-            try:
-                item = full.get_nowait() if under_way else full.get()
-            except Empty:
+            items = _taken(full)
+            while under_way and under_way[0][1].query():
+                _land(under_way, free)
+            if not items and under_way and free.empty():
                 _land(under_way, free)
                 continue
-            if item is None:
-                ended += 1
-            elif isinstance(item, Failed):
-                failures.append(item.error)
-            elif not stop.is_set():
-                task, block = item
+            # Somebody reads, or has read by now.
+            items = items or [full.get()]
+            ended += items.count(None)
+            failures += [item.error for item in items if isinstance(item, Failed)]
+            filled = [item for item in items if isinstance(item, tuple)]
+            if filled and not stop.is_set():
                 try:
-                    under_way.append((block, put(task, block)))
+                    under_way.append(([block for _, block in filled], put(filled)))
                 except BaseException:
                     stop.set()
                     raise
             if stop.is_set():
                 # Wakes those that wait for a block.
-                free.put(None)
+                for _ in items:
+                    free.put(None)
+            # Not kept while the next ones are waited for, nor by whoever raises.
+            del items, filled
     finally:
         stop.set()
         for _ in range(threads):
@@ -122,22 +144,31 @@ def pump(
     if failures:
         failure = failures[0]
         failures.clear()
-        item = None
         try:
             raise failure
         finally:
             del failure
 
 
-def _alone(tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Callable[[Task, Block], Mark]) -> None:
+def _taken(full: SimpleQueue[T]) -> list[T]:
+    """What is there, up to so many."""
+    found: list[T] = []
+    with suppress(Empty):
+        while len(found) < MOST_BLOCKS:
+            found.append(full.get_nowait())
+    return found
+
+
+def _alone(tasks: Iterable[Task], block: Block, read: Callable[[Task, Block], None], put: Put[Task, Block]) -> None:
     """Where no thread can start: one task after the other."""
     for task in tasks:
         read(task, block)
-        put(task, block).synchronize()
+        put([(task, block)]).synchronize()
 
 
-def _land(under_way: deque[tuple[Block, Mark]], free: SimpleQueue[Block | None]) -> None:
-    """Wait for the oldest copies, after which their block is free again."""
-    block, mark = under_way.popleft()
+def _land(under_way: Started[Block], free: SimpleQueue[Block | None]) -> None:
+    """Wait for the oldest copies, after which their blocks are free again."""
+    blocks, mark = under_way.popleft()
     mark.synchronize()
-    free.put(block)
+    for block in blocks:
+        free.put(block)

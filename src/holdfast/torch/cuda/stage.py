@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from holdfast.core.arrays import byte_row
-from holdfast.core.protocols import Request
 from holdfast.core.runtime import at_fork
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.blocks import Slab, slabs
@@ -81,19 +79,19 @@ class Copies:
         self.unlocked_nbytes = 0
         """Bytes that went to ordinary memory."""
 
-    def begin(self, source: GpuSource, requests: Sequence[Request]) -> None:
-        """Start to copy tensors to their places in the room. The caller's streams wait for what was started."""
+    def begin(self, source: GpuSource, wanted: Sequence[tuple[LazyTensor, int]]) -> None:
+        """Start to copy tensors, each to its place in the room. The caller's streams wait for what was started."""
         self._kept.append(source)
         work: list[Callable[[], None]] = []
         direct: list[tuple[LazyTensor, int]] = []
-        for request in requests:
-            flat = byte_row(request.out)
-            place = flat.__array_interface__["data"][0] - self._room.address
-            if place + flat.nbytes <= self._room.locked_nbytes:
-                direct.append((request.tensor, place))
+        for tensor, place in wanted:
+            end = place + tensor.nbytes
+            if end <= self._room.locked_nbytes:
+                direct.append((tensor, place))
             else:
-                self.unlocked_nbytes += flat.nbytes
-                work += [_slab_task(source, slab, flat) for slab in slabs(request.tensor, BLOCK_NBYTES)]
+                self.unlocked_nbytes += tensor.nbytes
+                flat = self._room.array[place:end]
+                work += [_slab_task(source, slab, flat) for slab in slabs(tensor, BLOCK_NBYTES)]
         self._marks += source.copy_later(direct, self._room.tensor)
         if work:
             run_all(work, default_threads())

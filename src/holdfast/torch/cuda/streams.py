@@ -95,6 +95,9 @@ class _Done:
     def synchronize(self) -> None:
         """It is done."""
 
+    def query(self) -> bool:
+        return True
+
 
 def lanes(devices: Iterable[torch.device]) -> dict[torch.device, Lane]:
     """A lane for each of these devices."""

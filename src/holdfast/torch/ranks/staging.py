@@ -17,7 +17,7 @@ import torch
 
 from holdfast.core.arrays import byte_row
 from holdfast.core.box import Box
-from holdfast.core.chunk import Chunk
+from holdfast.core.chunk import Chunk, c_strides
 from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted, step
@@ -94,28 +94,28 @@ def stage(
     gpu = any(isinstance(tensor.source, GpuSource) for tensor in tensors)
     room = ROOM.take(total, gpu=gpu, max_host_memory=max_host_memory)
     copies = Copies(room)
-    outs: list[np.ndarray | None] = []
+    gpus: dict[GpuSource, list[tuple[LazyTensor, int]]] = {}
     requests: list[Request] = []
     for tensor, place in zip(tensors, places, strict=True):
-        if tensor.dtype.packed or not tensor.nbytes:
-            # Packed elements are never in the caller's memory: numpy and torch have none, so they come from an open checkpoint.
-            outs.append(None)
+        if not _is_copied(tensor):
             continue
-        out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
-        requests.append(Request(tensor, out))
-        outs.append(out)
+        if isinstance(tensor.source, GpuSource):
+            gpus.setdefault(tensor.source, []).append((tensor, place))
+        else:
+            out = room.array[place : place + tensor.nbytes].view(tensor.dtype.numpy).reshape(tensor.shape)
+            requests.append(Request(tensor, out))
     try:
         # GPUs first: they copy by themselves while the rest is copied here.
-        for source, own in sorted(by_source(requests).items(), key=lambda found: not isinstance(found[0], GpuSource)):
-            if isinstance(source, GpuSource):
-                copies.begin(source, own)
-            else:
-                others = _copied(own, threads) if source.store.resident else own
-                if isinstance(source, OpenSource) and source.store.resident:
-                    source = source.over(source.store, threads=threads)  # this rank shares the machine with others
-                if others:
-                    source.read(others)
-        staged = [t if out is None else _moved(t, out, resident=resident, room=room) for t, out in zip(tensors, outs, strict=True)]
+        for gpu_source, wanted in gpus.items():
+            copies.begin(gpu_source, wanted)
+        for source, own in by_source(requests).items():
+            others = _copied(own, threads) if source.store.resident else own
+            if isinstance(source, OpenSource) and source.store.resident:
+                source = source.over(source.store, threads=threads)  # this rank shares the machine with others
+            if others:
+                source.read(others)
+        moved = zip(tensors, places, strict=True)
+        staged = [_moved(t, place, resident=resident, room=room) if _is_copied(t) else t for t, place in moved]
         torn = sum(tensor._version != version for tensor, version in before)
         if torn:
             raise NotCommitted(f"{torn} tensors were changed while they were copied for the save; nothing was written", file=path)
@@ -154,10 +154,17 @@ def _copy_all(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         np.copyto(target, origin)
 
 
-def _moved(tensor: LazyTensor, out: np.ndarray, *, resident: Resident, room: HostBlock) -> LazyTensor:
+def _is_copied(tensor: LazyTensor) -> bool:
+    """Whether a tensor has bytes. Packed elements are never in the caller's memory: numpy and torch have none, so they come from an
+    open checkpoint."""
+    return bool(tensor.nbytes) and not tensor.dtype.packed
+
+
+def _moved(tensor: LazyTensor, place: int, *, resident: Resident, room: HostBlock) -> LazyTensor:
     """The same tensor, with its elements where they were copied to."""
-    memory = resident.memory(out.__array_interface__["data"][0], out.reshape(-1).view(np.uint8).data, owner=room)
-    return resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0).renamed(tensor.name)
+    memory = resident.memory(room.address + place, room.array.data[place : place + tensor.nbytes], owner=room)
+    strides = c_strides(tensor.shape, tensor.dtype.numpy.itemsize)
+    return resident.strided(memory, tensor.dtype, tensor.shape, strides, 0).renamed(tensor.name)
 
 
 Piece = tuple[object, ...]
