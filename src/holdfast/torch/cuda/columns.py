@@ -42,6 +42,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, Unsupported
+from holdfast.formats.recorded import RecordedTensors
 from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.cuda.host import POOL, HostBlock
 from holdfast.torch.cuda.kinds import Kind, views
@@ -252,13 +253,16 @@ Found = tuple[OpenSource, Columns, list[DType], np.ndarray]
 
 
 def _outlined(tensors: Columned, names: Sequence[str]) -> Found | None:
-    """Of a format that knows where its tensors lie without making them. There each has a storage of its own."""
+    """Of a format that knows where its tensors lie without making them. There each has a storage of its own, if it was no view."""
     found = tensors.columns(names)
     if found is None or not isinstance(found[0], OpenSource) or not isinstance(tensors, Outlined):
         return None
     columns = found[1]
     dtypes = [tensors.outline(names[number])[0] for number in columns.numbers]
-    return found[0], columns, dtypes, np.ones(len(columns), np.bool_)
+    alone = np.ones(len(columns), np.bool_)
+    if isinstance(tensors, RecordedTensors):
+        alone[:] = [not tensors.is_view(names[number]) for number in columns.numbers]
+    return found[0], columns, dtypes, alone
 
 
 def _described(lazies: Sequence[LazyTensor]) -> Found | None:
