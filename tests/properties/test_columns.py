@@ -128,10 +128,10 @@ def test_rows_of_one_tensor(tmp_path_factory, data, dtype, format, cut):
     places = st.tuples(st.integers(-height, height - 1), st.integers(0, width - taken - 1))
     with holdfast.open(path) as ckpt:
         whole, other = ckpt["w"], ckpt["v"]
-        rows = [whole[row, first : first + taken] for row, first in data.draw(st.lists(places, min_size=FEW, max_size=3 * FEW))]
+        rows = [whole[row, first : first + taken] for row, first in data.draw(st.lists(places, min_size=2 * FEW, max_size=3 * FEW))]
         # Some with one element more, some columns of as many, and some of another tensor between them.
         others = [whole[3, : taken + 1], whole[:taken, 2], whole[1:3], whole[::2, 1], other[3:5], other[3 : 3 + taken]]
-        for at in data.draw(st.lists(st.integers(0, FEW - 1), max_size=4)):
+        for at in data.draw(st.lists(st.integers(0, 2 * FEW - 1), min_size=4, max_size=8)):
             rows[at] = data.draw(st.sampled_from(others))
         if cut:
             (storage,) = whole.storages
