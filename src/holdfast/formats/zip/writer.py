@@ -104,7 +104,7 @@ class Ending:
         return len(self.blank) + self.payload.nbytes + _descriptor_nbytes(self.payload.nbytes, wide=self.wide)
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        found = array("I", map(crcs.__getitem__, self.labels if self.crc else ()))
+        found = list(map(crcs.__getitem__, self.labels if self.crc else ()))
         before = b""
         if self.payload is not None:
             before = self.payload.make(crcs)
@@ -120,7 +120,7 @@ class Ending:
         if not found:
             return before + self.blank
         whole = bytearray().join((before, self.blank))
-        filled, sums = np.frombuffer(whole, np.uint8), np.array(found, "<u4").view(np.uint8).reshape(-1, 4)
+        filled, sums = np.frombuffer(whole, np.uint8), np.array(found, np.int64).astype("<u4").view(np.uint8).reshape(-1, 4)
         for byte in range(4):
             filled[self.places + (len(before) + byte)] = sums[:, byte]
         return bytes(whole)
