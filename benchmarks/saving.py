@@ -26,6 +26,25 @@ def state_of(path: Path):
     return torch.load(path, weights_only=True)
 
 
+@cache
+def module_of(path: Path):
+    """The same as `state_dict()` of a module gives it: an OrderedDict that says the version of each module."""
+    from collections import OrderedDict
+
+    state = OrderedDict(state_of(path))
+    state._metadata = OrderedDict((name.rpartition(".")[0], {"version": 1}) for name in state)
+    return state
+
+
+def ours_module(name: str):
+    def job(path: Path) -> object:
+        import holdfast
+
+        return holdfast.save(module_of(path), beside(path, name), durable=False, overwrite=True)
+
+    return job
+
+
 def beside(path: Path, name: str) -> Path:
     return path.parent / f"out-{name}"
 
@@ -141,6 +160,19 @@ SAVING: tuple[Case, ...] = (
         save_file(False),
         4.2,
         our_modules=WITH_TORCH,
+    ),
+    *(
+        Race(
+            f"save-many-module-{form}",
+            f"save the state dict of a module, 50,000 small tensors, as {form}",
+            "save_file",
+            files.half_many_pt,
+            ours_module(name),
+            save_file(False),
+            target,
+            our_modules=WITH_TORCH,
+        )
+        for form, name, target in (("safetensors", "module.safetensors", 4.0), ("native", "module", 3.5))
     ),
     Race(
         "save-training-pt",

@@ -208,11 +208,12 @@ def test_what_is_odd_is_not_taken_for_ordinary(tmp_path, odd, format):
     assert_same(state, tmp_path / PATHS[format])
 
 
+@pytest.mark.parametrize("options", [{}, {"read_back": True}, {"max_memory": "1GiB"}], ids=str)
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_is_ordinary_is_taken_as_rows(tmp_path, format):
+def test_what_is_ordinary_is_taken_as_rows(tmp_path, format, options):
     assert is_taken(plain(), format)
     with mock.patch("holdfast.rewrite.save.describe_state", side_effect=AssertionError):
-        holdfast.save(plain(), tmp_path / PATHS[format])
+        holdfast.save(plain(), tmp_path / PATHS[format], **options)
     with holdfast.open(tmp_path / PATHS[format]) as ckpt:
         for name, value in plain().items():
             np.testing.assert_array_equal(ckpt[name].numpy(), np.asarray(value))

@@ -29,6 +29,7 @@ from holdfast.engine.readback import check_source
 from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
+from holdfast.plan.rows import BLOCK_NBYTES
 from holdfast.rewrite.base import check_shares, not_shared, open_base
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, SUFFIXES, Options, format_for, plan_save, suffix_of
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
@@ -172,8 +173,9 @@ def plan_saving(
     limits: Limits | None,
 ) -> Planned[Saved]:
     """Lay out a save to a path that is not begun."""
-    # Rows know nothing of steps before; what bounds memory or compares afterwards wants objects.
-    plain = limits is None and base is None and not (hashes or writing.read_back or writing.budget or isinstance(target, Url))
+    # Rows know nothing of steps before, and their blocks have one size.
+    roomy = writing.budget is None or writing.budget.block >= BLOCK_NBYTES
+    plain = limits is None and base is None and not hashes and roomy and not isinstance(target, Url)
     if plain and (format is None or format in NAMES) and (format or suffix_of(target) in SUFFIXES):
         found = format_for(target, format, options)
         small = plan_small(state, target, found, metadata=metadata, options=options)

@@ -19,7 +19,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.formats.native.schema import FORMAT, MANIFEST, VERSION, DataFile, Manifest, StoredChunk, StoredTensor
 from holdfast.formats.native.write import INDEX, OWN, SHARD_NBYTES, data_name, other_files
-from holdfast.formats.safetensors.record import CRC_DIGITS
+from holdfast.formats.safetensors.record import CRC_DIGITS, checksum_digits
 from holdfast.formats.safetensors.rows import RowFile, row_file
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
 from holdfast.plan.rows import BATCH, TensorRows
@@ -107,9 +107,8 @@ class _Text(Value, frozen=True, eq=False):
         quote, keys = self.keys
         for first in range(0, len(self.names), BATCH):
             some = slice(first, first + BATCH)
-            names = self.names[some]
             openings = map([quote + text for text in self.openings].__getitem__, self.kinds[some])
-            sums = DIGITS(np.fromiter(map(crcs.__getitem__, names), ">u4", len(names)).tobytes().hex())
+            sums = DIGITS(checksum_digits(crcs, self.names[some]))
             each = zip(keys[some], openings, self.starts[some].tolist(), self.stops[some].tolist(), sums, strict=True)
             between, behind = BETWEEN, BEHIND
             listed = [f"{name}{opening}{start},{stop}{between}{crc}{behind}" for name, opening, start, stop, crc in each]

@@ -81,6 +81,7 @@ __all__ = [
     "About",
     "Record",
     "RecordText",
+    "checksum_digits",
     "fingerprint",
     "join",
     "read_record",
@@ -146,6 +147,12 @@ def texts_fingerprint(texts: Mapping[str, object]) -> str:
     # Not msgspec: an index may have integers that it does not write.
     raw = json.dumps(sorted(texts.items()), separators=(",", ":"), ensure_ascii=False)
     return f"{crc32(raw.encode('utf-8')):08x}"
+
+
+def checksum_digits(crcs: Mapping[str, int], labels: Sequence[str]) -> str:
+    """The digits of the checksums of these, in a row."""
+    # From a list, as numbers of 64 bits: a third of the time that the others take.
+    return np.array(list(map(crcs.__getitem__, labels)), np.int64).astype(">u4").tobytes().hex()
 
 
 class RecordText:

@@ -20,7 +20,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
-import numpy as np
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
@@ -31,7 +30,7 @@ from holdfast.core.tree import Path, dotted
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.recorded import PAIRS, find_sharing, sharing_fields
-from holdfast.formats.safetensors.record import CRC_DIGITS, FILES, RECORD, RecordText, fingerprint
+from holdfast.formats.safetensors.record import CRC_DIGITS, FILES, RECORD, RecordText, checksum_digits, fingerprint
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
@@ -182,8 +181,7 @@ class _Checksums(Value, frozen=True):
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
         known = {**crcs, **dict.fromkeys(self.empty, 0)} if self.empty else crcs
-        numbers = np.fromiter(map(known.__getitem__, self.labels), ">u4", len(self.labels))
-        return _escaped(self.record.middle(numbers.tobytes().hex().encode()))
+        return _escaped(self.record.middle(checksum_digits(known, self.labels).encode()))
 
 
 def _escaped(raw: bytes) -> bytes:

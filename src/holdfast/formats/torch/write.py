@@ -36,7 +36,7 @@ from holdfast.errors import CannotHold
 from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import NESTED, TorchPickle
-from holdfast.formats.zip.numbered import Numbered
+from holdfast.formats.zip.numbered import Numbered, by_digits, fill_names
 from holdfast.formats.zip.writer import Payload, Records, lay_out_zip
 from holdfast.plan import rows as small
 from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
@@ -108,10 +108,13 @@ def _fold_names(names: Sequence[str]) -> int:
 @lru_cache(8)
 def _fold_numbered(names: tuple[str | tuple[str, int], ...]) -> int:
     """The same of names among which stand a folder and how many numbers are in it: a state is saved again and again."""
-    every: list[str] = []
-    for name in names:
-        every += [name] if isinstance(name, str) else [f"{name[0]}/{number}" for number in range(name[1])]
-    return _fold_names(every)
+    texts = [name for name in names if isinstance(name, str)]
+    if len(texts) == len(names):
+        return _fold_names(texts)
+    hashes = np.concatenate(
+        [hash_texts([name.encode("utf-8")]) if isinstance(name, str) else _hash_numbered(*name) for name in names]
+    )
+    return fold(hashes[set_order(hashes)].tolist())
 
 
 def mistaken_crc(head: bytes) -> int | None:
@@ -143,6 +146,19 @@ def hash_texts(texts: Sequence[bytes]) -> Words:
         joined = b"".join(texts[row] for row in rows.tolist())
         padded[:, :length] = np.frombuffer(joined, np.uint8).reshape(len(rows), length)
         hashes[rows] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
+    return hashes
+
+
+def _hash_numbered(folder: str, count: int) -> Words:
+    """The same of `folder/0`, `folder/1` and so on, whose texts are never made."""
+    before = np.frombuffer(folder.encode("utf-8") + b"/", np.uint8)
+    hashes = np.zeros(count, np.uint64)
+    for low, high, digits in by_digits(0, count):
+        length = len(before) + digits
+        for first in range(low, high, small.BATCH):
+            padded = np.zeros((min(first + small.BATCH, high) - first, -(-length // 8) * 8), np.uint8)
+            fill_names(padded, before, first, digits=digits)
+            hashes[first : first + len(padded)] = _hash_rows(padded.view("<u8").astype(np.uint64), length)
     return hashes
 
 

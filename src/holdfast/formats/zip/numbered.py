@@ -36,10 +36,10 @@ from holdfast.formats.zip.layout import (
     NARROW,
     UTF8,
 )
-from holdfast.plan.rows import Piece, runs
+from holdfast.plan.rows import BATCH, Piece, runs
 from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Late, Literal, Memory, Segment
 
-__all__ = ["ENTRY_CRC", "LaidOut", "Numbered", "lay_out_numbered"]
+__all__ = ["ENTRY_CRC", "LaidOut", "Numbered", "by_digits", "fill_names", "lay_out_numbered"]
 
 ENTRY_CRC = 16
 """Where the checksum lies in an entry of the directory."""
@@ -70,9 +70,9 @@ class Numbered(Value, frozen=True, eq=False):
     def alone(self, number: int) -> bytes | Data | Memory:
         return self.one(number, self.name(number))
 
-    def names(self) -> list[str]:
+    def names(self) -> Iterator[str]:
         """Of all of them."""
-        return [f"{self.folder}/{number}" for number in range(len(self.nbytes))]
+        return map(f"{self.folder}/{{}}".format, range(len(self.nbytes)))
 
 
 class LaidOut(Value, frozen=True, eq=False):
@@ -81,7 +81,7 @@ class LaidOut(Value, frozen=True, eq=False):
     segments: list[Segment]
     stop: int
     """The byte after the last."""
-    entries: bytes
+    entries: bytes | bytearray
     """Of the directory, with blank checksums."""
     labels: list[str]
     """Of the records that have a checksum."""
@@ -117,13 +117,19 @@ class _Layout(Value, frozen=True, eq=False):
         fields["extra_nbytes"] = pads + 4
         made = np.empty((stop - first, LOCAL.itemsize + wide + 4), np.uint8)
         made[:, : LOCAL.itemsize] = fields.view(np.uint8).reshape(len(made), -1)
-        self._names(made[:, LOCAL.itemsize : -4], first, stop, digits)
+        fill_names(made[:, LOCAL.itemsize : -4], self.before, first, digits=digits)
         made[:, -4:-2] = np.frombuffer(b"FB", np.uint8)
         made[:, -2:] = pads.astype("<u2")[:, None].view(np.uint8)
         return made
 
-    def entries(self, first: int, stop: int, digits: int) -> np.ndarray:
-        """The directory entries of numbers of so many digits."""
+    def entries(self, out: bytearray) -> None:
+        """Write the directory's entries behind what is there."""
+        for low, high, digits in by_digits(0, len(self.nbytes)):
+            for first in range(low, high, BATCH):
+                out += self._entries(first, min(first + BATCH, high), digits).data
+
+    def _entries(self, first: int, stop: int, digits: int) -> np.ndarray:
+        """Those of numbers of so many digits."""
         wide = len(self.before) + digits
         fields = np.zeros(stop - first, ENTRY)
         fields["signature"] = ENTRY_SIGNATURE
@@ -133,20 +139,14 @@ class _Layout(Value, frozen=True, eq=False):
         fields["offset"] = self.headers[first:stop]
         made = np.empty((stop - first, ENTRY.itemsize + wide), np.uint8)
         made[:, : ENTRY.itemsize] = fields.view(np.uint8).reshape(len(made), -1)
-        self._names(made[:, ENTRY.itemsize :], first, stop, digits)
+        fill_names(made[:, ENTRY.itemsize :], self.before, first, digits=digits)
         return made
 
-    def _names(self, out: np.ndarray, first: int, stop: int, digits: int) -> None:
-        out[:, : len(self.before)] = self.before
-        powers = 10 ** np.arange(digits - 1, -1, -1)
-        out[:, len(self.before) :] = np.arange(first, stop)[:, None] // powers % 10 + ord("0")
-
-    def gathered(self, first: int, stop: int) -> Gathered:
-        """The records from one number to before another, as one segment."""
-        labels = [f"{self.rows.folder}/{number}" for number in range(first, stop)]
+    def gathered(self, first: int, stop: int, names: Sequence[str]) -> Gathered:
+        """The records from one number to before another, as one segment; `names` of all records."""
+        labels = names[first:stop]
         if not self.nbytes[first:stop].all():
-            filled = self.nbytes[first:stop].tolist()
-            labels = [label for label, nbytes in zip(labels, filled, strict=True) if nbytes]
+            labels = [names[number] for number in (np.flatnonzero(self.nbytes[first:stop]) + first).tolist()]
         nbytes = int(self.stops[stop - 1] - self.headers[first])
         return Gathered(nbytes, labels, partial(self.make, first, stop, labels))
 
@@ -159,7 +159,7 @@ class _Layout(Value, frozen=True, eq=False):
         heads = self.headers[first:stop] - self.headers[first] - (passed - nbytes)
         cuts = heads + self.starts[first:stop] - self.headers[first:stop]
         known = np.full(int(cuts[-1] + tails[-1]), ord("Z"), np.uint8)
-        for low, high, digits in _by_digits(first, stop):
+        for low, high, digits in by_digits(first, stop):
             head = self.head(low, high, digits)
             known[heads[low - first : high - first, None] + np.arange(head.shape[1])] = head
         described = np.flatnonzero(tails)
@@ -197,7 +197,7 @@ def lay_out_numbered(rows: Numbered, prefix: bytes, at: int, *, alignment: int, 
     nbytes = rows.nbytes
     before = prefix + rows.folder.encode("utf-8") + b"/"
     digits = np.empty(count, np.int64)
-    for low, high, wide in _by_digits(0, count):
+    for low, high, wide in by_digits(0, count):
         digits[low:high] = wide
     fixed = LOCAL.itemsize + len(before) + digits + 4
     tails = np.where(nbytes > 0, NARROW.itemsize, 0)
@@ -210,20 +210,30 @@ def lay_out_numbered(rows: Numbered, prefix: bytes, at: int, *, alignment: int, 
     headers = np.concatenate(([at], stops[:-1]))
     laid = _Layout(rows, np.frombuffer(before, np.uint8), nbytes, headers, starts, tails, crc)
     segments: list[Segment] = []
+    names = [*rows.names()]
     for first, stop, small in runs(nbytes, stops):
         if small:
-            segments.append(laid.gathered(first, stop))
+            segments.append(laid.gathered(first, stop, names))
             continue
         segments += _alone(laid, first)
-    entries = [laid.entries(*some) for some in _by_digits(0, count)]
+    entries = bytearray()
+    laid.entries(entries)
     each = ENTRY.itemsize + len(before) + digits
     places = np.cumsum(each) - each + ENTRY_CRC
-    filled = np.flatnonzero(tails)
-    labels = [f"{rows.folder}/{number}" for number in filled.tolist()]
-    return LaidOut(segments, int(stops[-1]), b"".join(some.tobytes() for some in entries), labels, places[filled])
+    if not tails.all():
+        filled = np.flatnonzero(tails)
+        names, places = [names[number] for number in filled.tolist()], places[filled]
+    return LaidOut(segments, int(stops[-1]), entries, names, places)
 
 
-def _by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
+def fill_names(out: np.ndarray, before: np.ndarray, first: int, *, digits: int) -> None:
+    """Write the names of numbers from `first` on, all of so many digits, into the rows of a matrix."""
+    out[:, : len(before)] = before
+    powers = 10 ** np.arange(digits - 1, -1, -1)
+    out[:, len(before) : len(before) + digits] = np.arange(first, first + len(out))[:, None] // powers % 10 + ord("0")
+
+
+def by_digits(first: int, stop: int) -> Iterator[tuple[int, int, int]]:
     """Ranges of numbers with as many digits, and how many."""
     while first < stop:
         digits = len(str(first))

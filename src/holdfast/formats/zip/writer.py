@@ -20,6 +20,7 @@ Many small records that are called by their numbers come as one `Numbered` (`for
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
@@ -89,7 +90,7 @@ class Ending:
 
     __slots__ = ("blank", "crc", "labels", "payload", "places", "wide")
 
-    def __init__(self, blank: bytes, *, labels: list[str], places: list[int], crc: bool) -> None:
+    def __init__(self, blank: bytes, *, labels: list[str], places: array[int], crc: bool) -> None:
         self.blank = blank
         """The directory and the end records, with checksums of 0 where data or a late payload is meant."""
         self.labels = labels
@@ -106,7 +107,7 @@ class Ending:
         return len(self.blank) + self.payload.nbytes + _descriptor_nbytes(self.payload.nbytes, wide=self.wide)
 
     def __call__(self, crcs: Mapping[str, int]) -> bytes:
-        found = [crcs[label] for label in self.labels] if self.crc else []
+        found = list(map(crcs.__getitem__, self.labels if self.crc else ()))
         before = b""
         if self.payload is not None:
             before = self.payload.make(crcs)
@@ -121,9 +122,11 @@ class Ending:
                 )
         if not found:
             return before + self.blank
-        filled = np.frombuffer(self.blank, np.uint8).copy()
-        filled[self.places[:, None] + np.arange(4)] = np.array(found, "<u4").view(np.uint8).reshape(-1, 4)
-        return before + filled.tobytes()
+        whole = bytearray().join((before, self.blank))
+        filled, sums = np.frombuffer(whole, np.uint8), np.array(found, np.int64).astype("<u4").view(np.uint8).reshape(-1, 4)
+        for byte in range(4):
+            filled[self.places + (len(before) + byte)] = sums[:, byte]
+        return bytes(whole)
 
 
 def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool = True) -> tuple[Segment, ...]:
@@ -179,11 +182,11 @@ class _Forward:
         self.known: list[bytes] = []
         self.waiting: tuple[str, int, bool] | None = None
         """The label, length and width of the data whose descriptor begins what is known."""
-        self.entries: list[bytes] = []
+        self.entries = bytearray()
         self.directory = 0
         """Bytes of the entries so far."""
         self.labels: list[str] = []
-        self.places: list[int] = []
+        self.places = array("q")
         self.count = 0
         self.late: tuple[Late, bool] | None = None
 
@@ -196,7 +199,9 @@ class _Forward:
             else:
                 self._record(*record)
         self._flush()
-        blank = b"".join((*self.entries, tail(self.count, self.at, self.directory)))
+        self.entries += tail(self.count, self.at, self.directory)
+        blank = bytes(self.entries)
+        self.entries.clear()
         ending = Ending(blank, labels=self.labels, places=self.places, crc=self.crc)
         if self.late is not None:
             ending.payload, ending.wide = self.late
@@ -241,9 +246,10 @@ class _Forward:
             return
         self._flush()
         self.segments += laid.segments
-        self.entries.append(laid.entries)
+        self.entries += laid.entries
         self.labels += laid.labels if self.crc else ()
-        self.places += (laid.places + self.directory).tolist() if self.crc else ()
+        if self.crc:
+            self.places.frombytes((laid.places + self.directory).tobytes())
         self.directory += len(laid.entries)
         self.at = laid.stop
         self.count += len(rows)
@@ -268,7 +274,7 @@ class _Forward:
             self.places.append(self.directory + ENTRY_CRC)
             if not isinstance(payload, Late):
                 self.labels.append(payload.label)
-        self.entries.append(entry(raw, nbytes, own, at=at, block=again))
+        self.entries += entry(raw, nbytes, own, at=at, block=again)
         self.directory += ENTRY.size + len(raw) + len(again)
         return large or far
 
