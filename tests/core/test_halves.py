@@ -23,3 +23,15 @@ def test_other_numbers_are_cast_by_numpy(dtype):
     values = np.array([0, 1, 100], dtype)
     assert as_float32(values).tolist() == as_float64(values).tolist() == [0.0, 1.0, 100.0]
     assert not np.shares_memory(as_float64(values), values)
+
+
+def test_where_the_least_floats_are_taken_for_zeros():
+    """A program may tell the processor so, and numpy casts float16 in integers all the same."""
+    torch = pytest.importorskip("torch")
+    expected = EVERY[:0x7C00].astype(np.float32).tobytes()
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such mode")
+    try:
+        assert as_float32(EVERY[:0x7C00]).tobytes() == expected
+    finally:
+        torch.set_flush_denormal(False)

@@ -19,7 +19,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError
-from holdfast.formats.strict_json import parse, parse_own, pay_for_containers
+from holdfast.formats.strict_json import paid_nbytes, parse, parse_own
 from holdfast.formats.tree_json import decode_tree, encode_tree, json_limits
 from holdfast.formats.tree_json.scalars import is_unicode
 
@@ -30,7 +30,8 @@ def through_json(tree, paths=None, tensors=None):
     """Encode, write, parse with both parsers, decode."""
     encoded = encode_tree(tree, paths or {})
     assert encoded.problems == ()
-    raw = pay_for_containers(msgspec.json.encode(encoded.value))
+    raw = msgspec.json.encode(encoded.value)
+    raw = raw.ljust(paid_nbytes(raw))
     value = parse_own(raw, LIMITS)
     assert_same(value, parse(raw, LIMITS))
     return decode_tree(value, (tensors or {}).__getitem__, Memory().source).tree

@@ -1,6 +1,7 @@
 """Saving by rows against saving by objects, which is the oracle: the same bytes, the same notes, and the same refusals."""
 
 import shutil
+from collections import OrderedDict
 from pathlib import Path
 from unittest import mock
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.core.limits import Limits
+from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.errors import HoldfastError
 from holdfast.plan.rows import SMALL_NBYTES
 from holdfast.rewrite import small
@@ -47,6 +49,46 @@ def ordinary(draw):
         else:
             state[name] = array_of(random, kind, shape)
     return state
+
+
+PLAIN = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=3)
+    | st.sampled_from([1 << 53, -(1 << 60), "\ud800", "v" * 70])
+)
+PARTS = st.text(st.characters(codec="utf-8"), max_size=3) | st.sampled_from(["$", "$a", "a.b", "k" * 70])
+
+
+@st.composite
+def trees(draw):
+    """The same in containers of all kinds, with values between them, names that meet, and tensors in two places."""
+    waiting = list(draw(ordinary()).items())
+    if draw(st.booleans()):
+        waiting = [
+            (name, torch.nn.Parameter(torch.tensor([1.5, n]), requires_grad=n % 2 > 0)) for n, (name, _) in enumerate(waiting)
+        ]
+
+    def filled(depth, some):
+        kind = draw(st.sampled_from([dict, dict, OrderedDict, OrderedDict, list, tuple]))
+        cut = draw(st.integers(0, len(some))) if depth and draw(st.booleans()) else len(some)
+        children = [(name, value) for name, value in some[:cut]]
+        children += [(draw(PARTS), draw(PLAIN)) for _ in range(draw(st.sampled_from([0, 0, 0, 2])))]
+        if cut < len(some):
+            children.append((draw(PARTS), filled(depth - 1, some[cut:])))
+        if draw(st.integers(0, 9)) == 0:
+            children.append(("again", some[0][1]))
+        if kind in (list, tuple):
+            return kind([value for _, value in children])
+        made = kind({n if draw(st.integers(0, 30)) == 0 else key: value for n, (key, value) in enumerate(children)})
+        if kind is OrderedDict and draw(st.booleans()):
+            made._metadata = OrderedDict((key, {"version": draw(st.integers(0, 2))}) for key in draw(st.lists(PARTS, max_size=3)))
+            made._metadata.update(draw(st.dictionaries(PARTS, PLAIN, max_size=1)))
+        return made
+
+    return filled(3, waiting)
 
 
 class Other(torch.Tensor):
@@ -114,8 +156,8 @@ def assert_same(state, path, sampled=False, **options):
     return slow
 
 
-def is_taken(state, format):
-    return plan_small(state, PATHS[format], format, metadata=None, options=Options()) is not None
+def is_taken(state, format, keep_tree=False):
+    return plan_small(state, PATHS[format], format, metadata=None, options=Options(keep_tree=keep_tree)) is not None
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,6 +174,13 @@ def test_rows_write_what_objects_write(tmp_path_factory, state, format, metadata
     assert_same(state if odd is None else ODD[odd](state), path, sampled, metadata=metadata, keep_tree=keep_tree)
 
 
+@settings(max_examples=60, deadline=None)
+@given(trees(), st.sampled_from(FORMATS), st.sampled_from([True, True, False]), st.booleans())
+def test_rows_write_the_tree_that_objects_write(tmp_path_factory, state, format, keep_tree, sampled):
+    path = Path(tmp_path_factory.mktemp("rows")) / PATHS[format]
+    assert_same(state, path, sampled, keep_tree=keep_tree)
+
+
 def plain(count=FEW):
     return {f"t.{n}": np.full(n % 5 + 1, n, "f4") if n % 2 else torch.full((2, n % 3 + 1), n) for n in range(count)}
 
@@ -139,14 +188,14 @@ def plain(count=FEW):
 TAKEN = {
     "long": FORMATS,
     "no such dtype": ["torch-zip"],
-    "a parameter": ["torch-zip"],
-    "wants a gradient": ["torch-zip"],
-    "a number": ["torch-zip"],
-    "nested": ["torch-zip"],
-    "a key that is no text": ["torch-zip"],
+    "a parameter": FORMATS,
+    "wants a gradient": FORMATS,
+    "a number": ["native", "torch-zip"],
+    "nested": FORMATS,
+    "a key that is no text": ["native", "torch-zip"],
     "half a pair": ["torch-zip"],
     "the name of the metadata": ["torch-zip"],
-    "tied": ["torch-zip"],
+    "tied": FORMATS,
 }
 """What is odd for one format is not for another."""
 
@@ -180,10 +229,38 @@ def nested():
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_a_model_and_its_optimizer(tmp_path, sampled):
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_model_and_its_optimizer(tmp_path, format, sampled):
     state = nested()
-    assert is_taken(state, "torch-zip")
-    assert_same(state, tmp_path / "a.pt", sampled)
+    # What stands in two places has a name for each, and is written by objects where there are names.
+    assert is_taken(state, format, keep_tree=True) == (format == "torch-zip")
+    assert_same(state, tmp_path / PATHS[format], sampled, keep_tree=True)
+    state["own"]["lists"].pop()
+    del state["own"]["lists"][0]
+    assert is_taken(state, format, keep_tree=True)
+    assert_same(state, tmp_path / PATHS[format], sampled, keep_tree=True)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_state_dict_of_a_module_is_taken_as_rows(tmp_path, format):
+    """An OrderedDict with versions, and two weights that are one."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(FEW)))
+    module[1].weight = module[3].weight
+    state = module.state_dict()
+    assert is_taken(state, format)
+    slow = assert_same(state, tmp_path / PATHS[format])
+    assert ("1 name is a second name of a tensor; the bytes are written once" in slow[1]) == (format != "torch-zip")
+    with holdfast.open(tmp_path / PATHS[format]) as ckpt:
+        assert ckpt.tree._metadata == state._metadata
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_long_names_are_taken_as_rows(tmp_path, format, sampled):
+    """More characters than a small file may have (`FREE_CHARACTERS`)."""
+    state = {f"{n:05}" + "n" * (FREE_CHARACTERS // FEW): np.ones(2) for n in range(FEW)}
+    assert is_taken(state, format)
+    assert_same(state, tmp_path / PATHS[format], sampled)
 
 
 def test_attributes_of_containers_hold_no_tensors(tmp_path):

@@ -1,5 +1,6 @@
 """Pure values and no I/O.
 
+value                  what nearly every class is: fields that are checked and never change
 box, chunk             where the elements of a tensor lie: a storage, a box of it
 tensor                 a tensor that is described and not read, slices of it as arithmetic; one that is made of several
 index                  slices: an index on a tensor as arithmetic on its chunks

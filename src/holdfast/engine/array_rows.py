@@ -15,7 +15,7 @@ import numpy as np
 from holdfast.core.arrays import AnyDType, byte_row
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DTYPES, DType
-from holdfast.plan.rows import RowKind, TensorRows
+from holdfast.plan.rows import BATCH, RowKind, TensorRows
 from holdfast.plan.saves import Memory
 
 __all__ = ["TYPES", "Ask", "ask_arrays"]
@@ -49,22 +49,26 @@ class ArrayRows:
 def ask_arrays(values: list[object]) -> TensorRows | None:
     """The rows of arrays."""
     arrays = cast("list[np.ndarray]", values)
-    flags = list(map(FLAGS, arrays))
-    if {*map(id, map(BASE, arrays))} != {id(None)} or not all(map(IN_ORDER, flags)) or not all(map(OWNED, flags)):
-        return None
-    dtypes, shapes = list(map(DTYPE, arrays)), list(map(SHAPE, arrays))
     known: dict[AnyDType, DType] = {}
-    for dtype in set(dtypes):
-        row = DTYPES.numpy(dtype) if dtype.isnative and not dtype.hasobject else None
-        if row is None or row.packed:
-            return None
-        known[dtype] = row
     positions: dict[tuple[AnyDType, tuple[int, ...]], int] = {}
-    kinds = [positions.setdefault(one, len(positions)) for one in zip(dtypes, shapes, strict=True)]
+    kinds: list[int] = []
+    for first in range(0, len(arrays), BATCH):
+        some = arrays[first : first + BATCH]
+        flags = list(map(FLAGS, some))
+        if {*map(id, map(BASE, some))} != {id(None)} or not all(map(IN_ORDER, flags)) or not all(map(OWNED, flags)):
+            return None
+        dtypes = list(map(DTYPE, some))
+        for dtype in set(dtypes):
+            row = DTYPES.numpy(dtype) if dtype.isnative and not dtype.hasobject else None
+            if row is None or row.packed:
+                return None
+            known[dtype] = row
+        kinds += [positions.setdefault(one, len(positions)) for one in zip(dtypes, map(SHAPE, some), strict=True)]
     table = [_kind(known[dtype], shape) for dtype, shape in positions]
     nbytes = np.fromiter(map(NBYTES, arrays), np.int64, len(arrays))
+    own = np.fromiter(map(id, arrays), np.int64, len(arrays))
     held = ArrayRows(arrays)
-    return TensorRows(list(map(id, arrays)), kinds, table, range(len(arrays)), nbytes, None, held.read, held.alone)
+    return TensorRows(own, kinds, table, range(len(arrays)), nbytes, None, held.read, held.alone)
 
 
 def _kind(dtype: DType, shape: tuple[int, ...]) -> RowKind:

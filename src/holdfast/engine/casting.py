@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import ml_dtypes
@@ -24,6 +23,7 @@ import numpy as np
 
 from holdfast.core.dtype import DType
 from holdfast.core.halves import as_float32, as_float64
+from holdfast.core.value import Value
 
 __all__ = ["OUTCOMES", "cast", "count_losses", "largest"]
 
@@ -132,8 +132,7 @@ def _end(dtype: DType) -> np.generic:
     return kind(most - 1 if dtype.name == SATURATING else most)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(Value, frozen=True):
     """Of a pair of dtypes: magnitudes of the source, as the integers that their bits are, which come through."""
 
     low: int

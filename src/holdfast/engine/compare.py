@@ -29,6 +29,7 @@ from holdfast.core.digest import canonical
 from holdfast.core.dtype import DType
 from holdfast.core.halves import as_float64
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing
 
@@ -67,8 +68,7 @@ class Content:
     """‖a − b‖ / ‖a‖, over pairs that are finite; None where the first is all zeros."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tally:
+class Tally(Value, frozen=True):
     """What is known of some pairs of elements."""
 
     changed: int = 0

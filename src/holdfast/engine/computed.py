@@ -11,7 +11,6 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -21,6 +20,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.source import OpenSource, Sourced
 from holdfast.engine.threads import computing
@@ -130,8 +130,7 @@ class Seen:
             return fresh
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Computation:
+class Computation(Value, frozen=True, eq=False):
     """What makes one computed tensor."""
 
     original: LazyTensor

@@ -109,7 +109,8 @@ def ask_lazy(values: list[object]) -> TensorRows | None:
         kinds.append(positions.setdefault((tensor.dtype, tensor.shape, location), len(positions)))
     table = [_kind(*kind, nbytes=int(columns.nbytes[kinds.index(at)])) for kind, at in positions.items()]
     held = LazyRows(tensors, columns)
-    return TensorRows(list(map(id, tensors)), kinds, table, range(len(tensors)), columns.nbytes, None, held.read, held.alone)
+    own = np.fromiter(map(id, tensors), np.int64, len(tensors))
+    return TensorRows(own, kinds, table, range(len(tensors)), columns.nbytes, None, held.read, held.alone)
 
 
 def _kind(dtype: DType, shape: tuple[int, ...], location: str, *, nbytes: int) -> RowKind:

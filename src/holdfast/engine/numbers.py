@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Generic, TypeVar
 
@@ -23,6 +22,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints, inner
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks, elements
 from holdfast.engine.threads import computing, default_threads
@@ -56,8 +56,7 @@ def counts_patterns(tensor: LazyTensor) -> bool:
     return not tensor.dtype.paired and (width == 1 or (width == 2 and tensor.size >= COUNTED_ELEMENTS))
 
 
-@dataclass(frozen=True, slots=True)
-class Moments:
+class Moments(Value, frozen=True):
     """What is known of some numbers; `+` is that of both together."""
 
     finite: int = 0

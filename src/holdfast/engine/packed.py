@@ -8,7 +8,6 @@ before, because a plan knows every length; a group that is not what it was when 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -20,6 +19,7 @@ from holdfast.core.sparse.elements import Elements, element_type
 from holdfast.core.sparse.encoding import Encoding, spread, where_total
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes, mapped_bytes
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
@@ -34,8 +34,7 @@ RUN_NBYTES = 1 << 19
 that threads do not wait for each other's turn at the interpreter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(Value, frozen=True):
     """What is known of a tensor that is to be packed."""
 
     tensor: LazyTensor

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
-from holdfast.formats.strict_json import HEX, check_seal, kind, parse_own, pay_for_containers, pointer, quoted
+from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, parse_own, pointer, quoted
 from holdfast.formats.strict_json import SEAL as SELF
 from holdfast.formats.strict_json import seal as with_checksum
 
@@ -62,8 +62,7 @@ LARGEST = (1 << 63) - 1
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-@dataclass(frozen=True, slots=True)
-class SealedFile:
+class SealedFile(Value, frozen=True):
     """One file of the step."""
 
     name: str
@@ -73,8 +72,7 @@ class SealedFile:
     """Algorithm, colon, hexadecimal digits; None where the checksums stand elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(Value, frozen=True):
     """What a seal says."""
 
     step: int | None
@@ -133,7 +131,7 @@ def encode_seal(seal: Seal) -> bytes:
         raw = msgspec.json.encode(Document(FORMAT, VERSION, seal.step, float(seal.saved), metrics, files))
     except (OverflowError, UnicodeEncodeError) as error:
         raise HeaderError(f"this cannot stand in a seal: {error}") from None
-    text = with_checksum(raw, len(pay_for_containers(raw)))
+    text = with_checksum(raw, paid_nbytes(raw))
     parse_seal(text, Limits(files=max(len(files), Limits().files)))
     return text
 

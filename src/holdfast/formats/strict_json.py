@@ -18,30 +18,33 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded
 
 __all__ = [
+    "CLOSING",
     "HEX",
     "SEAL",
     "SEAL_NBYTES",
+    "as_keys",
     "check_seal",
     "hexadecimal",
     "kind",
+    "paid_nbytes",
     "parse",
     "parse_own",
     "parse_parts",
-    "pay_for_containers",
     "pointer",
     "quoted",
     "seal",
+    "sealing",
 ]
 
 
@@ -68,8 +71,7 @@ Steps = tuple["Steps", str | int] | None
 """Where a value is, innermost step last, as a linked list: a step costs the same at any depth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flaw:
+class Flaw(Value, frozen=True):
     """What stands in a parsed document where a value was that readers disagree about."""
 
     reason: str
@@ -116,10 +118,10 @@ def _parse_own(raw: bytes) -> object:
     return _parse(raw, None, 0)
 
 
-def pay_for_containers(raw: bytes) -> bytes:
-    """A document with spaces behind it, so many that its lists and objects are not too many for its length."""
-    containers = raw.count(b"[") + raw.count(b"{")
-    return raw.ljust((containers - FREE_CONTAINERS) * CONTAINER_NBYTES)
+def paid_nbytes(raw: bytes, more: int = 0) -> int:
+    """How long a document has to be, so that its lists and objects, and so many more, are not too many for its length."""
+    containers = raw.count(b"[") + raw.count(b"{") + more
+    return max(len(raw), (containers - FREE_CONTAINERS) * CONTAINER_NBYTES)
 
 
 def pointer(*steps: str | int) -> str:
@@ -313,9 +315,25 @@ def seal(raw: bytes, nbytes: int = 0) -> bytes:
     `self` is the last field: the CRC-32 of the whole text, the spaces behind it included, with these eight digits as zeros. It
     stands at a known distance from the end, so it is compared before anything is parsed.
     """
-    blank = (raw[:-1] + OPENING + BLANK + CLOSING).ljust(nbytes)
-    at = len(raw) - 1 + len(OPENING)
-    return blank[:at] + b"%08x" % crc32(blank) + blank[at + len(BLANK) :]
+    body = memoryview(raw)[:-1]
+    return b"".join((body, sealing(crc32(body), len(body), nbytes)))
+
+
+def sealing(crc: int, length: int, nbytes: int = 0) -> bytes:
+    """How a sealed object of `nbytes` ends, from its last field on, whose text up to there has this CRC-32 and length."""
+    end = CLOSING.ljust(nbytes - length - len(OPENING) - len(BLANK))
+    return OPENING + b"%08x" % crc32(OPENING + BLANK + end, crc) + end
+
+
+def as_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Names as the keys of a JSON object: what stands before and behind each, and the texts.
+
+    Nearly always that is a quote and the names themselves; where one is odd, nothing, and each with its quotes and escapes.
+    """
+    every = "".join(names)
+    if every.isascii() and len(msgspec.json.encode(every)) == len(every) + 2:
+        return '"', names
+    return "", [msgspec.json.encode(name).decode() for name in names]
 
 
 def check_seal(raw: bytes, what: str) -> bool:

@@ -11,16 +11,17 @@ and may answer with views of one block that it filled by one copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
+from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DType
+from holdfast.core.value import Value
 from holdfast.plan.saves import Data, Gathered, Memory, Segment
 
-__all__ = ["BLOCK_NBYTES", "SMALL_NBYTES", "Piece", "RowKind", "TensorRows", "joined", "packed_segments", "runs"]
+__all__ = ["BATCH", "BLOCK_NBYTES", "SMALL_NBYTES", "Piece", "RowKind", "TensorRows", "joined", "packed_segments", "runs"]
 
 Piece = bytes | memoryview
 
@@ -30,9 +31,11 @@ SMALL_NBYTES = 64 << 10
 BLOCK_NBYTES = 4 << 20
 """Of a file, what is made at a time."""
 
+BATCH = 1 << 13
+"""Tensors that are asked, or written as text, at a time: what is made of each on the way is gone when the next ones come."""
 
-@dataclass(frozen=True, slots=True)
-class RowKind:
+
+class RowKind(Value, frozen=True):
     """What many tensors have in common."""
 
     dtype: DType
@@ -48,11 +51,10 @@ class RowKind:
     location: str = "cpu"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRows:
+class TensorRows(Value, frozen=True, eq=False):
     """Tensors of one state in the order in which they are met, each once; and their storages."""
 
-    identities: Sequence[int]
+    identities: Ints
     """Of the tensors, as `id` gives them."""
     kinds: Sequence[int]
     """Of each tensor, as a position in `table`."""
@@ -61,7 +63,7 @@ class TensorRows:
     """The storage of each tensor. New storages have the next number."""
     nbytes: Ints
     """Of each storage."""
-    addresses: Sequence[int] | None
+    addresses: Ints | None
     """Where each storage lies in this process, where somebody knows."""
     read: Callable[[Sequence[int]], Sequence[Piece]]
     """The bytes of storages of these numbers, all of them together."""
@@ -102,7 +104,7 @@ def joined(parts: Sequence[TensorRows], order: Sequence[int]) -> TensorRows:
         return parts[order[number]].alone(int(within[number]), label)
 
     table = list(chain.from_iterable(part.table for part in parts))
-    return TensorRows(identities.tolist(), kinds.tolist(), table, range(len(sides)), nbytes, None, read, alone)
+    return TensorRows(identities, kinds.tolist(), table, range(len(sides)), nbytes, None, read, alone)
 
 
 def runs(nbytes: Ints, stops: Ints) -> Iterator[tuple[int, int, bool]]:
@@ -120,10 +122,8 @@ def runs(nbytes: Ints, stops: Ints) -> Iterator[tuple[int, int, bool]]:
             first = large + 1
 
 
-def packed_segments(
-    rows: TensorRows, order: Sequence[int], labels: Sequence[str], sums: Callable[[Sequence[Piece]], list[int]]
-) -> list[Segment]:
-    """Storages that follow each other in this order, without anything between them. `sums` gives the CRC-32 of each piece."""
+def packed_segments(rows: TensorRows, order: Sequence[int], labels: Sequence[str]) -> list[Segment]:
+    """Storages that follow each other in this order, without anything between them."""
     nbytes = rows.nbytes[np.array(order, np.int64)] if len(order) else np.zeros(0, np.int64)
     segments: list[Segment] = []
     for first, stop, small in runs(nbytes, np.cumsum(nbytes)):
@@ -134,18 +134,16 @@ def packed_segments(
             continue
         here = list(order[first:stop])
         named = list(labels[first:stop])
-        segments.append(_packed(rows, here, named, nbytes[first:stop], sums))
+        segments.append(_packed(rows, here, named, nbytes[first:stop]))
     return segments
 
 
-def _packed(
-    rows: TensorRows, numbers: list[int], labels: list[str], nbytes: Ints, sums: Callable[[Sequence[Piece]], list[int]]
-) -> Gathered:
+def _packed(rows: TensorRows, numbers: list[int], labels: list[str], nbytes: Ints) -> Gathered:
     filled = labels if nbytes.all() else [label for label, length in zip(labels, nbytes.tolist(), strict=True) if length]
 
     def make() -> tuple[bytes, dict[str, int]]:
         pieces = rows.read(numbers)
-        crcs = sums(pieces)
+        crcs = crc32_each(pieces)
         if len(filled) < len(crcs):
             crcs = [crc for crc, piece in zip(crcs, pieces, strict=True) if len(piece)]
         return b"".join(pieces), dict(zip(filled, crcs, strict=True))

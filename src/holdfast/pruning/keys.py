@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.halves import as_float32, as_float64
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing
 from holdfast.pruning.order import INFINITY_BITS, SPLITMIX, nan_key
@@ -213,8 +213,7 @@ def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, count)) for start in range(0, count, step))
 
 
-@dataclass(frozen=True, slots=True)
-class Magnitudes:
+class Magnitudes(Value, frozen=True):
     """The keys of a tensor's elements by their absolute values."""
 
     tensor: LazyTensor
@@ -267,8 +266,7 @@ class Magnitudes:
         return split(self.steps(start, stop), low, high)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Parted:
+class Parted(Value, frozen=True, eq=False):
     """Keys of a random order, on both sides of a range of keys and in it."""
 
     below: int
@@ -281,8 +279,7 @@ class Parted:
     """A bit for each, the first in the lowest bit; set for those above the range."""
 
 
-@dataclass(frozen=True, slots=True)
-class RandomOrder:
+class RandomOrder(Value, frozen=True):
     """Keys that know nothing of the values."""
 
     count: int
@@ -341,8 +338,7 @@ class RandomOrder:
             return Parted(below, np.concatenate(places), np.concatenate(some), np.packbits(kept, bitorder="little"))
 
 
-@dataclass(frozen=True, slots=True)
-class BlockScores:
+class BlockScores(Value, frozen=True):
     """The keys of a tensor's blocks, by the mean square of the elements that each has, summed one after the other in float64."""
 
     tensor: LazyTensor

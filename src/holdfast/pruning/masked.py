@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -24,6 +23,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.halves import as_float64
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
 from holdfast.engine.threads import computing
@@ -42,8 +42,7 @@ STEP_ELEMENTS = 1 << 18
 each other's turn at the interpreter."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loss:
+class Loss(Value, frozen=True):
     """What pruning some elements takes away."""
 
     pruned: int = 0
@@ -185,8 +184,7 @@ def _lost(before: np.ndarray, after: np.ndarray, gone: int) -> Loss:
         return Loss(gone, len(bits) - int(stays), nonfinite, squares, inner(lost, lost))
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(Value, frozen=True):
     """What one storage holds."""
 
     tensor: LazyTensor

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -21,6 +20,7 @@ from holdfast.core.arrays import Bools
 from holdfast.core.runtime import renewed
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing, run_all
 from holdfast.pruning.keys import BlockScores, Magnitudes, Parted, RandomOrder, magnitude_keys, pieces
@@ -72,8 +72,7 @@ def zero_out(values: np.ndarray, kept: Bools) -> int:
     return len(kept) - int(np.count_nonzero(kept))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class ThresholdMask:
+class ThresholdMask(Value, frozen=True, eq=False):
     """Everything above a key stays, and of those equal to it what does not lie before an index."""
 
     keys: Magnitudes | RandomOrder
@@ -200,8 +199,7 @@ class RandomMask:
         return ThresholdMask(self._keys, int(keys[last]), int(places[last]) + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class GroupMask:
+class GroupMask(Value, frozen=True):
     """The `n` largest of every `m` neighbours along the last axis stay."""
 
     n: int
@@ -272,8 +270,7 @@ def _have_one(m: int, apart: int) -> Bools:
     return np.asarray(_places(m) < m - apart)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BlockMask:
+class BlockMask(Value, frozen=True, eq=False):
     """Blocks stay or go as a whole."""
 
     height: int

@@ -18,7 +18,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
@@ -29,6 +29,7 @@ from holdfast.core.quantities import Size, byte_count
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import replace
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold

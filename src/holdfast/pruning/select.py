@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Ints
+from holdfast.core.value import Value, replace
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
 from holdfast.pruning import order
@@ -29,16 +29,14 @@ HISTOGRAM_PARTS = 32
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Counts:
+class Counts(Value, frozen=True, eq=False):
     """How often each key of 15 bits is there, and how often it goes."""
 
     there: Ints
     gone: Ints
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Threshold:
+class Threshold(Value, frozen=True, eq=False):
     """What goes: every key below this one, and of those that are equal the ones before an index, which each tensor has."""
 
     key: int
@@ -100,8 +98,7 @@ class Sweep:
         run_all([task(at) for at in range(len(self.work))], self._threads)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Held:
+class Held(Value, frozen=True, eq=False):
     """Keys that were computed once."""
 
     keys: npt.NDArray[np.uint64]

@@ -6,9 +6,9 @@ objects:
 `formats.torch.rows`, `formats.safetensors.rows`, `formats.native.rows`. From there on all is as it always is: the transaction
 writes the plan.
 
-*Ordinary* is said by those who ask (`rewrite.state.asking`): arrays and CPU tensors that are all of their memory, in C order. A
-`.pt` may nest them; safetensors and native take a plain dict of texts. For everything else, and for whatever is wrong, there is the
-way of objects: it says what. Both give the same bytes and the same notes.
+*Ordinary* is said by those who ask (`rewrite.state.asking`): arrays and tensors that are all of their memory, in C order. They may
+be nested, among plain values: `formats.tree_json.rows` writes the tree of those that are recorded. For everything else, and for
+whatever is wrong, there is the way of objects: it says what. Both give the same bytes and the same notes.
 
 **The rehearsal.** Up to `REHEARSED` tensors, the reader opens the plan, as it opens all. Of more it would open the same opcodes and
 the same header fields fifty thousand times; so it opens a sample, with one tensor of each dtype, rank and kind, and the numbers
@@ -18,20 +18,23 @@ that its limits count are compared here (docs/design/024-many-and-small.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 
+from holdfast.core.arrays import are_apart
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.rows import lay_out_native_rows
+from holdfast.formats.recorded import Sharing, sharing_fields
 from holdfast.formats.safetensors.rows import row_file
 from holdfast.formats.safetensors.write import file_order_notes
 from holdfast.formats.torch.rows import CONTAINERS, RowPickle, leaves
 from holdfast.formats.torch.write import archive_name, lay_out_container
+from holdfast.formats.tree_json.rows import Leaves, encode_rows, find_leaves, traits_text
 from holdfast.formats.zip.numbered import Numbered
-from holdfast.plan.rows import TensorRows, joined
+from holdfast.plan.rows import RowKind, TensorRows, joined
 from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.rewrite.formats import Options, check_holds, described, plan_save
 from holdfast.rewrite.state import Asking, asking, describe_state
@@ -95,7 +98,9 @@ def _torch(state: object, target: str, metadata: dict[str, str], options: Option
     elif not _names_fit(state, len(content)):
         return None
     else:
-        _rehearse_sample(values, rows, target, plan.format, metadata=metadata, options=options)
+        last = dict(zip(rows.kinds, values, strict=True))
+        like = [last[kind] for kind in range(len(rows.table))]
+        _rehearse_sample(like, rows.table, target, plan.format, metadata=metadata, options=options)
     return plan
 
 
@@ -120,70 +125,133 @@ def _characters(value: object, prefix: int, most: int) -> int:
     return total
 
 
-def _flat(state: object, known: Sequence[Asking]) -> tuple[list[str], list[object], TensorRows] | None:
-    """Names, tensors and rows of a plain dict of them, none of which stands there twice."""
-    if type(state) is not dict or len(state) < FEW or {*map(type, state)} != {str}:
+class _Told(Value, frozen=True, eq=False):
+    """A state for a format that has tensors under names, and notes what it is beyond that."""
+
+    leaves: Leaves
+    kinds: list[int]
+    """Of each of the leaves, as a position in the table of `rows`."""
+    names: Sequence[str]
+    """Of what is written: the first name of each storage."""
+    rows: TensorRows
+    """What is written."""
+    fields: dict[str, object]
+    """What is noted (`formats.recorded`)."""
+    notes: list[str]
+    like: list[object]
+    """A leaf of each kind."""
+
+
+def _told(state: object, known: Sequence[Asking], *, values: bool) -> _Told | None:
+    """What a state is; `values`: whether it may be more than dicts of tensors."""
+    leaves = find_leaves(state, [kind for kinds, _ in known for kind in kinds], DEPTH)
+    if leaves is None or len(leaves.names) < FEW or (leaves.beyond and not values):
         return None
-    names, values = list(state), list(state.values())
-    rows = _asked(values, known) if len({*map(id, values)}) == len(values) else None
-    return None if rows is None else (names, values, rows)
+    found = leaves.values
+    apart = are_apart(np.fromiter(map(id, found), np.int64, len(found)))
+    once = found if apart else [*{id(value): value for value in found}.values()]
+    rows = _asked(once, known)
+    sharing = Sharing()
+    tied = None if rows is None else _tied(leaves, once, rows, sharing)
+    if rows is None or tied is None:
+        return None
+    names, kinds, written = tied
+    traits = [traits_text(requires_grad=kind.requires_grad, parameter=kind.parameter) for kind in rows.table]
+    fields, notes = sharing_fields(sharing), sharing.notes()
+    if type(state) is not dict or leaves.nested or leaves.beyond or len({*traits, traits_text()}) > 1:
+        encoded = encode_rows(state, leaves, [traits[kind] for kind in kinds])
+        if encoded.problems:
+            return None
+        fields["tree"], notes = encoded.value, [*notes, *encoded.notes]
+    last = dict(zip(kinds, found, strict=True))
+    return _Told(leaves, kinds, names, written, fields, notes, [last[kind] for kind in range(len(rows.table))])
+
+
+def _tied(
+    leaves: Leaves, once: Sequence[object], rows: TensorRows, sharing: Sharing
+) -> tuple[Sequence[str], list[int], TensorRows] | None:
+    """What is written, the kind of each leaf, and the rows of what is written; second names go to `sharing`.
+
+    None where tensors of one storage are not the same.
+    """
+    names, kinds = leaves.names, [*rows.kinds]
+    if len(rows.nbytes) == len(names):
+        return names, kinds, rows
+    position = {id(value): row for row, value in enumerate(once)}
+    places = [position[id(value)] for value in leaves.values]
+    kinds = [kinds[row] for row in places]
+    firsts: dict[int, int] = {}
+    for place, row in enumerate(places):
+        first = firsts.setdefault(rows.records[row], place)
+        if first != place:
+            one, other = rows.table[kinds[first]], rows.table[kinds[place]]
+            if (one.dtype, one.shape) != (other.dtype, other.shape) or not rows.nbytes[rows.records[row]]:
+                return None
+            sharing.aliases[names[place]] = names[first]
+    # New storages have the next number, so they are in this order.
+    first_places = [*firsts.values()]
+    written = replace(rows, kinds=[kinds[place] for place in first_places], records=range(len(first_places)))
+    return [names[place] for place in first_places], kinds, written
 
 
 def _safetensors(
     state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]
 ) -> SavePlan | None:
-    found = _flat(state, known)
-    laid = None if found is None else row_file("", found[0], found[2], metadata=metadata, fields={})
-    if found is None or laid is None:
+    told = _told(state, known, values=options.keep_tree)
+    laid = None if told is None else row_file("", told.names, told.rows, metadata=metadata, fields=told.fields)
+    if told is None or laid is None:
         return None
-    names, values, rows = found
-    notes = file_order_notes([names[row] for row in laid.order], names)
-    plan = SavePlan("safetensors", (laid.plan,), tuple(notes))
-    return _rehearsed(plan, names, values, rows, target=target, metadata=metadata, options=options)
+    # Only a recorded tree remembers another order than that of the file.
+    order = [] if "tree" in told.fields else file_order_notes([told.names[row] for row in laid.order], [*told.names])
+    plan = SavePlan("safetensors", (laid.plan,), (*told.notes, *order))
+    return _rehearsed(plan, told, target=target, metadata=metadata, options=options)
 
 
 def _native(state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]) -> SavePlan | None:
-    found = _flat(state, known)
-    plan = None if found is None else lay_out_native_rows(found[0], found[2], metadata)
-    if found is None or plan is None:
+    told = _told(state, known, values=True)
+    plan = None if told is None else lay_out_native_rows(told.names, told.rows, metadata, fields=told.fields)
+    if told is None or plan is None:
         return None
-    return _rehearsed(plan, *found, target=target, metadata=metadata, options=options)
+    return _rehearsed(replace(plan, notes=tuple(told.notes)), told, target=target, metadata=metadata, options=options)
 
 
 LAYOUTS = {"torch-zip": _torch, "safetensors": _safetensors, "native": _native}
 
 
-def _rehearsed(
-    plan: SavePlan,
-    names: list[str],
-    values: list[object],
-    rows: TensorRows,
-    *,
-    target: str,
-    metadata: dict[str, str],
-    options: Options,
-) -> SavePlan:
+def _rehearsed(plan: SavePlan, told: _Told, *, target: str, metadata: dict[str, str], options: Options) -> SavePlan:
     """The same plan, known to open; raises what says that it would not."""
     plan = replace(plan, opens=True)
-    if len(rows) > REHEARSED:
-        _rehearse_sample(values, rows, target, plan.format, metadata=metadata, options=options)
+    if len(told.leaves.names) > REHEARSED:
+        containers = told.leaves.samples() if "tree" in told.fields else []
+        _rehearse_sample(told.like, told.rows.table, target, plan.format, metadata=metadata, options=options, containers=containers)
         return plan
-    outlines = [(kind.dtype, kind.shape) for kind in rows.table]
+    outlines = [(kind.dtype, kind.shape) for kind in told.rows.table]
     found = described(PlannedStore((*plan.files, *plan.index), name=target), (plan.format,))
-    check_holds(found.tensors, {name: outlines[kind] for name, kind in zip(names, rows.kinds, strict=True)}, target)
+    check_holds(found.tensors, {name: outlines[kind] for name, kind in zip(told.leaves.names, told.kinds, strict=True)}, target)
     return plan
 
 
 def _rehearse_sample(
-    values: list[object], rows: TensorRows, target: str, format: str, *, metadata: dict[str, str], options: Options
+    values: Sequence[object],
+    table: Sequence[RowKind],
+    target: str,
+    format: str,
+    *,
+    metadata: dict[str, str],
+    options: Options,
+    containers: Sequence[object] = (),
 ) -> None:
-    """Lay out and open one tensor of each dtype, rank and kind, by the way of objects."""
-    last = dict(zip(rows.kinds, range(len(rows)), strict=True))
+    """Lay out and open one tensor of each dtype, rank and kind, and these containers, by the way of objects.
+
+    `values` are one of each kind in the table.
+    """
     like = {
-        (kind.dtype, len(kind.shape), kind.requires_grad, kind.parameter, kind.location): last[at]
-        for at, kind in enumerate(rows.table)
+        (kind.dtype, len(kind.shape), kind.requires_grad, kind.parameter, kind.location): value
+        for kind, value in zip(table, values, strict=True)
     }
-    sample = {f"{row}": values[row] for row in like.values()}
+    sample: dict[str, object] = {f"{at}": value for at, value in enumerate(like.values())}
+    if containers:
+        sample["containers"] = {f"{at}": container for at, container in enumerate(containers)}
     plan_save(target, describe_state(sample, metadata=metadata), format, options=options)
 
 
@@ -204,7 +272,7 @@ def _asked(values: list[object], known: Sequence[Asking]) -> TensorRows | None:
         if part is None or len(part.nbytes) < len(part):
             return None
         parts.append(part)
-    addresses = [address for part in parts for address in part.addresses or ()]
+    addresses = [address for part in parts if part.addresses is not None for address in part.addresses.tolist()]
     arrays = [value for value in values if isinstance(value, np.ndarray)]
     # A tensor over the memory of an array is tied to it.
     if not {array.__array_interface__["data"][0] for array in arrays}.isdisjoint(addresses):

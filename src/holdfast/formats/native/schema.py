@@ -29,16 +29,16 @@ is that it writes the same text again. Every other text goes through `strict_jso
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
 from holdfast.formats.safetensors.record import MANIFEST
-from holdfast.formats.strict_json import SEAL, check_seal, kind, parse, parse_parts, pay_for_containers, pointer, seal
+from holdfast.formats.strict_json import SEAL, check_seal, kind, paid_nbytes, parse, parse_parts, pointer, seal
 from holdfast.formats.tree_json import json_limits
 
 __all__ = [
@@ -168,8 +168,7 @@ VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION)
 DECODER = msgspec.json.Decoder(Manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(Value, frozen=True):
     """A manifest whose form has been checked. The meaning of its numbers has not."""
 
     files: tuple[DataFile, ...]
@@ -188,7 +187,7 @@ def encode_manifest(manifest: Manifest, recorded: Mapping[str, msgspec.Raw]) -> 
     Spaces stand behind it where the reader would think that it has too many lists for its length.
     """
     raw = msgspec.json.encode(msgspec.structs.replace(manifest, **recorded))
-    return seal(raw, len(pay_for_containers(raw)))
+    return seal(raw, paid_nbytes(raw))
 
 
 def made_whole(raw: bytes, names: Mapping[str, str]) -> bytes:

@@ -35,11 +35,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
@@ -48,22 +48,24 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
+from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.recorded import FIELDS, Recorded, parse_recorded
 from holdfast.formats.safetensors.schema import ADDRESSABLE, addressable
 from holdfast.formats.strict_json import (
+    CLOSING,
     HEX,
     SEAL,
     SEAL_NBYTES,
     check_seal,
     hexadecimal,
     kind,
+    paid_nbytes,
     parse,
     parse_own,
-    pay_for_containers,
     pointer,
     quoted,
-    seal,
+    sealing,
 )
 from holdfast.formats.tree_json import json_limits
 
@@ -79,6 +81,7 @@ __all__ = [
     "About",
     "Record",
     "RecordText",
+    "fingerprint",
     "join",
     "read_record",
     "saved_offsets",
@@ -107,8 +110,7 @@ OTHER_TEXTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Value, frozen=True):
     """A checked record."""
 
     crcs: Mapping[str, int] = field(default_factory=dict)
@@ -123,8 +125,7 @@ class Record:
     """Whether there is a record, used or not."""
 
 
-@dataclass(frozen=True, slots=True)
-class About:
+class About(Value, frozen=True):
     """What a record is about."""
 
     content: object
@@ -150,24 +151,36 @@ def texts_fingerprint(texts: Mapping[str, object]) -> str:
 class RecordText:
     """A record as JSON text, with its checksums to come: eight digits a tensor where the record has them, and its own.
 
-    Spaces stand at the end where the reader would think that it has too many lists for its length.
+    `of` is the fingerprint of what it is about, `texts` stand beside it, and so many tensors have checksums in it; None: no such
+    field. Spaces stand at the end where the reader would think that it has too many lists for its length.
+
+        opening                         │ middle                                │ closing
+        {"version":2,…,"crc32":"        │ digits of the tensors","self":"digits │ "}␠␠␠
     """
 
-    def __init__(self, fields: Mapping[str, object], about: About) -> None:
-        known = {"version": VERSION, "of": fingerprint(about.content), "texts": texts_fingerprint(about.texts), **fields}
-        raw = msgspec.json.encode(known)
-        self._paid = len(pay_for_containers(raw))
-        self._opening = raw[:-1] if about.names is None else raw[:-1] + b',"crc32":"'
+    def __init__(self, fields: Mapping[str, object], of: str, texts: Mapping[str, object], *, tensors: int | None = None) -> None:
+        raw = msgspec.json.encode({"version": VERSION, "of": of, "texts": texts_fingerprint(texts), **fields})
+        self._nbytes = paid_nbytes(raw)
+        self._tensors = tensors
+        self.opening = raw[:-1] if tensors is None else raw[:-1] + b',"crc32":"'
+        self._crc = crc32(self.opening)
+        self.closing = self._end(b"0" * (CRC_DIGITS * (tensors or 0)))[SEAL_NBYTES - len(CLOSING) :]
 
-    def whole(self, digits: bytes | None = None) -> bytes:
+    def middle(self, digits: bytes = b"") -> bytes:
+        """What stands between opening and closing, of these checksums of tensors."""
+        end = self._end(digits)
+        return self._quoted(digits) + end[: SEAL_NBYTES - len(CLOSING)]
+
+    def whole(self, digits: bytes = b"") -> bytes:
         """All of it."""
-        raw = self._opening + (b"" if digits is None else digits + b'"') + b"}"
-        return seal(raw, self._paid)
+        return b"".join((self.opening, self.middle(digits), self.closing))
 
-    def ends(self, digits: int) -> tuple[bytes, bytes]:
-        """What stands before so many digits, and what after the record's own."""
-        whole = self.whole(b"0" * digits)
-        return self._opening, whole[len(self._opening) + digits + SEAL_NBYTES - 1 :]
+    def _quoted(self, digits: bytes) -> bytes:
+        return digits if self._tensors is None else digits + b'"'
+
+    def _end(self, digits: bytes) -> bytes:
+        quoted = self._quoted(digits)
+        return sealing(crc32(quoted, self._crc), len(self.opening) + len(quoted), self._nbytes)
 
 
 def read_record(text: object, about: About, limits: Limits) -> Record:

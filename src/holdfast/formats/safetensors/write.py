@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 
+from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
+from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.recorded import PAIRS, find_sharing, sharing_fields
-from holdfast.formats.safetensors.record import CRC_DIGITS, FILES, RECORD, About, RecordText
+from holdfast.formats.safetensors.record import CRC_DIGITS, FILES, RECORD, RecordText, fingerprint
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
@@ -72,8 +73,7 @@ ORDER = (
 RANK = {code: -i for i, code in enumerate(ORDER)}
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderTensor:
+class HeaderTensor(Value, frozen=True):
     """A tensor as a header names it."""
 
     name: str
@@ -90,8 +90,7 @@ class HeaderTensor:
         return cls(name, tensor, code, shape, tensor.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(Value, frozen=True):
     """A file and where its tensors lie in it."""
 
     plan: FilePlan
@@ -123,68 +122,68 @@ def plan_file(
     at a multiple of its element size, and the data begins at a multiple of 64 bytes.
     """
     ordered = sorted(pieces, key=lambda piece: (RANK[piece.code], piece.name))
-    framed = frame([(piece.name, piece.code, piece.shape, piece.nbytes) for piece in ordered], metadata, fields=fields, label=label)
-    segments: list[Segment] = [framed.head, framed.late, framed.tail]
+    entries: dict[str, Entry] = {}
+    position = 0
+    for piece in ordered:
+        entries[piece.name] = Entry(piece.code, piece.shape, (position, position + piece.nbytes))
+        position += piece.nbytes
+    empty = [label + piece.name for piece in ordered if not piece.nbytes]
+    listed = [msgspec.json.encode(entries)[1:-1]] if entries else []
+    framed = frame(listed, [label + piece.name for piece in ordered], metadata, fields=fields, empty=empty)
+    segments: list[Segment] = [*framed.segments]
     segments += [Data(piece.tensor, label + piece.name, hashed.get(piece.name, "")) for piece in ordered if piece.nbytes]
     start = PREFIX_NBYTES + framed.header_nbytes
-    places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in framed.entries.items()}
+    places = {name: (start + entry.data_offsets[0], start + entry.data_offsets[1]) for name, entry in entries.items()}
     return FileLayout(FilePlan(key, tuple(segments)), framed.header_nbytes, places)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Value, frozen=True):
     """What stands before the data of a file."""
 
-    head: Literal
-    late: Late
-    tail: Literal
+    segments: tuple[Literal | Late, ...]
     header_nbytes: int
-    entries: dict[str, Entry]
 
 
 def frame(
-    rows: Iterable[tuple[str, str, tuple[int, ...], int]],
+    listed: Sequence[bytes],
+    labels: Sequence[str],
     metadata: Mapping[str, str],
     *,
     fields: Mapping[str, object],
-    label: str = "",
+    empty: Collection[str],
 ) -> Frame:
-    """The header over tensors that follow each other in this order: name, code, shape and bytes of each."""
-    entries: dict[str, Entry] = {}
-    position = 0
-    filled: list[str] = []
-    for name, code, shape, nbytes in rows:
-        entries[name] = Entry(code, shape, (position, position + nbytes))
-        position += nbytes
-        if nbytes:
-            filled.append(label + name)
+    """The header over tensors that follow each other in this order.
+
+    `listed` is its part about them in pieces, from the first name to before the last brace; each piece is a segment. Those of the
+    `labels` that are `empty` have no data, and 0 for a checksum.
+    """
+    crc = crc32(b"{")
+    for piece in listed:
+        crc = crc32(piece, crc)
     about = {"format": "pt"} | {k: v for k, v in metadata.items() if k != RECORD}
-    head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode())
-    digits = CRC_DIGITS * len(entries)
-    record = RecordText(fields, About(entries, about, entries))
-    opening, closing = record.ends(digits)
-    head += _escaped(opening)
-    listed = msgspec.json.encode(entries)[1:]
-    tail = _escaped(closing) + b'"}' + (b"," if entries else b"") + listed
-    late = _checksums(
-        [label + name for name in entries],
-        frozenset(filled),
-        lambda numbers: _escaped(record.whole(numbers)[len(opening) : -len(closing)]),
-    )
-    length = len(head) + late.nbytes + len(tail)
-    tail += b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
-    length = len(head) + late.nbytes + len(tail)
-    return Frame(Literal(length.to_bytes(PREFIX_NBYTES, "little") + head), late, Literal(tail), length, entries)
+    record = RecordText(fields, f"{crc32(b'}', crc):08x}", about, tensors=len(labels))
+    head = b'{"%s":%s,"%s":"' % (METADATA.encode(), msgspec.json.encode(about)[:-1], RECORD.encode()) + _escaped(record.opening)
+    late = Late(len(_escaped(record.middle(b"0" * (CRC_DIGITS * len(labels))))), _Checksums(record, labels, frozenset(empty)))
+    tail = _escaped(record.closing) + b'"}' + (b"," if labels else b"")
+    length = len(head) + late.nbytes + len(tail) + sum(map(len, listed)) + 1
+    end = b"}" + b" " * (-(PREFIX_NBYTES + length) % DATA_ALIGNMENT)
+    length += len(end) - 1
+    head = length.to_bytes(PREFIX_NBYTES, "little") + head
+    behind = [b"".join((tail, *listed, end))] if len(listed) < 2 else [tail, *listed, end]
+    return Frame((Literal(head), late, *map(Literal, behind)), length)
 
 
-def _checksums(names: Sequence[str], filled: frozenset[str], seal: Callable[[bytes], bytes]) -> Late:
-    """The digits of all checksums, up to those of the record itself. A tensor without bytes has no data segment, and 0."""
+class _Checksums(Value, frozen=True):
+    """Makes the digits of all checksums, up to those of the record itself."""
 
-    def make(crcs: Mapping[str, int]) -> bytes:
-        numbers = np.array([crcs[name] if name in filled else 0 for name in names], ">u4")
-        return seal(numbers.tobytes().hex().encode())
+    record: RecordText
+    labels: Sequence[str]
+    empty: frozenset[str]
 
-    return Late(len(seal(b"0" * (CRC_DIGITS * len(names)))), make)
+    def __call__(self, crcs: Mapping[str, int]) -> bytes:
+        known = {**crcs, **dict.fromkeys(self.empty, 0)} if self.empty else crcs
+        numbers = np.fromiter(map(known.__getitem__, self.labels), ">u4", len(self.labels))
+        return _escaped(self.record.middle(numbers.tobytes().hex().encode()))
 
 
 def _escaped(raw: bytes) -> bytes:
@@ -323,7 +322,7 @@ def index_file(
     """
     metadata: dict[str, object] = {"total_size": total_nbytes} | ({} if files is None else {FILES: list(files)})
     if fields is not None:
-        metadata[RECORD] = RecordText(fields, About(weight_map, {**metadata})).whole().decode("utf-8")
+        metadata[RECORD] = RecordText(fields, fingerprint(weight_map), {**metadata}).whole().decode("utf-8")
     document = json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2, ensure_ascii=False)
     return FilePlan(key, (Literal(document.encode("utf-8") + b"\n"),))
 

@@ -11,9 +11,10 @@ through a tree in the order in which `core.tree.name_tensors` gave the tensors t
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -23,12 +24,13 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
+from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.tree_json import scalars
 
-__all__ = ["TAG", "EncodedTree", "encode_tree"]
+__all__ = ["TAG", "EncodedTree", "Encoder", "encode_tree", "encoded_by"]
 
 TAG = "$"
 """The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
@@ -55,8 +57,7 @@ FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "Or
 """What fills a defaultdict, and its name."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTree:
+class EncodedTree(Value, frozen=True):
     """The outcome: JSON values, and what is to be said about them."""
 
     value: object
@@ -67,7 +68,11 @@ class EncodedTree:
 
 def encode_tree(tree: object, paths: Mapping[str, Path]) -> EncodedTree:
     """The tree as JSON values; `paths` says where each tensor's name is, as in `State.paths`. Raises nothing for bad state."""
-    encoder = Encoder(paths)
+    return encoded_by(Encoder(paths), tree)
+
+
+def encoded_by(encoder: Encoder, tree: object) -> EncodedTree:
+    """What an encoder makes of a tree."""
     try:
         value = encoder.node(tree, ())
     except RecursionError:
@@ -153,9 +158,8 @@ class Encoder:
                 return {TAG: "defaultdict", "filler": name, **self.entries(value, path)}
             case dict():
                 entries = self.entries(value, path)
-                plain = entries.get("entries")
-                if isinstance(plain, dict) and not any(key.startswith(TAG) for key in plain):
-                    return plain
+                if "entries" in entries and not any(isinstance(key, str) and key.startswith(TAG) for key in value):
+                    return entries["entries"]
                 return {TAG: "dict", **entries}
             case list():
                 return self.items(value, path)
@@ -170,21 +174,48 @@ class Encoder:
                 return self.composite(value, path)
         raise TypeError(f"no container: {type(value).__name__}")
 
-    def items(self, values: Iterable[object], path: Path) -> list[object]:
+    def items(self, values: Collection[object], path: Path) -> list[object]:
+        if values and are_integers(values):
+            self.steps += len(values)
+            return list(values)
         return [self.node(value, (*path, i)) for i, value in enumerate(values)]
 
     def entries(self, value: Mapping[object, object], path: Path) -> dict[str, object]:
         """The entries of a dict: as an object where all keys are text, as pairs where they are not."""
-        if any(isinstance(key, str) and self.too_often(key) for key in value):
+        if any(self.too_often(key) for key in value if isinstance(key, str) and len(key) > LONG_LEAF):
             self.problem(path, "one of too many places that share a long key; written out, they have no end")
             return {"entries": {}}
-        if all(type(key) is str and scalars.is_unicode(key) for key in value):
-            return {"entries": {str(key): self.node(inside, (*path, str(key))) for key, inside in value.items()}}
+        if are_texts(value):
+            return {"entries": self.named(cast("Mapping[str, object]", value), path)}
         pairs = []
         for i, (key, inside) in enumerate(value.items()):
             place = (*path, step(key))
             pairs.append([self.key(key, i, place), self.node(inside, place)])
         return {"items": pairs}
+
+    def named(self, value: Mapping[str, object], path: Path) -> object:
+        """The entries of a dict whose keys are texts, as an object."""
+        return {**value} if self.plain(value.values()) else {key: self.node(inside, (*path, key)) for key, inside in value.items()}
+
+    def plain(self, values: Collection[object]) -> bool:
+        """Whether values are dicts of small integers that stand nowhere else: they are counted, and are JSON as they are.
+
+        What torch's `state_dict()` says of the versions of modules is such, and has as many of them as the state has tensors.
+        """
+        if not values or {*map(type, values)} != {dict}:
+            return False
+        dicts, places = cast("Collection[dict[object, object]]", values), {*map(id, values)}
+        numbers = [*chain.from_iterable([inner.values() for inner in dicts])]
+        keys = dict.fromkeys(chain.from_iterable(dicts))
+        if len(places) < len(values) or not places.isdisjoint(self.seen) or not are_integers(numbers) or not are_texts(keys):
+            return False
+        if any(len(str(key)) > LONG_LEAF or str(key).startswith(TAG) for key in keys):
+            return False
+        if len(self.on_path) >= self.limits.depth:
+            return False
+        self.seen |= places
+        self.steps += len(values) + len(numbers)
+        return True
 
     def members(self, values: Iterable[object], path: Path) -> list[object]:
         """The members of a set, in an order that does not depend on this process."""
@@ -320,6 +351,19 @@ class Encoder:
         if isinstance(value, np.ndarray):
             return {TAG: "numpy.array", "shape": list(value.shape), **node}
         return {TAG: "numpy.scalar", **node}
+
+
+def are_texts(values: Collection[object]) -> bool:
+    """Whether all are texts that are Unicode."""
+    return {*map(type, values)} <= {str} and scalars.is_unicode("".join(cast("Collection[str]", values)))
+
+
+def are_integers(values: Collection[object]) -> bool:
+    """Whether all are integers that JSON has."""
+    if not {*map(type, values)} <= {int}:
+        return False
+    numbers = cast("Collection[int]", values)
+    return not numbers or (min(numbers) >= -scalars.SAFE_INTEGER and max(numbers) <= scalars.SAFE_INTEGER)
 
 
 CONTAINERS = frozenset({dict, OrderedDict, Counter, defaultdict, DefaultDict, list, tuple, Size, set, frozenset})

@@ -20,12 +20,12 @@ from typing import cast
 import numpy as np
 import torch
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Ints, are_apart
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
 from holdfast.errors import Refused
-from holdfast.plan.rows import RowKind, TensorRows
+from holdfast.plan.rows import BATCH, RowKind, TensorRows
 from holdfast.plan.saves import Data, Memory
 from holdfast.torch.cuda.rows import GpuRows
 
@@ -42,45 +42,48 @@ CPU = "cpu"
 
 
 class StorageRows:
-    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers."""
+    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers; `alike` as for
+    `GpuRows`."""
 
     def __init__(
         self,
         storages: Sequence[torch.UntypedStorage],
         nbytes: Ints,
-        addresses: Sequence[int],
+        addresses: Ints,
         gpus: Mapping[int, torch.Tensor] | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         self._storages = storages
         """Kept, so that the memory is."""
-        self._nbytes = nbytes.tolist()
-        self._addresses = addresses
+        self._nbytes, self._addresses = nbytes, addresses
         self._far = gpus or {}
-        self._gpus = GpuRows(gpus, self._nbytes) if gpus else None
+        self._gpus = GpuRows(gpus, nbytes.tolist(), alike=alike) if gpus else None
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
-        addresses, nbytes = self._addresses, self._nbytes
-        if self._gpus is not None:
-            far = [number for number in numbers if number in self._far]
-            if len(far) == len(numbers):
-                return self._gpus.read(far)
-            near = [number for number in numbers if number not in self._far]
-            pieces = dict(zip(far, self._gpus.read(far), strict=True))
-            pieces.update(zip(near, memories_at([addresses[n] for n in near], [nbytes[n] for n in near]), strict=True))
-            return [pieces[number] for number in numbers]
-        if isinstance(numbers, range):
-            return memories_at(addresses[numbers.start : numbers.stop], nbytes[numbers.start : numbers.stop])
-        return memories_at([addresses[number] for number in numbers], [nbytes[number] for number in numbers])
+        if self._gpus is None:
+            return self._near(numbers)
+        far = [number for number in numbers if number in self._far]
+        if len(far) == len(numbers):
+            return self._gpus.read(far)
+        near = [number for number in numbers if number not in self._far]
+        pieces = dict(zip(far, self._gpus.read(far), strict=True))
+        pieces.update(zip(near, self._near(near), strict=True))
+        return [pieces[number] for number in numbers]
+
+    def _near(self, numbers: Sequence[int]) -> list[memoryview]:
+        some = slice(numbers.start, numbers.stop) if isinstance(numbers, range) else list(numbers)
+        return memories_at(self._addresses[some].tolist(), self._nbytes[some].tolist())
 
     def alone(self, number: int, label: str) -> Memory | Data | bytes:
         """Those of one."""
-        nbytes = self._nbytes[number]
+        nbytes = int(self._nbytes[number])
         if not nbytes:
             return b""
         if self._gpus is not None and number in self._far:
             return self._gpus.alone(number, label)
-        return Memory(memory_at(self._addresses[number], nbytes), label, self._storages[number])
+        return Memory(memory_at(int(self._addresses[number]), nbytes), label, self._storages[number])
 
 
 def ask(values: list[object], *, whole: bool) -> TensorRows | None:
@@ -107,47 +110,59 @@ def ask_whole(values: list[object]) -> TensorRows | None:
 
 def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     locations = _locations(tensors)
-    if locations is None or any(map(ATTRIBUTES, tensors)) or any(map(torch.Tensor.is_neg, tensors)):
+    if locations is None:
         return None
-    dtypes, grads = list(map(DTYPE, tensors)), list(map(GRAD, tensors))
+    gpus = {*locations} != {CPU}
     known: dict[torch.dtype, DType] = {}
-    for dtype in set(dtypes):
-        row = DTYPES.torch(str(dtype).removeprefix("torch."))
-        if row is None or row.packed or row.kind == "quantized":
-            return None
-        if dtype.is_complex and any(tensor.is_conj() for tensor in tensors):
-            return None
-        known[dtype] = row
-    if True in grads and any(map(HOOKS, tensors)):
-        return None
-    every = list(map(torch.Tensor.untyped_storage, tensors))
-    lengths = list(map(torch.UntypedStorage.nbytes, every))
-    addresses = list(map(torch.UntypedStorage.data_ptr, every))
-    shapes, strides = list(map(SHAPE, tensors)), list(map(torch.Tensor.stride, tensors))
-    offsets = list(map(torch.Tensor.storage_offset, tensors))
     positions: dict[tuple[object, ...], int] = {}
-    asked = zip(dtypes, shapes, strides, offsets, lengths, grads, map(type, tensors), locations, strict=True)
-    kinds = [positions.setdefault(one, len(positions)) for one in asked]
+    kinds: list[int] = []
+    storages: list[torch.UntypedStorage] = []
+    nbytes, addresses = np.empty(len(tensors), np.int64), np.empty(len(tensors), np.int64)
+    for first in range(0, len(tensors), BATCH):
+        batch = slice(first, first + BATCH)
+        some = tensors[batch]
+        dtypes, grads = list(map(DTYPE, some)), list(map(GRAD, some))
+        if any(map(ATTRIBUTES, some)) or any(map(torch.Tensor.is_neg, some)) or (True in grads and any(map(HOOKS, some))):
+            return None
+        for dtype in set(dtypes):
+            row = DTYPES.torch(str(dtype).removeprefix("torch."))
+            if row is None or row.packed or row.kind == "quantized":
+                return None
+            if dtype.is_complex and any(tensor.is_conj() for tensor in some):
+                return None
+            known[dtype] = row
+        here = list(map(torch.Tensor.untyped_storage, some))
+        lengths = list(map(torch.UntypedStorage.nbytes, here))
+        shapes, strides, offsets = map(SHAPE, some), map(torch.Tensor.stride, some), map(torch.Tensor.storage_offset, some)
+        asked = zip(dtypes, shapes, strides, offsets, lengths, grads, map(type, some), locations[batch], strict=True)
+        kinds += [positions.setdefault(one, len(positions)) for one in asked]
+        storages += here
+        nbytes[batch], addresses[batch] = lengths, list(map(torch.UntypedStorage.data_ptr, here))
     table = [_kind(known, *one) for one in positions]  # type: ignore[arg-type]  # as they were put together
     if whole and not all(map(_is_whole, table)):
         return None
     records: Sequence[int] = range(len(tensors))
-    storages, over = every, tensors
-    if len(set(addresses)) < len(tensors):
+    over = tensors
+    if not are_apart(addresses):
         # What is empty has no address, and two storages may have the same memory.
-        identities = list(map(IDENTITY, every))
+        identities = list(map(IDENTITY, storages))
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
         records = [numbers[identity] for identity in identities]
-        storages = list(dict(zip(identities, every, strict=True)).values())
         over = list(dict(zip(identities, tensors, strict=True)).values())
-        lengths = list(map(torch.UntypedStorage.nbytes, storages))
-        addresses = list(map(torch.UntypedStorage.data_ptr, storages))
-    nbytes = np.array(lengths, np.int64)
-    if not _is_one_dtype_each(addresses, records, dtypes, apart=whole) or 0 in np.array(addresses)[nbytes > 0]:
+        storages = list(dict(zip(identities, storages, strict=True)).values())
+        nbytes = np.array(list(map(torch.UntypedStorage.nbytes, storages)), np.int64)
+        addresses = np.array(list(map(torch.UntypedStorage.data_ptr, storages)), np.int64)
+        if not _is_one_dtype_each(addresses.tolist(), records, [table[kind].dtype for kind in kinds], apart=whole):
+            return None
+    if not addresses[nbytes > 0].all():
         return None
-    far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU}
-    held = StorageRows(storages, nbytes, addresses, far)
-    return TensorRows(list(map(id, tensors)), kinds, table, records, nbytes, addresses, held.read, held.alone)
+    far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU} if gpus else {}
+    distant = [kind for kind in table if kind.location != CPU]
+    # Of dtypes without a storage class, the newer ones, torch may not have all operations.
+    alike = len({kind.dtype for kind in distant}) == 1 and all(kind.dtype.storage and _is_whole(kind) for kind in distant)
+    held = StorageRows(storages, nbytes, addresses, far, alike=alike)
+    own = np.fromiter(map(id, tensors), np.int64, len(tensors))
+    return TensorRows(own, kinds, table, records, nbytes, addresses, held.read, held.alone)
 
 
 def _locations(tensors: list[torch.Tensor]) -> list[str] | None:
@@ -181,13 +196,11 @@ def _is_whole(kind: RowKind) -> bool:
     return kind.offset == 0 and kind.count == count and kind.strides == c_strides(kind.shape, 1)
 
 
-def _is_one_dtype_each(addresses: list[int], records: Sequence[int], dtypes: list[torch.dtype], *, apart: bool) -> bool:
+def _is_one_dtype_each(addresses: list[int], records: Sequence[int], dtypes: list[DType], *, apart: bool) -> bool:
     """Whether no memory is seen as two dtypes, which torch refuses; `apart`: whether no two storages have the same."""
-    if len(records) == len(addresses) == len(set(addresses)):
-        return True
     if apart and len(set(addresses)) < len(addresses):
         return False
-    seen: dict[int, torch.dtype] = {}
+    seen: dict[int, DType] = {}
     # Untyped storages count as bytes.
     wide = ((addresses[record], dtype) for record, dtype in zip(records, dtypes, strict=True))
     return all(not address or seen.setdefault(address, dtype) == dtype for address, dtype in wide)
