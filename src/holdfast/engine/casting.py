@@ -27,8 +27,8 @@ from holdfast.core.value import Value
 
 __all__ = ["OUTCOMES", "cast", "count_losses", "largest"]
 
-BLOCK_ELEMENTS = 1 << 16
-"""Elements at a time: what is computed of them stays in the processor's caches."""
+BLOCK_ELEMENTS = 1 << 17
+"""Elements at a time: what is computed of them stays near a core, in calls so long that threads do not wait for each other."""
 
 SATURATING = "float8_e4m3fn"
 POWERS = "float8_e8m0fnu"

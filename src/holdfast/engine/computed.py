@@ -15,14 +15,16 @@ from functools import partial
 
 import numpy as np
 
+from holdfast.core.arrays import byte_row
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
-from holdfast.engine.source import Sourced
+from holdfast.engine.blocks import contiguous_bytes
+from holdfast.engine.source import OpenSource, Sourced
 from holdfast.engine.threads import computing
-from holdfast.errors import Unsupported
+from holdfast.errors import HoldfastError, Unsupported
 from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Computed", "Observe", "flat_boxes", "read_flat"]
@@ -64,6 +66,8 @@ def _in_row(at: int, rest: tuple[slice, ...]) -> tuple[slice, ...]:
 def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | None = None) -> np.ndarray:
     """The elements [start, stop) of a tensor in C order, as a 1-D array; in `out`, where there is one."""
     out = np.empty(stop - start, tensor.dtype.numpy) if out is None else out
+    if _read_row(tensor, start, out):
+        return out
     requests, at = [], 0
     for box in flat_boxes(tensor.shape, start, stop):
         part = tensor[box] if box else tensor
@@ -71,6 +75,27 @@ def read_flat(tensor: LazyTensor, start: int, stop: int, *, out: np.ndarray | No
         at += part.size
     tensor.source.read(requests)
     return out
+
+
+def _read_row(tensor: LazyTensor, start: int, out: np.ndarray) -> bool:
+    """Read part of a tensor whose bytes lie in one piece of a file on this machine, by one call and without a plan.
+
+    A plan for each megabyte would take as long as to copy it, with the interpreter's lock. False where there is no such piece,
+    where all of it is asked for, which is compared with its checksum, and where it cannot be read: the other way says why.
+    """
+    source, store, width = tensor.source, tensor.source.store, out.dtype.itemsize
+    apart = store.resident or store.requests or store.block_nbytes or store.in_order
+    if apart or len(out) == tensor.size or width * 8 != tensor.dtype.bits or not isinstance(source, OpenSource):
+        return False
+    place = contiguous_bytes(tensor)
+    if place is None:
+        return False
+    try:
+        store.read(place[0], place[1] + start * width, byte_row(out).data)
+    except HoldfastError:
+        return False
+    source.read_nbytes += out.nbytes
+    return True
 
 
 class Seen:

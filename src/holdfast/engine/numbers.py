@@ -41,6 +41,10 @@ COUNTED_ELEMENTS = 1 << 16
 """Tensors of 16-bit elements from this size on are counted by patterns; of fewer, the table would be the larger one."""
 
 
+PAIRED_BINS = 128
+"""Histograms of fewer bins are drawn for two numbers at a time, by a table of at most 128 KiB."""
+
+
 def countable(tensor: LazyTensor) -> bool:
     """Whether the elements are numbers that are there."""
     return tensor.dtype.kind in ("float", "int", "uint", "bool", "complex") and not tensor.traits.meta
@@ -150,13 +154,20 @@ def _bin(counts: Ints, wide: np.ndarray, often: Ints | None, *, found: Moments) 
     wide -= low
     wide /= span
     wide *= bins
-    places = wide.astype(np.intp)
     # The largest number comes to lie at the end of the last bin: in one of its own, which is added to the last.
     made = np.zeros(bins + 1, np.int64)
-    if often is None:
-        made += np.bincount(places, minlength=bins + 1)
+    if often is not None:
+        np.add.at(made, wide.astype(np.intp), often)
+    elif bins < PAIRED_BINS:
+        places = wide.astype(np.int32)
+        half = len(places) // 2
+        # Two numbers at a time, by a table of two dimensions: to add to a bin is what takes long, the more so to the same again.
+        pairs = places[:half] * np.int32(bins + 1)
+        pairs += places[half : 2 * half]
+        both = np.bincount(pairs, minlength=len(made) ** 2).reshape(len(made), len(made))
+        made += both.sum(axis=0) + both.sum(axis=1) + np.bincount(places[2 * half :], minlength=len(made))
     else:
-        np.add.at(made, places, often)
+        made += np.bincount(wide.astype(np.intp), minlength=bins + 1)
     counts += made[:bins]
     counts[-1] += made[bins]
 

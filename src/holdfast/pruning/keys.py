@@ -405,16 +405,20 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
     [[1.5, 17.0]]
     """
     rows, columns = values.shape
-    sums = np.zeros((-(-rows // height), -(-columns // width)))
+    height, width = min(height, rows), min(width, columns)
+    down, across = -(-rows // height), -(-columns // width)
+    if values.shape != (down * height, across * width):
+        whole = np.zeros((down * height, across * width), values.dtype)
+        whole[:rows, :columns] = values  # zeros behind the edge add nothing
+        values = whole
+    # The elements of one place in all blocks, side by side: numpy has vectors only for those, and few calls that are long.
+    places = np.ascontiguousarray(values.reshape(down, height, across, width).transpose(1, 3, 0, 2))
+    sums = np.zeros(down * across)
     with np.errstate(all="ignore"):
-        for row in range(min(height, rows)):
-            for column in range(min(width, columns)):
-                # The elements of one place in all blocks, side by side: numpy has vectors only for those.
-                some = np.ascontiguousarray(values[row::height, column::width])
-                squares = as_float64(some.reshape(-1))
-                np.multiply(squares, squares, out=squares)
-                sums[: some.shape[0], : some.shape[1]] += squares.reshape(some.shape)
-        down = np.minimum(height, rows - np.arange(0, rows, height))
-        across = np.minimum(width, columns - np.arange(0, columns, width))
-        sums /= down[:, None] * across
-    return sums
+        squares = as_float64(places.reshape(-1))
+        np.multiply(squares, squares, out=squares)
+        for part in squares.reshape(-1, len(sums)):
+            sums += part
+        heights = np.minimum(height, rows - np.arange(0, rows, height))
+        widths = np.minimum(width, columns - np.arange(0, columns, width))
+        return sums.reshape(down, across) / (heights[:, None] * widths)

@@ -55,6 +55,10 @@ MASKS_FILE = "masks.safetensors"
 
 MOST_VISITS = 100_000
 
+WHOLE_ELEMENTS = 1 << 24
+"""Where there are enough tensors of at most this size, each is searched by one thread: what is done once a tensor is then done for
+several at once."""
+
 OPTIONS = Options(keep_tree=True)
 
 
@@ -227,11 +231,11 @@ class Pruning:
     def measure(self, workers: int, progress: Progress | None) -> None:
         """Find what goes. Reads every tensor that a rule applies to, some of them several times; N:M reads nothing."""
         tell = progress or _nothing
-        small = [job for job in self._jobs if job.tensor.size <= PIECE_ELEMENTS]
-        run_all([_finding(job, 1, tell) for job in small], workers)
+        most = WHOLE_ELEMENTS if sum(job.tensor.size <= WHOLE_ELEMENTS for job in self._jobs) >= 2 * workers else PIECE_ELEMENTS
+        run_all([_finding(job, 1, tell, workers=workers) for job in self._jobs if job.tensor.size <= most], workers)
         for job in self._jobs:
-            if job.tensor.size > PIECE_ELEMENTS:
-                _finding(job, workers, tell)()
+            if job.tensor.size > most:
+                _finding(job, workers, tell, workers=workers)()
         together = [job for job in self._jobs if isinstance(job.rule.method, Global)]
         if together:
             order = common_order([job.tensor.dtype.name for job in together])
@@ -319,8 +323,8 @@ def _mask(job: Job) -> Mask:
     return job.mask
 
 
-def _finding(job: Job, threads: int, tell: Progress) -> Callable[[], None]:
-    """Finds the mask of one tensor; that of a global rule is found elsewhere."""
+def _finding(job: Job, threads: int, tell: Progress, *, workers: int) -> Callable[[], None]:
+    """Finds the mask of one tensor on some threads; that of a global rule is found elsewhere, a random one later by all workers."""
     tensor, width = job.tensor, job.tensor.dtype.bits // 8
 
     def read(count: int) -> None:
@@ -340,6 +344,6 @@ def _finding(job: Job, threads: int, tell: Progress) -> Callable[[], None]:
                 job.mask = block_mask(tensor, (height, width), level, threads=threads, progress=read)
             case Random(level, seed):
                 keys = RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))
-                job.mask = RandomMask(keys, pruned_count(level, tensor.size), threads=threads)
+                job.mask = RandomMask(keys, pruned_count(level, tensor.size), threads=workers)
 
     return run

@@ -177,7 +177,7 @@ class _Taken:
 
     def joined(self) -> list[np.ndarray]:
         """Of each piece, in order."""
-        return [np.concatenate(parts) if parts else np.empty(0, np.uint64) for parts in self._parts]
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint64)]) for parts in self._parts]
 
 
 def _counts(bins: Ints, key: int, ties: int) -> Counts:
@@ -237,7 +237,8 @@ def _between(sweep: Sweep, count: int, around: tuple[int, int]) -> Threshold | N
 def _sorted(sweep: Sweep, candidates: Sequence[np.ndarray], count: int) -> Threshold:
     """The `count`-th lowest of keys that were taken out of the pieces of the work."""
     every = np.concatenate(candidates)
-    key = int(np.partition(every, count - 1)[count - 1])
+    every.partition(count - 1)
+    key = int(every[count - 1])
     equal = [int(np.count_nonzero(keys == key)) for keys in candidates]
     return _among_equals(sweep, key, count - int(np.count_nonzero(every < key)), equal=equal)
 
