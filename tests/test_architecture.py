@@ -209,6 +209,24 @@ def test_importing_the_package_costs_little_beyond_numpy():
     assert ours < 4 * floor, f"importing holdfast takes {ours / floor:.1f} times as long as numpy and ml_dtypes"
 
 
+RESULTS = {
+    "core": {"notebook"}, "engine": {"compare"}, "formats": {"placements"}, "metadata": {"metadata"}, "ranks": {"state"},
+    "inspect": {"compare_values", "diff", "findings", "scan", "sparsity", "stats", "verify"}, "pruning": {"prune", "rules"},
+    "rewrite": {"alias_graph", "convert", "copy", "planned", "seal", "share"}, "reports": {"report"},
+    "runs": {"export", "retention", "rules", "steps", "summary", "table"},
+    "torch": {"load_into", "load_sharded", "saving"}, "integrations": {"sglang", "torchtitan", "vllm", "writer"},
+}  # fmt: skip
+"""Modules with dataclasses, by their layers: results that people get, and the few others that core/value.py tells of."""
+
+
+def test_a_dataclass_is_a_result():
+    found: dict[str, set[str]] = {}
+    for path in MODULES:
+        if path.name != "value.py" and any(name.split(".")[0] == "dataclasses" for name, _ in imports_of(path)):
+            found.setdefault(layer(dotted(path)), set()).add(path.stem)
+    assert found == RESULTS, "a value is a struct: core/value.py says why"
+
+
 def test_nothing_prints_outside_the_cli():
     wrong = [
         f"{path.relative_to(ROOT)}:{node.lineno}"

@@ -43,8 +43,8 @@ being done, what was found and, where there is something to do, what to do.
 from __future__ import annotations
 
 from _pickle import UnpicklingError
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import TypeVar
 
 __all__ = [
@@ -303,17 +303,23 @@ class Closed(HoldfastError, ValueError):
     """The checkpoint was closed before this read."""
 
 
-@contextmanager
-def located(*, file: str | None = None, tensor: str | None = None) -> Iterator[None]:
+class located:  # noqa: N801  # a block, said as one; a generator would take longer than many of the calls that are made in it
     """Add a place to any Holdfast error that passes by and does not know it yet."""
-    try:
-        yield
-    except HoldfastError as error:
-        if error.file is None:
-            error.file = file
-        if error.tensor is None:
-            error.tensor = tensor
-        raise
+
+    __slots__ = ("_file", "_tensor")
+
+    def __init__(self, *, file: str | None = None, tensor: str | None = None) -> None:
+        self._file, self._tensor = file, tensor
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, HoldfastError):
+            if error.file is None:
+                error.file = self._file
+            if error.tensor is None:
+                error.tensor = self._tensor
 
 
 E = TypeVar("E", bound=BaseException)

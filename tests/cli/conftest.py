@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Foreign
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import replace
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore
 

@@ -28,7 +28,7 @@ NOT_OURS = {
     *("hours", "days", "minutes", "mode"),  # of rules of a run, which are texts at a shell
     *("step", "metrics", "mtbf", "grace", "signals", "export", "every"),  # of `holdfast.Run`
 }
-LIMITS = set(holdfast.Limits.__dataclass_fields__)
+LIMITS = set(holdfast.Limits.__struct_fields__)
 """They are said as `Limits(files=…)`, which is for programs."""
 
 

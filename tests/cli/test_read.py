@@ -35,10 +35,9 @@ def test_an_expanded_view_of_many_dimensions_is_refused(made):
     row = tensor
     for _ in range(12):
         row = row[None]
-    from dataclasses import replace
-
     from holdfast.core.box import Box
     from holdfast.core.chunk import Chunk
+    from holdfast.core.value import replace
 
     shape = (9,) * 12
     wide = replace(tensor, shape=shape, chunks=(Chunk(Box.whole(shape), tensor.storages[0], 0, (0,) * 12),))

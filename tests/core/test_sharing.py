@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.sharing import groups, identity, islands, overlaps, twins
 from holdfast.core.tensor import AliasView, LazyTensor, Traits
+from holdfast.core.value import replace
 from holdfast.engine.computed import Computed
 from holdfast.engine.source import OpenSource
 from holdfast.stores.memory import MemoryStore

@@ -11,11 +11,11 @@ import threading
 import time
 import warnings
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from holdfast.core.value import replace
 from holdfast.engine.commit import new_file, replaced
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, recover

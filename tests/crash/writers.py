@@ -12,7 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 import holdfast
+from holdfast.core.value import replace
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.write import lay_out_pt2, models_of

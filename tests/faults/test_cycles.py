@@ -20,7 +20,8 @@ import torch
 
 import holdfast
 import holdfast.torch as ht
-from holdfast.engine.threads import Beside, run_all
+from holdfast.engine.beside import Beside
+from holdfast.engine.threads import run_all
 
 SOURCES = ("x.pt", "legacy.pt", "x.safetensors", "native", "x.npz", "dcp")
 COUNT = 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict
-from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -20,6 +19,7 @@ from holdfast.core.digest import Digest
 from holdfast.core.dtype import DTYPES
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description
+from holdfast.core.value import replace
 from holdfast.engine import compare
 from holdfast.engine.compare import Tally, blocks, tally
 from holdfast.errors import CannotHold, LimitExceeded, NoSuchTensor, Unsupported

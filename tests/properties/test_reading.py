@@ -1,7 +1,6 @@
 """Reading through the planner and the engine against a bit-by-bit oracle, with blocks so small that everything is cut."""
 
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.index import narrowed, select
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadIndex
 from holdfast.plan.coalesce import Policy, coalesce

@@ -9,7 +9,6 @@ import os
 import tempfile
 from collections import OrderedDict
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +23,7 @@ import holdfast
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State
 from holdfast.core.tensor import AliasView
+from holdfast.core.value import replace
 from holdfast.engine import assembled
 from holdfast.engine.arrays import Resident
 from holdfast.engine.assembled import Assembled, Copy

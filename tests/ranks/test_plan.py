@@ -1,6 +1,5 @@
 """Who writes what: whole plans against arrays that are painted, and every kind of problem by hand."""
 
-import dataclasses
 import sys
 
 import numpy as np
@@ -9,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.box import Box
+from holdfast.core.value import replace
 from holdfast.ranks import survey
 from holdfast.ranks.plan import plan_ranks
 from holdfast.ranks.state import RankState
@@ -46,9 +46,7 @@ def worlds(draw, of):
         if draw(st.booleans()):
             # Boxes of different tensors mixed.
             order = np.array(draw(st.permutations(range(state.count))), np.int64)
-            state = dataclasses.replace(
-                state, tensors=state.tensors[order], offsets=state.offsets[:, order], sizes=state.sizes[:, order]
-            )
+            state = replace(state, tensors=state.tensors[order], offsets=state.offsets[:, order], sizes=state.sizes[:, order])
         states.append(state)
     return tensors, holders, states
 
@@ -231,7 +229,7 @@ def test_tied_tensors_are_stored_once():
 def test_tied_tensors_whose_boxes_are_mixed():
     states = [tied((0, 4)), tied((4, 8))]
     order = np.array([2, 0, 1])
-    mixed = [dataclasses.replace(s, tensors=s.tensors[order], offsets=s.offsets[:, order], sizes=s.sizes[:, order]) for s in states]
+    mixed = [replace(s, tensors=s.tensors[order], offsets=s.offsets[:, order], sizes=s.sizes[:, order]) for s in states]
     plan = plan_ranks(mixed)
     assert plan.aliases == (("head", "embed"),)
     assert [w.boxes.tolist() for w in plan.writes] == [[2, 0], [2, 0]]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from tests.remote import servers
+
+if TYPE_CHECKING:
+    from tests.ranks.pool import Pool
 
 
 @pytest.fixture(scope="session", params=["weed", "moto"])
@@ -40,6 +44,21 @@ def proxy(server: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[servers.Prox
         for name, value in servers.environment(between.port).items():
             monkeypatch.setenv(name, value)
         yield between
+
+
+@pytest.fixture
+def where(proxy: servers.Proxy) -> dict[str, str]:
+    """What points a rank at the proxy."""
+    return servers.environment(proxy.port)
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Ranks."""
+    from tests.ranks.pool import SHARED
+
+    yield SHARED
+    SHARED.close()
 
 
 @pytest.fixture

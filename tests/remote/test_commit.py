@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import obstore
@@ -17,6 +16,7 @@ import pytest
 from obstore.store import MemoryStore
 
 import holdfast
+from holdfast.core.value import replace
 from holdfast.engine.commit.remote import ObjectSave
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, SaveError, StoreError
 from holdfast.stores.remote.client import Bucket, Got, bucket_of

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
-import threading
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,23 +13,13 @@ import torch
 import holdfast
 import holdfast.torch
 from holdfast.runs.sweep import sweep
-from tests.ranks.pool import PRELOAD, SHARED, Pool, good
+from tests.ranks.pool import Pool, good
 from tests.remote import rank_jobs
-from tests.remote.servers import Asked, Fault, Proxy, environment
+from tests.remote.killing import killed
+from tests.remote.servers import Proxy
 from tests.remote.test_runs import bucket_keys, later, litter_of
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    yield SHARED
-    SHARED.close()
-
-
-@pytest.fixture
-def where(proxy: Proxy) -> dict[str, str]:
-    return environment(proxy.port)
 
 
 @pytest.mark.parametrize(("size", "background"), [(2, False), (4, True)], ids=["2 now", "4 background"])
@@ -67,40 +52,15 @@ def test_ranks_save_steps_and_others_resume(size: int, background: bool, pool: P
 
 
 @pytest.mark.parametrize(("victim", "when"), [(1, "begins"), (0, "publishes")])
-def test_a_rank_is_killed(victim: int, when: str, proxy: Proxy, where: dict[str, str], url: str, tmp_path: Path):
+def test_a_rank_is_killed(victim: int, when: str, proxy: Proxy, url: str, tmp_path: Path):
     """The step before or the new one; the next save works, and a sweep leaves nothing of the dead."""
     run = holdfast.torch.Run(url)
     run.save(1, rank_jobs.state(1, 0, 1))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    given = [(where, str(tmp_path), rank, 2, url, 2) for rank in range(2)]
-    ranks = [context.Process(target=rank_jobs.lone, args=args, daemon=True) for args in given]
     sought = "00002-of-00002" if when == "begins" else "step-00000002/holdfast.json"
-    arrived = threading.Event()
-
-    def fault(asked: Asked) -> Fault:
-        if asked.method != "PUT" or sought not in asked.path or arrived.is_set():
-            return None
-        arrived.set()
-        return "drop" if when == "begins" else 2.0
-
-    proxy.fault = fault
-    try:
-        for process in ranks:
-            process.start()
-        assert arrived.wait(60)
-        time.sleep(0.5 if when != "begins" else 0)
-        ranks[victim].kill()
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode is not None, "nobody waits for ever"
-    finally:
-        for process in ranks:
-            process.kill()
-    proxy.fault = lambda asked: None
-    said = json.loads((tmp_path / f"{1 - victim}").read_text())["kind"]
+    moment = "asked" if when == "begins" else "done"
+    said = killed(proxy, tmp_path, url, ranks=2, victim=victim, sought=sought, when=moment, step=2)
     newest = holdfast.Run(url).latest()
-    assert said == "RankLost"
+    assert said == {1 - victim: "RankLost"}
     assert newest.step == (1 if when == "begins" else 2)
     assert holdfast.verify(newest.path).ok
     run.save(3, rank_jobs.state(3, 0, 1))

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import multiprocessing
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,21 +21,10 @@ import holdfast.torch
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, RanksFailed, StoreError
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
-from tests.ranks.pool import PRELOAD, SHARED, Pool, failures, good
+from tests.ranks.pool import Pool, failures, good
 from tests.remote import rank_jobs
-from tests.remote.servers import Asked, Fault, Proxy, environment
-
-
-@pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    yield SHARED
-    SHARED.close()
-
-
-@pytest.fixture
-def where(proxy: Proxy) -> dict[str, str]:
-    """What points a rank at the proxy."""
-    return environment(proxy.port)
+from tests.remote.killing import killed
+from tests.remote.servers import Asked, Fault, Proxy
 
 
 def keys(url: str) -> list[str]:
@@ -241,40 +227,15 @@ def test_a_rank_whose_upload_fails(pool: Pool, proxy: Proxy, where: dict[str, st
 
 
 @pytest.mark.parametrize(("victim", "when"), [(1, "begins"), (2, "between"), (0, "publishes")])
-def test_a_rank_is_killed(victim: int, when: str, proxy: Proxy, where: dict[str, str], url: str, tmp_path: Path):
+def test_a_rank_is_killed(victim: int, when: str, proxy: Proxy, url: str, tmp_path: Path):
     """With SIGKILL, when its first request arrives, between its uploads, or when the first rank has put the manifest and knows
     nothing of it: the old step or the new one. While the first rank lives it takes everything away, also what the dead left."""
     holdfast.torch.save_sharded(url, rank_jobs.state(0, 0, 1))
     before = keys(url)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    ranks = [context.Process(target=rank_jobs.lone, args=(where, str(tmp_path), rank, 3, url), daemon=True) for rank in range(3)]
     second = f"{victim + 1:05}-of-00003-00002.safetensors"
     sought = {"begins": f"{victim + 1:05}-of-00003", "between": second, "publishes": "holdfast.json"}[when]
-    arrived = threading.Event()
-
-    def fault(asked: Asked) -> Fault:
-        if asked.method != "PUT" or sought not in asked.path or arrived.is_set():
-            return None
-        arrived.set()
-        return "drop" if when == "begins" else 2.0
-
-    proxy.fault = fault
-    try:
-        for process in ranks:
-            process.start()
-        assert arrived.wait(60)
-        time.sleep(0.5 if when != "begins" else 0)  # until the store has it, whose answer is held back
-        ranks[victim].kill()
-        for process in ranks:
-            process.join(60)
-            assert process.exitcode is not None, "nobody waits for ever"
-    finally:
-        for process in ranks:
-            process.kill()
-    proxy.fault = lambda asked: None
-    assert not (tmp_path / f"{victim}").exists()
-    said = {rank: json.loads((tmp_path / f"{rank}").read_text())["kind"] for rank in range(3) if rank != victim}
+    moment = "asked" if when == "begins" else "done"
+    said = killed(proxy, tmp_path, url, ranks=3, victim=victim, sought=sought, when=moment)
     if when == "publishes":
         assert set(said.values()) == {"RankLost"}
         assert content(url) == 1, "it was published, and nobody took away what it names"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 import holdfast
 from holdfast.cli.main import main
+from holdfast.errors import NotCommitted
 from holdfast.reports.document import front_coded
 from tests.conftest import GOLDEN
 from tests.reports.pages import data_of, names_of
@@ -123,6 +125,32 @@ def test_the_policy_allows_this_script_and_this_style_alone(model):
     assert "connect-src 'none'" in policy
     assert "unsafe" not in policy
     assert not re.search(r"\son[a-z]+=|style=\"|https?://", re.sub(r"(?s)<script.*?</script>", "", page))
+
+
+@pytest.mark.parametrize("there", ["weights", "folder", "pipe", "html"])
+def test_a_page_replaces_pages_and_nothing_else(there, model, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    for _ in range(2):
+        assert main(["report", str(model), "-o", str(out)]) == 0
+    capsys.readouterr()
+    out.unlink()
+    if there == "folder":
+        out.mkdir()
+    elif there == "pipe":
+        os.mkfifo(out)
+    else:
+        out.write_bytes(model.read_bytes() if there == "weights" else b"<!doctype html>\n<html><body>mine</body></html>")
+    before = os.lstat(out)
+    assert main(["report", str(model), "-o", str(out)]) == 2
+    told = "pass --overwrite" if there in ("weights", "html") else "write the page to a file"
+    assert told in capsys.readouterr().err
+    after = os.lstat(out)
+    assert (after.st_ino, after.st_mtime_ns, after.st_mode) == (before.st_ino, before.st_mtime_ns, before.st_mode)
+    with pytest.raises(NotCommitted):
+        holdfast.report(model).save(out)
+    if there in ("weights", "html"):
+        holdfast.report(model).save(out, overwrite=True)
+        assert data_of(out.read_text()) == holdfast.report(model).document
 
 
 def test_at_a_shell(model, tmp_path, capsys):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 import holdfast
 from holdfast.core.limits import Limits
+from holdfast.core.value import replace
 from holdfast.errors import Unsupported
 from holdfast.rewrite.alias_graph import alias_graph
 

@@ -154,7 +154,7 @@ def test_models_that_disagree_in_the_dtype_of_a_storage(tmp_path):
 
 
 def test_a_group_without_a_complete_member(tmp_path):
-    from dataclasses import replace
+    from holdfast.core.value import replace
 
     with holdfast.open(_saved(tmp_path / "a.pt", {"w": np.ones((4, 4))})) as ckpt:
         chunk = ckpt["w"][:2].chunks[0]

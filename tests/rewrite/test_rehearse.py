@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import holdfast
 import holdfast.torch as ht
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description
+from holdfast.core.value import replace
 from holdfast.engine.arrays import Resident
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.errors import CannotHold, HeaderError, RanksFailed, RanksRefused

@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from holdfast.cli.flags import options_of, verbs_of
+from holdfast.core.value import Value
 
 __all__ = ["DESCRIPTION", "EXAMPLES", "SHELLS", "add_arguments", "script"]
 
@@ -47,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
+class Flag(Value, frozen=True):
     """An option of a command."""
 
     names: tuple[str, ...]
@@ -59,8 +58,7 @@ class Flag:
     """Those that it may be, where they are known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(Value, frozen=True):
     """A verb, or what stands before any (an empty name)."""
 
     name: str

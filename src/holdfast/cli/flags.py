@@ -11,6 +11,8 @@ import argparse
 import re
 from collections.abc import Collection, Iterator
 
+from holdfast.cli.parser import Parser
+
 __all__ = ["FLAGS", "in_flags", "options_of", "verbs_of"]
 
 FLAGS = {
@@ -56,10 +58,11 @@ def in_flags(text: str, known: Collection[str]) -> str:
 
 
 def verbs_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """The commands of a parser by their names."""
+    """The commands of a parser by their names, each with all that it takes."""
     # argparse shows its parts under private names only, to whoever writes help, completion and manuals.
     inner = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    return dict(inner[0].choices) if inner else {}
+    choices = inner[0].choices if inner else {}
+    return {name: verb.filled() if isinstance(verb, Parser) else verb for name, verb in choices.items()}
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:

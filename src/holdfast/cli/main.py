@@ -15,26 +15,12 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from typing import NoReturn
 
-from holdfast.cli import (
-    compact,
-    completion,
-    convert,
-    copy,
-    edit,
-    package,
-    pin,
-    prune,
-    report,
-    reshard,
-    runs,
-    seal,
-    stats,
-    tie,
-    values,
-    view,
-)
+from holdfast.cli import values
+from holdfast.cli.parser import Help, Parser
 from holdfast.cli.text import clip, escape, print_lines
 from holdfast.cli.values import positive
 
@@ -82,12 +68,12 @@ def _pipe_closed() -> int:
 
 def _sentences(error: Exception, arguments: Sequence[str]) -> list[str]:
     """The line that is printed; where there is a list of problems, a line each. Keywords of the library are flags here."""
-    from holdfast.cli.flags import in_flags, options_of, verbs_of
+    from holdfast.cli.flags import in_flags, options_of
     from holdfast.errors import CannotHold, HoldfastError
 
-    verbs = verbs_of(parser())
-    verb = next((verbs[argument] for argument in arguments if argument in verbs), None)
-    known = [flag for action in options_of(verb) for flag in action.option_strings] if verb else []
+    verb = Parser()
+    verb.fill = next((VERBS[argument][1] for argument in arguments if argument in VERBS), None)
+    known = [flag for action in options_of(verb.filled()) for flag in action.option_strings]
     if isinstance(error, CannotHold):
         lines = [f"holdfast: {error.what}", *(f"  - {problem}" for problem in error.shown)]
     else:
@@ -209,48 +195,6 @@ examples:
 """
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Help as wide as the terminal: prose is filled, and lines that are indented stay lines."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        import textwrap
-
-        made: list[str] = []
-        prose: list[str] = []
-
-        def fill() -> None:
-            made.extend(textwrap.wrap(" ".join(prose), width, break_on_hyphens=False))
-            prose.clear()
-
-        for line in text.splitlines():
-            if line and not line[0].isspace() and not line.endswith(":"):
-                prose.append(line)
-                continue
-            fill()
-            lead = " " * (len(line) - len(line.lstrip()))
-            made += textwrap.wrap(
-                line, width, initial_indent="", subsequent_indent=f"{lead}    ", drop_whitespace=True, break_on_hyphens=False,
-                break_long_words=False,
-            ) if len(line) > width else [line]  # fmt: skip
-        fill()
-        return "\n".join(made)
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, as all errors here are."""
-
-    def error(self, message: str) -> NoReturn:
-        print_lines([[(f"holdfast: {escape(message)} (try: {self.prog} --help)", "")]], file=sys.stderr)
-        self.exit(2)
-
-    def placed(self, kind: Callable[[str], str], text: str) -> str:
-        """An argument of a kind, as argparse would have taken it."""
-        try:
-            return kind(text)
-        except argparse.ArgumentTypeError as error:
-            self.error(f"argument DST: {error}")
-
-
 class Version(argparse.Action):
     """`--version`; the version is looked up only when it is asked for."""
 
@@ -298,48 +242,9 @@ def parser() -> Parser:
     whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     whole.add_argument("--traceback", action="store_true", help="show where in Holdfast an error came from")
     whole.set_defaults(run=lambda options: _help(whole))
-    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    _add_show(_verb(verbs, "show", "show what is in a checkpoint", description=SHOW, examples=SHOW_EXAMPLES))
-    _add_read(_verb(verbs, "read", "print tensors, or write them as .npy or .npz", description=READ, examples=READ_EXAMPLES))
-    _add_scan(_verb(verbs, "scan", "say what pickles would have done", description=SCAN, examples=SCAN_EXAMPLES))
-    _add_verify(_verb(verbs, "verify", "check every byte against its checksum", description=VERIFY, examples=VERIFY_EXAMPLES))
-    _add_diff(_verb(verbs, "diff", "say how two checkpoints differ", description=DIFF, examples=DIFF_EXAMPLES))
-    convert.add_arguments(
-        _verb(verbs, "convert", "write a checkpoint in another format", description=convert.DESCRIPTION, examples=convert.EXAMPLES)
-    )
-    edit.add_arguments(
-        _verb(verbs, "edit", "rename, drop, cast, set metadata", description=edit.DESCRIPTION, examples=edit.EXAMPLES)
-    )
-    copy.add_arguments(_verb(verbs, "cp", "copy a checkpoint as it is", description=copy.DESCRIPTION, examples=copy.EXAMPLES))
-    reshard.add_arguments(
-        _verb(verbs, "reshard", "cut a checkpoint for a mesh of ranks", description=reshard.DESCRIPTION, examples=reshard.EXAMPLES)
-    )
-    prune.add_arguments(
-        _verb(verbs, "prune", "set weights to zero by rules", description=prune.DESCRIPTION, examples=prune.EXAMPLES)
-    )
-    stats.add_arguments(
-        _verb(verbs, "stats", "say what the numbers look like", description=stats.DESCRIPTION, examples=stats.EXAMPLES)
-    )
-    report.add_arguments(
-        _verb(verbs, "report", "write a page to look at", description=report.DESCRIPTION, examples=report.EXAMPLES)
-    )
-    view.add_arguments(_verb(verbs, "view", "look at it in the browser", description=view.DESCRIPTION, examples=view.EXAMPLES))
-    package.add_arguments(
-        _verb(verbs, "package", "several models in one checkpoint", description=package.DESCRIPTION, examples=package.EXAMPLES)
-    )
-    tie.add_arguments(
-        _verb(verbs, "tie", "find equal tensors, and store them once", description=tie.DESCRIPTION, examples=tie.EXAMPLES)
-    )
-    compact.add_arguments(
-        _verb(verbs, "compact", "drop bytes that no tensor reaches", description=compact.DESCRIPTION, examples=compact.EXAMPLES)
-    )
-    runs.add_arguments(_verb(verbs, "runs", "list the steps of a run", description=runs.DESCRIPTION, examples=runs.EXAMPLES))
-    pin.add_arguments(_verb(verbs, "pin", "keep a step of a run", description=pin.DESCRIPTION, examples=pin.EXAMPLES))
-    pin.add_unpin_arguments(_verb(verbs, "unpin", "leave it to the rules", description=pin.UNPIN, examples=pin.UNPIN_EXAMPLES))
-    seal.add_arguments(_verb(verbs, "seal", "say that a folder is whole", description=seal.DESCRIPTION, examples=seal.EXAMPLES))
-    completion.add_arguments(
-        _verb(verbs, "completion", "teach a shell", description=completion.DESCRIPTION, examples=completion.EXAMPLES)
-    )
+    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser, prog="holdfast")
+    for name, (short, fill) in VERBS.items():
+        verbs.add_parser(name, help=short, formatter_class=Help).fill = fill
     return whole
 
 
@@ -348,24 +253,13 @@ def _help(whole: argparse.ArgumentParser) -> int:
     return 0
 
 
-def _verb(
-    verbs: argparse._SubParsersAction[Parser], name: str, short: str, *, description: str, examples: str
-) -> argparse.ArgumentParser:
-    return verbs.add_parser(
-        name,
-        help=short,
-        description=description,
-        epilog=examples,
-        formatter_class=Help,
-    )
-
-
 PATH_HELP = "a checkpoint: .pt, .pth, .bin, .ckpt, .safetensors, or a directory"
 JSON_HELP = "print one JSON document (its schema is in docs/cli.md)"
 QUIET_HELP = "no progress bar"
 
 
-def _add_show(verb: argparse.ArgumentParser) -> None:
+def _add_show(verb: Parser) -> None:
+    verb.description, verb.epilog = SHOW, SHOW_EXAMPLES
     verb.add_argument("path", metavar="PATH", type=values.path, help=PATH_HELP)
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match; a flat table")
     verb.add_argument("-d", "--depth", metavar="N", type=positive, help="levels of the tree to show")
@@ -376,7 +270,8 @@ def _add_show(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_run_show)
 
 
-def _add_read(verb: argparse.ArgumentParser) -> None:
+def _add_read(verb: Parser) -> None:
+    verb.description, verb.epilog = READ, READ_EXAMPLES
     verb.add_argument("path", metavar="PATH", type=values.path, help=PATH_HELP)
     verb.add_argument("names", metavar="NAME", nargs="+", help="names of tensors or values, or globs")
     verb.add_argument("-s", "--slice", metavar="INDEX", help="as in numpy: '0:2, ::2, -1', '...', 'None'")
@@ -385,7 +280,8 @@ def _add_read(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_run_read)
 
 
-def _add_scan(verb: argparse.ArgumentParser) -> None:
+def _add_scan(verb: Parser) -> None:
+    verb.description, verb.epilog = SCAN, SCAN_EXAMPLES
     verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="files, and directories to search")
     verb.add_argument("--strict", action="store_true", help="count unknown globals as suspicious")
     verb.add_argument("-a", "--all", action="store_true", help="every finding of every file")
@@ -396,7 +292,8 @@ def _add_scan(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_run_scan)
 
 
-def _add_verify(verb: argparse.ArgumentParser) -> None:
+def _add_verify(verb: Parser) -> None:
+    verb.description, verb.epilog = VERIFY, VERIFY_EXAMPLES
     verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="checkpoints, files or directories")
     verb.add_argument("-a", "--all", action="store_true", help="every damage")
     verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
@@ -404,7 +301,8 @@ def _add_verify(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(run=_run_verify)
 
 
-def _add_diff(verb: argparse.ArgumentParser) -> None:
+def _add_diff(verb: Parser) -> None:
+    verb.description, verb.epilog = DIFF, DIFF_EXAMPLES
     verb.add_argument("a", metavar="A", type=values.path, help=PATH_HELP)
     verb.add_argument("b", metavar="B", type=values.path, help="another one")
     verb.add_argument("-f", "--filter", metavar="GLOB", help="only names that match, on both sides")
@@ -456,3 +354,36 @@ def _run_diff(options: argparse.Namespace) -> int:
     from holdfast.cli.diff import run
 
     return run(options)
+
+
+def _add(module: str, verb: Parser) -> None:
+    """What a verb with a module of its own takes."""
+    of = import_module(f"holdfast.cli.{module}")
+    verb.description, verb.epilog = of.DESCRIPTION, of.EXAMPLES
+    of.add_arguments(verb)
+
+
+VERBS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "show": ("show what is in a checkpoint", _add_show),
+    "read": ("print tensors, or write them as .npy or .npz", _add_read),
+    "scan": ("say what pickles would have done", _add_scan),
+    "verify": ("check every byte against its checksum", _add_verify),
+    "diff": ("say how two checkpoints differ", _add_diff),
+    "convert": ("write a checkpoint in another format", partial(_add, "convert")),
+    "edit": ("rename, drop, cast, set metadata", partial(_add, "edit")),
+    "cp": ("copy a checkpoint as it is", partial(_add, "copy")),
+    "reshard": ("cut a checkpoint for a mesh of ranks", partial(_add, "reshard")),
+    "prune": ("set weights to zero by rules", partial(_add, "prune")),
+    "stats": ("say what the numbers look like", partial(_add, "stats")),
+    "report": ("write a page to look at", partial(_add, "report")),
+    "view": ("look at it in the browser", partial(_add, "view")),
+    "package": ("several models in one checkpoint", partial(_add, "package")),
+    "tie": ("find equal tensors, and store them once", partial(_add, "tie")),
+    "compact": ("drop bytes that no tensor reaches", partial(_add, "compact")),
+    "runs": ("list the steps of a run", partial(_add, "runs")),
+    "pin": ("keep a step of a run", partial(_add, "pin")),
+    "unpin": ("leave it to the rules", partial(_add, "unpin")),
+    "seal": ("say that a folder is whole", partial(_add, "seal")),
+    "completion": ("teach a shell", partial(_add, "completion")),
+}
+"""Every verb: what it does, in a few words, and what adds the options to its parser when they are asked for."""

@@ -25,7 +25,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
@@ -34,7 +35,6 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, LONE_TENSOR_NAME, NAME_CHARACTERS_A_BYTE, Contents, contents, module_contents
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar
-from holdfast.inspect.compare_values import compare_values
 
 __all__ = ["Branch", "Leaf", "Node", "fold", "leaves", "outline", "ranges", "total"]
 
@@ -48,8 +48,7 @@ SPLITS = 32
 """Dots of one name that open levels. A name with more of them stays in one piece."""
 
 
-@dataclass(slots=True)
-class Leaf:
+class Leaf(Struct):
     """A tensor, a plain value, or a link to something shown elsewhere."""
 
     label: str
@@ -71,8 +70,7 @@ class Leaf:
     value: object = None
 
 
-@dataclass(slots=True)
-class Branch:
+class Branch(Struct):
     """Something with things inside."""
 
     label: str
@@ -134,8 +132,7 @@ def leaves(branch: Branch) -> Iterator[Leaf]:
             yield child
 
 
-@dataclass(slots=True)
-class _Walk:
+class _Walk(Struct):
     """One pass over a tree that remembers where each container was met."""
 
     ties: Mapping[str, str]
@@ -377,6 +374,8 @@ def _blend(members: list[Node]) -> Node:
 
 def _differ(a: Leaf, b: Leaf) -> bool:
     """By what they are: texts are cut, and long ones look alike."""
+    from holdfast.inspect.compare_values import compare_values
+
     return a.text != b.text if a.kind == "link" else bool(compare_values(a.value, b.value)[0])
 
 

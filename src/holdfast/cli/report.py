@@ -35,6 +35,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
     """What the verb takes."""
     add_asked(verb)
     verb.add_argument("-o", "--output", metavar="FILE", type=values.file, help="where to write the page")
+    verb.add_argument("--overwrite", action="store_true", help="replace what is there, also where it is no page")
     verb.add_argument("-q", "--quiet", action="store_true", help="no progress bar, no report")
     verb.add_argument("--json", action="store_true", help="print the data behind the page (its schema is in docs/report.md)")
     verb.set_defaults(run=run)
@@ -78,17 +79,20 @@ def run(options: argparse.Namespace) -> int:
     from holdfast.cli.progress import bar
     from holdfast.cli.text import clip, escape, nbytes, print_lines
     from holdfast.errors import BadArgument
-    from holdfast.reports.report import Report, prepared
+    from holdfast.reports.report import Report, page_target, prepared
 
     if options.output is None and not options.json:
         raise BadArgument("say where the page shall be: -o page.html; or --json prints the data behind it")
+    if options.output is not None:
+        # Before minutes of reading.
+        page_target(options.output, overwrite=options.overwrite)
     quiet = options.quiet or options.json
     with (
         prepared(options.path, options.other, asked_of(options)) as ready,
         bar("Reading", ready.nbytes, quiet=quiet or not ready.nbytes) as progress,
     ):
         made = Report(ready.make(progress).document)
-    where = None if options.output is None else Path(made.save(options.output))
+    where = None if options.output is None else Path(made.save(options.output, overwrite=options.overwrite))
     if options.json:
         from holdfast.cli.document import print_json
 

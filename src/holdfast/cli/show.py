@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.cli.outline import Branch, Leaf, Node, fold, leaves, outline, total
@@ -25,6 +24,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.patterns import matcher
 from holdfast.core.sparse.storage import packing_of
+from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.survey import Survey, survey
@@ -40,8 +40,7 @@ WIDEST_NAME = 70
 PIECES = ("├─ ", "└─ ", "│  ", "   ")
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Value, frozen=True):
     """One line before its columns are aligned."""
 
     lead: str

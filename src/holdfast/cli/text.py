@@ -14,7 +14,6 @@ from __future__ import annotations
 import codecs
 import itertools
 import os
-import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
@@ -34,6 +33,7 @@ __all__ = [
     "plain",
     "plural",
     "print_lines",
+    "terminal_width",
     "width",
 ]
 
@@ -96,7 +96,21 @@ def print_lines(lines: Iterable[Line], *, file: TextIO | None = None) -> None:
 
 def line_width(out: TextIO) -> int | None:
     """Columns of a terminal; None for a pipe or a file, where lines are as long as they are."""
-    return max(shutil.get_terminal_size().columns, NARROWEST) if out.isatty() else None
+    return max(terminal_width(), NARROWEST) if out.isatty() else None
+
+
+def terminal_width() -> int:
+    """Columns of the terminal: as COLUMNS says, as the system says, or 80.
+
+    As `shutil` has it, which imports three compressors.
+    """
+    said = os.environ.get("COLUMNS", "")
+    if said.isascii() and said.isdigit() and int(said) > 0:
+        return int(said)
+    try:
+        return os.get_terminal_size(sys.__stdout__.fileno()).columns or 80  # type: ignore[union-attr]  # the AttributeError is caught
+    except (AttributeError, ValueError, OSError):
+        return 80  # no terminal, or closed
 
 
 def broken(line: Line, columns: int) -> Iterator[Line]:

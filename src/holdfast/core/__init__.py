@@ -1,5 +1,6 @@
 """Pure values and no I/O.
 
+value                  what nearly every class is: fields that are checked and never change
 box, chunk             where the elements of a tensor lie: a storage, a box of it
 tensor                 a tensor that is described and not read, slices of it as arithmetic; one that is made of several
 index                  slices: an index on a tensor as arithmetic on its chunks
@@ -19,5 +20,6 @@ arguments, quantities  what callers give to the verbs, understood in one place; 
 sparse, blocks         how tensors with many zeros are packed; what blocks of quantised weights stand for
 notebook               what a notebook shows of a result: facts, tables, bars
 text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
-arrays, runtime        kinds of numpy arrays, a row of bytes; the process: its collector, its locks, memory at an address
+arrays, halves         kinds of numpy arrays, a row of bytes; float16 as wider floats
+runtime                the process: its collector, its locks, memory at an address
 """

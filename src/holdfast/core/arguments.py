@@ -147,7 +147,7 @@ def limits(value: object, name: str) -> Limits:
         return value
     if not isinstance(value, Mapping):
         raise BadArgumentType(f"{name} takes a holdfast.Limits, or a dict of its fields, not {shown(value)}", found=value)
-    known = Limits.__dataclass_fields__
+    known = Limits.__struct_fields__
     strange = [key for key in value if key not in known]
     if strange:
         raise BadArgument(f"{name} has no field {shown(strange[0])}; they are {', '.join(known)}", found=value)

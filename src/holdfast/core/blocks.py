@@ -12,10 +12,11 @@ In the layouts below `d` and `m` are 16-bit floats, `q` are the elements.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from holdfast.core.value import Value
 
 __all__ = ["BLOCKS", "BlockType"]
 
@@ -25,8 +26,7 @@ Floats = npt.NDArray[np.float32]
 """Elements, a row for each block."""
 
 
-@dataclass(frozen=True, slots=True)
-class BlockType:
+class BlockType(Value, frozen=True):
     """One way to store a row of elements."""
 
     name: str

@@ -7,25 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import sub
+
+from holdfast.core.value import Value
 
 __all__ = ["Box", "run_boxes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Box:
+class Box(Value, frozen=True, gc=False):
     """The points p with `start[d] <= p[d] < stop[d]` in every dimension d."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if len(self.start) != len(self.stop):
-            raise ValueError(f"a box needs as many starts as stops, got {self.start} and {self.stop}")
-        for a, b in zip(self.start, self.stop, strict=True):
-            if a < 0 or b < a:
-                raise ValueError(f"a box needs 0 <= start <= stop, got {self.start} and {self.stop}")
+        start, stop = self.start, self.stop
+        if len(start) != len(stop):
+            raise ValueError(f"a box needs as many starts as stops, got {start} and {stop}")
+        for a, b in zip(start, stop, strict=True):
+            if not 0 <= a <= b:
+                raise ValueError(f"a box needs 0 <= start <= stop, got {start} and {stop}")
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:

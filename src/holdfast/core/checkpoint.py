@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import groups
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType, NoSuchTensor, Unsupported
 
 if TYPE_CHECKING:
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Alias", "Checkpoint"]
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
+class Alias(Value, frozen=True):
     """Names that share one storage: tied weights, or views of one buffer."""
 
     names: tuple[str, ...]

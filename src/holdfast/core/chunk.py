@@ -17,17 +17,16 @@ a slice moves the offset and scales the stride, a new axis gets stride 0. Slicin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from holdfast.core.box import Box
 from holdfast.core.dtype import DType
+from holdfast.core.value import Value, replace
 
 __all__ = ["Chunk", "Storage", "c_strides", "in_c_order"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Storage:
-    """A range of bytes in one file, written as a unit. Two tensors share memory when their storages are equal."""
+class Extent(Value, frozen=True):
+    """A range of bytes in one file, and what is known of it: all of a storage but its home."""
 
     key: str
     """The file, as its store names it."""
@@ -50,7 +49,11 @@ class Storage:
     label: str = ""
     """What the file calls it (`data/17`), for messages."""
 
-    home: object = field(kw_only=True, repr=False)
+
+class Storage(Extent, frozen=True, kw_only=True, eq=False):
+    """A range of bytes in one file, written as a unit. Two tensors share memory when their storages are equal."""
+
+    home: object
     """The store that has the file. Nothing is asked of it but whether it is the same object: two stores may use one key."""
 
     def moved(self, home: object) -> Storage:
@@ -67,6 +70,10 @@ class Storage:
         """How many places hold it, where a reader compares several that must be equal."""
         return 1
 
+    def __repr__(self) -> str:
+        fields = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name != "home")
+        return f"{type(self).__name__}({', '.join(fields)})"
+
     # A device or a name is no part of it: the memory is the same. A checksum is: where two differ, both are checked.
 
     def __eq__(self, other: object) -> bool:
@@ -81,12 +88,13 @@ class Storage:
             and self.byteorder == other.byteorder
         )
 
+    __ne__ = object.__ne__  # a struct's own would compare otherwise
+
     def __hash__(self) -> int:
         return hash((id(self.home), self.key, self.start, self.nbytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(Value, frozen=True):
     """One stored piece of one tensor. See the module's docstring for the formula."""
 
     box: Box
@@ -97,7 +105,7 @@ class Chunk:
     """Bits from one element to the next, a dimension each."""
 
     def __post_init__(self) -> None:
-        if len(self.strides) != self.box.rank:
+        if len(self.strides) != len(self.box.start):
             raise ValueError(f"a chunk of rank {self.box.rank} cannot have {len(self.strides)} strides")
 
     @property

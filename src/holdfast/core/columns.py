@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from holdfast.core.arrays import AnyDType, Ints
 from holdfast.core.chunk import Chunk, Storage, in_c_order
-from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.rows import RowTensor
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import PLAIN, LazyTensor, Part
+from holdfast.core.value import Value
 
 __all__ = [
-    "FEW", "NO_CRC", "Columned", "Columns", "Kinds", "columns_of", "ordinary_limits", "place_of", "read_mapping", "read_tensors",
+    "FEW", "NO_CRC", "Columned", "Columns", "columns_of", "ordinary_limits", "place_of", "read_mapping", "read_tensors",
 ]  # fmt: skip
 
 FEW = 16
@@ -44,8 +44,7 @@ FAR = 1 << 61
 """No file reaches so far. What claims to is left to arithmetic that does not overflow."""
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
+class Columns(Value, frozen=True):
     """Ordinary tensors among some that were asked for. All rows are of one length."""
 
     numbers: Sequence[int]
@@ -83,29 +82,54 @@ class ColumnSource(Protocol):
         """Fresh arrays, by number, of as many as it likes; none at all where one cannot be read or is not as it was written."""
 
 
-Kinds = dict[tuple[int, tuple[int, ...], tuple[int, ...]], int]
-"""Bytes of a dtype, a shape and strides; -1 where that is not ordinary. There are a dozen of them among many tensors."""
-
-
 def columns_of(tensors: Sequence[LazyTensor], numbers: Sequence[int]) -> Columns:
     """The ordinary ones among the tensors of these numbers, which are of one source."""
     found: list[int] = []
     keys: dict[str, int] = {}
-    places: list[tuple[int, int, int, int]] = []
-    kinds: Kinds = {}
+    files: list[int] = []
+    starts: list[int] = []
+    lengths: list[int] = []
+    crcs: list[int] = []
+    like: Part | None = None
+    file = start = nbytes = crc = first = last = 0
     for number in numbers if numbers and ordinary_limits(tensors[numbers[0]].source) else ():
-        place = place_of(tensors[number], kinds)
-        if place is not None:
-            key, start, nbytes, crc = place
-            places.append((keys.setdefault(key, len(keys)), start, nbytes, crc))
-            found.append(number)
-    files, starts, lengths, crcs = np.array(places, np.int64).reshape(-1, 4).T
+        tensor = tensors[number]
+        if (
+            like is not None
+            and type(tensor) is Part
+            and tensor.whole is like.whole
+            and tensor.shape == like.shape
+            and tensor.steps == like.steps
+            and tensor.dtype is like.dtype
+            and tensor.traits is like.traits
+        ):
+            # Rows of one tensor come by the ten thousand. Of a slice like the one before only the place is another.
+            bits = tensor.offset - like.offset
+            at = start + (bits >> 3)
+            if bits & 7 or not first <= at <= last:
+                continue
+        else:
+            place = place_of(tensor)
+            like = None
+            if place is None:
+                continue
+            key, at, nbytes, crc = place
+            file = keys.setdefault(key, len(keys))
+            if type(tensor) is Part:
+                like, start, first = tensor, at, tensor.whole.storage.start
+                last = first + tensor.whole.storage.nbytes - nbytes
+        found.append(number)
+        files.append(file)
+        starts.append(at)
+        lengths.append(nbytes)
+        crcs.append(crc)
     ordinary = [tensors[number] for number in found]
     dtypes, shapes = [tensor.dtype.numpy for tensor in ordinary], [tensor.shape for tensor in ordinary]
-    return Columns(found, dtypes, shapes, list(keys), files, starts, lengths, crcs)
+    columns = [np.array(column, np.int64) for column in (files, starts, lengths, crcs)]
+    return Columns(found, dtypes, shapes, list(keys), *columns)
 
 
-def place_of(tensor: LazyTensor, kinds: Kinds) -> tuple[str, int, int, int] | None:
+def place_of(tensor: LazyTensor) -> tuple[str, int, int, int] | None:
     """The file of an ordinary tensor, its first byte, how many there are, and their checksum or `NO_CRC`; None for another."""
     if type(tensor) is RowTensor:
         row = tensor.kind
@@ -129,10 +153,7 @@ def place_of(tensor: LazyTensor, kinds: Kinds) -> tuple[str, int, int, int] | No
             return None
     if type(storage) is not Storage:
         return None
-    kind = id(dtype), shape, strides
-    nbytes = kinds.get(kind)
-    if nbytes is None:
-        nbytes = kinds[kind] = _dense_nbytes(dtype, shape, strides)
+    nbytes = _dense_nbytes(dtype.bits, shape, strides)
     at, start = offset // 8, storage.start
     if nbytes < 0 or offset % 8 or not 0 <= at <= storage.nbytes - nbytes or not 0 <= start < FAR:
         return None
@@ -142,9 +163,10 @@ def place_of(tensor: LazyTensor, kinds: Kinds) -> tuple[str, int, int, int] | No
     return storage.key, start + at, nbytes, NO_CRC if crc is None else crc
 
 
-def _dense_nbytes(dtype: DType, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+@lru_cache(maxsize=1024)
+def _dense_nbytes(bits: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Bytes of elements that follow each other in C order and fill whole bytes each; -1 for others."""
-    return -1 if dtype.packed or not in_c_order(shape, strides, dtype.bits) else math.prod(shape) * dtype.bits // 8
+    return -1 if bits < 8 or not in_c_order(shape, strides, bits) else math.prod(shape) * bits // 8
 
 
 def ordinary_limits(source: Source) -> bool:

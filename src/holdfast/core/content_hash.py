@@ -18,9 +18,9 @@ XXH3 is no cryptographic hash: it finds changes, not forgeries. Whoever can choo
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import Struct, field
 from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 
 from holdfast.core.crc import Sums, crc32
@@ -67,8 +67,7 @@ def hash_bytes(data: Bytes) -> Hashed:
     return whole.done()
 
 
-@dataclass(slots=True)
-class _Piece:
+class _Piece(Struct):
     """A piece of which only a part has come."""
 
     seen: xxh3_128 = field(default_factory=xxh3_128)

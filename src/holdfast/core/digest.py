@@ -10,12 +10,10 @@ dtype and shape.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.value import Value
 
 __all__ = ["Digest", "canonical", "combined"]
 
@@ -23,8 +21,7 @@ NO_DATA = "meta"
 """What stands in place of a checksum where there is no data."""
 
 
-@dataclass(frozen=True, slots=True)
-class Digest:
+class Digest(Value, frozen=True):
     """The dtype, the shape and the CRC-32 of a tensor's elements. Make one with `Digest.of`."""
 
     dtype: DType
@@ -66,5 +63,8 @@ def combined(digests: Mapping[str, Digest]) -> str:
 
     blake2b over one line a name, sorted. Each line is a JSON array, so that no name can pose as another line.
     """
+    import hashlib
+    import json
+
     lines = sorted(json.dumps([name, d.dtype.name, list(d.shape), d.checksum]) for name, d in digests.items())
     return hashlib.blake2b("\n".join(lines).encode("ascii"), digest_size=16).hexdigest()

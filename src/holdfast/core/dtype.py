@@ -12,18 +12,16 @@ take one byte each in numpy.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import ml_dtypes
 import numpy as np
 
+from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 
 __all__ = ["DTYPES", "SHORT", "DType"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DType:
+class DType(Value, frozen=True, eq=False):
     """One element type. There is one instance a row.
 
     It equals its name and what numpy and torch call it, byte order included: `dtype == "float32"`, `dtype == np.float32`,
@@ -80,6 +78,8 @@ class DType:
             return False
         # Not implemented, and so False, for what is no dtype: the other one may know better.
         return NotImplemented if isinstance(other, DType) else DTYPES.given(other) is self or NotImplemented
+
+    __ne__ = object.__ne__  # a struct's own would compare otherwise
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
+from holdfast.core.value import Value
 from holdfast.errors import BadIndex
 
 __all__ = ["Selection", "narrowed", "select"]
 
 
-@dataclass(frozen=True, slots=True)
-class Take:
+class Take(Value, frozen=True, gc=False):
     """One coordinate of a dimension; the dimension disappears."""
 
     at: int
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(Value, frozen=True, gc=False):
     """`count` coordinates `start, start + step, …` of a dimension."""
 
     start: int
@@ -33,16 +31,14 @@ class Stretch:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class NewAxis:
+class NewAxis(Value, frozen=True, gc=False):
     """A dimension of length 1 that the input does not have."""
 
 
 Pick = Take | Stretch | NewAxis
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Value, frozen=True):
     """An index that has been checked against a shape."""
 
     picks: tuple[Pick, ...]
@@ -173,29 +169,30 @@ def narrowed(shape: tuple[int, ...], chunks: tuple[Chunk, ...], index: object) -
     box, strides, offset = chunk.box, chunk.strides, chunk.offset
     if box.stop != shape or box.start != _ORIGINS[len(shape)]:
         return None
-    if type(index) is int:
-        if not shape or not -shape[0] <= index < shape[0] or 0 in shape:
-            return None
-        return shape[1:], offset + (index + shape[0] if index < 0 else index) * strides[0], strides[1:]
     parts = index if type(index) is tuple else (index,)
     used = len(parts)
     if used > len(shape):
         return None
-    lengths: list[int] = []
-    steps: list[int] = []
-    for part, length, stride in zip(parts, shape, strides, strict=False):
+    left: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
+    for axis, part in enumerate(parts):
+        length, stride = shape[axis], strides[axis]
         if type(part) is int:
             if not -length <= part < length:
                 return None
             offset += (part + length if part < 0 else part) * stride
-        elif type(part) is slice and part.step is None and type(part.start) in _PLACES and type(part.stop) in _PLACES:
-            first, last, _ = part.indices(length)
-            if first >= last:
-                return None
+        elif type(part) is slice and part.step is None:
+            first, last = part.start, part.stop
+            if type(first) is not int or type(last) is not int or not 0 <= first < last <= length:
+                if type(first) not in _PLACES or type(last) not in _PLACES:
+                    return None
+                first, last, _ = part.indices(length)
+                if first >= last:
+                    return None
             offset += first * stride
-            lengths.append(last - first)
-            steps.append(stride)
+            left, steps = (*left, last - first), (*steps, stride)
         else:
             return None
-    left = (*lengths, *shape[used:])
-    return None if 0 in left else (left, offset, (*steps, *strides[used:]))
+    if used < len(shape):
+        left, steps = (*left, *shape[used:]), (*steps, *strides[used:])
+    return None if 0 in left else (left, offset, steps)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from msgspec.structs import force_setattr
 
 from holdfast.core.quantities import byte_count, whole_number
+from holdfast.core.value import Value
 
 __all__ = ["DEFAULTS", "Limits"]
 
 MIB = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+class Limits(Value, frozen=True):
     """The most that opening one checkpoint may cost. Pass `Limits(pickle_nbytes=…)` to `open` to raise one.
 
     Sizes may be text ("128MiB"). Verbs also take a dict of the fields that shall differ: `limits={"files": 10}`.
@@ -67,11 +67,11 @@ class Limits:
     """How many times its packed bytes a compressed array of an `.npz` may be; up to 16 MiB nobody asks. Zeros reach 1,000."""
 
     def __post_init__(self) -> None:
-        for field in self.__dataclass_fields__:
+        for field in self.__struct_fields__:
             value: object = getattr(self, field)
             if type(value) is not int or value < 0:
                 name, of_bytes = f"Limits({field}=…)", field.endswith("_nbytes") and isinstance(value, str)
-                object.__setattr__(self, field, byte_count(value, name) if of_bytes else whole_number(value, name, least=0))
+                force_setattr(self, field, byte_count(value, name) if of_bytes else whole_number(value, name, least=0))
 
 
 DEFAULTS = Limits()

@@ -13,7 +13,10 @@ import html
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from holdfast.core.text import clip, escape, nbytes
+from holdfast.core.value import Value
 
 __all__ = ["Bar", "Bars", "Cell", "Shown", "card", "table"]
 
@@ -26,16 +29,14 @@ LONGEST = 120
 """Characters of one text."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bar:
+class Bar(Value, frozen=True):
     """A number beside the largest of its column."""
 
     text: str
     share: float
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Bars:
+class Bars(Value, frozen=True):
     """A histogram."""
 
     counts: Sequence[int]
@@ -114,7 +115,9 @@ class Shown:
 
 
 def _fields(value: object) -> dict[str, object]:
-    """What a dataclass shows of itself."""
+    """What a dataclass or a struct shows of itself."""
+    if isinstance(value, Struct):
+        return {name: getattr(value, name) for name in value.__struct_fields__}
     if not dataclasses.is_dataclass(value):
         return {}
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.repr}
@@ -164,12 +167,12 @@ def _size(value: object) -> float:
 
 
 def _flat(item: object) -> dict[str, object]:
-    """A row: the fields of a dataclass, those of one in it among them; a pair of a name and a length; or one text."""
+    """A row: the fields of a result, those of one in it among them; a pair of a name and a length; or one text."""
     fields = _fields(item)
     if fields:
         flat: dict[str, object] = {}
         for name, value in fields.items():
-            flat |= _fields(value) if dataclasses.is_dataclass(value) else {name: value}
+            flat |= _fields(value) or {name: value}
         return flat
     if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str):
         return {"name": item[0], "nbytes" if isinstance(item[1], int) else "": item[1]}

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+from holdfast.core.value import Value
 
 __all__ = ["Device", "Global", "Opaque", "Size"]
 
@@ -20,8 +21,7 @@ class Size(tuple[int, ...]):
         return f"Size({list(self)})"
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(Value, frozen=True, gc=False):
     """A `torch.device`: a kind of device and, where one was given, its number."""
 
     type: str
@@ -31,8 +31,7 @@ class Device:
         return self.type if self.index is None else f"{self.type}:{self.index}"
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
+class Global(Value, frozen=True, gc=False):
     """A name that a pickle mentioned (`module.name`). It is text; nothing was imported."""
 
     module: str
@@ -42,30 +41,37 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(slots=True, eq=False)
 class Opaque:
     """An object that a pickle wanted to build and that was not built: what would have been called, with what.
 
-    Equality and hash are by identity, so that a hostile file cannot make comparing two of them expensive.
+    Equality and hash are by identity, so that a hostile file cannot make comparing two of them expensive. No struct, since it
+    changes while the stream goes on, and since others begin with one.
     """
 
-    what: object
-    """The callable or class: a `Global`, or another `Opaque` when the pickle computed it."""
+    __slots__ = ("args", "entries", "items", "kwargs", "state", "what")
 
-    args: tuple[object, ...] = ()
-    """Positional arguments of the call or of `__new__`."""
-
-    kwargs: dict[str, object] | None = None
-    """Keyword arguments (NEWOBJ_EX), if there were any."""
-
-    state: object = None
-    """What `__setstate__` would have received, or what would have become `__dict__`."""
-
-    items: list[object] = field(default_factory=list)
-    """Elements that would have been appended or added."""
-
-    entries: list[tuple[object, object]] = field(default_factory=list)
-    """Key/value pairs that would have been set."""
+    def __init__(
+        self,
+        what: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+        *,
+        state: object = None,
+        items: list[object] | None = None,
+        entries: list[tuple[object, object]] | None = None,
+    ) -> None:
+        self.what = what
+        """The callable or class: a `Global`, or another `Opaque` when the pickle computed it."""
+        self.args = args
+        """Positional arguments of the call or of `__new__`."""
+        self.kwargs = kwargs
+        """Keyword arguments (NEWOBJ_EX), if there were any."""
+        self.state = state
+        """What `__setstate__` would have received, or what would have become `__dict__`."""
+        self.items: list[object] = [] if items is None else items
+        """Elements that would have been appended or added."""
+        self.entries: list[tuple[object, object]] = [] if entries is None else entries
+        """Key/value pairs that would have been set."""
 
     @property
     def module(self) -> str:

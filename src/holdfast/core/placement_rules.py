@@ -10,8 +10,8 @@ Of several rules the first that matches a name decides. `reshard` cuts by them, 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
+from holdfast.core.value import Value
 from holdfast.errors import BadPlacement
 
 __all__ = ["Rule", "parse_rule"]
@@ -19,8 +19,7 @@ __all__ = ["Rule", "parse_rule"]
 REPLICATE = "replicate"
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Value, frozen=True):
     """Names, and which dimension each axis of the mesh shards."""
 
     pattern: str

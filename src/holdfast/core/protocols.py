@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import field
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
@@ -144,8 +145,7 @@ class Outlined(Protocol):
         """Its dtype and shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(Value, frozen=True):
     """Fill `out` (of the tensor's shape and numpy dtype, writable, any strides) with a tensor's elements."""
 
     tensor: LazyTensor
@@ -201,8 +201,7 @@ class Source(Protocol):
         """The CRC-32 of each tensor's elements: as the file records it where it does, else by reading, in parallel."""
 
 
-@dataclass(frozen=True, slots=True)
-class Foreign:
+class Foreign(Value, frozen=True):
     """A global that a pickle mentioned and that was not built, with every way in which it was used."""
 
     what: Global
@@ -216,8 +215,7 @@ class Foreign:
     """Places in the tree where objects of it are, a few at most."""
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
+class Description(Value, frozen=True):
     """What a format found: everything but the tensor data."""
 
     format: str
@@ -249,8 +247,7 @@ class Description:
     a model (`convert`, `load_into`, `slices`) leaves them out, unless they are named."""
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(Value, frozen=True):
     """What is to be saved: the same two views of it that a `Description` gives, made by `api.state.describe_state`."""
 
     tree: object

@@ -7,19 +7,17 @@ To list them takes no more, and neither does reading all of them (core/columns.p
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import Deferred, Traits, set_dtype, set_name, set_shape, set_source, set_traits
+from holdfast.core.tensor import Deferred, Traits
+from holdfast.core.value import Value
 
 __all__ = ["RowKind", "RowTensor"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowKind:
+class RowKind(Value, frozen=True, eq=False):
     """What tensors of one kind have in common."""
 
     dtype: DType
@@ -44,17 +42,9 @@ class RowKind:
 
     def tensor(self, start: int, crc32: int | None, record: str) -> RowTensor:
         """One of them, over the storage that begins at byte `start`."""
-        made: RowTensor = _new(RowTensor)
-        set_name(made, "")
-        set_dtype(made, self.dtype)
-        set_shape(made, self.shape)
-        set_source(made, self.source)
-        set_traits(made, self.traits)
-        _set_kind(made, self)
-        _set_start(made, start)
-        _set_crc32(made, crc32)
-        _set_record(made, record)
-        return made
+        return RowTensor(
+            "", self.dtype, self.shape, (), self.source, self.traits, kind=self, start=start, crc32=crc32, record=record
+        )
 
     def storage(self, start: int, crc32: int | None, record: str) -> Storage:
         """The storage of one of them."""
@@ -62,10 +52,8 @@ class RowKind:
         return Storage(self.key, start, self.nbytes, self.byteorder, crc32, self.location, label, home=home)
 
 
-class RowTensor(Deferred):
+class RowTensor(Deferred, frozen=True, eq=False, kw_only=True):
     """One tensor of a kind."""
-
-    __slots__ = ("crc32", "kind", "record", "start")
 
     kind: RowKind
     start: int
@@ -77,8 +65,3 @@ class RowTensor(Deferred):
     def placed(self) -> tuple[Chunk, ...]:
         kind = self.kind
         return (Chunk(kind.box, kind.storage(self.start, self.crc32, self.record), kind.offset, kind.strides),)
-
-
-# A frozen value is filled from below.
-_new = object.__new__
-_set_kind, _set_start, _set_crc32, _set_record = (vars(RowTensor)[field].__set__ for field in ("kind", "start", "crc32", "record"))

@@ -7,8 +7,7 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from operator import add
 from types import MethodType
 from typing import Any, Protocol, TypeVar
@@ -28,19 +27,21 @@ def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> 
     return thread
 
 
-@contextmanager
-def resting_collector() -> Iterator[None]:
+class resting_collector:  # noqa: N801  # a block, said as one; a generator would take as long as a small archive has for it all
     """No cyclic garbage collection meanwhile.
 
     A description of 100,000 tensors is a million objects, none of them garbage; the collector would walk all of them again and
     again, for up to half of the time.
     """
-    resting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if resting:
+
+    __slots__ = ("_resting",)
+
+    def __enter__(self) -> None:
+        self._resting = gc.isenabled()
+        gc.disable()
+
+    def __exit__(self, *raised: object) -> None:
+        if self._resting:
             gc.enable()
 
 

@@ -19,12 +19,12 @@ as the view that it was (`LazyTensor.shared_chunks`), and not as the copy that i
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 
 __all__ = ["Island", "Span", "View", "groups", "identity", "islands", "overlaps", "twins"]
 
@@ -38,8 +38,7 @@ Span = tuple[int, int, T]
 """The first byte of something, the byte after its last one, and what it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Island(Generic[T]):
+class Island(Value, Generic[T], frozen=True):
     """A range without a gap, and what lies in it, in the order of first bytes."""
 
     start: int

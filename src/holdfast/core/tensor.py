@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from types import MemberDescriptorType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
+from msgspec.structs import asdict
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
@@ -25,19 +26,18 @@ from holdfast.core.dtype import DType
 from holdfast.core.index import narrowed, select
 from holdfast.core.opaque import Global
 from holdfast.core.protocols import Request, Source
+from holdfast.core.value import Value, plainer, replace
 from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Unsupported
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "PLAIN", "AliasView", "Composite", "Deferred", "LazyTensor", "Part", "Traits", "select", "set_chunks", "set_dtype", "set_name",
-    "set_shape", "set_source", "set_traits",
+    "PLAIN", "AliasView", "Composite", "Deferred", "LazyTensor", "Part", "Traits", "select", "set_name",
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Composite:
+class Composite(Value, frozen=True, eq=False):
     """A tensor made of plain parts. In a checkpoint's mapping its parts stand under `name.part`."""
 
     kind: str
@@ -69,8 +69,7 @@ class Composite:
         return f"<Composite {self.kind} {list(self.shape)}>"
 
 
-@dataclass(frozen=True, slots=True)
-class AliasView:
+class AliasView(Value, frozen=True, gc=False):
     """The storage that a tensor shared with others before it was saved in a format that copies each of them.
 
     Counted in bits, as in a `Chunk`: `Chunk(Box.whole(shape), storage, view.offset, view.strides)` is the view again.
@@ -86,8 +85,7 @@ class AliasView:
     """Bits from one element to the next, a dimension each; never negative."""
 
 
-@dataclass(frozen=True, slots=True)
-class Traits:
+class Traits(Value, frozen=True):
     """What torch knows of a tensor beyond its elements."""
 
     requires_grad: bool = False
@@ -122,8 +120,7 @@ def _in_order(shape: tuple[int, ...], bits: int) -> tuple[Box, tuple[int, ...]]:
     return Box.whole(shape), c_strides(shape, bits)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
-class LazyTensor:
+class LazyTensor(Value, frozen=True, eq=False):
     """A named, immutable description (dtype, shape, chunks) that slices to another description and reads when asked."""
 
     name: str
@@ -196,7 +193,8 @@ class LazyTensor:
         chunks = self.chunks
         common = narrowed(self.shape, chunks, index)
         if common is not None:
-            return _part(self, traits, chunks[0], common)
+            shape, offset, steps = common
+            return Part(self.name, self.dtype, shape, (), self.source, traits, whole=chunks[0], offset=offset, steps=steps)
         selection = select(self.shape, index)
         return LazyTensor(self.name, self.dtype, selection.shape, selection.apply(self.chunks), self.source, traits)
 
@@ -223,7 +221,8 @@ class LazyTensor:
 
     def renamed(self, name: str) -> LazyTensor:
         """The same tensor under another name."""
-        return replace(self, name=name)
+        # Nothing but the name differs, so one that has no chunks yet needs none now.
+        return type(self)(**{**asdict(self), "name": name})
 
     def numpy(self) -> np.ndarray:
         """The elements as an array: over mapped memory where the checkpoint is mapped and the layout allows, else read."""
@@ -383,37 +382,39 @@ class LazyTensor:
         return f"<LazyTensor {self.name!r} {self.dtype} {list(self.shape)}>"
 
 
-class Deferred(LazyTensor):
+_CHUNKS: MemberDescriptorType = vars(LazyTensor)["chunks"]
+set_name: Callable[[LazyTensor, str], None] = vars(LazyTensor)["name"].__set__
+"""For a tensor that is fresh from a format and was seen by nobody yet."""
+
+
+class Deferred(LazyTensor, frozen=True, eq=False):
     """A tensor that has its chunks once somebody asks for them: of many, most are listed, or read by the ten thousand.
 
-    What is made of one (a slice, another name, a copy in another process) is a plain tensor.
+    It is made without any; it has one at least. What is made of one (another shape, a copy in another process) is a plain tensor.
     """
 
-    __slots__ = ()
-
-    def __new__(cls, *args: Any, **fields: Any) -> Any:  # noqa: ANN401  # those of a tensor
-        # Whoever makes another tensor of this one says where that lies.
-        return LazyTensor(*args, **fields)
+    @property  # type: ignore[misc]  # no field, but read-only as one
+    def chunks(self) -> tuple[Chunk, ...]:
+        chunks: tuple[Chunk, ...] = _CHUNKS.__get__(self)
+        if not chunks:
+            chunks = self.placed()
+            _CHUNKS.__set__(self, chunks)
+        return chunks
 
     def placed(self) -> tuple[Chunk, ...]:
         """Its chunks."""
         raise NotImplementedError
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  # asked for what is not there: the chunks, at first
-        if name != "chunks":
-            return super().__getattr__(name)
-        made = self.placed()
-        set_chunks(self, made)
-        return made
+    def __replace__(self, /, **changes: Any) -> LazyTensor:  # noqa: ANN401  # those of a tensor
+        # Whoever makes another tensor of this one says where that lies.
+        return plainer(LazyTensor, self, changes)
 
     def __reduce__(self) -> tuple[object, ...]:
         return LazyTensor, (self.name, self.dtype, self.shape, self.chunks, self.source, self.traits)
 
 
-class Part(Deferred):
+class Part(Deferred, frozen=True, eq=False, kw_only=True):
     """A slice of a tensor that is one chunk: that chunk, and the bit and the strides in it."""
-
-    __slots__ = ("offset", "steps", "whole")
 
     whole: Chunk
     offset: int
@@ -421,25 +422,3 @@ class Part(Deferred):
 
     def placed(self) -> tuple[Chunk, ...]:
         return (Chunk(Box.whole(self.shape), self.whole.storage, self.offset, self.steps),)
-
-
-# A frozen dataclass is made by one call a field. A slice has nothing to check, and rows are gathered by the ten thousand.
-_new = object.__new__
-set_name, set_dtype, set_shape, set_chunks, set_source, set_traits = (
-    vars(LazyTensor)[field].__set__ for field in ("name", "dtype", "shape", "chunks", "source", "traits")
-)
-_set_whole, _set_offset, _set_steps = (vars(Part)[field].__set__ for field in ("whole", "offset", "steps"))
-
-
-def _part(tensor: LazyTensor, traits: Traits, whole: Chunk, place: tuple[tuple[int, ...], int, tuple[int, ...]]) -> Part:
-    """A part of a tensor."""
-    made: Part = _new(Part)
-    set_name(made, tensor.name)
-    set_dtype(made, tensor.dtype)
-    set_shape(made, place[0])
-    set_source(made, tensor.source)
-    set_traits(made, traits)
-    _set_whole(made, whole)
-    _set_offset(made, place[1])
-    _set_steps(made, place[2])
-    return made

@@ -22,12 +22,13 @@ from __future__ import annotations
 import copy
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
+
+from msgspec import Struct, field
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
-from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.tensor import Composite, LazyTensor, set_name
 from holdfast.errors import LimitExceeded
 
 __all__ = [
@@ -83,8 +84,7 @@ def dotted(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-@dataclass(slots=True)
-class Named:
+class Named(Struct):
     """The outcome of a walk."""
 
     tensors: dict[str, LazyTensor] = field(default_factory=dict)
@@ -224,7 +224,7 @@ def _add(named: Named, path: Path, tensor: LazyTensor) -> None:
         tensor = tensor.renamed(name)
     else:
         # Fresh from a format and seen by nobody yet: named where it is, so that the tree's leaves know their names too.
-        object.__setattr__(tensor, "name", name)
+        set_name(tensor, name)
     named.tensors[name] = tensor
     named.paths[name] = path
     named.characters += len(name)

@@ -16,5 +16,5 @@ planned_store    a save that is not written, as a store
 file_digest      a whole file, read once and digested, for seals
 commit/          the one visible step
 large_pages      memory that is about to be filled, in pages that cost few faults
-threads          all threads that share out work
+threads, beside  all threads that share out work; one call beside what the caller does
 """

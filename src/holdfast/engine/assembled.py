@@ -17,7 +17,6 @@ them the storage is computed again, range by range, so that a format with storag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -26,6 +25,7 @@ from holdfast.core.arrays import byte_row
 from holdfast.core.chunk import Storage
 from holdfast.core.protocols import Request, Stamp
 from holdfast.core.tensor import AliasView, LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import Entry, tensor_stamp
@@ -39,8 +39,7 @@ BLOCK_NBYTES = 4 << 20
 """Bytes of a storage that `agrees` looks at together, and of a box that is read at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Value, frozen=True):
     """One tensor, and where in the storage its elements lay; offset and strides in bytes."""
 
     tensor: LazyTensor
@@ -77,8 +76,7 @@ class Copy:
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class Placed:
+class Placed(Value, frozen=True):
     """A box of a copy, and the byte of the storage where its first element lies."""
 
     index: tuple[slice, ...]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,12 +16,12 @@ from holdfast.core.chunk import in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 
 __all__ = ["Slab", "contiguous_bytes", "mapped_bytes", "pack", "read_slab", "slab_block", "slab_bytes", "slabs"]
 
 
-@dataclass(frozen=True, slots=True)
-class Slab:
+class Slab(Value, frozen=True):
     """Consecutive elements of a tensor."""
 
     tensor: LazyTensor

@@ -6,9 +6,8 @@ a block: the block shrinks first, and then there are fewer threads. What a block
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from holdfast.core.quantities import Size, byte_count
+from holdfast.core.value import Value
 from holdfast.engine.threads import default_threads
 from holdfast.errors import LimitExceeded
 
@@ -27,8 +26,7 @@ COPIES = 4
 """Blocks that one thread may hold: what was read, what is computed from it, what is written, what is checked."""
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(Value, frozen=True):
     """What a verb may work with."""
 
     threads: int

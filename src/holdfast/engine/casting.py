@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import ml_dtypes
 import numpy as np
 
 from holdfast.core.dtype import DType
+from holdfast.core.halves import as_float32, as_float64
+from holdfast.core.value import Value
 
 __all__ = ["OUTCOMES", "cast", "count_losses", "largest"]
 
@@ -55,7 +56,11 @@ def _cast_block(array: np.ndarray, out: np.ndarray, dtype: DType) -> None:
     elif out.itemsize == 1:
         table, patterns = _table(np.dtype(ml_dtypes.bfloat16), dtype), _rounded_to_odd(array)
     else:
-        out[:] = array  # numpy's own rounding, and that of ml_dtypes, are torch's here
+        # numpy's own rounding, and that of ml_dtypes, are torch's here.
+        if dtype.name == "float32":
+            as_float32(array, out)
+        else:
+            out[:] = as_float64(array) if array.dtype == np.float16 and dtype.name == "float64" else array
         return
     # `mode` only says that no index needs to be checked: the table has every pattern.
     table.take(patterns, out=out.view(table.dtype), mode="clip")
@@ -127,8 +132,7 @@ def _end(dtype: DType) -> np.generic:
     return kind(most - 1 if dtype.name == SATURATING else most)
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(Value, frozen=True):
     """Of a pair of dtypes: magnitudes of the source, as the integers that their bits are, which come through."""
 
     low: int

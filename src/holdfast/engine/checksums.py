@@ -11,10 +11,10 @@ Nothing stops at an error: a read that fails is tried again part by part, and th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 
 from holdfast.core.crc import Sums
 from holdfast.core.protocols import Store
+from holdfast.core.value import Value, replace
 from holdfast.engine.transfer import Scratch, Sink, tasks
 from holdfast.errors import HoldfastError, detached, located
 from holdfast.plan.coalesce import SUMS, Parts, join_files
@@ -25,8 +25,7 @@ Progress = Callable[[int], None]
 """Is told how many more bytes are done; may be called from several threads at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Value, frozen=True):
     """Bytes of one file."""
 
     key: str

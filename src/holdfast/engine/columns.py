@@ -10,7 +10,7 @@ reads again in the ordinary way, which says what it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import compress
 
@@ -69,20 +69,20 @@ def read_columns(
 
 def fetch(store: Store, tensor: LazyTensor, *, verify: bool) -> np.ndarray | None:
     """A small ordinary tensor by itself: one call straight into the array. None where it cannot be had so, as it was written."""
-    place = place_of(tensor, {})
+    place = place_of(tensor)
     if place is None or place[2] > SMALL_NBYTES or store.requests or store.in_order:
         return None
     key, start, nbytes, crc = place
-    array: np.ndarray = np.empty(tensor.shape, tensor.dtype.numpy)
-    if nbytes:
-        data = array.reshape(-1).view(np.uint8).data
-        try:
-            store.read(key, start, data)
-        except HoldfastError:
-            return None
-        if verify and crc not in (NO_CRC, crc32(data)):
-            return None
-    return array
+    if not nbytes:
+        return np.empty(tensor.shape, tensor.dtype.numpy)
+    try:
+        (data,) = store.scattered(key, (start,), (nbytes,))
+    except HoldfastError:
+        return None
+    if verify and crc != NO_CRC and crc != crc32(data):
+        return None
+    # To copy a few bytes takes less than to tell the system where they shall go.
+    return np.ndarray(tensor.shape, tensor.dtype.numpy, data).copy()
 
 
 def _reads(columns: Columns, chosen: Ints, policy: Policy) -> tuple[list[tuple[int, int, Ints]], Ints]:
@@ -147,9 +147,15 @@ class _Arrays:
         """The arrays of tensors with much between them."""
         columns, out = self._columns, self._out
         pieces = self._store.scattered(key, columns.starts[members].tolist(), columns.nbytes[members].tolist())
-        array, shapes, dtypes = np.ndarray, columns.shapes, columns.dtypes
-        for number, piece in zip(members.tolist(), pieces, strict=True):
-            out[number] = array(shapes[number], dtypes[number], piece).copy()
+        numbers = members.tolist()
+        shapes, dtypes = [columns.shapes[number] for number in numbers], [columns.dtypes[number] for number in numbers]
+        if shapes[0] and shapes.count(shapes[0]) == dtypes.count(dtypes[0]) == len(numbers):
+            # The rows of one array, of which there are views in half of the time that it takes to make arrays.
+            rows: Iterable[np.ndarray] = np.frombuffer(b"".join(pieces), dtypes[0]).reshape(-1, *shapes[0])
+        else:
+            rows = map(np.ndarray, shapes, dtypes, pieces)
+        for number, row in zip(numbers, rows, strict=True):
+            out[number] = row.copy()
         recorded = columns.crcs[members] != NO_CRC
         if self._verify and recorded.any():
             _compare([crc32(piece) for piece in compress(pieces, recorded)], columns, members[recorded])

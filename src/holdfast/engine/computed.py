@@ -11,7 +11,6 @@ import math
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,7 +19,9 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.source import Sourced
+from holdfast.engine.threads import computing
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import Entry, tensor_stamp
 
@@ -104,8 +105,7 @@ class Seen:
             return fresh
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Computation:
+class Computation(Value, frozen=True, eq=False):
     """What makes one computed tensor."""
 
     original: LazyTensor
@@ -119,12 +119,13 @@ class Computation:
         width = self.dtype.bits // 8
         first, last = start // width, -(-(start + out.nbytes) // width)
         elements = read_flat(self.original, first, last)
-        made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
-        if self.observe is not None:
-            for begin, end in self.seen.add(first, last):
-                self.observe(elements[begin - first : end - first], made[begin - first : end - first])
-        begin = start - first * width
-        out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
+        with computing():
+            made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
+            if self.observe is not None:
+                for begin, end in self.seen.add(first, last):
+                    self.observe(elements[begin - first : end - first], made[begin - first : end - first])
+            begin = start - first * width
+            out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
 
 
 class Computed(Sourced):

@@ -6,7 +6,6 @@ range, and no others. So it slices, casts, compares and converts like any tensor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -17,6 +16,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.quantities import shown
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
 from holdfast.errors import BadArgumentType, Unsupported
@@ -65,8 +65,7 @@ class Dequantized(Sourced):
         return replace(LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Decoding:
+class Decoding(Value, frozen=True, eq=False):
     """What makes one decoded tensor."""
 
     stored: LazyTensor

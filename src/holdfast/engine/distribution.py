@@ -17,13 +17,14 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints, inner
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.numbers import COUNTED_ELEMENTS, STEP_ELEMENTS, Counts, Moments, counts_patterns, pattern_values, widened
 
 __all__ = ["QUANTILES", "Distribution", "Gathering"]
@@ -33,8 +34,7 @@ QUANTILES = (0.0, 0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999, 1.0)
 Floats = np.ndarray
 
 
-@dataclass(frozen=True, slots=True)
-class Distribution:
+class Distribution(Value, frozen=True):
     """What is known of the numbers of one tensor, or of a sample of them."""
 
     count: int
@@ -55,8 +55,7 @@ class Distribution:
     columns: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Tails:
+class Tails(Value, frozen=True):
     """Sums of the third and the fourth powers of the distances from the mean, beside `Moments`; `plus` is that of both together."""
 
     cubes: float = 0.0
@@ -84,8 +83,7 @@ class Tails:
         return Tails(cubes, fourths)
 
 
-@dataclass(slots=True)
-class Part:
+class Part(Struct):
     """What one block of elements came to."""
 
     count: int = 0

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from holdfast.core.digest import canonical
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.checksums import Progress
 from holdfast.engine.threads import default_threads

@@ -7,7 +7,6 @@ a tenth of it (1.1 GB/s).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Protocol
 
@@ -39,7 +38,9 @@ def digest_of(algorithm: str, read: Callable[[int, int], bytes], progress: Progr
 
 def _new(algorithm: str) -> Hash:
     if algorithm == "sha256":
-        return hashlib.sha256()
+        from hashlib import sha256
+
+        return sha256()
     from xxhash import xxh3_128
 
     return xxh3_128()

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
@@ -32,6 +32,7 @@ from holdfast.core.sparse.encoding import (
 )
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.packed import Counted, Packed, groups_of, read_elements, run_length
 from holdfast.engine.threads import run_all
@@ -62,8 +63,7 @@ TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Value, frozen=True):
     """Which encodings may be used."""
 
     kinds: frozenset[str]
@@ -96,8 +96,7 @@ def parse_wanted(sparse: str) -> Wanted | None:
     raise Unsupported(f"sparse={sparse!r} is none of {known}", found=sparse)
 
 
-@dataclass(slots=True)
-class BitCounts:
+class BitCounts(Struct):
     """What is known of one tensor while it is counted."""
 
     tensor: LazyTensor
@@ -164,8 +163,7 @@ def _run(work: Sequence[Task], workers: int) -> None:
         task()
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(Value, frozen=True):
     """Looks at some tiles of a tensor."""
 
     tensor: LazyTensor

@@ -13,16 +13,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from msgspec import Struct
+
 from holdfast.core.content_hash import ContentHash
 from holdfast.core.crc import Sums, crc32
+from holdfast.core.value import Value
+from holdfast.engine.beside import Beside
 from holdfast.engine.blocks import Slab, read_slab, slab_block, slab_bytes, slabs
 from holdfast.engine.digest import recorded_crc
 from holdfast.engine.readback import check_source
-from holdfast.engine.threads import Beside, default_threads, run_all
+from holdfast.engine.threads import default_threads, run_all
 from holdfast.engine.write import GATHER_NBYTES, fetch_small, gather, small_bytes
 from holdfast.errors import SaveError, located
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
@@ -45,8 +48,7 @@ class Writer(Protocol):
     def write(self, data: bytes | memoryview, /) -> object: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
+class Told(Value, frozen=True):
     """A writer that tells how much it was given."""
 
     file: Writer
@@ -58,9 +60,7 @@ class Told:
         return done
 
     def flush(self) -> None:
-        finish = getattr(self.file, "flush", None)
-        if callable(finish):
-            finish()
+        _flush(self.file)
 
 
 def write_stream(
@@ -78,7 +78,9 @@ def write_stream(
     records of it and a sum stands before it.
     """
     if len(plan.segments) == 1 and isinstance(plan.segments[0], Literal):
-        return _write_all(plan, target, {}, known=known, blocks=iter(()))
+        write_all(target, plan.segments[0].data)
+        _flush(target)
+        return {}
     far = [segment for segment in plan.segments if isinstance(segment, Data) and segment.tensor.source.store.requests]
     wanted = max((segment.tensor.source.store.requests for segment in far), default=0)
     window = max(1, min(wanted, requests or wanted))
@@ -134,10 +136,14 @@ def _write_all(
     if changed:
         check_source(plan, crcs)
         raise SaveError(f"{changed[0]!r} changed while it was saved; what was written is of no use", tensor=changed[0])
+    _flush(target)
+    return {label: crcs[label] for label in own if label in crcs}  # not where a record has none
+
+
+def _flush(target: Writer) -> None:
     finish = getattr(target, "flush", None)
     if callable(finish):
         finish()
-    return {label: crcs[label] for label in own if label in crcs}  # not where a record has none
 
 
 def _asks_ahead(plan: FilePlan) -> bool:
@@ -238,8 +244,7 @@ class Nowhere:
 NOWHERE = Nowhere()
 
 
-@dataclass(slots=True)
-class _Hashing:
+class _Hashing(Struct):
     """A target that hashes what passes by."""
 
     target: Writer

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
-from types import TracebackType
-from typing import Generic, Self, TypeVar
 
-from holdfast.core.runtime import start
+import numpy as np
 
-__all__ = ["Beside", "default_threads", "run_all", "start"]
+from holdfast.core.runtime import at_fork, start
 
-T = TypeVar("T")
+__all__ = ["computing", "default_threads", "run_all", "start"]
 
 
 def default_threads(processes: int = 1) -> int:
@@ -44,6 +42,44 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
             task()
         return
     Crew(tasks).run(min(threads, len(tasks)) - 1)
+
+
+class _Cores:
+    """Who computes: as many threads at once as there are cores."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """As at the beginning: in a forked child nobody else is there who could give anything back."""
+        self._free: threading.Semaphore | None = None
+
+    def free(self) -> threading.Semaphore:
+        if self._free is None:
+            # Memory of this length is freed at once, untouched. After that the C library keeps what is freed, up to twice the
+            # length, instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as
+            # all that is computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
+            np.empty(KEPT_NBYTES, np.uint8)
+            self._free = threading.Semaphore(_cores())
+        return self._free
+
+
+KEPT_NBYTES = 16 << 20
+"""More than the arrays between two calls take together, of one thread."""
+
+_CORES = _Cores()
+at_fork(after_in_child=_CORES.renew)
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Compute with numpy, and neither read nor wait for anything meanwhile.
+
+    Every call of numpy takes the interpreter's lock again. Threads that have no core wait for it too, and who gets it without a
+    core to run on keeps all others from theirs: with two threads a core, that took more time than the arithmetic.
+    """
+    with _CORES.free():
+        yield
 
 
 class Crew:
@@ -114,54 +150,3 @@ class Crew:
     def _fail(self, error: BaseException) -> None:
         self._failures.append(error)
         self._over = True
-
-
-class Beside(Generic[T]):
-    """One call beside what the caller does: on a thread of its own or, where none can start, when its result is asked for.
-
-    Used in a `with`; at its end the call is over, or will never begin.
-    """
-
-    def __init__(self, call: Callable[[], T], *, name: str = "holdfast") -> None:
-        self._call = call
-        self._begun = threading.Lock()
-        self._future: Future[T] = Future()
-        self._name = name
-
-    def __enter__(self) -> Self:
-        start(self._run, name=self._name)
-        return self
-
-    def result(self) -> T:
-        """What the call came to; raises what it raised."""
-        self._run()
-        return self._future.result()
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                if not self._future.cancel():
-                    self._future.exception()
-                break
-            except BaseException as late:
-                interrupt = late
-        if error is not None:
-            # What was raised may be what the call came to, and holds the frames of those who have this: it is not kept twice.
-            self._future = Future()
-        if interrupt is not None:
-            try:
-                raise interrupt
-            finally:
-                del interrupt
-
-    def _run(self) -> None:
-        if not self._begun.acquire(blocking=False):
-            return
-        try:
-            if self._future.set_running_or_notify_cancel():
-                self._future.set_result(self._call())
-        except BaseException as error:
-            self._future.set_exception(error)
-            # As Python's own pools do: the error holds this frame, and the frame would hold the error.
-            del self

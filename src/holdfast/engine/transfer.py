@@ -20,10 +20,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.protocols import Store
@@ -64,8 +64,7 @@ def cached_nbytes(threads: int, most: int) -> int:
     return CACHED_NBYTES if threads <= FEW_THREADS else most
 
 
-@dataclass(slots=True)
-class Straight:
+class Straight(Struct):
     """Where reads in a row go."""
 
     addresses: Ints
@@ -148,8 +147,7 @@ def tasks(
         first, before = last, int(reach[last - 1])
 
 
-@dataclass(slots=True)
-class Task:
+class Task(Struct):
     """Reads [first, last) of a file."""
 
     store: Store

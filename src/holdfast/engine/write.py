@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.arrays import byte_row
 from holdfast.core.content_hash import ContentHash, Hashed, hash_bytes, head_bytes
@@ -41,6 +41,10 @@ GATHERED_PART, SMALL_PART = 2, 16
 """Where a store would rather be asked for so many bytes at a time (a GPU), segments are gathered up to the first part of them, and
 those up to the second part are small enough for that."""
 
+GATHERERS = 4
+"""Threads that write a file of which most is gathered, at the most: what makes such segments holds the interpreter lock for a part
+of the time, and sixteen threads would rather wait for it than write."""
+
 Progress = Callable[[int], None]
 """Told how many bytes have been written since it was told last; called from several threads."""
 
@@ -59,8 +63,7 @@ Block = tuple[int, int, int]
 """Bytes as they were written: the first one's place in the file, how many, their CRC-32."""
 
 
-@dataclass(slots=True)
-class Receipt:
+class Receipt(Struct):
     """What was written: the CRC-32 of every data segment by its label, hash and head of those that are hashed, and the length."""
 
     nbytes: int
@@ -69,8 +72,7 @@ class Receipt:
     """All bytes but those of holes, in no order; some may be there twice."""
 
 
-@dataclass(slots=True)
-class Written:
+class Written(Struct):
     """What is known of a file while it is written."""
 
     sums: dict[str, Sums]
@@ -122,7 +124,7 @@ def write_file(
     sink.allocate(plan.nbytes)
     stores = list(dict.fromkeys(s.tensor.source.store for s in plan.segments if isinstance(s, Data)))
     far = max((store.requests for store in stores), default=0)
-    threads = threads or max(default_threads(), far)
+    threads = threads or max(_usual_threads(plan), far)
     block = block or (2 * BLOCK_NBYTES if far else cached_nbytes(threads, BLOCK_NBYTES))
     run_reads(_tasks(plan, offsets, sink, written, progress, block), threads, stores=stores)
     # A dict of a million checksums is not copied where it is all that is known.
@@ -141,6 +143,12 @@ def write_file(
         if progress:
             progress(late)
     return receipt
+
+
+def _usual_threads(plan: FilePlan) -> int:
+    """How many threads write a file where nobody says."""
+    gathered = sum(segment.nbytes for segment in plan.segments if isinstance(segment, Gathered))
+    return min(default_threads(), GATHERERS) if 2 * gathered > plan.nbytes else default_threads()
 
 
 def _joined_late(

@@ -11,7 +11,8 @@ The notes stand in a JSON document (safetensors `__metadata__`, an index, a mani
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
 
 from holdfast.core.chunk import in_c_order
 from holdfast.core.columns import Columned, Columns
@@ -19,6 +20,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
 from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import AliasView, LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, MetadataError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.formats.strict_json import kind, pointer, quoted
@@ -31,8 +33,7 @@ LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class ViewGroup:
+class ViewGroup(Value, frozen=True):
     """Tensors that were views of one storage."""
 
     nbytes: int
@@ -40,8 +41,7 @@ class ViewGroup:
     """Offset and strides of each, in bits of the storage."""
 
 
-@dataclass(slots=True)
-class Sharing:
+class Sharing(Struct):
     """What is written, and what is noted beside it."""
 
     written: dict[str, LazyTensor] = field(default_factory=dict)
@@ -132,8 +132,7 @@ PAIRS = "float4_e2m1fn_x2"
 """torch's pair of 4-bit floats: in a safetensors header it is F4 with twice the last dimension."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(Value, frozen=True):
     """The notes of one document, checked for their form."""
 
     aliases: dict[str, str] = field(default_factory=dict)

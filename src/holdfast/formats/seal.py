@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, Unsupported, located
 from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, parse_own, pointer, quoted
 from holdfast.formats.strict_json import SEAL as SELF
@@ -62,8 +62,7 @@ LARGEST = (1 << 63) - 1
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
-@dataclass(frozen=True, slots=True)
-class SealedFile:
+class SealedFile(Value, frozen=True):
     """One file of the step."""
 
     name: str
@@ -73,8 +72,7 @@ class SealedFile:
     """Algorithm, colon, hexadecimal digits; None where the checksums stand elsewhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class Seal:
+class Seal(Value, frozen=True):
     """What a seal says."""
 
     step: int | None

@@ -19,13 +19,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded
 
 __all__ = [
@@ -71,8 +71,7 @@ Steps = tuple["Steps", str | int] | None
 """Where a value is, innermost step last, as a linked list: a step costs the same at any depth."""
 
 
-@dataclass(frozen=True, slots=True)
-class Flaw:
+class Flaw(Value, frozen=True):
     """What stands in a parsed document where a value was that readers disagree about."""
 
     reason: str

@@ -11,13 +11,16 @@ What is the same is decided by structure (structure.py), never by how a value pr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+
+from msgspec import Struct, field
 
 from holdfast.core.opaque import Global
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted
+from holdfast.core.value import Value
 from holdfast.inspect.structure import Edge, Kind, Spent, edges, label, same_leaf
 
 __all__ = [
@@ -56,8 +59,7 @@ class ValueChange:
         return dotted(self.path)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Place:
+class Place(Value, frozen=True, eq=False):
     """Where a value stands, as a chain back to the top: paths are written out only where something is said."""
 
     above: Place | None
@@ -78,16 +80,14 @@ class Place:
         return found[::-1]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TreeTensor:
+class TreeTensor(Value, frozen=True, eq=False):
     """A tensor of a tree, and where it stands there."""
 
     place: Place
     tensor: LazyTensor
 
 
-@dataclass(slots=True)
-class Compared:
+class Compared(Struct):
     """The outcome of a walk."""
 
     changes: list[ValueChange] = field(default_factory=list)

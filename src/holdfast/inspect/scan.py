@@ -18,7 +18,7 @@ import functools
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -27,6 +27,7 @@ from holdfast.core.keys import check_key
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.quantities import shown
+from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, UnknownFormat, Unsupported
 from holdfast.formats.dcp.index import is_index
@@ -323,8 +324,7 @@ def _for_index(limits: Limits) -> Limits:
     return replace(limits, pickle_nbytes=max(limits.pickle_nbytes, limits.dcp_metadata_nbytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Value, frozen=True):
     """What `open` says of a file."""
 
     format: str = ""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
@@ -111,8 +111,7 @@ def check_sizes(path: AnyPath, seal: Seal) -> Iterator[tuple[str, str]]:
     return misfits(seal, size)
 
 
-@dataclass(frozen=True, slots=True)
-class Misfit:
+class Misfit(Value, frozen=True):
     """A file that is not what was sealed."""
 
     name: str
@@ -147,8 +146,7 @@ def check_digests(path: AnyPath, seal: Seal, *, threads: int | None = None, prog
     return [wrong[name] for name in sorted(wrong)]
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
+class Compared(Value, frozen=True):
     """A folder or file, and what its seal says. Files are named by their paths."""
 
     seal: Seal

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.patterns import Renames, matcher, rename_problems, renamer, unmatched
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import dotted, leaf_paths
+from holdfast.core.value import Value
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
 
 __all__ = ["Side", "chosen_sides"]
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(Value, frozen=True):
     """What is compared."""
 
     path: str

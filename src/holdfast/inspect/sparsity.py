@@ -14,9 +14,10 @@ import fnmatch
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
@@ -78,8 +79,7 @@ class SparsityReport(TensorRows[TensorSparsity]):
     __slots__ = ()
 
 
-@dataclass(slots=True)
-class ZeroCounts:
+class ZeroCounts(Struct):
     """What is known of one tensor while its tiles are looked at."""
 
     rows: np.ndarray

@@ -17,16 +17,17 @@ import hashlib
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import PurePath, PurePosixPath
 from typing import NamedTuple
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import step
+from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief
 
@@ -36,8 +37,7 @@ STEPS = 1_000_000
 """Things inside keys and members that are looked at again, because a container that leads back out of itself is met again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
+class Kind(Value, frozen=True):
     """What a container is, as a value that can be compared and shown."""
 
     name: str
@@ -238,8 +238,7 @@ def _tensor(tensor: LazyTensor) -> bytes:
     return f"{tensor.dtype} {tensor.shape} ".encode() + hashlib.blake2b(np.ascontiguousarray(tensor.numpy()).tobytes()).digest()
 
 
-@dataclass(slots=True)
-class Spent:
+class Spent(Struct):
     """What looking into keys and members has cost, and digests that need not be made again."""
 
     steps: int = STEPS
@@ -249,8 +248,7 @@ class Spent:
     """Values whose identity is remembered, so that no other can take it."""
 
 
-@dataclass(slots=True)
-class Frame:
+class Frame(Struct):
     """A container whose digest is being made."""
 
     value: object

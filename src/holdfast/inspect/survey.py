@@ -7,18 +7,17 @@ that is the difference between one second and five.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from holdfast.core.checkpoint import Alias, Checkpoint
 from holdfast.core.dtype import DType
 from holdfast.core.sharing import groups, twins
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 
 __all__ = ["Survey", "survey"]
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(Value, frozen=True):
     """The tensors of a checkpoint, and how they share storages."""
 
     tensors: Mapping[str, LazyTensor]

@@ -21,12 +21,14 @@ import math
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TypeGuard
+
+from msgspec import field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HoldfastError, Replaced, StoreError, UnknownFormat
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.seal import LARGEST
@@ -55,8 +57,7 @@ AT_THE_TOP = ("global_step", "step", "iteration", "trainer.global_step", "train_
 """Where programs of people's own keep the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Value, frozen=True):
     """What was found out about a folder or file."""
 
     writer: str

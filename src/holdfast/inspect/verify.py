@@ -16,7 +16,9 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from msgspec import Struct, field
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
@@ -60,9 +62,8 @@ class Damage:
     label: str
     """What the file calls it: `data/17`, `data.pkl`."""
     offset: int
-    """First byte in the file."""
+    """First byte in the file, of `nbytes` that the checksum covers. Which of them changed, it cannot say."""
     nbytes: int
-    """How many bytes the checksum covers. Which of them changed, it cannot say."""
     expected: int
     found: int | None
     """None where compressed bytes do not inflate any more."""
@@ -155,8 +156,7 @@ def verify(
     return check.report(path)
 
 
-@dataclass(slots=True)
-class Range:
+class Range(Struct):
     """A span with what is known about it."""
 
     span: Span

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import jax
@@ -33,6 +32,7 @@ from holdfast.core.quantities import shown
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, module_contents, step
+from holdfast.core.value import Value
 from holdfast.engine.casting import cast
 from holdfast.errors import BadArgument, BadArgumentType, DoesNotFit, LimitExceeded, Unsupported
 from holdfast.inspect.open import Openable, opened, read
@@ -96,8 +96,7 @@ def load(
         return _mapped(state, depth, lambda name, tensor: arrays[wanted[name]])
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wanted:
+class Wanted(Value, frozen=True, eq=False):
     """One array that is to be made, under one name or several."""
 
     lazy: LazyTensor

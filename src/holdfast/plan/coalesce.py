@@ -15,11 +15,11 @@ medium; they stand here side by side.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
+from holdfast.core.value import Value, replace
 
 __all__ = [
     "FAR",
@@ -37,8 +37,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(Value, frozen=True):
     """How far reads may be joined. As it is made, for what is read to memory."""
 
     free_gap: int = 512
@@ -75,8 +74,7 @@ PAGE_LOCKED = Policy(free_gap=4096, max_gap=1 << 20, over_read=1 / 16, alone=1 <
 """Blocks that a GPU copies from: no read goes straight into place, so long ones are joined as well. Who lays them out cuts them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reads:
+class Reads(Value, frozen=True):
     """Ranges of one file, joined into reads. Arrays, because a column of a tall matrix has more of them than objects should be."""
 
     key: str
@@ -93,8 +91,7 @@ class Reads:
         return int((self.stops - self.starts).sum())
 
 
-@dataclass(frozen=True, slots=True)
-class Parts(Reads):
+class Parts(Reads, frozen=True):
     """Reads of ranges that were cut where blocks of the file end."""
 
     owners: Ints

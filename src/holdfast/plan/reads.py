@@ -13,7 +13,6 @@ others; everything else passes through scratch memory. The plan says how many by
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,6 +21,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides, in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Request
+from holdfast.core.value import Value
 from holdfast.plan.coalesce import MEMORY, Policy, Reads, coalesce
 from holdfast.plan.runs import Comb, comb
 
@@ -32,8 +32,7 @@ MAX_TEETH = 1 << 18
 """Teeth that are planned together: a few arrays of 2 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class Strip:
+class Strip(Value, frozen=True):
     """A piece of a chunk and the part of the target that it fills (same shape)."""
 
     chunk: Chunk
@@ -45,8 +44,7 @@ class Strip:
     tensor: str
 
 
-@dataclass(frozen=True, slots=True)
-class FileReads(Reads):
+class FileReads(Reads, frozen=True):
     """The fetches of one file, and the teeth in them."""
 
     owners: Ints
@@ -55,16 +53,14 @@ class FileReads(Reads):
     """The number of each tooth in its strip."""
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Value, frozen=True):
     """Strips and the reads that fill them."""
 
     strips: tuple[Strip, ...]
     files: tuple[FileReads, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadPlan:
+class ReadPlan(Value, frozen=True):
     """Every read that fills the requests. `explain()` says it in words."""
 
     batches: tuple[Batch, ...]

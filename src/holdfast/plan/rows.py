@@ -11,14 +11,14 @@ and may answer with views of one block that it filled by one copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.crc import crc32_of_each
+from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DType
+from holdfast.core.value import Value
 from holdfast.plan.saves import Data, Gathered, Memory, Segment
 
 __all__ = ["BATCH", "BLOCK_NBYTES", "SMALL_NBYTES", "Piece", "RowKind", "TensorRows", "joined", "packed_segments", "runs"]
@@ -35,8 +35,7 @@ BATCH = 1 << 13
 """Tensors that are asked, or written as text, at a time: what is made of each on the way is gone when the next ones come."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowKind:
+class RowKind(Value, frozen=True):
     """What many tensors have in common."""
 
     dtype: DType
@@ -52,8 +51,7 @@ class RowKind:
     location: str = "cpu"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRows:
+class TensorRows(Value, frozen=True, eq=False):
     """Tensors of one state in the order in which they are met, each once; and their storages."""
 
     identities: Ints
@@ -145,7 +143,7 @@ def _packed(rows: TensorRows, numbers: list[int], labels: list[str], nbytes: Int
 
     def make() -> tuple[bytes, dict[str, int]]:
         pieces = rows.read(numbers)
-        crcs = crc32_of_each(pieces)
+        crcs = crc32_each(pieces)
         if len(filled) < len(crcs):
             crcs = [crc for crc, piece in zip(crcs, pieces, strict=True) if len(piece)]
         return b"".join(pieces), dict(zip(filled, crcs, strict=True))

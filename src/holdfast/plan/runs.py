@@ -13,19 +13,18 @@ On dimensions sorted by |stride|:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
+from holdfast.core.value import Value
 
 __all__ = ["Comb", "comb"]
 
 
-@dataclass(frozen=True, slots=True)
-class Comb:
+class Comb(Value, frozen=True, gc=False):
     """A chunk as teeth of equal length: for every point of the outer dimensions, one dense stretch of bits."""
 
     base: int

@@ -16,9 +16,12 @@ A plan is pure. `engine/write.py` carries it out, `explain` says it in words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import field
+from msgspec.structs import force_setattr
 
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 
 __all__ = [
     "HASH_KEY",
@@ -58,8 +61,7 @@ def without_hashes(sums: dict[str, int]) -> dict[str, int]:
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class Literal:
+class Literal(Value, frozen=True):
     """Bytes that are known when the plan is made."""
 
     data: bytes
@@ -73,8 +75,7 @@ Hashing = str
 """What is computed of data beside its CRC-32: nothing, its "head", or its "hash" with its head."""
 
 
-@dataclass(frozen=True, slots=True)
-class Data:
+class Data(Value, frozen=True):
     """The elements of a tensor, in C order and little-endian. Packed types are packed, lowest bits first."""
 
     tensor: LazyTensor
@@ -82,14 +83,14 @@ class Data:
     """What the file calls it; the key under which `Late` segments find its CRC. Unique in a plan."""
     hashed: Hashing = ""
     """Whether it is hashed as well, or its head alone: known then, too, under the label and `HASH_KEY`, `HEAD_KEY`."""
-    nbytes: int = field(init=False)
+    nbytes: int = -1
+    """Known from the tensor, whatever is given."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", self.tensor.nbytes)
+        force_setattr(self, "nbytes", self.tensor.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
+class Memory(Value, frozen=True):
     """Bytes that lie in this process's memory, written from where they are."""
 
     content: memoryview
@@ -103,8 +104,7 @@ class Memory:
         return self.content.nbytes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gathered:
+class Gathered(Value, frozen=True, eq=False):
     """A stretch of a file that has many small pieces of data in it. None of them is an object of its own."""
 
     nbytes: int
@@ -114,15 +114,13 @@ class Gathered:
     """Fetches the pieces: exactly `nbytes` bytes, and the CRC-32 of each piece by its label. It may say more (`MISTAKEN_KEY`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hole:
+class Hole(Value, frozen=True):
     """Room without content. It has no checksum: whoever fills it knows better."""
 
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Late:
+class Late(Value, frozen=True):
     """Bytes that are known when all data of the plan has been written."""
 
     nbytes: int
@@ -150,8 +148,7 @@ def known_later(segments: Iterable[Segment]) -> list[str]:
     return keys
 
 
-@dataclass(frozen=True, slots=True)
-class FilePlan:
+class FilePlan(Value, frozen=True):
     """One file."""
 
     key: str
@@ -172,8 +169,7 @@ class FilePlan:
         return offsets
 
 
-@dataclass(frozen=True, slots=True)
-class LinkedFile:
+class LinkedFile(Value, frozen=True):
     """A finished file of another checkpoint that gets a second name in this one: nothing of it is written."""
 
     key: str
@@ -183,8 +179,7 @@ class LinkedFile:
     """The directory where it lies."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
+class SavePlan(Value, frozen=True):
     """A whole checkpoint. One file with an empty key, or a directory: its data files, then its index, in that order."""
 
     format: str
@@ -192,7 +187,7 @@ class SavePlan:
     notes: tuple[str, ...] = ()
     """What a person should know: state that this format keeps in another way."""
     directory: bool = False
-    index: tuple[FilePlan, ...] = field(default=())
+    index: tuple[FilePlan, ...] = ()
     """Files of a directory that are written after all others are on disk: the manifest, the Hugging Face index."""
     holds: Mapping[str, LazyTensor] | None = None
     """What a reader is to find, by name; None where the plan is not one of a state."""

@@ -14,11 +14,11 @@ numpy and torch each make keys and histograms in their own way, torch on any dev
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
+from holdfast.core.value import Value
 
 __all__ = ["INFINITY_BITS", "SORTED_KEYS", "SPLITMIX", "Narrowed", "nan_key", "narrow", "pruned_count"]
 
@@ -53,8 +53,7 @@ def pruned_count(level: float, count: int) -> int:
     return count if level == 1 else max(0, min(round(level * count), count - 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Narrowed:
+class Narrowed(Value, frozen=True):
     """The keys among which the one is that was looked for."""
 
     prefix: int

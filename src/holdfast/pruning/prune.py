@@ -18,7 +18,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
@@ -29,6 +29,7 @@ from holdfast.core.quantities import Size, byte_count
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import replace
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
@@ -36,7 +37,8 @@ from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
-from holdfast.pruning.masks import GroupMask, Mask, block_mask, threshold_masks
+from holdfast.pruning.masks import GroupMask, Mask, RandomMask, block_mask, threshold_masks
+from holdfast.pruning.order import pruned_count
 from holdfast.pruning.rules import Block, Global, Groups, Job, Magnitude, Random, Rule, assign, conflicts, parse_rule, tensor_seed
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
@@ -337,6 +339,7 @@ def _finding(job: Job, threads: int, tell: Progress) -> Callable[[], None]:
             case Block(height, width, level):
                 job.mask = block_mask(tensor, (height, width), level, threads=threads, progress=read)
             case Random(level, seed):
-                job.mask = threshold_masks([RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))], level, threads=threads)[0]
+                keys = RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))
+                job.mask = RandomMask(keys, pruned_count(level, tensor.size), threads=threads)
 
     return run

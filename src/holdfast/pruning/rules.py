@@ -32,6 +32,7 @@ from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import values_inside
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastError
 from holdfast.pruning.masked import Loss, Tally
 from holdfast.pruning.masks import Mask
@@ -53,28 +54,24 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(Value, frozen=True):
     """Leave it as it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Magnitude:
+class Magnitude(Value, frozen=True):
     """The smallest of each tensor go."""
 
     level: float
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
+class Groups(Value, frozen=True):
     """`n` of every `m` along the last axis stay."""
 
     n: int
     m: int
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Value, frozen=True):
     """The blocks of the lowest mean square go."""
 
     height: int
@@ -82,16 +79,14 @@ class Block:
     level: float
 
 
-@dataclass(frozen=True, slots=True)
-class Random:
+class Random(Value, frozen=True):
     """Any go."""
 
     level: float
     seed: int
 
 
-@dataclass(frozen=True, slots=True)
-class Global:
+class Global(Value, frozen=True):
     """The smallest of all tensors together go."""
 
     level: float
@@ -100,8 +95,7 @@ class Global:
 Method = Keep | Magnitude | Groups | Block | Random | Global
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
+class Rule(Value, frozen=True):
     """Names, and what is done to the tensors of these names."""
 
     pattern: str

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import field
 
 from holdfast.core.protocols import State
 from holdfast.core.tree import values_inside
+from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import BESIDE, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
@@ -53,8 +54,7 @@ PIECES_INDEX = "model.safetensors.index.json"
 """What publishes safetensors files of ranks in an object store."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Value, frozen=True):
     """What one rank writes of a checkpoint."""
 
     rank: int
@@ -71,8 +71,7 @@ class Part:
         return sum(one.tensor.nbytes for one in self.boxes)
 
 
-@dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFile(Value, frozen=True):
     """One file of a rank."""
 
     plan: FilePlan
@@ -90,8 +89,7 @@ class Receipt(msgspec.Struct):
     """Whether it is a file of the base, under a second name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
+class Contents(Value, frozen=True):
     """What the whole checkpoint holds, known to the rank that writes the index."""
 
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]

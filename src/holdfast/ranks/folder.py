@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.core.value import Value
 from holdfast.engine.commit.linked import linked_or_copied
 from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.target import refusing
@@ -22,8 +22,7 @@ from holdfast.stores.path_files import system_files
 __all__ = ["FirstFolder", "JoinedFolder"]
 
 
-@dataclass(frozen=True, slots=True)
-class BegunFile:
+class BegunFile(Value, frozen=True):
     """A file in the hidden folder."""
 
     plan: FilePlan

@@ -14,13 +14,14 @@ whole (`torch/ranks/replica_sums`). Sums of one kind are compared; ranks of one 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
+from holdfast.core.value import Value
 from holdfast.ranks.state import Catalogue, RankState
 
 __all__ = [
@@ -42,8 +43,7 @@ SHOWN = 6
 """Stretches of successive ranks that a sentence lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class Merged:
+class Merged(Value, frozen=True):
     """One catalogue for all ranks, and how theirs map to it."""
 
     catalogue: Catalogue
@@ -91,8 +91,7 @@ def _dispute(name: str, holders: dict[Catalogue, list[int]]) -> str:
     return f"{name!r} is {different}; pass per_rank=[{name!r}] where each rank has its own"
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Value, frozen=True):
     """The boxes of one rank, sorted by tensor."""
 
     tensors: Ints
@@ -215,8 +214,7 @@ Pairs = dict[bytes, tuple[object, object]]
 """The entries of a mapping by their encoded keys."""
 
 
-@dataclass(slots=True)
-class MergedTrees:
+class MergedTrees(Struct):
     """One tree, and where ranks differ."""
 
     tree: object

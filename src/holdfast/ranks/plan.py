@@ -38,7 +38,6 @@ once, it was above one box in one family of 75.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +45,7 @@ import numpy.typing as npt
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.dtype import DTYPES
+from holdfast.core.value import Value
 from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_values
 from holdfast.ranks.state import Catalogue, RankState
 from holdfast.ranks.survey import Int32s, Slab, survey
@@ -56,8 +56,7 @@ MAX_NBYTES = 1 << 60
 """Of a whole checkpoint: an exbibyte. Sums of bytes then fit 64 bits."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankWrites:
+class RankWrites(Value, frozen=True, eq=False):
     """What one rank writes: boxes in the order in which they are written, and values."""
 
     boxes: Ints
@@ -72,8 +71,7 @@ class RankWrites:
     """Bytes of tensors. What values take is not known to the plan."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankPlan:
+class RankPlan(Value, frozen=True, eq=False):
     """A whole sharded save, or the reasons why there can be none."""
 
     catalogue: Catalogue
@@ -210,8 +208,7 @@ class _Written:
         return np.split(sorted_boxes, stops[:-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
+class _Shared(Value, frozen=True):
     """The boxes of one slab that have several holders."""
 
     numbers: Ints

@@ -16,13 +16,13 @@ import errno
 import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
+from holdfast.core.value import Value
 from holdfast.engine.commit.claims import commit_sharing
 from holdfast.engine.commit.remote import PrefixSave, save_id
 from holdfast.engine.commit.target import refusal
@@ -52,8 +52,7 @@ MOST = 1 << 20
 """Objects below a prefix that are looked through for those of a save."""
 
 
-@dataclass(frozen=True, slots=True)
-class BegunObject:
+class BegunObject(Value, frozen=True):
     """An object to be uploaded."""
 
     plan: FilePlan

@@ -37,6 +37,7 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.box import Box
 from holdfast.core.dtype import DTYPES
+from holdfast.core.value import Value
 from holdfast.errors import HeaderError, MetadataError
 
 __all__ = ["Catalogue", "RankState", "decode", "decode_all", "encode"]
@@ -112,8 +113,7 @@ class Catalogue:
         return hash(self.digest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankState:
+class RankState(Value, frozen=True, eq=False):
     """What one rank has. Validated when made, but for what only the other ranks can tell: whether its boxes fit theirs."""
 
     catalogue: Catalogue
@@ -123,7 +123,7 @@ class RankState:
     """Lowest corners: a row for each of `catalogue.rank` dimensions, a column for each box."""
     sizes: Ints
     """Lengths, of the same form."""
-    values: Mapping[str, bytes] = field(default_factory=dict)
+    values: Mapping[str, bytes] = msgspec.field(default_factory=dict)
     """Everything that is not a tensor: its name, and a hash of its content, on which all ranks agree."""
     aliases: tuple[tuple[str, str], ...] = ()
     """Pairs (name, base) of tensors whose boxes on this rank are the same memory. A base is not itself an alias."""

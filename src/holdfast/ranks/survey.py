@@ -33,7 +33,6 @@ tensor, in any number of dimensions, and cannot say where; here it decides where
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +40,7 @@ import numpy.typing as npt
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tiling import covers
+from holdfast.core.value import Value
 from holdfast.ranks.merge import Held, say_ranks
 from holdfast.ranks.state import Catalogue
 
@@ -61,8 +61,7 @@ SLAB_COUNT = 1 << 52
 """Elements of the tensors in one slab: room above for the corners of `defects`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slab:
+class Slab(Value, frozen=True):
     """The different boxes of some tensors, in the order of the catalogue and then in C order of their starts."""
 
     heads: Ints
@@ -77,8 +76,7 @@ class Slab:
     """What is wrong with a tensor, and which it is."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Boxes:
+class _Boxes(Value, frozen=True):
     """Boxes of all ranks, one column each."""
 
     tensors: Ints
@@ -156,8 +154,7 @@ def _filled(columns: Ints, rank: int, value: int) -> Ints:
     return np.concatenate((columns, np.full((rank - len(columns), columns.shape[1]), value, np.int64)))
 
 
-@dataclass(frozen=True, slots=True)
-class _About:
+class _About(Value, frozen=True):
     """The tensors of a slab."""
 
     catalogue: Catalogue
@@ -272,8 +269,7 @@ MAX_CUT = 16
 """Dimensions cut at once, by the same reasoning. Coordinates then stay far below 2^63: they have one more value than elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class Defect:
+class Defect(Value, frozen=True):
     """The first place in C order where the boxes of a tensor do not cover it exactly once."""
 
     tensor: int
@@ -320,8 +316,7 @@ def defects(extents: Ints, tensors: Ints, *, starts: Ints, sizes: Ints) -> list[
     return [found[t] for t in sorted(found)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Different:
+class _Different(Value, frozen=True):
     tensors: Ints
     starts: Ints
     sizes: Ints

@@ -7,12 +7,12 @@ first rank    contents of the whole, a task for each rank; or every reason why t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from math import prod
 
 import msgspec
 
 from holdfast.core.dtype import DTYPES
+from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold
 from holdfast.ranks.files import Contents
 from holdfast.ranks.merge import differing, one_tree, say_different
@@ -59,8 +59,7 @@ def _split(joined: bytes) -> tuple[bytes, bytes]:
     return joined[8:stop], joined[stop:]
 
 
-@dataclass(frozen=True, slots=True)
-class Together:
+class Together(Value, frozen=True):
     """One checkpoint out of the states of all ranks."""
 
     contents: Contents

@@ -15,13 +15,13 @@ from __future__ import annotations
 import io
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import State, Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.stream import write_stream
@@ -98,8 +98,7 @@ def _count(shape: tuple[int, ...]) -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class AsStep:
+class AsStep(Value, frozen=True):
     """What makes the checkpoint a step of a run. Asked of the first rank alone."""
 
     stamp: Stamp
@@ -109,8 +108,7 @@ class AsStep:
     """From the data files to what the object of the manifest says of the step; None where a seal says it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Publishing:
+class Publishing(Value, frozen=True):
     """On the first rank: where a checkpoint comes together, and what it is to hold."""
 
     path: str

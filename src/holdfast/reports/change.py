@@ -6,9 +6,9 @@ A row is a tensor of the first, or one that only the second has. What moved to a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from holdfast.core.text import clip, count, escape, plural
+from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress
 from holdfast.inspect.diff import Comparison, Content, Diff
 from holdfast.inspect.side import Side
@@ -23,8 +23,7 @@ SAME, CHANGED, ADDED, REMOVED, MOVED, UNLIKE = range(6)
 STATES = ("the same", "changed", "only in the second", "only in the first", "renamed", "not comparable")
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Value, frozen=True):
     """A difference that is planned and not yet read: `nbytes` says how much would be."""
 
     found: Structure

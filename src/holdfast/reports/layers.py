@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from holdfast.core.value import Value
 
 __all__ = ["Place", "places"]
 
@@ -31,8 +32,7 @@ PARTS = 64
 """Parts of a name that are looked at. Real ones have a dozen."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Value, frozen=True):
     """Where a tensor stands in the matrix."""
 
     layer: int

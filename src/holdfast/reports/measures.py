@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks
 from holdfast.engine.distribution import Distribution, Gathering, Part
@@ -38,8 +38,7 @@ MANY = 4000
 """From so many tensors on, norms of rows have two digits."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(Value, frozen=True):
     """What the pass found: one entry a tensor, None where there are no numbers."""
 
     found: list[Distribution | None]

@@ -8,8 +8,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,9 +23,11 @@ from holdfast.core.notebook import card
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.core.version import VERSION
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
+from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.errors import NoSuchTensor, UnknownFormat
 from holdfast.inspect.open import Openable, opened
@@ -31,14 +35,14 @@ from holdfast.inspect.stats import measure as measure_stats
 from holdfast.reports import change, history, spectrum
 from holdfast.reports.document import SCHEMA, Document, dumps, rounded
 from holdfast.reports.measures import Measured, measure, measured_columns, reading_nbytes
-from holdfast.reports.page import page
+from holdfast.reports.page import BEGINNING, page
 from holdfast.reports.shards import shards
 from holdfast.reports.structure import columns, facts, iso, look, made_at, name_of, scanned, sentence
 from holdfast.runs.steps import Step
 from holdfast.runs.table import Table
 from holdfast.stores.paths import local_path
 
-__all__ = ["Asked", "Prepared", "Report", "prepared", "report"]
+__all__ = ["Asked", "Prepared", "Report", "page_target", "prepared", "report"]
 
 NOTES = 50
 """Notes of a checkpoint that are shown."""
@@ -63,10 +67,13 @@ class Report:
         """The page: one HTML file that needs nothing else."""
         return page(self.document)
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = True) -> str:
-        """Write the page to a file of this machine, which appears when it is complete. Its path."""
-        where = local_path(path)
-        with FileTransaction(where, overwrite=overwrite, durable=False) as transaction:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
+        """Write the page to a file of this machine, which appears when it is complete. Its path.
+
+        An earlier page is replaced; anything else that is there only with `overwrite`.
+        """
+        where = page_target(path, overwrite=overwrite)
+        with FileTransaction(where, overwrite=True, durable=False) as transaction:
             transaction.write(0, self.html().encode("utf-8"))
             transaction.commit()
         return where
@@ -81,8 +88,25 @@ class Report:
         return f"<Report {str(self.document['sentence'])!r}>"
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+def page_target(path: str | os.PathLike[str], *, overwrite: bool = False) -> str:
+    """Where a page may be written: not over what is no page of ours, weights above all, unless the caller says so."""
+    where = local_path(path)
+    with refusing("look at", where):
+        try:
+            found = os.stat(where)
+        except FileNotFoundError:
+            return where
+        # Not opened unless it is a file: a pipe would wait for a writer.
+        if not stat.S_ISREG(found.st_mode):
+            raise refusal("there is a folder or a device with this name; write the page to a file", where, errno.EISDIR)
+        if not overwrite:
+            with open(where, "rb") as file:
+                if file.read(len(BEGINNING)) != BEGINNING:
+                    raise refusal("the file is no page of holdfast; pass overwrite=True to replace it", where, errno.EEXIST)
+    return where
+
+
+class Asked(Value, frozen=True):
     """What is to be on the page."""
 
     stats: bool = False
@@ -100,16 +124,14 @@ class Asked:
         return spectrum.BUDGET_NBYTES if self.max_memory is None else byte_count(self.max_memory) // 2
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(Value, frozen=True):
     """A document, and the tensors of its rows."""
 
     document: Document
     tensors: Sequence[LazyTensor] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
+class Prepared(Value, frozen=True):
     """Something that is open, and how much of it would be read."""
 
     nbytes: int

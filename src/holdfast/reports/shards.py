@@ -17,12 +17,12 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.sharing import islands
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import BadPlacement
 from holdfast.reports.document import Document
 from holdfast.reports.structure import Structure, file_of
@@ -72,8 +72,7 @@ def shards(found: Structure, mesh: Mapping[str, int] | str | None = None) -> Doc
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
+class _Held(Value, frozen=True):
     """A range of a file that is a tensor's."""
 
     start: int

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from holdfast.core.checkpoint import Checkpoint
@@ -23,6 +22,7 @@ from holdfast.core.protocols import Store
 from holdfast.core.sharing import Span, islands
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.text import clip, count, escape, nbytes, percent, plural
+from holdfast.core.value import Value
 from holdfast.inspect.scan import scan
 from holdfast.inspect.survey import Survey, survey
 from holdfast.reports.document import Document, front_coded, labelled, short
@@ -41,8 +41,7 @@ STRIDES = 2000
 """Tensors whose strides are given; a model has a handful that are not dense."""
 
 
-@dataclass(frozen=True, slots=True)
-class Structure:
+class Structure(Value, frozen=True):
     """What was found in one checkpoint."""
 
     checkpoint: Checkpoint

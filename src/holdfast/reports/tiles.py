@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.computed import flat_boxes
 from holdfast.errors import BadArgument
 
@@ -33,8 +33,7 @@ DEEPEST = 40
 """Levels. 2^40 elements on a side are more than there are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(Value, frozen=True):
     """A picture."""
 
     values: np.ndarray

@@ -27,6 +27,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
@@ -208,13 +210,12 @@ Place = tuple[object, ...]
 """What tells a storage from all others."""
 
 
-@dataclass(slots=True)
-class _Copy:
+class _Copy(msgspec.Struct):
     """One place that one or several names have: what is compared."""
 
     tensor: LazyTensor
     storage: int
-    members: list[AliasMember] = field(default_factory=list)
+    members: list[AliasMember] = msgspec.field(default_factory=list)
 
 
 class _Search:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from holdfast.core.content_hash import HASH, Hashed
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.hashes import tensor_hashes, unchanged
 from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument, HoldfastError, Unsupported
@@ -41,8 +41,7 @@ def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None
         raise Unsupported(f"only native directories share files, and this is {format}; leave {given} away", file=path or None)
 
 
-@dataclass(frozen=True, slots=True)
-class OpenBase:
+class OpenBase(Value, frozen=True):
     """A base that is open, or why it is not used."""
 
     base: Base | None = None

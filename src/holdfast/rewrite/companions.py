@@ -21,7 +21,6 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
@@ -30,6 +29,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
 from holdfast.errors import CannotHold, HoldfastError, StoreError, Unsupported
 from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX, choose_index
@@ -98,8 +98,7 @@ def is_model(source: Checkpoint, copy_config: CopyConfig = True) -> bool:
     return not isinstance(copy_config, bool) or any(map(_tells, source.source.store.list()))
 
 
-@dataclass(frozen=True, slots=True)
-class Companions:
+class Companions(Value, frozen=True):
     """Files to be written beside the weights."""
 
     files: Mapping[str, Source]

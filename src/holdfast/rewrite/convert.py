@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -28,6 +28,7 @@ from holdfast.core.protocols import Request, State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.lazy_rows import LAZY_TYPES, ask_lazy
 from holdfast.engine.write import Progress

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.core.arguments import understood
 from holdfast.core.box import Box
@@ -25,6 +25,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
 from holdfast.engine.source import OpenSource
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold

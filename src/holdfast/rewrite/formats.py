@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.core.dtype import DType
@@ -24,6 +23,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Description, Outlined, State, Store
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sparse_choice import choose, parse_wanted
@@ -73,8 +73,7 @@ SUFFIXES = {
 """The format that a suffix means. A name without one is a native directory."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
+class Options(Value, frozen=True):
     """What a caller may ask of a layout."""
 
     max_shard_size: int | None = None

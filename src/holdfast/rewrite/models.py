@@ -11,13 +11,12 @@ comes along when asked for, and a note says what stayed behind: a program always
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.pt2.read import program_names
 from holdfast.rewrite.state import MOST_VISITS
@@ -30,8 +29,7 @@ CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
 Tree = dict[object, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Selection:
+class Selection(Value, frozen=True):
     """What to take out of a package."""
 
     model: str | None = None

@@ -22,7 +22,6 @@ import math
 import os
 from collections.abc import Hashable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from holdfast.core.arguments import understood
@@ -33,6 +32,7 @@ from holdfast.core.protocols import Source, State
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import Value, replace
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.native.write import lay_out_native
@@ -144,8 +144,7 @@ def plan_package(
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Members:
+class _Members(Value, frozen=True):
     """The models of a package, as one state."""
 
     state: State

@@ -18,7 +18,7 @@ import errno
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
 from typing import Generic, TypedDict, TypeVar
 
@@ -26,6 +26,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State, Store
+from holdfast.core.value import Value, replace
 from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.engine.commit.resumable import Staging
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
@@ -224,8 +225,7 @@ class Planned(Generic[R]):
 OPTIONS = Options()
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
+class Destination(Value, frozen=True):
     """Where a verb writes that makes a checkpoint of a checkpoint."""
 
     path: str

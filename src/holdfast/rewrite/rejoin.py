@@ -7,21 +7,19 @@ the same bytes, which is looked at; where they do not, because someone edited th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.sharing import groups, overlaps
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.assembled import Assembled, Copy
 from holdfast.rewrite.state import map_tensors
 
 __all__ = ["Rejoined", "rejoin"]
 
 
-@dataclass(frozen=True, slots=True)
-class Rejoined:
+class Rejoined(Value, frozen=True):
     """A state with its storages back."""
 
     state: State

@@ -16,7 +16,6 @@ import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
@@ -26,6 +25,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.placement_rules import Rule, parse_rule
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
+from holdfast.core.value import replace
 from holdfast.engine.write import Progress
 from holdfast.errors import BadPlacement
 from holdfast.formats.native.write import lay_out_split

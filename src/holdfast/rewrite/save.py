@@ -16,7 +16,6 @@ import io
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -25,6 +24,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.runtime import resting_collector
+from holdfast.core.value import replace
 from holdfast.engine.readback import check_source
 from holdfast.engine.stream import Told, Writer, write_stream
 from holdfast.engine.write import Progress

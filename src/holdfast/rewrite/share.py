@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
@@ -33,6 +33,7 @@ from holdfast.core.protocols import Source, State
 from holdfast.core.quantities import Size
 from holdfast.core.sharing import Island, Span, View, identity, islands
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.write import Progress
 from holdfast.errors import Unsupported
 from holdfast.formats.pt2.replace import lay_out_replaced
@@ -85,8 +86,7 @@ def _listed(group: AliasGroup) -> str:
     return f"{' = '.join([*names, *more])}    {told}"
 
 
-@dataclass(frozen=True, slots=True)
-class TiedState:
+class TiedState(Value, frozen=True):
     """A state whose equal tensors are views of the same bytes."""
 
     state: State

@@ -18,12 +18,12 @@ that its limits count are compared here (docs/design/024-many-and-small.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from holdfast.core.arrays import are_apart
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.rows import lay_out_native_rows
@@ -125,8 +125,7 @@ def _characters(value: object, prefix: int, most: int) -> int:
     return total
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Told:
+class _Told(Value, frozen=True, eq=False):
     """A state for a format that has tensors under names, and notes what it is beyond that."""
 
     leaves: Leaves

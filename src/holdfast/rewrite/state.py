@@ -19,7 +19,6 @@ import os
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Literal, Protocol, cast
 
 import numpy as np
@@ -31,6 +30,7 @@ from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, name_tensors, rebuilt, refilled, step
+from holdfast.core.value import replace
 from holdfast.engine.array_rows import TYPES, Ask, ask_arrays
 from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported

@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
+from holdfast.core.value import Value, replace
 from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
@@ -20,8 +20,7 @@ __all__ = ["Stamp", "digest_of", "seal_file", "stamp", "with_seal"]
 BLANK = "sha256:" + "0" * 64
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(Value, frozen=True):
     """What a seal says beside the files."""
 
     step: int

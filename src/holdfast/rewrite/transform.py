@@ -18,7 +18,6 @@ from __future__ import annotations
 import difflib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -32,6 +31,7 @@ from holdfast.core.protocols import Source, State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.tree import Path, dotted, leaf_paths, name_tensors, refilled, step
+from holdfast.core.value import Value, replace
 from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
 from holdfast.engine.computed import Computed, Observe
 from holdfast.engine.dequantize import Dequantized, dequantize
@@ -164,8 +164,7 @@ class Cast:
         return tuple(place // dtype.bits * self._dtype.bits for place in places)
 
 
-@dataclass(frozen=True, slots=True)
-class Edits:
+class Edits(Value, frozen=True):
     """What to change."""
 
     keep: tuple[str, ...] = ()

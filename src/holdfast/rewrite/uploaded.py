@@ -10,10 +10,10 @@ import io
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.engine.checksums import Span, Sweep
 from holdfast.engine.commit.claims import commit_sharing, release
 from holdfast.engine.commit.remote import ObjectSave, PrefixSave
@@ -193,8 +193,7 @@ def _nothing() -> None:
     """Nothing has to be looked at before the commit."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplacedObjects:
+class ReplacedObjects(Value, frozen=True):
     """The objects of a checkpoint that another takes the place of."""
 
     names: Sequence[str] = ()

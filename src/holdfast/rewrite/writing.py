@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from holdfast.core.quantities import Size, byte_count
+from holdfast.core.value import Value
 from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 
 __all__ = ["Writing"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Writing:
+class Writing(Value, frozen=True, kw_only=True):
     """How a plan is written."""
 
     overwrite: bool | None = False

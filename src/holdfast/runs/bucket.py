@@ -21,10 +21,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import TypeVar
 
 from holdfast.core.keys import beside
+from holdfast.core.value import replace
 from holdfast.engine.commit.claims import release
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import HeaderError, HoldfastError, NoSuchStep, SaveError, StoreError

@@ -22,11 +22,11 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 
 from holdfast.core.keys import DATA, beside
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, LimitExceeded, StoreError
 from holdfast.formats.native.schema import MANIFEST
@@ -63,8 +63,7 @@ LIMITS = Limits()
 Sizes = Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class Says:
+class Says(Value, frozen=True):
     """What a published manifest says."""
 
     etag: str | None

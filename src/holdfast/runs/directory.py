@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 
+from holdfast.core.value import replace
 from holdfast.engine.commit.target import refusing
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp, with_seal

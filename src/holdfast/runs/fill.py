@@ -11,23 +11,23 @@ container, are given back new.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
+from holdfast.core.value import Value
 from holdfast.errors import DoesNotFit, Unsupported
 from holdfast.rewrite.state import Stateful, is_stateful
 
 __all__ = ["fill", "loaded"]
 
 
-@dataclass(slots=True)
-class Fit:
+class Fit(Struct):
     """What was found while two trees were compared."""
 
     requests: list[Request] = field(default_factory=list)
@@ -36,8 +36,7 @@ class Fit:
     mismatched: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(Value, frozen=True):
     """What an object that keeps a state is to be given."""
 
     keeps: Stateful

@@ -28,7 +28,6 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -36,6 +35,7 @@ from typing import TYPE_CHECKING, Literal, Self
 from holdfast.core.arguments import one_of, understood
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import renewed, resting_collector
+from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
 from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NotCommitted, SaveError
@@ -71,8 +71,7 @@ PAUSE_S = 5.0
 WhenFull = Literal["error", "evict", "pause"]
 
 
-@dataclass(frozen=True, slots=True)
-class Coming:
+class Coming(Value, frozen=True):
     """A step that is about to be saved, as rules see it."""
 
     step: int

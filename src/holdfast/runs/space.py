@@ -7,7 +7,8 @@ waits or makes room while every old step is intact. In a bucket there is the bud
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.runs.place import RunPlace, Sizes
@@ -16,8 +17,7 @@ from holdfast.runs.steps import Step
 __all__ = ["Sizes", "Space"]
 
 
-@dataclass(slots=True)
-class Space:
+class Space(Struct):
     """How much a run may have."""
 
     place: RunPlace

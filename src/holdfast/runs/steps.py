@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import set_aside
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats.native.schema import MANIFEST
@@ -84,8 +85,7 @@ class Step:
         return f"step {self.step}{told}  {self.path}"
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Value, frozen=True):
     """Something in the directory that is a step, or would be one."""
 
     name: str

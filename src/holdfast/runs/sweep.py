@@ -23,12 +23,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from holdfast.core.arguments import understood
 from holdfast.core.keys import DATA
 from holdfast.core.quantities import seconds
+from holdfast.core.value import Value
 from holdfast.engine.commit.claims import CLAIMS, LIFE_S, Released, release
 from holdfast.engine.commit.remote import save_id
 from holdfast.engine.commit.target import refusal
@@ -47,8 +47,7 @@ PROBE = re.compile(r".*\.holdfast-probe-[0-9a-f]{16}", re.ASCII | re.DOTALL)
 """What the commit tries the store with."""
 
 
-@dataclass(frozen=True, slots=True)
-class Swept:
+class Swept(Value, frozen=True):
     """What a sweep found."""
 
     path: str

@@ -22,10 +22,10 @@ import re
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from holdfast.core.runtime import at_fork
+from holdfast.core.value import Value
 from holdfast.errors import Truncated
 from holdfast.stores import platform
 from holdfast.stores.platform import ABSENT, ALWAYS, DIRECTORY, HOLD, NO_LINK, NO_WAIT
@@ -67,8 +67,7 @@ overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Value, frozen=True, gc=False):
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind

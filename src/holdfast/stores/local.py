@@ -20,13 +20,13 @@ import stat
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Protocol, cast
 from weakref import WeakValueDictionary
 
 import numpy as np
+from msgspec import Struct
 
 from holdfast.core.arrays import Ints
 from holdfast.core.protocols import BaseStore
@@ -125,8 +125,7 @@ MAX_READ = 1 << 30
 """Linux transfers at most 2 GiB − 4 KiB in one call; half of that is as fast."""
 
 
-@dataclass(slots=True)
-class Handle:
+class Handle(Struct):
     """A file that was opened."""
 
     file: OpenFile | None
@@ -229,15 +228,15 @@ class LocalStore(BaseStore):
     def scattered(self, key: str, starts: Sequence[int], nbytes: Sequence[int]) -> Sequence[bytes | bytearray]:
         handle = self._open(key)
         file = handle.file
-        if file is not None and platform.READS_AT and min(starts, default=0) >= 0:
-            number, read = file.number, platform.read_block
+        if file is not None and platform.READS_AT:
             try:
                 # A call each and nothing else: a read of a few bytes takes the system less time than Python takes to get there.
-                pieces = [read(number, length, start) for length, start in zip(nbytes, starts, strict=True)]
+                pieces = platform.read_blocks(file.number, nbytes, starts)
             except OSError:
                 pieces = []
             del file
-            if [*map(len, pieces)] == [*nbytes]:
+            # None has more than was asked for.
+            if sum(map(len, pieces)) == sum(nbytes) and len(pieces) == len(nbytes):
                 return pieces
         return super().scattered(key, starts, nbytes)
 

@@ -34,6 +34,13 @@ class MemoryStore(BaseStore):
         self._closed = False
         self._owners: list[object] = []
 
+    @classmethod
+    def of(cls, key: str, content: memoryview, *, name: str) -> MemoryStore:
+        """One row of bytes."""
+        made = cls({}, name=name)
+        made._content[key] = content
+        return made
+
     def add(self, key: str, content: memoryview, *, owner: object = None) -> None:
         """Put more bytes under a new key. `owner` stays alive for as long as the store does: the memory may be its."""
         self._content[key] = content

@@ -25,7 +25,8 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from holdfast.stores import platform
 from holdfast.stores.files import Entry, Files, Names, OsFiles, entry_of
@@ -48,8 +49,7 @@ def system_files() -> Files:
     return OsFiles() if platform.OPENS_DIRECTORIES else PathFiles()
 
 
-@dataclass(slots=True)
-class Opened:
+class Opened(Struct):
     """What a number stands for."""
 
     path: str
@@ -70,7 +70,8 @@ class PathFiles(OsFiles):
 
     def open_directory(self, path: str, *, at: int | None = None) -> int:
         self._check()
-        whole = path if at is None else self._path(path, at)
+        # What is moved is known by its path, of which there shall be one.
+        whole = os.path.realpath(path) if at is None else self._path(path, at)
         found = os.stat(whole, follow_symlinks=at is None)
         if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), whole)

@@ -21,10 +21,11 @@ import errno
 import importlib
 import mmap
 import os
-import shutil
 import sys
 import threading
+from collections.abc import Sequence
 from functools import cache
+from itertools import repeat
 from types import ModuleType
 
 from holdfast.core.runtime import renewed
@@ -57,6 +58,7 @@ __all__ = [
     "most_open_files",
     "own_memory",
     "read_block",
+    "read_blocks",
     "read_some",
     "rename_new",
     "reserve",
@@ -185,6 +187,12 @@ else:
             finally:
                 # The descriptor may be that of a caller's file, which has its own idea of where it is.
                 os.lseek(descriptor, before, os.SEEK_SET)
+
+
+def read_blocks(descriptor: int, nbytes: Sequence[int], starts: Sequence[int]) -> list[bytes]:
+    """The same of many places."""
+    # Without a call of Python's for each: that would take a tenth of the time of a short read.
+    return list(map(_os.pread if READS_AT else read_block, repeat(descriptor), nbytes, starts))
 
 
 if hasattr(os, "pwrite"):
@@ -375,6 +383,8 @@ def most_open_files() -> int:
 def free(path: str) -> int:
     """Bytes that may still be written where `path` is."""
     if not hasattr(os, "statvfs"):
-        return shutil.disk_usage(path).free
+        from shutil import disk_usage
+
+        return disk_usage(path).free
     found = _os.statvfs(path)
     return int(found.f_bavail * found.f_frsize)

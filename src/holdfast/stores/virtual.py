@@ -12,20 +12,19 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.protocols import BaseStore, Ints, Stamp, Store
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 
 __all__ = ["Entry", "Kept", "Virtual", "tensor_stamp"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class Entry(Value, frozen=True, eq=False):
     """What is under one key."""
 
     nbytes: int | Callable[[], int]

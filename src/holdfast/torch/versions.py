@@ -17,12 +17,12 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastWarning, Unsupported
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "dtype",
     "is_custom_object",
     "is_fake",
+    "is_faking",
     "local",
     "mark_changed",
     "ordered_set",
@@ -81,8 +82,7 @@ HERE = parsed(torch.__version__)
 check_version(torch.__version__)
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(Value, frozen=True):
     """Something that torch has, or does, from one version on, or up to another. True where this torch does."""
 
     since: Version
@@ -217,6 +217,14 @@ def is_fake(tensor: object) -> bool:
     """Whether this is a fake tensor, of whichever of torch's two kinds."""
     there = importlib.import_module("torch._subclasses.fake_tensor")
     return bool(there.is_fake_tensor(tensor)) if FAKE_KINDS else isinstance(tensor, there.FakeTensor)
+
+
+def is_faking() -> bool:
+    """Whether tensors that are made now are fake ones."""
+    # To ask torch takes as long as to read a small file, and up to then all that can make it say yes are these two.
+    if not FAKE_KINDS and torch._guards.TracingContext.try_get() is None and not torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._guards.detect_fake_mode(None) is not None
 
 
 def ordered_set() -> type:

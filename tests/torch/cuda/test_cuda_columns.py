@@ -12,8 +12,11 @@ import holdfast
 from holdfast.errors import Corrupted
 from holdfast.torch import open as torch_open
 from holdfast.torch.cuda import columns, host
-from holdfast.torch.cuda.columns import read_small, rows_of
+from holdfast.torch.cuda.columns import fill_ordinary, read_small, rows_of
+from holdfast.torch.cuda.kinds import views
+from holdfast.torch.tensors import fill as filling
 from holdfast.torch.tensors.allocate import read_tensors
+from holdfast.torch.tensors.fill import Fill, fill
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -177,3 +180,127 @@ def test_blocks_are_given_back(tmp_path, monkeypatch):
         for _ in range(3):
             read_small(checkpoint.stored, list(checkpoint), CPU)
     assert pool.kept_nbytes == host.BLOCK_NBYTES
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12), st.sampled_from([(), (1,), (3,), (2, 2), (1, 3, 1)]))
+def test_views_begin_anywhere(steps, shape):
+    """Some equally far from each other, some not."""
+    starts = np.cumsum([0, *(step for step, times in steps for _ in range(times))])
+    row = torch.arange(int(starts[-1]) + 8)
+    found = views(row, starts, shape)
+    count = torch.Size(shape).numel()
+    assert len(found) == len(starts)
+    for view, start in zip(found, starts.tolist(), strict=True):
+        assert torch.equal(view, row[start : start + count].view(shape))
+        assert view.data_ptr() == row[start:].data_ptr()
+
+
+def test_tensors_of_a_kind_are_cut_by_one_call(tmp_path, monkeypatch):
+    """In turns with others, and behind headers: what is equally far from each other costs no call each."""
+    cuts: list[int] = []
+    before = torch.Tensor.as_strided
+
+    def as_strided(self, *given):
+        cuts.append(given[0][0])
+        return before(self, *given)
+
+    monkeypatch.setattr(torch.Tensor, "as_strided", as_strided)
+    state = {f"layer.{i:04}.{name}": values(*shape, seed=i) for i in range(100) for name, shape in (("w", (8, 8)), ("b", (8,)))}
+    for name in ("a.safetensors", "native"):
+        holdfast.save(state, tmp_path / name)
+        cuts.clear()
+        with holdfast.open(tmp_path / name) as checkpoint:
+            check(read_small(checkpoint.stored, list(checkpoint), CPU)[0], state)
+        assert cuts == [100, 100]
+
+
+def targets(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """To be filled: as they were saved but for some, which are cast, turned or lie apart."""
+    made = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    return made | {
+        "t0": torch.zeros((), dtype=torch.float64),
+        "t8": torch.zeros(made["t8"].shape[::-1], dtype=made["t8"].dtype).T,
+        "t10": torch.zeros(len(made["t10"]), 3, dtype=made["t10"].dtype)[:, 0],
+    }
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native"])
+def test_targets_are_filled_as_by_objects(tmp_path, name):
+    state = many(name)
+    holdfast.save(state, tmp_path / name)
+    made, expected = targets(state), targets(state)
+    with holdfast.open(tmp_path / name) as checkpoint:
+        fills = [Fill(checkpoint[key], target) for key, target in made.items()]
+        left, notes = fill_ordinary(fills, max_host_memory=2 << 20)
+        assert not notes
+        here = {key for key in made if any(one.target is made[key] for one in left)}
+        assert {"t0", "t8", "t10", "empty", "large"} <= here
+        assert len(here) < 10
+        fill([Fill(checkpoint[key], target) for key, target in expected.items()])
+    for key in made:
+        assert key in here or bits(made[key]) == bits(expected[key]), key
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_drawn_targets(tmp_path_factory, data):
+    """Parts of tensors, names that share bytes, several of them for two targets, files of several kinds."""
+    folder = tmp_path_factory.mktemp("drawn")
+    name = data.draw(st.sampled_from(["a.safetensors", "a.pt", "native"]))
+    state = {f"{'x' * (i % 7)}{i}": values(i % 11 + 1, dtype=kinds(name)[i % 5], seed=i) for i in range(90)}
+    base = values(30, 4)
+    state |= {f"row{i}": base[i] for i in range(8)} | {"tied": state["x1"]}
+    holdfast.save(state, folder / name)
+    with holdfast.open(folder / name) as checkpoint:
+        drawn = data.draw(st.lists(st.tuples(st.sampled_from(sorted(state)), st.integers(0, 3)), min_size=60, max_size=130))
+        lazies = [checkpoint[key] if cut != 1 else checkpoint[key][: len(state[key]) // 2] for key, cut in drawn]
+        every = [
+            [torch.zeros(lazy.shape, dtype=state[key].dtype) for lazy, (key, _) in zip(lazies, drawn, strict=True)] for _ in "ab"
+        ]
+        left, _ = fill_ordinary([Fill(*one) for one in zip(lazies, every[0], strict=True)])
+        fill(left)
+        fill([Fill(*one) for one in zip(lazies, every[1], strict=True)])
+    assert [bits(one) for one in every[0]] == [bits(one) for one in every[1]]
+
+
+def test_what_is_a_part_of_a_checked_storage_is_left(tmp_path):
+    """Its checksum is compared where all parts of it have come together."""
+    holdfast.save({f"t{i}": values(16, seed=i) for i in range(100)}, tmp_path / "native")
+    with holdfast.open(tmp_path / "native") as checkpoint:
+        fills = [Fill(lazy[half : half + 8], torch.zeros(8)) for lazy in checkpoint.values() for half in (0, 8)]
+        assert len(fill_ordinary(fills)[0]) == 200
+    with holdfast.open(tmp_path / "native", verify=False) as checkpoint:
+        assert len(fill_ordinary([Fill(lazy, torch.zeros(16)) for lazy in checkpoint.values()])[0]) == 0
+
+
+def test_damaged_targets_are_left_to_who_can_say_it(tmp_path):
+    holdfast.save({f"t{i}": values(16, seed=i) for i in range(100)}, tmp_path / "a.safetensors")
+    raw = bytearray((tmp_path / "a.safetensors").read_bytes())
+    raw[-100] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(raw)
+    with holdfast.open(tmp_path / "a.safetensors") as checkpoint:
+        fills = [Fill(lazy, torch.zeros(16)) for lazy in checkpoint.values()]
+        assert len(fill_ordinary(fills)[0]) == 100
+        with pytest.raises(Corrupted):
+            fill(fills)
+
+
+def test_loads_in_place_ask_it(tmp_path, monkeypatch):
+    """What is on a GPU, where that is decided; the CPU, where it is used. Progress tells of all bytes, once."""
+    state = many("native")
+    holdfast.save(state, tmp_path / "native")
+    seen: list[int] = []
+    told: list[int] = []
+
+    def ordinary(fills, **more):
+        left, notes = fill_ordinary(fills, **more)
+        seen.append(len(fills) - len(left))
+        return left, notes
+
+    monkeypatch.setattr(filling, "_sorted_out", lambda fills: ([], fills, []))
+    monkeypatch.setattr(filling, "fill_ordinary", ordinary)
+    made = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    holdfast.torch.load_sharded(tmp_path / "native", made, progress=told.append)
+    assert seen == [301]
+    assert sum(told) == sum(tensor.nbytes for tensor in state.values())
+    assert all(bits(made[name]) == bits(tensor) for name, tensor in state.items())

@@ -12,11 +12,12 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import BadTarget, Corrupted, HoldfastError, HoldfastWarning, Refused, Truncated
-from holdfast.torch import load, load_into, save
+from holdfast.torch import load, load_into, load_sharded, save
 from holdfast.torch import open as torch_open
 from holdfast.torch.cuda import host
 from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import rows as gpu_rows
+from holdfast.torch.tensors import fill as filling
 from holdfast.torch.tensors import rows as row_tensors
 from holdfast.torch.tensors.fill import Fill, fill
 
@@ -556,3 +557,39 @@ def test_damage_among_many_in_a_torch_file(tmp_path):
     (tmp_path / "a.pt").write_bytes(content)
     with pytest.raises(Corrupted, match="data/77"):
         load(tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("name", ["a.safetensors", "native"])
+def test_many_that_are_there_are_filled_behind_the_stream(tmp_path, name, monkeypatch):
+    """What the caller's stream still writes to them comes before, and is gone."""
+    state = bank() | {"long": values(300_000).cuda()}
+    holdfast.save(state, tmp_path / name)
+    left: list[int] = []
+    before = filling.load_fills
+    monkeypatch.setattr(
+        filling, "load_fills", lambda fills, *given, **more: left.append(len(fills)) or before(fills, *given, **more)
+    )
+    into = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    model = nn.ParameterDict({key: nn.Parameter(torch.zeros_like(tensor), requires_grad=False) for key, tensor in state.items()})
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(50_000_000)
+        for tensor in (*into.values(), *model.values()):
+            tensor.zero_()
+        load_sharded(tmp_path / name, into)
+        load_into(model, tmp_path / name)
+    assert all(count < 50 for count in left)
+    for key, tensor in state.items():
+        assert same(into[key], tensor), key
+        assert same(model[key], tensor), key
+
+
+@pytest.mark.parametrize("dtype", [*OLD, torch.complex128, torch.float8_e5m2])
+def test_many_of_one_dtype(tmp_path, dtype):
+    """Gathered and spread as they are, whatever their bits mean."""
+    state = {f"t{i:04}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i).cuda() for i in range(400)}
+    save(state, tmp_path / "a.pt")
+    for found in (torch.load(tmp_path / "a.pt"), load(tmp_path / "a.pt")):
+        assert all(same(found[name], tensor) and found[name].is_cuda for name, tensor in state.items())
+    with torch_open(tmp_path / "a.pt") as checkpoint:
+        found = checkpoint.read(device="cuda")
+    assert all(same(found[name], tensor) for name, tensor in state.items())

@@ -144,6 +144,21 @@ def rows_of(tensors: list[torch.Tensor]) -> gpu_rows.GpuRows:
     return gpu_rows.GpuRows(dict(enumerate(tensors)), [tensor.nbytes for tensor in tensors])
 
 
+@pytest.mark.parametrize("name", ["a.safetensors", "a.pt", "native", "torch.pt"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.complex128, torch.float8_e4m3fn])
+def test_tensors_of_one_dtype_are_gathered_as_they_are(tmp_path, gpu, name, dtype):
+    if dtype is torch.complex128 and not name.endswith(".pt"):
+        pytest.skip("safetensors files have no name for it")
+    state = {f"t{i:03}": values(*((), (i % 9 + 1,), (2, i % 5 + 1))[i % 3], dtype=dtype, seed=i) for i in range(300)}
+    looked = mock.Mock(side_effect=gpu_rows._octets)
+    with mock.patch.object(gpu_rows, "_octets", looked), mock.patch.object(rows, "_locations", lambda some: ["cuda:0"] * len(some)):
+        ht.save(state, tmp_path / name) if name == "torch.pt" else holdfast.save(state, tmp_path / name)
+    assert sum(gpu) >= 300
+    assert bool(looked.call_count) == (dtype is torch.float8_e4m3fn)
+    with holdfast.open(tmp_path / name) as checkpoint:
+        assert all(checkpoint[key].numpy().tobytes() == bits(tensor).numpy().tobytes() for key, tensor in state.items())
+
+
 def test_blocks_come_back_with_the_last_view(monkeypatch):
     pool = host.Pool()
     monkeypatch.setattr(gpu_rows, "POOL", pool)
@@ -165,7 +180,8 @@ def test_a_failure_gives_the_block_back(monkeypatch):
     pool = host.Pool()
     monkeypatch.setattr(gpu_rows, "POOL", pool)
     own = rows_of([values(number + 1) for number in range(20)])
-    with mock.patch.object(torch, "cat", side_effect=RuntimeError("no memory")), pytest.raises(RuntimeError, match="no memory"):
+    joining = mock.patch.object(torch._C._nn, "flatten_dense_tensors", side_effect=RuntimeError("no memory"))
+    with joining, pytest.raises(RuntimeError, match="no memory"):
         own.read(range(20))
     assert pool.kept_nbytes == host.BLOCK_NBYTES
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import warnings
 from collections import OrderedDict
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 import holdfast
+from holdfast.core.value import replace
 from holdfast.errors import Corrupted, DoesNotFit, HoldfastError
 from holdfast.torch import LocalShardsWrapper, load_sharded
 from holdfast.torch.modules.load_into import Loaded, load_into

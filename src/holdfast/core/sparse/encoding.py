@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Protocol
 
 import numpy as np
 
 from holdfast.core.sparse.elements import Elements, Octets, are_set, count_set, fill, marks_of, taken, translate, unequal
+from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 
 __all__ = [
@@ -44,8 +44,7 @@ BITMAP_ELEMENTS = 1 << 16
 """Elements of a group: little enough that a slice unpacks hardly more than it needs, and that all of it stays in a cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bitmap:
+class Bitmap(Value, frozen=True):
     """The encoding of `count` elements by a bit each.
 
         elements   a 0 0 b 0 0 0 0 │ 0 c …        groups of 65,536
@@ -104,8 +103,7 @@ def group_rows(columns: int) -> int:
     return 1 << (rows.bit_length() - 1) if rows else 0
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
+class Blocks(Value, frozen=True):
     """The encoding of a matrix by blocks of `height` × `width`.
 
         the tensor as a matrix, its first axis by all others; blocks of 2 × 2
@@ -217,8 +215,7 @@ PACKED_GROUPS = 1 << 14
 """Groups of `m` that are packed together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pattern:
+class Pattern(Value, frozen=True):
     """The encoding of `count` elements, a multiple of `m`, of which at most `n` of every `m` are not zero.
 
         elements   0 a b 0 │ c 0 0 0          2:4
@@ -321,7 +318,7 @@ class Pattern:
     def _positions(self, kept: np.ndarray) -> Octets:
         each = 8 // self.width
         found = np.zeros(-(-len(kept) // each) * each, np.uint8)
-        np.subtract(kept, _origins(self.n, self.m, PACKED_GROUPS)[: len(kept)], out=found[: len(kept)], casting="unsafe")
+        np.remainder(kept, self.m, out=found[: len(kept)], casting="unsafe")
         packed = found[::each].copy()
         for k in range(1, each):
             packed |= found[k::each] << np.uint8(k * self.width)
@@ -361,8 +358,7 @@ def _most_in_octet(m: int) -> bytes:
     return bytes(max((octet >> at & (1 << m) - 1).bit_count() for at in range(0, 8, m)) for octet in range(256))
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
+class Tables(Value, frozen=True):
     """What a byte of one kind is as a byte of another, for eight elements whose positions take one byte; 0 where it is nothing."""
 
     stored: bytes
@@ -430,10 +426,10 @@ class Encoding(Protocol):
         """Values that a group of `count` elements has at the most."""
 
     def mark(self, dense: Elements) -> Octets:
-        """The marks of one group."""
+        """The marks of one group; of several where those of a full one fill bytes."""
 
     def take(self, dense: Elements) -> Elements:
-        """The values of one group. Raises `MetadataError` where its elements cannot be stored in this way."""
+        """The values of one group, or of several. Raises `MetadataError` where its elements cannot be stored in this way."""
 
     def count_values(self, dense: Elements) -> int:
         """How many values `take` gives."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from holdfast.core.chunk import Storage
 from holdfast.core.sparse.encoding import Encoding
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 
 __all__ = ["Packing", "SparseParts", "SparseStorage", "packing_of"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SparseStorage(Storage):
+class SparseStorage(Storage, frozen=True, kw_only=True, eq=False):
     """The dense bytes of one chunk, under a key that is no file and no other chunk's; `crc32` and `nbytes` are theirs."""
 
     encoding: Encoding
@@ -37,8 +35,7 @@ class SparseStorage(Storage):
         return sum(part.nbytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class SparseParts:
+class SparseParts(Value, frozen=True):
     """A tensor that is to be stored packed: what is written in its place."""
 
     encoding: Encoding
@@ -49,8 +46,7 @@ class SparseParts:
     starts: LazyTensor | None
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(Value, frozen=True):
     """How a tensor is stored, for people."""
 
     text: str

@@ -29,12 +29,12 @@ import errno
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
 
 import msgspec
 
+from holdfast.core.value import Value
 from holdfast.engine.commit.remote import PrefixSave, save_id
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError
@@ -183,8 +183,7 @@ def _stale(url: Url, why: str) -> HoldfastError:
     return refusal(f"the base cannot be shared with: {why}; nothing was published", url, errno.ESTALE)
 
 
-@dataclass(frozen=True, slots=True)
-class Released:
+class Released(Value, frozen=True):
     """What became of objects that nobody was to need."""
 
     gone: Sequence[str] = ()

@@ -8,10 +8,11 @@ of our temporaries) is refused here, before anything is written.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import os
+from contextlib import suppress
+from types import TracebackType
 
+from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import Kept, is_due, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.stores.files import Entry, Files, is_temporary, split_path
@@ -59,17 +60,22 @@ def uncertain(message: str, path: str, error: OSError) -> DurabilityUncertain:
     return raised
 
 
-@contextmanager
-def refusing(doing: str, path: str) -> Iterator[None]:
+class refusing:  # noqa: N801  # a block, said as one; a generator would take as long as the calls in it
     """Turn what the file system says into `NotCommitted`; errors that are ours already pass."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, HoldfastError):
-            raise
-        raise not_committed(error, doing, path) from error
-    except UnicodeError as error:
-        raise refusal("the path has a character that the file system cannot hold", path, errno.EINVAL) from error
+
+    __slots__ = ("_doing", "_path")
+
+    def __init__(self, doing: str, path: str) -> None:
+        self._doing, self._path = doing, path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if isinstance(error, OSError) and not isinstance(error, HoldfastError):
+            raise not_committed(error, self._doing, self._path) from error
+        if isinstance(error, UnicodeError):
+            raise refusal("the path has a character that the file system cannot hold", self._path, errno.EINVAL) from error
 
 
 def refuse_existing(found: Entry | None, path: str, *, directory: bool, overwrite: bool) -> None:
@@ -93,8 +99,7 @@ NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, er
 """What chown(2) answers to those who may not, for a user that this namespace does not have, and without owners at all."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Value, frozen=True):
     """The name that a save is for."""
 
     files: Files
@@ -118,18 +123,18 @@ class Target:
             return True
         return found is not None and found.identity == temporary.identity
 
-    def keep_access(self, descriptor: int, like: Entry | None) -> None:
+    def keep_access(self, descriptor: int, like: Entry | None, *, found: Entry | None = None) -> None:
         """Give what is to replace something its user, its group and its permission bits, as far as we may.
 
         Nobody may do more with it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the
-        setgid and the sticky bit, too.
+        setgid and the sticky bit, too. `found` is what there is, where that is known.
         """
         if like is None:
             return
         bits = 0o3777 if like.kind == "directory" else 0o777
         wanted = like.mode & bits
         with refusing("giving it the permissions of what it replaces", self.path):
-            found = self.files.inspect(descriptor)
+            found = found or self.files.inspect(descriptor)
             # Before the bits: what it is opened for is then opened for the right group.
             if found.owner != like.owner and not self._give(descriptor, found, like):
                 wanted &= 0o1707 | (wanted & 0o007) << 3
@@ -163,11 +168,33 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> Target:
     """
     if not path or "\0" in path:
         raise refusal("a path is needed, without NUL characters", path, errno.EINVAL)
-    with refusing(f"opening the folder to save into ({split_path(path)[0] or '.'})", path):
-        parent, name = split_path(files.resolve(path))
+    parent, name = split_path(path)
+    # The system itself follows the links on the way to a folder. By hand the whole path is followed where it ends in one.
+    target = None if name in ENDS else _looked_at(files, path, parent or os.curdir, name=name, replaces=replaces)
+    if target is None:
+        with refusing(_opening(parent), path):
+            folder, name = split_path(files.resolve(path))
         if not name:
             raise refusal("the root of the file system is no place for a checkpoint", path, errno.EINVAL)
+        target = _looked_at(files, path, folder, name=name, replaces=replaces)
+    if target is None:
+        raise not_committed(OSError(errno.ELOOP, "Too many levels of symbolic links"), "looking at the target", path)
+    return target
+
+
+ENDS = ("", os.curdir, os.pardir)
+"""Ends of a path that are no name."""
+
+
+def _opening(parent: str) -> str:
+    return f"opening the folder to save into ({parent or '.'})"
+
+
+def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: bool) -> Target | None:
+    """The target of this name in a folder; None where that is a link."""
+    with refusing(_opening(split_path(path)[0]), path):
         at = files.open_directory(parent)
+    made: Target | None = None
     try:
         with refusing("looking at the target", path):
             longest = files.longest_name(at)
@@ -175,14 +202,15 @@ def open_target(files: Files, path: str, *, replaces: bool = False) -> Target:
                 raise OSError(errno.ENAMETOOLONG, "File name too long")
             if is_temporary(name):
                 raise refusal("names of this form are temporaries, which saves remove; choose another", path, errno.EINVAL)
-            listed = not replaces or is_due(files, at)
-            if listed:
-                repair(files, name, at=at, longest=longest)
             existing = files.stat(name, at=at)
-            if existing is not None and existing.kind == "link":
-                raise OSError(errno.ELOOP, "Too many levels of symbolic links")
-            return Target(files, path, name, at, longest, existing, listed)
-    except BaseException:
-        with suppress(OSError):
-            files.close(at)
-        raise
+            if existing is None or existing.kind != "link":
+                listed = not replaces or is_due(files, at)
+                if listed and existing is None:
+                    repair(files, name, at=at, longest=longest)
+                    existing = files.stat(name, at=at)
+                made = Target(files, path, name, at, longest, existing, listed)
+    finally:
+        if made is None:
+            with suppress(OSError):
+                files.close(at)
+    return made

@@ -113,7 +113,9 @@ class Kept:
         self.name = name
         self.at = at
         self.descriptor = descriptor
-        self.identity = files.inspect(descriptor).identity
+        self.found = files.inspect(descriptor)
+        """What it was when it was opened."""
+        self.identity = self.found.identity
 
     @classmethod
     def open(cls, files: Files, name: str, *, at: int) -> Kept:
@@ -196,13 +198,14 @@ def clean(files: Files, name: str, *, at: int, directories: bool, longest: int) 
     synced before one is emptied.
     """
     with suppress(OSError):
-        ours = _ours(name, suffix="(tmp|old)", longest=longest)
+        ours: re.Pattern[str] | None = None
         entries = files.list(at)
         note_listing(files, at, len(entries))
         for entry in entries:
             # Of a hundred thousand names nearly all are done with here.
             if not entry.startswith(".") or not is_temporary(entry):
                 continue
+            ours = ours or _ours(name, suffix="(tmp|old)", longest=longest)
             own = ours.fullmatch(entry) is not None
             if own or entry.endswith(".tmp"):
                 with suppress(OSError):
@@ -306,9 +309,7 @@ def recover(path: AnyPath) -> str | None:
 
 
 def repair(files: Files, name: str, *, at: int, longest: int) -> None:
-    """Move a checkpoint that was caught between two renames back to its name."""
-    if files.stat(name, at=at) is not None:
-        return
+    """Move a checkpoint that was caught between two renames back to its name, which nothing has."""
     aside = set_aside(files, name, at=at, longest=longest)
     if len(aside) != 1:
         return

@@ -31,12 +31,12 @@ import os
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import reduce
 from operator import and_
 from types import TracebackType
 from typing import ClassVar, Self, cast
 
+from holdfast.core.value import replace
 from holdfast.engine.commit.linked import NO_LINKS, linked_or_copied
 from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.replaced import held
@@ -171,7 +171,7 @@ class FileTransaction(_Transaction):
         file = self.file
         if file.failed:
             raise refusal("a write to this file failed before; nothing changed at the target", self.path, errno.EIO)
-        target.keep_access(file.descriptor, target.existing)
+        target.keep_access(file.descriptor, target.existing, found=temporary.found)
         if self.durable:
             file.sync()
         try:

@@ -25,11 +25,11 @@ import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import PurePath
 
 import msgspec
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
@@ -37,6 +37,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Foreign, Source
 from holdfast.core.tiling import covers
+from holdfast.core.value import Value
 from holdfast.errors import (
     Corrupted,
     HeaderError,
@@ -152,8 +153,7 @@ ADDRESSABLE = 1 << 61
 """No file is longer."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedChunk:
+class SavedChunk(Value, frozen=True):
     """One chunk of a tensor, and the item that holds it."""
 
     offsets: tuple[int, ...]
@@ -161,8 +161,7 @@ class SavedChunk:
     item: Item
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTensor:
+class SavedTensor(Value, frozen=True):
     """A tensor whose pieces, in the order of their offsets, cover it exactly once; where that was not asked for, perhaps not."""
 
     dtype: DType
@@ -171,8 +170,7 @@ class SavedTensor:
     pieces: tuple[SavedChunk, ...]
 
 
-@dataclass(slots=True)
-class Index:
+class Index(Struct):
     """What the metadata of a directory says, checked."""
 
     entries: dict[str, SavedTensor | Item | Opaque] = field(default_factory=dict)

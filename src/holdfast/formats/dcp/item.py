@@ -14,7 +14,6 @@ import struct
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +26,7 @@ from holdfast.core.placement_rules import Rule
 from holdfast.core.protocols import Foreign, Request, Source, Store
 from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.errors import FormatError, MetadataError, PickleError, Unsupported, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import StorageId, Storages
@@ -60,8 +60,7 @@ class Parts(Protocol):
         """Bytes of it, or None where they are not at hand."""
 
 
-@dataclass(frozen=True, slots=True)
-class Summed:
+class Summed(Value, frozen=True):
     """A record whose content is free: where it lies, and where its checksum stands twice."""
 
     name: str
@@ -72,8 +71,7 @@ class Summed:
     entry: int
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Value, frozen=True):
     """What all items of one kind have in common.
 
     A checkpoint of 10,000 items has a few dozen kinds of them. Two items of one kind are the same archive, byte for byte, but for
@@ -259,8 +257,7 @@ class Window:
         return self._source.digest(tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class ItemPlace:
+class ItemPlace(Value, frozen=True):
     """Where the elements of an item are."""
 
     start: int

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 import threading
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec.structs import asdict, force_setattr
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
@@ -20,6 +22,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign, Source, Stamp, Store
 from holdfast.core.runtime import Sent, renewed
+from holdfast.core.value import plainer
 from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, Unsupported, located
 from holdfast.formats.dcp.index import SavedChunk, check_inside
 from holdfast.formats.dcp.item import ItemPlace, ItemReader, Window
@@ -158,7 +161,7 @@ class Items:
             with located(file=storage.item.file, tensor=storage.name):
                 window = self.window(storage.item, storage.name, storage.nbytes)
                 found = self.reader.tensor(window, storage.dtype, storage.sizes)
-            object.__setattr__(storage, "found", found)
+            force_setattr(storage, "found", found)
             return found
 
     def value(self, item: Item, name: str, content: bytes | None = None) -> tuple[object, tuple[Foreign, ...]]:
@@ -187,48 +190,39 @@ def _arrived(source: Source, inflated: InflatedStore | None) -> Items:
     return items
 
 
-class ItemStorage(Storage):
-    """The elements in one item. What only the item knows is read from it once."""
-
-    __slots__ = ("dtype", "found", "item", "items", "name", "sizes")
+class ItemStorage(Storage, frozen=True, kw_only=True, eq=False):
+    """The elements in one item. What only the item knows is read from it once, when a field that it knows is asked for."""
 
     dtype: DType
-    found: ItemPlace | None
     item: Item
     items: Items
     name: str
     sizes: tuple[int, ...]
+    found: ItemPlace | None = None
 
-    def __init__(self, items: Items, item: Item, name: str, dtype: DType, sizes: tuple[int, ...], home: object = None) -> None:
-        # Frozen like every storage, so it is filled from below.
-        put = object.__setattr__
-        put(self, "home", items.source.store if home is None else home)
-        put(self, "key", virtual_key(item) if item.transforms else item.file)
-        put(self, "nbytes", dtype.nbytes(math.prod(sizes)))
-        put(self, "items", items)
-        put(self, "item", item)
-        put(self, "name", name)
-        put(self, "dtype", dtype)
-        put(self, "sizes", sizes)
-        put(self, "found", None)
+    @classmethod
+    def of(cls, items: Items, item: Item, name: str, *, dtype: DType, sizes: tuple[int, ...]) -> ItemStorage:
+        """The storage of an item that nobody has asked yet."""
+        key, nbytes = virtual_key(item) if item.transforms else item.file, dtype.nbytes(math.prod(sizes))
+        return cls(key, -1, nbytes, home=items.source.store, dtype=dtype, item=item, items=items, name=name, sizes=sizes)
 
-    @property
+    @property  # type: ignore[misc]  # no field, but read-only as one
     def start(self) -> int:
         return (self.found or self.items.find(self)).start
 
-    @property
+    @property  # type: ignore[misc]  # no field, but read-only as one
     def byteorder(self) -> str:
         return (self.found or self.items.find(self)).byteorder
 
-    @property
+    @property  # type: ignore[misc]  # no field, but read-only as one
     def crc32(self) -> int | None:
         return (self.found or self.items.find(self)).crc32
 
-    @property
+    @property  # type: ignore[misc]  # no field, but read-only as one
     def location(self) -> str:
         return (self.found or self.items.find(self)).location
 
-    @property
+    @property  # type: ignore[misc]  # no field, but read-only as one
     def label(self) -> str:
         return f"the item at byte {self.item.offset}"
 
@@ -242,7 +236,10 @@ class ItemStorage(Storage):
         return ((self.item.file, self.item.offset, self.item.stop),)
 
     def moved(self, home: object) -> ItemStorage:
-        return ItemStorage(self.items, self.item, self.name, dtype=self.dtype, sizes=self.sizes, home=home)
+        return ItemStorage(**{**asdict(self), "home": home})
+
+    def __replace__(self, /, **changes: Any) -> Storage:  # noqa: ANN401  # those of a storage
+        return plainer(Storage, self, changes)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ItemStorage) or self.home is not other.home or self.key != other.key:
@@ -253,43 +250,43 @@ class ItemStorage(Storage):
     def __hash__(self) -> int:
         return hash((id(self.home), self.key, self.item.offset))
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return ItemStorage, (self.items, self.item, self.name, self.dtype, self.sizes, self.home)
-
     def __repr__(self) -> str:
         return f"ItemStorage({self.key!r}, item={self.item.offset}+{self.item.length}, nbytes={self.nbytes})"
 
 
-class ItemChunk(Chunk):
-    """The box of a tensor that one item holds."""
+class ItemChunk(Chunk, frozen=True):
+    """The box of a tensor that one item holds, which knows the strides."""
 
-    __slots__ = ()
+    if TYPE_CHECKING:
+        storage: ItemStorage
 
-    storage: ItemStorage
+    @classmethod
+    def of(cls, box: Box, storage: ItemStorage) -> ItemChunk:
+        """A box over a storage."""
+        return cls(box, storage, 0, ())
 
-    def __init__(self, box: Box, storage: ItemStorage) -> None:
-        put = object.__setattr__
-        put(self, "box", box)
-        put(self, "storage", storage)
-        put(self, "offset", 0)
+    def __post_init__(self) -> None:
+        """Nothing is compared yet: that would ask the item."""
 
-    @property
+    @property  # type: ignore[misc]  # no field, but read-only as one
     def strides(self) -> tuple[int, ...]:
         return self.storage.strides
 
     def over(self, storage: Storage) -> Chunk:
-        return ItemChunk(self.box, storage) if isinstance(storage, ItemStorage) else Chunk.over(self, storage)
+        return ItemChunk.of(self.box, storage) if isinstance(storage, ItemStorage) else Chunk.over(self, storage)
+
+    def __replace__(self, /, **changes: Any) -> Chunk:  # noqa: ANN401  # those of a chunk
+        return plainer(Chunk, self, changes)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ItemChunk) or self.box != other.box or self.storage != other.storage:
             return False
         return self.storage.items is other.storage.items or self.strides == other.strides
 
+    __ne__ = object.__ne__  # a struct's own would compare otherwise
+
     def __hash__(self) -> int:
         return hash(self.storage)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return ItemChunk, (self.box, self.storage)
 
     def __repr__(self) -> str:
         return f"ItemChunk({self.box!r}, {self.storage!r})"
@@ -301,7 +298,7 @@ def chunk_of(piece: SavedChunk, name: str, dtype: DType, *, items: Items) -> Chu
     if 0 in piece.sizes:
         # There is nothing to find.
         return Chunk(box, Storage(piece.item.file, piece.item.offset, 0, home=items.source.store), 0, (0,) * len(piece.sizes))
-    return ItemChunk(box, ItemStorage(items, piece.item, name, dtype=dtype, sizes=piece.sizes))
+    return ItemChunk.of(box, ItemStorage.of(items, piece.item, name, dtype=dtype, sizes=piece.sizes))
 
 
 class Unread(Opaque):

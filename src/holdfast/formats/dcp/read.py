@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import dotted, name_tensors
+from holdfast.core.value import replace
 from holdfast.errors import MetadataError, Unsupported
 from holdfast.formats.dcp.index import Index, SavedTensor, compare_metadata, is_index, read_index
 from holdfast.formats.dcp.lazy import Items, ItemStorage, Unread, chunk_of, is_inflated
@@ -41,8 +43,7 @@ class Branch(dict[str | int, object]):
     """A container that is being put together, so that it is not taken for a dict that is a leaf."""
 
 
-@dataclass(slots=True)
-class Grown:
+class Grown(Struct):
     """A nested state, and what could not be told."""
 
     tree: dict[str | int, object]
@@ -144,8 +145,7 @@ BLOCK_NBYTES = 1 << 20
 Named = tuple[str, Item]
 
 
-@dataclass(slots=True)
-class Values:
+class Values(Struct):
     """What was read."""
 
     values: dict[str, object] = field(default_factory=dict)

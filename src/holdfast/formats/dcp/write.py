@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.plan.saves import Data, FilePlan, Segment
@@ -21,8 +21,7 @@ from holdfast.plan.saves import Data, FilePlan, Segment
 __all__ = ["Item", "lay_out_items", "tensor_pickle"]
 
 
-@dataclass(frozen=True, slots=True)
-class Item:
+class Item(Value, frozen=True):
     """Where an item lies in its file."""
 
     label: str

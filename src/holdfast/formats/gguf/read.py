@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
 from holdfast.errors import HeaderError, StoreError
 from holdfast.formats.gguf.schema import MAGIC, GgufHeader, Place, read_gguf_header
 

@@ -18,7 +18,6 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ import numpy as np
 from holdfast.core.blocks import BLOCKS, BlockType
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Source
+from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
 from holdfast.formats.safetensors.schema import addressable
 
@@ -71,8 +71,7 @@ class Place(NamedTuple):
     blocks: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class GgufHeader:
+class GgufHeader(Value, frozen=True):
     """A checked header."""
 
     key: str

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import msgspec
+from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, Hashed
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
 from holdfast.plan.saves import LinkedFile
@@ -49,8 +50,7 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A name, and the lowest and the highest corner of a box."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reuse(Generic[K]):
+class Reuse(Value, Generic[K], frozen=True):
     """What a new directory takes over of its base: tensors by their names, or boxes of them by their places."""
 
     linked: tuple[LinkedFile, ...] = ()
@@ -84,8 +84,7 @@ class Reuse(Generic[K]):
                 yield name
 
 
-@dataclass(frozen=True, slots=True)
-class Base:
+class Base(Value, frozen=True):
     """A native directory that was opened and checked."""
 
     folder: str

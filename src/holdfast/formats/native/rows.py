@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from json.encoder import encode_basestring
 
 import msgspec
@@ -17,6 +16,7 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.formats.native.schema import FORMAT, MANIFEST, VERSION, DataFile, Manifest, StoredChunk, StoredTensor
 from holdfast.formats.native.write import INDEX, OWN, SHARD_NBYTES, data_name, other_files
 from holdfast.formats.safetensors.record import CRC_DIGITS, checksum_digits
@@ -78,8 +78,7 @@ def _index(key: str, names: Sequence[str], nbytes: int) -> FilePlan:
     return FilePlan(INDEX, tuple(map(Literal, [*pieces, f"{quote}: {where}\n  }}\n}}\n".encode()])))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Text:
+class _Text(Value, frozen=True, eq=False):
     """A manifest, made from the checksums of its tensors."""
 
     before: bytes

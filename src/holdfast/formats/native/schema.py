@@ -29,12 +29,12 @@ is that it writes the same text again. Every other text goes through `strict_jso
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
 
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
 from holdfast.formats.safetensors.record import MANIFEST
@@ -168,8 +168,7 @@ VERSIONS = (1, SPARSE_VERSION, SEALED_VERSION, HASHED_VERSION, BESIDE_VERSION)
 DECODER = msgspec.json.Decoder(Manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class Parsed:
+class Parsed(Value, frozen=True):
     """A manifest whose form has been checked. The meaning of its numbers has not."""
 
     files: tuple[DataFile, ...]

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.content_hash import HASH, Hashed
@@ -36,6 +36,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
 from holdfast.core.sparse.storage import SparseParts
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import entries_of, hash_in, stored_chunk, without_clashes
@@ -214,8 +215,7 @@ def _whole_plan(
     return SavePlan("native", plans, notes, directory=True, index=index, linked=reuse.linked)
 
 
-@dataclass(frozen=True, slots=True)
-class BoxToWrite:
+class BoxToWrite(Value, frozen=True):
     """One box of a tensor, on its way to a data file."""
 
     name: str
@@ -231,8 +231,7 @@ class BoxToWrite:
         return cls(name, box, tensor if box.shape == tensor.shape else tensor[box.slices], tensor.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class BoxFile:
+class BoxFile(Value, frozen=True):
     """A data file with boxes of tensors, one of each at the most."""
 
     layout: FileLayout
@@ -386,8 +385,7 @@ def other_files(plans: Sequence[FilePlan]) -> tuple[OtherFile, ...] | msgspec.Un
     return tuple(listed) or msgspec.UNSET
 
 
-@dataclass(frozen=True, slots=True)
-class _Kept:
+class _Kept(Value, frozen=True):
     """What a native directory keeps of a state beside its elements."""
 
     sharing: Sharing

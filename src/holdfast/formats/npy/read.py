@@ -7,7 +7,6 @@ elements together; what the elements alone sum to follows from it and from the h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
@@ -16,6 +15,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, Unsupported, ZipError, located
 from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
 from holdfast.formats.npy.inflated import InflatedMembers, inflate_head
@@ -47,8 +47,7 @@ def describe_npz(source: Source) -> Description:
     return Description("npz", {}, {}) if source.store.size(key) == len(EMPTY) else Members(source, key).describe()
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
+class Head(Value, frozen=True):
     """The first bytes of a member."""
 
     layout: Layout

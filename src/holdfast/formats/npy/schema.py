@@ -18,9 +18,9 @@ come back as what is known of them:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from holdfast.core.dtype import DTYPES, DType
+from holdfast.core.value import Value
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
 from holdfast.formats.npy.archive import MAGIC
 from holdfast.formats.safetensors.schema import addressable
@@ -61,8 +61,7 @@ REASONS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(Value, frozen=True):
     """What a header says, checked."""
 
     dtype: DType

@@ -23,11 +23,11 @@ and none is garbage.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, replace
 
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import Foreign
 from holdfast.core.runtime import resting_collector
+from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError
 from holdfast.formats.pickle.glance import NEVER, START, Glance, Stub
 from holdfast.formats.pickle.rare import RARE, REFUSED
@@ -41,12 +41,13 @@ __all__ = ["Interpreted", "interpret", "interpret_whole"]
 UNKNOWN = Stub(START, 0)
 """Found where the memo has nothing in that place; what is in no place in order is asked of the state."""
 
+UINT16, UINT32, INT32, FLOAT64 = (struct.Struct(code).unpack_from for code in ("<H", "<I", "<i", ">d"))
+
 PROTOCOL = 5
 """The highest protocol there is."""
 
 
-@dataclass(frozen=True, slots=True)
-class Interpreted:
+class Interpreted(Value, frozen=True):
     """What one pickle holds."""
 
     value: object
@@ -128,7 +129,7 @@ def _run(state: State) -> object:
         marks = len(data)  # one byte each, so no more than that can be open
     table, memo, marked, watched = state.table, state.memo, state.marked, state.watched
     call, persistent, fill = table.call, table.persistent, table.spending.fill
-    uint16, uint32, int32 = (struct.Struct(code).unpack_from for code in ("<H", "<I", "<i"))
+    uint16, uint32, int32, float64 = UINT16, UINT32, INT32, FLOAT64
     opener: object = NEVER
     glance = Glance(state)
     pos = _protocol(state)
@@ -252,9 +253,15 @@ def _run(state: State) -> object:
                         opener = state.opener
                     stack.append(value)
                 elif op == 0x71:  # BINPUT
-                    state.at, state.count, state.stack = pos - 1, count, stack
-                    state.put(data[pos])
-                    opener = state.opener
+                    index = data[pos]
+                    if index == len(memo):
+                        memo.append(stack[-1])
+                        if watched:
+                            state.watch(stack[-1], index)
+                    else:
+                        state.at, state.count, state.stack = pos - 1, count, stack
+                        state.put(index)
+                        opener = state.opener
                     pos += 1
                 elif op == 0x4D:  # BININT2
                     stack.append(uint16(data, pos)[0])
@@ -262,6 +269,12 @@ def _run(state: State) -> object:
                 elif op == 0x4A:  # BININT
                     stack.append(int32(data, pos)[0])
                     pos += 4
+                elif op == 0x47:  # BINFLOAT
+                    if pos + 8 > limit:
+                        state.at = pos - 1
+                        raise state.short()
+                    stack.append(float64(data, pos)[0])
+                    pos += 8
                 elif op == 0x88:  # NEWTRUE
                     stack.append(True)
                 elif op == 0x75:  # SETITEMS

@@ -6,7 +6,6 @@ them EXT1, EXT2, EXT4 (there is no registry of codes) and NEXT_BUFFER, READONLY_
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
 from holdfast.errors import LimitExceeded
@@ -56,10 +55,6 @@ def binary_long(s: State, nbytes: int) -> None:
 
 def float_(s: State) -> None:
     s.stack.append(text.float_text(s.line(most=text.FLOAT_NBYTES)))
-
-
-def binfloat(s: State) -> None:
-    s.stack.append(struct.unpack(">d", s.take(8))[0])
 
 
 def string(s: State) -> None:
@@ -282,7 +277,6 @@ RARE: dict[int, Callable[[State], None]] = {
     0x8A: long1,
     0x8B: long4,
     ord("F"): float_,
-    ord("G"): binfloat,
     ord("S"): string,
     ord("T"): binstring,
     ord("U"): short_binstring,

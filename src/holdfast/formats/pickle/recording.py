@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated, detached
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.spending import Spending
@@ -362,8 +362,7 @@ def _item_nbytes(dtype: object, depth: int) -> int | None:
     return int(digits) * (4 if kind == "U" else 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Recorded:
+class Recorded(Value, frozen=True):
     """What one stream would do, as far as it could be read."""
 
     table: RecordingTable

@@ -14,10 +14,11 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import msgspec
+from msgspec import field
 
+from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 from holdfast.formats.pt2.schema import SCALARS
 from holdfast.formats.strict_json import quoted
@@ -34,8 +35,7 @@ SYMBOL = re.compile(r"Symbol\('([^']*)'[^)]*\)")
 """How sympy writes a symbol (torch 2.13); its name is what people know."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorValue:
+class TensorValue(Value, frozen=True):
     """An input or output of a program: what it is called, and what is known of it."""
 
     name: str
@@ -53,8 +53,7 @@ class TensorValue:
         return self.name[:TEXT] + shape
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
+class Program(Value, frozen=True):
     """An exported program, in short."""
 
     inputs: tuple[TensorValue, ...]

@@ -25,7 +25,8 @@ The oldest are a plain zip of a few records (`OLD`), with one model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
@@ -33,6 +34,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import replace
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
 from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
 from holdfast.formats.pt2.program import Program, check_weights, summarise
@@ -74,8 +76,7 @@ TEXT_NBYTES, TEXTS = 4 << 10, 32
 Values = dict[str, object]
 
 
-@dataclass(slots=True)
-class Model:
+class Model(Struct):
     """What belongs to one model."""
 
     weights: Values = field(default_factory=dict)

@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.pt2.archive import OLD_PROGRAM
 from holdfast.formats.pt2.read import (
@@ -48,8 +48,7 @@ __all__ = ["Beside", "copied", "lay_out_replaced", "pickled_weights", "read_besi
 BYTES = DTYPES.name("uint8")
 
 
-@dataclass(frozen=True, slots=True)
-class Beside:
+class Beside(Value, frozen=True):
     """What a model has in its archive besides raw tensors, ready to be copied.
 
     Nothing of them is read here, and nothing is understood: a copied program is the same bytes under the name of its model. What

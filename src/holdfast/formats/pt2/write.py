@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import State
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.pt2.schema import SCALARS, STRIDED, TENSOR, WEIGHT
 from holdfast.formats.torch.records import StorageRecord, StorageRecords
@@ -44,8 +46,7 @@ HEADER: tuple[tuple[str, bytes], ...] = (
 """The last records. Tensors are written little-endian, on any machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Pickled:
+class Pickled(Value, frozen=True):
     """A weight or constant that is no raw record: a tensor subclass in a `torch.save`, a torchbind object, one of Python's."""
 
     content: bytes | Data
@@ -56,8 +57,7 @@ class Pickled:
     is_param: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Value, frozen=True):
     """One model of a package."""
 
     weights: Mapping[str, LazyTensor | Pickled]
@@ -152,8 +152,7 @@ def _plain(model: str) -> bool:
     return bool(model) and model not in (".", "..") and not any(c in "/\\:\0" for c in model)
 
 
-@dataclass(slots=True)
-class Placed:
+class Placed(Struct):
     """The records of some folder, and the configs that name them."""
 
     records: dict[str, list[tuple[str, Payload]]] = field(default_factory=dict)
@@ -170,8 +169,7 @@ def place_weights(
     return _Placing(stem, trim, taken).run(models)
 
 
-@dataclass(slots=True)
-class _View:
+class _View(Struct):
     """A tensor in its record."""
 
     record: StorageRecord

@@ -11,7 +11,6 @@ slices, conversions and sharded loads read exact ranges of several files, as the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
@@ -21,6 +20,7 @@ from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.tiling import first_overlap, tiles
 from holdfast.core.tree import name_tensors, refilled
+from holdfast.core.value import Value, replace
 from holdfast.errors import LimitExceeded, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.rank_files.replicas import Copy, Replicas
@@ -33,8 +33,7 @@ EXPLAINED = 1024
 """Parts of which two are looked for that overlap; the search is quadratic where all of them do."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankFile:
+class RankFile(Value, frozen=True):
     """What one file holds; nothing of it was executed, and no tensor read."""
 
     rank: int
@@ -57,8 +56,7 @@ def read_rank(source: Source, rank: int, key: str) -> RankFile:
     return RankFile(rank, key, tree, nbytes, foreign)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(Value, frozen=True):
     """Elements of a tensor that a rank has."""
 
     rank: int
@@ -189,8 +187,7 @@ def in_step(files: Sequence[RankFile], join: Join, allowance: Allowance, *, dept
     return _Walk(join, allowance, depth).joined({file.rank: file.tree for file in files}, ())
 
 
-@dataclass(frozen=True, slots=True)
-class _Walk:
+class _Walk(Value, frozen=True):
     join: Join
     allowance: Allowance
     most_depth: int

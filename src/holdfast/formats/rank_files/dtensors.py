@@ -16,7 +16,6 @@ shapes of the local tensors; and the parts must cover the whole exactly once. A 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain
 
 from holdfast.core.box import Box
@@ -25,6 +24,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import contents
+from holdfast.core.value import Value, replace
 from holdfast.errors import MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, Part, described, in_step, read_rank
 from holdfast.formats.rank_files.mesh import read_mesh
@@ -85,8 +85,7 @@ def _is_ours(what: Global) -> bool:
     return what.module.startswith("torch.distributed.") and what.name in UNDERSTOOD
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(Value, frozen=True):
     """What a DTensor says of itself on one rank."""
 
     shape: tuple[int, ...]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 from holdfast.core.box import run_boxes
@@ -22,6 +21,7 @@ from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source, Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 
 __all__ = ["Row", "Stretch", "cut"]
@@ -65,8 +65,7 @@ class Row:
             start, at = until, at + 1
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(Value, frozen=True):
     """Elements of a row."""
 
     row: Row

@@ -29,7 +29,6 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
 from holdfast.core.opaque import Opaque
@@ -37,6 +36,7 @@ from holdfast.core.placement_rules import Rule, parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE
+from holdfast.core.value import Value, replace
 from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, Part, RankFile, described, read_rank
 from holdfast.formats.rank_files.beside import Moving, free_key
@@ -70,8 +70,7 @@ JOINED = ("query_key_value", "key_value")
 MODEL = re.compile(r"model(\d{0,3})")
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+class Rank(Value, frozen=True):
     """One file, and which rank of the grid it is of."""
 
     tp: int
@@ -145,8 +144,7 @@ def _plain(value: object) -> object:
     return value if isinstance(value, int | float | str | None) else None
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
+class Copies(Value, frozen=True):
     """A parameter as the tensor-parallel ranks of one stage have it."""
 
     local: str

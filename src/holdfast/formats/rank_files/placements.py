@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from holdfast.core.box import Box
+from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, MetadataError
 
 __all__ = ["Cut", "Mesh", "local_boxes"]
@@ -56,8 +57,7 @@ class Mesh:
         return tuple(reversed(found))
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
+class Cut(Value, frozen=True):
     """A dimension of a tensor that is cut along a dimension of the mesh."""
 
     dim: int

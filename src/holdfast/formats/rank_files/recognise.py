@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
+
+from msgspec import Struct, field
 
 from holdfast.core.protocols import Description, Source
 from holdfast.errors import FormatError
@@ -41,8 +42,7 @@ ORDER = (MODEL, OPTIMIZER)
 """What a folder opens as: the first of these that is there."""
 
 
-@dataclass(slots=True)
-class RankSet:
+class RankSet(Struct):
     """Files that were written together, one a rank."""
 
     what: str

@@ -14,7 +14,6 @@ Bits are compared, so 0.0 is not -0.0, and a NaN is equal to itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -23,6 +22,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.protocols import Request, Source, Stamp
 from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.errors import ReplicasDiffer
 from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
 
@@ -32,16 +32,14 @@ STEP_NBYTES = 1 << 20
 """Bytes that are compared at a time: what is read for that is thrown away."""
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(Value, frozen=True):
     """What one rank has."""
 
     rank: int
     tensor: LazyTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ReplicaStorage(Storage):
+class ReplicaStorage(Storage, frozen=True, kw_only=True, eq=False):
     """What several ranks have, under a key that is no file; `ranges` are those of the first."""
 
     originals: tuple[LazyTensor, ...]

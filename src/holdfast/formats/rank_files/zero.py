@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+
+from msgspec import Struct, field
 
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Description, Source
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
 from holdfast.formats.rank_files.beside import Moving, free_key
@@ -53,8 +55,7 @@ TAKEN = ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragment
 """What of a model file is shown as tensors, and not once more among the rest."""
 
 
-@dataclass(slots=True)
-class Files:
+class Files(Struct):
     """The files of one step, by what they are."""
 
     whole: str | None = None

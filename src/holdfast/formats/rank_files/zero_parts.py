@@ -21,12 +21,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import RankFile
 from holdfast.formats.rank_files.flat import Row, Stretch, cut
@@ -40,8 +40,7 @@ ALIGNMENT = 2
 """Parts are padded to a multiple of this (`nccl_start_alignment_factor`), so a row to a multiple of this times the ranks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Optimizer:
+class Optimizer(Value, frozen=True):
     """What one rank's optimizer file has."""
 
     rank: int
@@ -57,8 +56,7 @@ class Optimizer:
     """All of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(Value, frozen=True):
     """Where a parameter lies: from which element on of the row, or of the row of each rank."""
 
     name: str

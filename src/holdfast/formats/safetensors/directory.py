@@ -23,10 +23,10 @@ have saved pieces of tensors to a bucket, `metadata` lists all files (`holdfast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import (
     Corrupted,
     HeaderError,
@@ -53,8 +53,7 @@ SHOWN_FILES = 5
 """Names of missing files that an error lists."""
 
 
-@dataclass(frozen=True, slots=True)
-class Index:
+class Index(Value, frozen=True):
     """What an index says."""
 
     weight_map: dict[str, str]

@@ -7,10 +7,10 @@ small record a tensor; a `LazyTensor` is made when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NoReturn
 
 import numpy as np
+from msgspec import field
 
 from holdfast.core.arrays import AnyDType
 from holdfast.core.chunk import Storage
@@ -18,6 +18,7 @@ from holdfast.core.columns import NO_CRC, Columns
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import Description, Source, Store
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
 from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, Record, read_record, saved_offsets
@@ -41,8 +42,7 @@ LFS_POINTER = b"version https://git-lfs"
 """How the stand-in begins that Git leaves in place of a large file that was not fetched."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(Value, frozen=True):
     """The checked header of one file."""
 
     key: str

@@ -35,11 +35,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
@@ -48,6 +48,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tiling import tiles
+from holdfast.core.value import Value, replace
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.recorded import FIELDS, Recorded, parse_recorded
 from holdfast.formats.safetensors.schema import ADDRESSABLE, addressable
@@ -110,8 +111,7 @@ OTHER_TEXTS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Value, frozen=True):
     """A checked record."""
 
     crcs: Mapping[str, int] = field(default_factory=dict)
@@ -126,8 +126,7 @@ class Record:
     """Whether there is a record, used or not."""
 
 
-@dataclass(frozen=True, slots=True)
-class About:
+class About(Value, frozen=True):
     """What a record is about."""
 
     content: object

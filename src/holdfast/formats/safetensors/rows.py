@@ -6,7 +6,6 @@ The header is made from a piece of text for each kind of tensor, a batch of tens
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
 import msgspec
@@ -14,6 +13,7 @@ import numpy as np
 
 from holdfast.core.arrays import Ints
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
 from holdfast.formats.safetensors.write import METADATA, RANK, frame
@@ -24,8 +24,7 @@ from holdfast.plan.saves import FilePlan
 __all__ = ["RowFile", "row_file"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RowFile:
+class RowFile(Value, frozen=True, eq=False):
     """A file and where its tensors lie in it."""
 
     plan: FilePlan

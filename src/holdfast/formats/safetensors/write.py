@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import msgspec
 
@@ -28,6 +27,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.protocols import State
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
+from holdfast.core.value import Value
 from holdfast.errors import CannotHold
 from holdfast.formats.recorded import PAIRS, find_sharing, sharing_fields
 from holdfast.formats.safetensors.record import CRC_DIGITS, FILES, RECORD, RecordText, checksum_digits, fingerprint
@@ -72,8 +72,7 @@ ORDER = (
 RANK = {code: -i for i, code in enumerate(ORDER)}
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderTensor:
+class HeaderTensor(Value, frozen=True):
     """A tensor as a header names it."""
 
     name: str
@@ -90,8 +89,7 @@ class HeaderTensor:
         return cls(name, tensor, code, shape, tensor.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class FileLayout:
+class FileLayout(Value, frozen=True):
     """A file and where its tensors lie in it."""
 
     plan: FilePlan
@@ -138,8 +136,7 @@ def plan_file(
     return FileLayout(FilePlan(key, tuple(segments)), framed.header_nbytes, places)
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(Value, frozen=True):
     """What stands before the data of a file."""
 
     segments: tuple[Literal | Late, ...]
@@ -175,8 +172,7 @@ def frame(
     return Frame((Literal(head), late, *map(Literal, behind)), length)
 
 
-@dataclass(frozen=True, slots=True)
-class _Checksums:
+class _Checksums(Value, frozen=True):
     """Makes the digits of all checksums, up to those of the record itself."""
 
     record: RecordText

@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides, in_c_order
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.sharing import overlaps
 from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.value import replace
 from holdfast.plan.saves import Data
 
 __all__ = ["StorageRecord", "StorageRecords"]
@@ -34,8 +36,7 @@ UNTYPED = "ByteStorage"
 """What torch takes an untyped storage for when it looks for two dtypes over one storage."""
 
 
-@dataclass(slots=True, eq=False)
-class StorageRecord:
+class StorageRecord(Struct, eq=False):
     """One `data/N`."""
 
     number: int

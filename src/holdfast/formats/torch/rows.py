@@ -20,10 +20,10 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 
 import numpy as np
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.limits import Limits
@@ -105,8 +105,7 @@ class _Walk:
         return True
 
 
-@dataclass(slots=True, eq=False)
-class _Template:
+class _Template(Struct, eq=False):
     """The opcodes of tensors of a kind, and those that were written by them."""
 
     before: bytes

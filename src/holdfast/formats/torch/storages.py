@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Storage, in_c_order
@@ -18,6 +17,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.rows import RowKind, RowTensor
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
+from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, MetadataError, PickleError
 from holdfast.formats.pickle.glance import Claim, Make
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach
@@ -40,8 +40,7 @@ def storage_dtype(what: object) -> DType | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class StorageId:
+class StorageId(Value, frozen=True):
     """One parsed persistent id."""
 
     dtype: DType
@@ -83,8 +82,7 @@ def parse_storage_id(pid: object, lengths: tuple[int, ...]) -> StorageId:
     return StorageId(dtype, key, location, count, view)
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Value, frozen=True):
     """Where the storages of ordinary tensors lie: each a record of its own in one folder of one archive."""
 
     key: str

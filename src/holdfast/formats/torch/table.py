@@ -7,7 +7,6 @@ strided view of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from holdfast.core.dtype import DTYPES, DType
@@ -15,6 +14,7 @@ from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import weakly
 from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.value import replace
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.glance import Claim, Make
 from holdfast.formats.pickle.plain import PlainTable

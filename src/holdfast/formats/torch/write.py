@@ -118,14 +118,14 @@ def _fold_numbered(names: tuple[str | tuple[str, int], ...]) -> int:
 
 
 def mistaken_crc(head: bytes) -> int | None:
-    """What torch's writer takes for a checksum in the first 8 bytes of a payload.
+    """What torch's writer takes for a checksum at the beginning of a payload.
 
     It finds the checksums in its own output, behind the signature of a data descriptor, and looks at payloads as well.
 
     >>> mistaken_crc(b"PK\\7\\x08\\1\\0\\0\\0..."), mistaken_crc(b"PK\\7\\x08\\1\\0\\0"), mistaken_crc(bytes(8))
     (1, None, None)
     """
-    return int.from_bytes(head[4:8], "little") if len(head) >= 8 and head.startswith(b"PK\x07\x08") else None
+    return int.from_bytes(head[4:8], "little") if head.startswith(b"PK\x07\x08") and len(head) >= 8 else None
 
 
 def fold(values: Iterable[int]) -> int:
@@ -305,7 +305,7 @@ class Identity:
             names.append(name)
             if not (payload if isinstance(payload, bytes) else payload.nbytes):
                 continue
-            mistaken = mistaken_crc(_head(payload))
+            mistaken = mistaken_crc(payload if isinstance(payload, bytes) else _head(payload))
             if mistaken is not None:
                 found.append(mistaken)
             if not self.crc or isinstance(payload, Hole):

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, MutableSequence
-from dataclasses import replace
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
@@ -34,6 +33,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.rows import RowTensor
 from holdfast.core.tensor import Composite, LazyTensor, Part, Traits
+from holdfast.core.value import replace
 from holdfast.formats.pickle.writer import LONG_PUT, TEXT, TUPLES, PickleWriter, get, integer
 from holdfast.formats.torch.records import StorageRecords
 from holdfast.formats.torch.table import LAYOUTS

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import NoReturn, cast
 
@@ -23,6 +22,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Size
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import Composite, LazyTensor, Traits
+from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
@@ -460,8 +460,7 @@ READERS: dict[str, Reader] = {
 """What each tag is read by."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecodedTree:
+class DecodedTree(Value, frozen=True):
     """The outcome."""
 
     tree: object

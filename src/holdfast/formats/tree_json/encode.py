@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import cast
@@ -25,6 +24,7 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted, step
+from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, PickleError
 from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.spending import Spending
@@ -57,8 +57,7 @@ FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "Or
 """What fills a defaultdict, and its name."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTree:
+class EncodedTree(Value, frozen=True):
     """The outcome: JSON values, and what is to be said about them."""
 
     value: object

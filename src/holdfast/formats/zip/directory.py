@@ -17,11 +17,11 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from holdfast.core.protocols import Source
+from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, Truncated, ZipError
 from holdfast.formats.zip.layout import (
     CENTRAL_BLOCKS,
@@ -121,8 +121,7 @@ COMMENT_REACH = MAX16 + END.size
 """How far before the end of a file an end record can be, if a comment follows it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
+class Tail(Value, frozen=True):
     """What the end of the archive says."""
 
     directory: int
@@ -246,8 +245,7 @@ LENGTHS, LENGTHS_AT = struct.Struct("<3H"), 28
 VALUE = np.dtype([("value", "<u8")])
 
 
-@dataclass(frozen=True, slots=True)
-class Entries:
+class Entries(Value, frozen=True):
     """The central directory, a row for each record, sorted by where the records lie."""
 
     raw_names: list[bytes]

@@ -18,12 +18,12 @@ file.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools, Ints
+from holdfast.core.value import Value
 from holdfast.errors import ZipError
 
 __all__ = [
@@ -141,8 +141,7 @@ def refused(message: str, *, key: str, offset: int, expected: object = None, fou
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(Value, frozen=True):
     """Where the things in a column are in the file, so that a refusal can point at the one that breaks a rule."""
 
     key: str
@@ -216,8 +215,7 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: P
     return bodies, lengths
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Value, frozen=True, gc=False):
     """One record of a zip archive: a name, and the place of its bytes in the file."""
 
     name: str
@@ -302,8 +300,7 @@ class Records(Mapping[str, Record]):
         return f"<{len(self)} zip records>"
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
+class Archive(Value, frozen=True):
     """A zip archive in which every reader sees the same records."""
 
     records: Mapping[str, Record]

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.crc import crc32_of_each
+from holdfast.core.crc import crc32_each
+from holdfast.core.value import Value
 from holdfast.formats.zip.layout import (
     DESCRIBED,
     DESCRIPTOR_SIGNATURE,
@@ -50,8 +50,7 @@ LONG_NBYTES = 1024
 SIGNATURE = DESCRIPTOR_SIGNATURE.to_bytes(4, "little")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Numbered:
+class Numbered(Value, frozen=True, eq=False):
     """Records `folder/0`, `folder/1` and so on."""
 
     folder: str
@@ -76,8 +75,7 @@ class Numbered:
         return map(f"{self.folder}/{{}}".format, range(len(self.nbytes)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaidOut:
+class LaidOut(Value, frozen=True, eq=False):
     """Where numbered records lie."""
 
     segments: list[Segment]
@@ -91,8 +89,7 @@ class LaidOut:
     """Where in the entries those are."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Layout:
+class _Layout(Value, frozen=True, eq=False):
     rows: Numbered
     before: np.ndarray
     """What stands before the number in each name."""
@@ -157,7 +154,7 @@ class _Layout:
         """Its bytes and checksums. What is no data is made as one row of bytes, which is cut where the data belongs."""
         pieces = self.rows.read(range(first, stop))
         nbytes, tails = self.nbytes[first:stop], self.tails[first:stop]
-        crcs = np.array(crc32_of_each(pieces), np.int64) if self.crc else np.zeros(len(pieces), np.int64)
+        crcs = np.array(crc32_each(pieces), np.int64) if self.crc else np.zeros(len(pieces), np.int64)
         passed = np.cumsum(nbytes)
         heads = self.headers[first:stop] - self.headers[first] - (passed - nbytes)
         cuts = heads + self.starts[first:stop] - self.headers[first:stop]

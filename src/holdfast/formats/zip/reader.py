@@ -47,7 +47,17 @@ from holdfast.formats.zip.layout import (
     gather,
     refused,
 )
-from holdfast.formats.zip.writer import END, ENTRY, LOCATOR, SHORT_DESCRIPTOR, ZIP64_END, entry, header, tail
+from holdfast.formats.zip.writer import (
+    EMPTY,
+    END,
+    FILLED,
+    LOCATOR,
+    SHORT_DESCRIPTOR,
+    SHORT_ENTRY,
+    ZIP64_END,
+    header,
+    tail,
+)
 from holdfast.plan.coalesce import HEADERS, coalesce
 
 __all__ = ["Archive", "Record", "inflated_crc", "locate_payloads", "read_archive", "read_canonical"]
@@ -65,6 +75,9 @@ WHOLE_NBYTES = 32 << 10
 
 ALIGNMENT = 64
 
+BLANK = bytes(12)
+"""The end of an entry but for its offset: no extra field, no comment, no disk, no attributes."""
+
 
 def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archive | None:
     """The records of a small archive as torch writes it; None for every other one.
@@ -73,86 +86,76 @@ def read_canonical(source: Source, key: str, *, start: int, stop: int) -> Archiv
     rest of reading it, and a DCP directory holds thousands of such archives. But torch's writer leaves no freedom: given names,
     sizes and checksums, every other byte of the archive follows. So:
 
-    1. Read names, sizes and checksums from the central directory, with no check beyond what it takes to read them.
-    2. Lay out the archive of these records with our own writer (writer.py).
-    3. Compare directory, end records, and every header and descriptor with the file. If all of it is equal, the archive is the one
-       that the writer makes, which the strict reader accepts; the records lie where the layout put them.
+    1. Go through the central directory, from record to record, and know from the names and sizes so far where the next one lies.
+    2. Compare every field of each entry, its header and its descriptor with what the writer (writer.py) puts there.
+    3. Compare the end records. If all of it is equal, the archive is the one that the writer makes, which the strict reader
+       accepts; the records lie where the layout put them.
 
     Anything else (another alignment, another writer, a lie) is `None`: the strict reader decides.
     """
     size, limits = stop - start, source.limits
-    if (
-        size < TAIL
-        or stop > source.store.size(key)
-        or limits.zip_records < MOST_RECORDS
-        or limits.zip_directory_nbytes < WHOLE_NBYTES
-    ):
+    if size < TAIL or size >= MAX32 or limits.zip_records < MOST_RECORDS or limits.zip_directory_nbytes < WHOLE_NBYTES:
         return None
-    near = min(size, WHOLE_NBYTES if size <= WHOLE_NBYTES else TAIL_NBYTES)
+    near = size if size <= WHOLE_NBYTES else TAIL_NBYTES
     last = source.bytes(key, stop - near, stop)
     end = END.unpack_from(last, near - END.size)
-    count, nbytes, at = end[3], end[5], end[6]
-    behind = near - TAIL - nbytes
-    if not 0 < count <= MOST_RECORDS or at + nbytes + TAIL != size or behind < 0 or size >= MAX32:
+    count, nbytes, directory = end[3], end[5], end[6]
+    at = near - TAIL - nbytes
+    if not 0 < count <= MOST_RECORDS or directory + nbytes + TAIL != size or at < 0:
         return None
-    found = _entries(last[behind : near - TAIL], count)
-    if found is None:
+    if not last.endswith(tail(count, directory, nbytes)):
         return None
-    return _written_again(source, key, found, whole=last if near == size else b"", ending=last[behind:], start=start, directory=at)
-
-
-def _entries(raw: bytes, count: int) -> list[tuple[bytes, int, int]] | None:
-    """Name, size and checksum of each record, as far as the directory can be read at all."""
-    entries, at = [], 0
+    whole = last if near == size else b""
+    rows: list[tuple[bytes, int, int, int, int]] = []
+    place, before, behind = 0, b"", near - TAIL
     for _ in range(count):
-        if at + ENTRY.size > len(raw):
+        if at + SHORT_ENTRY.size > behind:
             return None
-        fields = ENTRY.unpack_from(raw, at)
-        crc, nbytes, length = fields[7], fields[9], fields[10]
-        at += ENTRY.size
-        entries.append((raw[at : at + length], nbytes, crc))
+        fixed, crc, packed, content, length, blank, offset = SHORT_ENTRY.unpack_from(last, at)
+        at += SHORT_ENTRY.size
+        name = last[at : at + length]
         at += length
-    return entries
+        if fixed != (FILLED if packed else EMPTY) or packed != content or blank != BLANK or offset != place:
+            return None
+        head, begin = _header(name, packed, place)
+        if begin > directory or (crc and not packed):
+            return None
+        expected, where = before + head, place - len(before)
+        if not (whole.startswith(expected, where) if whole else source.bytes(key, start + where, start + begin) == expected):
+            return None
+        rows.append((name, begin, packed, crc, place))
+        before = SHORT_DESCRIPTOR.pack(DESCRIPTOR_SIGNATURE, crc, packed, packed) if packed else b""
+        place = begin + packed + len(before)
+    if at != behind or place != directory:
+        return None
+    where = place - len(before)
+    if not (whole.startswith(before, where) if whole else source.bytes(key, start + where, start + place) == before):
+        return None
+    return _named(rows, start)
+
+
+def _named(rows: list[tuple[bytes, int, int, int, int]], start: int) -> Archive | None:
+    """The archive of records that lie where they should, unless there is anything to be said about their names."""
+    together = b"\0".join([row[0] for row in rows])
+    prefix, slash, _ = rows[0][0].partition(b"/")
+    inside = together.startswith(prefix + slash) and together.count(b"\0" + prefix + slash) == len(rows) - 1
+    if not slash or not inside or not together.isascii() or together.endswith(b"/") or b"/\0" in together:
+        return None
+    text = together.decode("ascii")
+    names = text.split("\0")
+    if len(names) != len(rows) or len({*text.casefold().split("\0")}) != len(rows) or unsafe(text):
+        return None
+    records = {
+        name: Record(name, start + begin, nbytes, crc if crc or not nbytes else None, 0, start + place, nbytes)
+        for name, (_, begin, nbytes, crc, place) in zip(names, rows, strict=True)
+    }
+    return Archive(records, prefix.decode("ascii"))
 
 
 @lru_cache(maxsize=1024)
 def _header(name: bytes, nbytes: int, at: int) -> tuple[bytes, int]:
     """The header of a record, and where its payload begins. Small archives have the same few names, at the same places."""
     return header(name, nbytes, at, alignment=ALIGNMENT)
-
-
-def _written_again(
-    source: Source, key: str, entries: list[tuple[bytes, int, int]], *, whole: bytes, ending: bytes, start: int, directory: int
-) -> Archive | None:
-    prefix, slash, _ = entries[0][0].partition(b"/")
-    folder = prefix + slash
-    records: dict[str, Record] = {}
-    made: list[bytes] = []
-    at, before = 0, b""
-    for name, nbytes, crc in entries:
-        head, begin = _header(name, nbytes, at)
-        expected = before + head
-        where = at - len(before)
-        if where + len(expected) > directory:
-            return None
-        seen = whole[where : where + len(expected)] if whole else source.bytes(key, start + where, start + where + len(expected))
-        if seen != expected:
-            return None
-        made.append(entry(name, nbytes, crc if nbytes else 0, at=at))
-        if not name.startswith(folder) or not name.isascii() or b"\0" in name or name.endswith(b"/"):
-            return None
-        text = name.decode("ascii")
-        records[text] = Record(text, start + begin, nbytes, crc if crc or not nbytes else None, 0, start + at, nbytes)
-        before = SHORT_DESCRIPTOR.pack(DESCRIPTOR_SIGNATURE, crc, nbytes, nbytes) if nbytes else b""
-        at = begin + nbytes + len(before)
-    folded = {name.casefold() for name in records}
-    if at != directory or len(folded) != len(entries) or not slash or unsafe("\0".join(records)):
-        return None
-    seen = whole[at - len(before) : at] if whole else source.bytes(key, start + at - len(before), start + at)
-    joined = b"".join(made)
-    if seen != before or ending != joined + tail(len(made), at, len(joined)):
-        return None
-    return Archive(records, prefix.decode("ascii"))
 
 
 BATCH_NBYTES = 4 << 20

@@ -58,6 +58,9 @@ HEADER = struct.Struct("<I5H3I2H")
 ENTRY = struct.Struct("<I6H3I5H2I")
 SHORT_DESCRIPTOR = struct.Struct("<IIII")
 LONG_DESCRIPTOR = struct.Struct("<IIQQ")
+SHORT_ENTRY = struct.Struct("<16s3IH12sI")
+"""An entry in fewer fields: how it begins (`FILLED`, `EMPTY`), checksum, sizes, length of the name, zeros, offset."""
+
 ZIP64_END = struct.Struct("<IQ2H2I4Q")
 LOCATOR = struct.Struct("<IIQI")
 END = struct.Struct("<I4H2IH")
@@ -134,12 +137,12 @@ def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool
     """
     if not 1 <= alignment <= MAX_ALIGNMENT:
         raise ValueError(f"an alignment of {alignment}: a zip archive can pad to 1 up to {MAX_ALIGNMENT} bytes")
-    folders = [record.folder.casefold() + "/" for record in records if isinstance(record, Numbered)]
+    folders = tuple([record.folder.casefold() + "/" for record in records if isinstance(record, Numbered)])
     names = [record[0].casefold() for record in records if not isinstance(record, Numbered)]
-    if len({*names, *folders}) != len(records) or any(name.startswith(tuple(folders)) for name in names):
+    if len({*names, *folders}) != len(records) or (folders and any(name.startswith(folders) for name in names)):
         raise ValueError("two records of one name (readers ignore case)")
     known = [(record[0], record[1]) for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
-    if len(known) == len(records) and sum(len(name) + len(payload) for name, payload in known) < SHORT_NBYTES:
+    if len(known) == len(records) and sum([len(name) + len(payload) for name, payload in known]) < SHORT_NBYTES:
         return (Literal(_known_archive(prefix.encode("utf-8") + b"/", known, alignment=alignment, crc=crc)),)
     return _Forward(prefix, alignment=alignment, crc=crc).lay_out(records)
 
@@ -158,7 +161,7 @@ def _known_archive(prefix: bytes, records: Sequence[tuple[str, bytes]], *, align
         if len(raw) > MAX16:
             raise ValueError(f"a record's name of {len(raw):,} bytes")
         own = crc32(payload) if crc and nbytes else 0
-        entries.append(entry(raw, nbytes, own, at=at))
+        entries += (SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, nbytes, nbytes, len(raw), b"", at), raw)
         head, at = header(raw, nbytes, at, alignment=alignment)
         pieces += (head, payload)
         if nbytes:
@@ -314,6 +317,10 @@ def entry(raw: bytes, nbytes: int, crc: int, *, at: int, block: bytes = b"") -> 
     flags = UTF8 | DESCRIBED if nbytes else UTF8
     size, place = min(nbytes, MAX32), min(at, MAX32)
     return ENTRY.pack(ENTRY_SIGNATURE, 0, 0, flags, 0, 0, 0, crc, size, size, len(raw), len(block), 0, 0, 0, 0, place) + raw + block
+
+
+FILLED, EMPTY = (entry(b"", nbytes, 0, at=0)[:16] for nbytes in (1, 0))
+"""What an entry begins with, of a record with content and without."""
 
 
 def _descriptor_nbytes(nbytes: int, *, wide: bool) -> int:

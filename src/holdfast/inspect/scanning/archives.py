@@ -13,10 +13,10 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import IO, Protocol, cast
 
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, ZipError
 from holdfast.formats.torch.legacy import begins_like_tar
@@ -39,8 +39,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(Value, frozen=True):
     """Bytes `start` to `stop` of one file of a source."""
 
     source: OpenSource
@@ -86,8 +85,7 @@ WINDOW_NBYTES = 8 << 20
 """How far back a zstd stream may refer, as for the items of distributed checkpoints."""
 
 
-@dataclass(frozen=True, slots=True)
-class Unpacked:
+class Unpacked(Value, frozen=True):
     """What compressed bytes hold."""
 
     data: bytes
@@ -221,8 +219,7 @@ TAR_BLOCK_NBYTES = 512
 MOST_MEMBERS = 1_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(Value, frozen=True):
     """One record of a zip."""
 
     name: str
@@ -356,8 +353,7 @@ def _until_signature(span: Span, start: int) -> int:
         reach *= 8
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(Value, frozen=True):
     """One member of a tar."""
 
     name: str

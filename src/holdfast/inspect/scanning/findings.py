@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from fnmatch import translate
+
+from msgspec import Struct, field
 
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.errors import StoreError
 from holdfast.formats.pickle.recording import Seen
 from holdfast.inspect.brief import brief, root_global
@@ -98,8 +101,7 @@ class Findings:
 MOST_NBYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
+class Allowed(Value, frozen=True):
     """Patterns; none by default.
 
     What a person said is known to them: patterns for `module.name`, as in file names.
@@ -149,8 +151,7 @@ KEPT = 3
 """Calls and places of one global that are kept: enough to see what it does."""
 
 
-@dataclass(slots=True)
-class Evidence:
+class Evidence(Struct):
     """What the tree says about one global."""
 
     calls: list[str] = field(default_factory=list)
@@ -162,8 +163,7 @@ class Evidence:
     """Arguments of bytes: streams inside the stream, for the loaders that take one."""
 
 
-@dataclass(slots=True)
-class Place:
+class Place(Struct):
     """A step of a path, linked to the one before it; text is made only for the few that are shown."""
 
     key: str

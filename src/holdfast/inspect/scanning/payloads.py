@@ -14,9 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from holdfast.core.limits import Limits
+from holdfast.core.value import Value
 from holdfast.formats.pickle.recording import Recorded, read_ahead
 from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.severity import judge
@@ -28,8 +30,7 @@ MOST_STREAMS = 10_000
 """Pickles one behind the other that are read. torch's old container has five."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(Value, frozen=True):
     """One pickle: where it begins, and what it does. Twice for one with arrays of joblib."""
 
     begin: int
@@ -50,8 +51,7 @@ class Stream:
         return any(r.acts or _names_danger(r) for r in self.readings)
 
 
-@dataclass(slots=True)
-class Row:
+class Row(Struct):
     """The pickles one behind the other at the start of a span."""
 
     streams: list[Stream] = field(default_factory=list)

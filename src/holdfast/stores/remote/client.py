@@ -19,11 +19,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, Replaced, StoreError, Truncated, Unsupported
 from holdfast.stores.remote.patience import Patience
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
@@ -59,8 +59,7 @@ class Taken(StoreError):
     """A condition that a put had did not hold: something else is there, or is there by now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(Value, frozen=True):
     """What a store says of an object."""
 
     key: str
@@ -69,8 +68,7 @@ class Found:
     changed: datetime
 
 
-@dataclass(frozen=True, slots=True)
-class Got:
+class Got(Value, frozen=True):
     """A part of an object."""
 
     data: memoryview

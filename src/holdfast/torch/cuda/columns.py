@@ -6,7 +6,9 @@
               a   b   c   …            each with a storage of its own, by one kernel for a hundred of them
 
 As an object a tensor costs a description, a fill, pieces, a target and views of both: 40 µs, and 16 KiB cross the bus in a third of
-one. Here it is a row of numbers (`core.columns`) until the tensor itself is made, which is the copy: an integer plus zero.
+one. Here it is a row of numbers (`core.columns`) until the tensor itself is made, which is the copy: an integer plus zero. A call
+into torch takes a microsecond, so many are asked for by one: tensors of a kind that are equally far from each other are cut out of
+what has arrived together, in their shape (kinds.py).
 
 1. *Ordinary* are rows that are all of their storage, which no other tensor shares. What was tied stays with the way of objects,
    which ties it again; so do large ones, those without bytes, and what is cast.
@@ -15,64 +17,68 @@ one. Here it is a row of numbers (`core.columns`) until the tensor itself is mad
 3. Tensors are made on the caller's stream, which waits for the copy. Their memory belongs to that stream, as if it had made them.
 4. Where a read fails or a checksum is another nothing is given, and the way of objects says what it is.
 
-Tensors that somebody else has made, all of their storages, are filled the same way (`fill_small`).
+Tensors that somebody else has made are filled the same way: those of a `.pt` (`fill_small`), and those of a state that is loaded in
+place (`fill_ordinary`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.chunk import Storage
-from holdfast.core.columns import NO_CRC, Columned, Columns, columns_of
-from holdfast.core.crc import crc32
+from holdfast.core.columns import NO_CRC, Columned, Columns, columns_of, ordinary_limits, place_of
+from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Outlined
+from holdfast.core.protocols import Outlined, Source
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, Unsupported
 from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.cuda.host import POOL, HostBlock
+from holdfast.torch.cuda.kinds import Kind, views
 from holdfast.torch.cuda.load import SHORT_NBYTES, UNLOCKED, blocks_within
 from holdfast.torch.cuda.pipeline import Mark, pump
 from holdfast.torch.cuda.streams import lanes
 from holdfast.torch.tensors.from_lazy import torch_dtype
-from holdfast.torch.tensors.scratch import flat
+from holdfast.torch.tensors.scratch import Fill, flat
 
-__all__ = ["FEW", "Row", "fill_small", "read_small"]
+__all__ = ["FEW", "READERS", "Row", "fill_ordinary", "fill_small", "read_small"]
 
 FEW = 64
 """Fewer are read as objects: nobody waits for those."""
 
+READERS = 4
+"""Threads that read, at the most. They are ahead of the one that makes the tensors, and more would only take the interpreter lock
+from it."""
+
 ALIGNMENT = 64
 """A read begins in its block where it begins in the file, up to a multiple of this: what was aligned there is aligned here."""
 
-CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""As what elements of a width are copied: integers, which any bits survive."""
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(Value, frozen=True):
     """Ordinary tensors, and what reads them."""
 
     source: OpenSource
     columns: Columns
-    dtypes: list[DType]
-    """One for each row."""
+    kinds: Ints
+    """Of each row, as a position in the table."""
+    table: Sequence[Kind]
     chosen: Ints
     """The rows that are read so, in the order of the files."""
     verify: bool = True
     """Whether checksums are compared."""
 
 
-@dataclass(slots=True)
-class Task:
+class Task(Struct):
     """What goes through one block at a time."""
 
     reads: list[tuple[str, int, int, int]] = field(default_factory=list)
@@ -95,26 +101,28 @@ def read_small(
 
     The others are left to whoever asks, and so are all of them where one cannot be had as it was written.
     """
-    rows = rows_of(tensors, names) if len(names) >= FEW else None
-    if rows is None:
-        return {}, []
-    made = _Made(rows, device)
-    done, notes = _pumped(made, max_host_memory)
-    numbers = rows.columns.numbers
-    return ({names[numbers[row]]: tensor for row, tensor in made.tensors.items()} if done else {}), notes
+    with resting_collector():
+        rows = rows_of(tensors, names) if len(names) >= FEW else None
+        if rows is None:
+            return {}, []
+        made = _Made(rows, device)
+        done, notes = _pumped(made, max_host_memory)
+        numbers = rows.columns.numbers
+        return ({names[numbers[row]]: tensor for row, tensor in made.tensors.items()} if done else {}), notes
 
 
 def _pumped(moved: _Moved, max_host_memory: int | None) -> tuple[bool, list[str]]:
     """Whether all rows were moved, and notes for people."""
     source = moved.rows.source
-    size = blocks_within(max_host_memory, source.threads)
+    threads = min(source.threads, READERS)
+    size = blocks_within(max_host_memory, threads)
     tasks = list(_tasks(moved.rows, size.nbytes))
     count = min(size.count, len(tasks))
     blocks = POOL.lend(count, size.nbytes)
     locked = all(block.locked for block in blocks)
     try:
         with torch.no_grad():
-            pump(tasks, blocks, threads=min(source.threads, count), read=moved.read, put=moved.put)
+            pump(tasks, blocks, threads=min(threads, count), read=moved.read, put=moved.put)
     except (HoldfastError, _Changed):
         return False, []
     finally:
@@ -140,18 +148,75 @@ def fill_small(
 
     The others are left to whoever asks, and so are all of them where one cannot be had as it was written.
     """
-    count, nowhere = len(rows), np.zeros(len(rows), np.int64)
-    starts = np.fromiter((row.start for row in rows), np.int64, count)
-    nbytes = np.fromiter((row.nbytes for row in rows), np.int64, count)
-    crcs = np.fromiter((NO_CRC if row.crc32 is None else row.crc32 for row in rows), np.int64, count)
-    columns = Columns(range(count), (), (), [key], nowhere, starts, nbytes, crcs)
-    order = np.argsort(starts, kind="stable")
-    chosen = order[((nbytes > 0) & (nbytes <= SHORT_NBYTES))[order]]
-    near = not (source.store.requests or source.store.in_order)
-    if len(chosen) < FEW or not near or _overlapping(columns, chosen).any():
+    places = [(0, row.start, row.nbytes, NO_CRC if row.crc32 is None else row.crc32) for row in rows]
+    targets = [target if target.is_contiguous() else flat(target) for *_, target in rows]
+    return _filled(source, [key], places, targets, verify=verify, max_host_memory=max_host_memory)
+
+
+def fill_ordinary(fills: Sequence[Fill], *, max_host_memory: int | None = None) -> tuple[list[Fill], list[str]]:
+    """Fill the small and ordinary ones among targets that do not overlap. The fills that are left, and notes for people."""
+    groups: dict[tuple[Source, torch.device], list[int]] = {}
+    for number, one in enumerate(fills if len(fills) >= FEW else ()):
+        groups.setdefault((one.lazy.source, one.target.device), []).append(number)
+    done: set[int] = set()
+    notes: list[str] = []
+    for (source, _), numbers in groups.items():
+        if len(numbers) < FEW or not isinstance(source, OpenSource) or not ordinary_limits(source):
+            continue
+        with resting_collector():
+            keys: dict[str, int] = {}
+            dtypes: dict[int, torch.dtype | None] = {}
+            found: list[int] = []
+            places: list[tuple[int, int, int, int]] = []
+            for number in numbers:
+                place = _place(fills[number], dtypes)
+                if place is not None:
+                    found.append(number)
+                    places.append((keys.setdefault(place[0], len(keys)), *place[1:]))
+            targets = [fills[number].target for number in found]
+            rows, said = _filled(source, list(keys), places, targets, verify=source.verify, max_host_memory=max_host_memory)
+            done.update(found[row] for row in rows)
+            notes += said
+    return [one for number, one in enumerate(fills) if number not in done], notes
+
+
+def _place(one: Fill, dtypes: dict[int, torch.dtype | None]) -> tuple[str, int, int, int] | None:
+    """Where a fill lies whose bytes in the file are those that its target shall have; None for another."""
+    lazy, target = one.lazy, one.target
+    dtype = lazy.dtype
+    if id(dtype) not in dtypes:
+        dtypes[id(dtype)] = torch_dtype(dtype) if _has_torch(dtype) else None
+    if target.dtype is not dtypes[id(dtype)] or not target.is_contiguous() or target.is_conj() or target.is_neg():
+        return None
+    place = place_of(lazy)
+    if place is None or not 0 < place[2] <= SHORT_NBYTES:
+        return None
+    # A part of a storage: the checksum is that of all of its parts together, which the others put together.
+    return None if place[3] == NO_CRC and lazy.chunks[0].storage.crc32 is not None else place
+
+
+def _filled(
+    source: OpenSource,
+    keys: Sequence[str],
+    places: Sequence[tuple[int, int, int, int]],
+    targets: Sequence[torch.Tensor],
+    *,
+    verify: bool,
+    max_host_memory: int | None,
+) -> tuple[set[int], list[str]]:
+    """Fill contiguous targets: of each a file, the first byte, how many, and the checksum."""
+    files, starts, nbytes, crcs = np.array(places, np.int64).reshape(-1, 4).T
+    columns = Columns(range(len(places)), (), (), keys, files, starts, nbytes, crcs)
+    order = np.lexsort((starts, files))
+    small = (nbytes > 0) & (nbytes <= SHORT_NBYTES) & ~_overlapping(columns, order)
+    chosen = order[small[order]]
+    if len(chosen) < FEW or source.store.requests or source.store.in_order:
         return set(), []
-    found = Rows(source, columns, [], chosen, verify)
-    done, notes = _pumped(_Filled(found, rows), max_host_memory)
+    positions: dict[tuple[torch.dtype, torch.Size], int] = {}
+    kinds = [positions.setdefault((target.dtype, target.shape), len(positions)) for target in targets]
+    table = [Kind.of(dtype, tuple(shape)) for dtype, shape in positions]
+    rows = Rows(source, columns, np.array(kinds, np.int64), table, chosen, verify)
+    done, notes = _pumped(_Filled(rows, targets), max_host_memory)
     return (set(chosen.tolist()) if done else set()), notes
 
 
@@ -164,14 +229,22 @@ def rows_of(tensors: Mapping[str, LazyTensor], names: Sequence[str]) -> Rows | N
         return None
     source, columns, dtypes, alone = found
     store = source.store
-    if store.requests or store.in_order or source.limits.expansion < 1:
+    if store.requests or store.in_order or not ordinary_limits(source):
         return None
-    kinds = {dtype: _has_torch(dtype) for dtype in set(dtypes)}
-    short = (columns.nbytes > 0) & (columns.nbytes <= SHORT_NBYTES) & alone
-    short &= np.fromiter((kinds[dtype] for dtype in dtypes), np.bool_, len(dtypes))
+    # By identity: there is one object a dtype, and to hash it takes a call.
+    known = {id(dtype): dtype for dtype in dtypes}
+    positions: dict[tuple[int, tuple[int, ...]], int] = {}
+    kinds = np.array(
+        [positions.setdefault(one, len(positions)) for one in zip(map(id, dtypes), columns.shapes, strict=True)], np.int64
+    )
+    has = {identity: _has_torch(dtype) for identity, dtype in known.items()}
+    usual = np.array([has[identity] for identity, _ in positions], np.bool_)
+    # What torch has no dtype for is not chosen.
+    table = [Kind.of(torch_dtype(known[identity]) if has[identity] else torch.uint8, shape) for identity, shape in positions]
+    short = (columns.nbytes > 0) & (columns.nbytes <= SHORT_NBYTES) & alone & usual[kinds]
     order = np.lexsort((columns.starts, columns.files))
     chosen = order[(short & ~_overlapping(columns, order))[order]]
-    return Rows(source, columns, dtypes, chosen, source.verify) if len(chosen) >= FEW else None
+    return Rows(source, columns, kinds, table, chosen, source.verify) if len(chosen) >= FEW else None
 
 
 Found = tuple[OpenSource, Columns, list[DType], np.ndarray]
@@ -273,7 +346,7 @@ class _Moved:
             if self.rows.verify and recorded.any():
                 begins, checked = places[recorded], members[recorded]
                 ends = begins + columns.nbytes[checked]
-                sums = [crc32(memory[begin:end]) for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+                sums = crc32_each([memory[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)])
                 if (np.array(sums, np.int64) != columns.crcs[checked]).any():
                     raise _Changed
 
@@ -281,14 +354,35 @@ class _Moved:
         """Bring a block to its places. Runs on the caller's thread."""
         raise NotImplementedError
 
-    def _pieces(self, task: Task, arrived: torch.Tensor, widths: Ints) -> Iterator[tuple[Ints, tuple[torch.Tensor, ...]]]:
-        """Rows, and their bytes on the device as integers: of 1, 2, 4 or 8 bytes as the elements are, or less."""
-        members, places = np.concatenate(task.members), np.concatenate(task.places)
-        # What does not begin at a multiple of its width is taken as bytes.
-        widths[places % np.minimum(widths, 8) != 0] = 1
-        for width in np.unique(widths).tolist():
-            own = np.flatnonzero(widths == width)
-            yield members[own], _cut(arrived, places[own], self.rows.columns.nbytes[members[own]], CARRIERS[width])
+    def _arrive(self, task: Task, block: HostBlock) -> torch.Tensor:
+        """The bytes of a block on the device, a whole number of integers of any width."""
+        return block.tensor[: -(-task.end // ALIGNMENT) * ALIGNMENT].to(self.device, non_blocking=True)
+
+    def _carried(self, task: Task, arrived: torch.Tensor) -> Iterable[_Carried]:
+        """The rows of a block as integers on the device, those of a width together."""
+        rows, members, places = self.rows, np.concatenate(task.members), np.concatenate(task.places)
+        codes = rows.kinds[members]
+        order = np.argsort(codes, kind="stable")
+        found: dict[torch.dtype, _Carried] = {}
+        for own in np.split(order, np.flatnonzero(np.diff(codes[order])) + 1):
+            kind = rows.table[int(codes[own[0]])]
+            odd = places[own] % kind.carrier.itemsize != 0
+            for one, some in ((kind, own[~odd]), (Kind.of(kind.dtype, kind.shape, octets=True), own[odd])):
+                if not len(some):
+                    continue
+                pieces, owners = found.setdefault(one.carrier, _Carried([], []))
+                pieces += views(arrived.view(one.carrier), places[some] // one.carrier.itemsize, one.carried)
+                owners.append((one, members[some].tolist()))
+        return found.values()
+
+
+class _Carried(NamedTuple):
+    """Integers of one width that have arrived."""
+
+    pieces: list[torch.Tensor]
+    """All of them, each as the integers of one row."""
+    owners: list[tuple[Kind, list[int]]]
+    """Their kinds, and the rows of each kind, in the same order."""
 
 
 class _Made(_Moved):
@@ -296,62 +390,39 @@ class _Made(_Moved):
 
     def __init__(self, rows: Rows, device: torch.device) -> None:
         super().__init__(rows, device)
-        self._dtypes = {dtype: torch_dtype(dtype) for dtype in set(rows.dtypes) if _has_torch(dtype)}
         self.tensors: dict[int, torch.Tensor] = {}
         """By their rows."""
 
     def put(self, task: Task, block: HostBlock) -> Mark:
         with self._lane.on():
-            arrived = block.tensor[: task.end].to(self.device, non_blocking=True)
+            arrived = self._arrive(task, block)
         mark = self._lane.hold_caller()
         self._lane.lend(arrived)
-        rows, columns = self.rows, self.rows.columns
-        every = [row for members in task.members for row in members.tolist()]
-        widths = np.fromiter((rows.dtypes[row].bits // 8 for row in every), np.int64, len(every))
-        for members, pieces in self._pieces(task, arrived, widths):
+        for pieces, owners in self._carried(task, arrived):
             # The one operation of torch that makes many tensors by one kernel. On integers it is a copy.
-            for row, tensor in zip(members.tolist(), torch._foreach_add(pieces, 0), strict=True):
-                dtype, shape = self._dtypes[rows.dtypes[row]], columns.shapes[row]
-                typed = tensor if dtype is tensor.dtype else tensor.view(dtype)
-                self.tensors[row] = typed if len(shape) == 1 else typed.view(shape)
+            made, first = torch._foreach_add(pieces, 0), 0
+            for kind, members in owners:
+                self.tensors.update(zip(members, kind.typed(made[first : first + len(members)]), strict=True))
+                first += len(members)
         return mark
 
 
 class _Filled(_Moved):
-    """Rows that go to tensors which are there."""
+    """Rows that go to tensors which are there, and contiguous."""
 
-    def __init__(self, rows: Rows, targets: Sequence[Row]) -> None:
-        super().__init__(rows, targets[0].target.device)
-        self._targets = [one.target for one in targets]
+    def __init__(self, rows: Rows, targets: Sequence[torch.Tensor]) -> None:
+        super().__init__(rows, targets[0].device)
+        self._targets = targets
 
     def put(self, task: Task, block: HostBlock) -> Mark:
         targets = self._targets
-        every = [row for members in task.members for row in members.tolist()]
-        widths = np.fromiter((targets[row].element_size() for row in every), np.int64, len(every))
         with self._lane.on():
             try:
-                arrived = block.tensor[: task.end].to(self.device, non_blocking=True)
-                for members, pieces in self._pieces(task, arrived, widths):
-                    own = [flat(targets[row]).view(pieces[0].dtype) for row in members.tolist()]
+                for pieces, owners in self._carried(task, self._arrive(task, block)):
+                    own = [kind.integers(targets[row]) for kind, members in owners for row in members]
                     torch._foreach_copy_(own, pieces)
             except BaseException:
                 # What was started must not be left behind when the block goes to somebody else.
                 self._lane.mark().synchronize()
                 raise
             return self._lane.mark()
-
-
-def _cut(arrived: torch.Tensor, places: Ints, nbytes: Ints, carrier: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Views of ranges that are in ascending order and apart."""
-    width = carrier.itemsize
-    begin, end = int(places[0]), int(places[-1] + nbytes[-1])
-    # What is between two ranges is cut off like them, and dropped.
-    edges = np.column_stack((places, places + nbytes)).reshape(-1)
-    sizes = np.diff(edges) // width
-    wanted = np.zeros(len(sizes), np.bool_)
-    wanted[::2] = True
-    kept = wanted | (sizes > 0)
-    pieces: tuple[torch.Tensor, ...] = arrived[begin:end].view(carrier).split(sizes[kept].tolist())
-    if not wanted[kept].all():
-        pieces = tuple(piece for piece, one in zip(pieces, wanted[kept].tolist(), strict=True) if one)
-    return pieces

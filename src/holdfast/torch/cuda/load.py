@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 
 from holdfast.core.protocols import Request, Source
+from holdfast.core.value import Value
 from holdfast.engine.checks import Checks
 from holdfast.engine.source import OpenSource
 from holdfast.engine.strips import execute
@@ -59,8 +59,7 @@ UNLOCKED = "page-locked memory was refused; ordinary memory was used, and copies
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(Value, frozen=True):
     """How many blocks there are, and of what size."""
 
     count: int

@@ -16,15 +16,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 import torch
+from msgspec import Struct, field
 
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -36,8 +37,7 @@ ALIGNMENT = 64
 """Where reads and gathered elements begin in a block, so that any dtype can look at the latter."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FlatRun:
+class FlatRun(Value, frozen=True, eq=False):
     """Elements that lie in one piece in a file, and the tensor that they go to: flat, or of any shape that fits into a block."""
 
     storage: Storage
@@ -70,8 +70,7 @@ class FlatRun:
         return head, tail
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Gathered:
+class Gathered(Value, frozen=True, eq=False):
     """Elements that the engine has to read, because they do not lie in one piece."""
 
     part: Part
@@ -83,16 +82,14 @@ class Gathered:
         return self.part.lazy.size * self.part.lazy.dtype.numpy.itemsize
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Taken:
+class Taken(Value, frozen=True, eq=False):
     """A piece, and where its bytes are in the block."""
 
     piece: FlatRun
     at: int
 
 
-@dataclass(slots=True, eq=False)
-class Read:
+class Read(Struct, eq=False):
     """One range of one file."""
 
     key: str
@@ -103,8 +100,7 @@ class Read:
     pieces: list[Taken] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
-class Task:
+class Task(Struct, eq=False):
     """What one block is filled with at a time; all of it goes to one device."""
 
     source: Source

@@ -17,9 +17,9 @@ import io
 import os
 import pickle
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
+from msgspec import Struct, field
 from torch._export.serde.serialize import _dataclass_to_dict, serialize_tensor_meta
 from torch.export import ExportedProgram
 
@@ -97,8 +97,7 @@ def _is_program(value: object) -> bool:
     return isinstance(value, ExportedProgram)
 
 
-@dataclass(slots=True)
-class _Values:
+class _Values(Struct):
     """The weights or the constants of a program: what goes into raw records, and what is pickled."""
 
     order: list[str] = field(default_factory=list)

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, field
 from functools import cache
 
 import torch
+from msgspec import Struct, field
 from torch import nn
 
 from holdfast.core.quantities import shown
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
+from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed, tied_note
 from holdfast.torch.ranks.shards import is_sharded
@@ -42,8 +43,7 @@ OWN = "torch.nn.modules."
 IsCurrent = Callable[[str, nn.Module], bool]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Slot:
+class Slot(Value, frozen=True, eq=False):
     """A tensor under its dotted name, and the container that holds it."""
 
     name: str
@@ -68,8 +68,7 @@ class Slot:
                 self.owner[self.key] = tensor
 
 
-@dataclass(slots=True)
-class Targets:
+class Targets(Struct):
     """Everything that there is to fill."""
 
     slots: list[Slot] = field(default_factory=list)
@@ -158,8 +157,7 @@ def _walk_values(value: object, path: Path, above: frozenset[int]) -> Iterator[S
             yield from _walk_values(inner, place, above | {id(value)})
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Value, frozen=True):
     """What the caller said about the tensors that are to be."""
 
     device: torch.device | None = None
@@ -185,8 +183,7 @@ class Choice:
         return self.device or (CPU if target.is_meta else target.device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Match:
+class Match(Value, frozen=True, eq=False):
     """Slots that hold one tensor, and what goes there."""
 
     slots: tuple[Slot, ...]
@@ -197,7 +194,6 @@ class Match:
         return self.slots[0].tensor
 
 
-@dataclass(slots=True)
 class Fit(Outcome):
     """What goes where, and what does not."""
 

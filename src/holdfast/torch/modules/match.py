@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import torch
+from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.sharing import identity
@@ -105,8 +105,7 @@ class Names:
             del self.left[name]
 
 
-@dataclass(slots=True)
-class Outcome:
+class Outcome(Struct):
     """What speaks against a load, and what a person should know of it."""
 
     missing: list[str] = field(default_factory=list)

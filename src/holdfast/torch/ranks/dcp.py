@@ -16,14 +16,15 @@ import hashlib
 import io
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 import torch
+from msgspec import Struct, field
 from torch.distributed.checkpoint import metadata as m
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
+from holdfast.core import value as values
 from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import State
@@ -45,8 +46,7 @@ REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors 
 """What to do about an object with tensors in it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
+class Value(values.Value, frozen=True):
     """A leaf that is no tensor."""
 
     raw: object
@@ -80,8 +80,7 @@ class Value:
         return out.getvalue()
 
 
-@dataclass(slots=True)
-class FlatState:
+class FlatState(Struct):
     """A state by flat names."""
 
     values: dict[str, Value] = field(default_factory=dict)
@@ -122,11 +121,12 @@ def flatten(state: State, raw: object) -> FlatState:
 def common_problems(state: State, flat: FlatState) -> list[str]:
     """What no rank could say to the others, or no format could hold."""
     problems = [f"metadata {key!r}: no Unicode text" for key, text in state.metadata.items() if not is_unicode(key + text)]
+    most = Limits().rank
     for name, tensor in state.tensors.items():
         if tensor.traits.meta:
             problems.append(f"{name}: it is on the meta device, without data")
-        if tensor.ndim > Limits().rank:
-            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={Limits().rank})")
+        if tensor.ndim > most:
+            problems.append(f"{name}: {tensor.ndim} dimensions are more than Limits(rank={most})")
     names = dict.fromkeys([*state.tensors, *flat.paths])
     return problems + [f"{name}: {NO_UNICODE}" for name in names if not is_unicode(name)]
 

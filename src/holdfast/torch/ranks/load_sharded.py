@@ -42,6 +42,7 @@ from holdfast.core.arguments import one_of, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.crc import crc32
 from holdfast.core.notebook import Shown
+from holdfast.core.runtime import resting_collector
 from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
@@ -160,13 +161,15 @@ def load_sharded(
         local: bytes | BaseException
         try:
             checkpoint = open_checkpoint(where, verify=verify, threads=threads or ranks.threads())
-            names = Names(checkpoint, prefix)
-            place = {"rank": ranks.rank, "size": ranks.size}
-            wanted = match(state, names, cast=cast, strict=strict, per_rank=per_rank, **place)
-            seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
-            fits = not wanted.mismatched and not (strict and wanted.missing)
-            told = Told(seen, _bits(names), fits, strict, offers(wanted.whole, group))
-            local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
+            with resting_collector():
+                names = Names(checkpoint, prefix)
+                place = {"rank": ranks.rank, "size": ranks.size}
+                wanted = match(state, names, cast=cast, strict=strict, per_rank=per_rank, **place)
+                seen = hashlib.blake2b(msgspec.msgpack.encode(names.offered), digest_size=16).digest()
+                fits = not wanted.mismatched and not (strict and wanted.missing)
+                # One rank alone has nobody to hand anything on to.
+                told = Told(seen, _bits(names), fits, strict, offers(wanted.whole, group) if ranks.size > 1 else [])
+                local = marked(checkpoint, msgspec.msgpack.encode(told), alone=ranks.size == 1)
         except Exception as error:
             local = error
         answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), replicated, far=far or ranks.apart()))
@@ -234,7 +237,8 @@ def _read_nbytes(fills: list[Fill]) -> int:
 
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
     """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
-    told = [msgspec.msgpack.decode(message, type=Told) for message in messages]
+    with resting_collector():
+        told = [msgspec.msgpack.decode(message, type=Told) for message in messages]
     used: dict[bytes, np.ndarray] = {}
     for one in told:
         bits = np.frombuffer(one.used, np.uint8)

@@ -19,17 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import msgspec
+from msgspec import field
 
 from holdfast.core.box import Box
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State
+from holdfast.core.runtime import resting_collector
 from holdfast.core.sharing import twins
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
@@ -75,8 +78,7 @@ Copy = Callable[[Sequence[LazyTensor]], Staged]
 """Copies tensors into memory of our own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Asked(Value, frozen=True, kw_only=True):
     """What was asked for."""
 
     path: str
@@ -98,8 +100,7 @@ class Asked:
     """Set where it is to be a step of a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Value, frozen=True):
     """What was asked for, and among whom."""
 
     asked: Asked
@@ -114,8 +115,7 @@ class Job:
         return self.asked.threads or self.ranks.threads()
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
+class Described(Value, frozen=True):
     """What this rank has."""
 
     job: Job
@@ -135,8 +135,7 @@ class Described:
         return self.job.ranks.size == 1 or little_in_common(self.state.tensors)
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(Value, frozen=True):
     """What this rank writes, and where."""
 
     job: Job
@@ -190,11 +189,12 @@ def describe(job: Job, state: Callable[[], object]) -> Described:
     """Describe what `state` gives. A failure is told to the others when they plan."""
     try:
         raw, matched = mark(state(), job.asked.per_rank, rank_key(job.ranks.rank, job.ranks.size))
-        described = describe_state(raw, metadata=job.asked.metadata)
-        flat = flatten(described, raw) if job.asked.format != "native" else FlatState()
-        described = replace(described, tensors={name: lazy for name, lazy in described.tensors.items() if name not in flat.pickled})
-        told = _message(described, flat, matched, format=job.asked.format)
-        return Described(job, told, described, flat, unkept_notes(described, job.asked.format))
+        with resting_collector():
+            found = describe_state(raw, metadata=job.asked.metadata)
+            flat = flatten(found, raw) if job.asked.format != "native" else FlatState()
+            found = replace(found, tensors={name: lazy for name, lazy in found.tensors.items() if name not in flat.pickled})
+            told = _message(found, flat, matched, format=job.asked.format)
+            return Described(job, told, found, flat, unkept_notes(found, job.asked.format))
     except Exception as error:
         return Described(job, error)
 
@@ -242,9 +242,10 @@ def stage_described(described: Described, copy: Copy) -> Described:
         # Before any copy is under way: a value may refuse to be pickled.
         archives = {name: value.archive() for name, value in described.flat.values.items()}
         tensors = described.state.tensors
-        pieces = pieces_of(tensors)
-        staged = copy(list(pieces.values()))
-        made = made_of(tensors, dict(zip(pieces, staged.tensors, strict=True)))
+        with resting_collector():
+            pieces = pieces_of(tensors)
+            staged = copy(list(pieces.values()))
+            made = made_of(tensors, dict(zip(pieces, staged.tensors, strict=True)))
         return replace(described, state=replace(described.state, tensors=made), archives=archives, staged=staged)
     except Exception as error:
         return replace(described, told=error)

@@ -14,29 +14,27 @@ A Partial placement is a sum that has not been made: nobody has the tensor, and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol, cast
 
 import torch
 
 from holdfast.core.box import Box
+from holdfast.core.value import Value
 from holdfast.errors import BadPlacement, Unsupported
 from holdfast.torch.versions import dtensor_module
 
 __all__ = ["LocalPart", "Shards", "is_sharded", "shards_of"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LocalPart:
+class LocalPart(Value, frozen=True, eq=False):
     """A box of the whole, and the local tensor that has its elements."""
 
     box: Box
     tensor: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shards:
+class Shards(Value, frozen=True, eq=False):
     """A tensor of which this rank has parts."""
 
     shape: tuple[int, ...]

@@ -10,7 +10,6 @@ A rank that copies before anybody knows who writes what copies each piece of mem
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -20,8 +19,9 @@ from holdfast.core.arrays import byte_row
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.protocols import Request, by_source
-from holdfast.core.tensor import LazyTensor, Traits
+from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted, step
+from holdfast.core.value import Value, replace
 from holdfast.engine.arrays import Resident
 from holdfast.engine.blocks import mapped_bytes
 from holdfast.engine.source import OpenSource
@@ -67,8 +67,7 @@ def _tensors(value: object, path: Path) -> Iterable[tuple[object, Path]]:
             yield from _tensors(inner, (*path, number))
 
 
-@dataclass(frozen=True, slots=True)
-class Staged:
+class Staged(Value, frozen=True):
     """Tensors in memory of our own."""
 
     tensors: list[LazyTensor]
@@ -161,7 +160,7 @@ def _moved(tensor: LazyTensor, out: np.ndarray, *, resident: Resident, room: Hos
     return resident.strided(memory, tensor.dtype, tensor.shape, out.strides, 0).renamed(tensor.name)
 
 
-Piece = tuple[str, Traits, Chunk]
+Piece = tuple[object, ...]
 """A dtype, what is to be known beside it, and elements in memory."""
 
 COMMON_NBYTES, COMMON_SHARE = 64 << 20, 0.1
@@ -186,8 +185,14 @@ def pieces_of(tensors: Mapping[str, LazyTensor]) -> dict[Piece, LazyTensor]:
     for tensor in tensors.values():
         for chunk in tensor.chunks:
             key = _piece(tensor, chunk)
-            found.setdefault(key, replace(tensor, shape=chunk.shape, chunks=(key[2],)))
+            if key not in found:
+                found[key] = tensor if len(tensor.chunks) == 1 and chunk.shape == tensor.shape else _alone(tensor, chunk)
     return found
+
+
+def _alone(tensor: LazyTensor, chunk: Chunk) -> LazyTensor:
+    """A chunk of a tensor as a tensor of its own."""
+    return replace(tensor, shape=chunk.shape, chunks=(replace(chunk, box=Box.whole(chunk.shape)),))
 
 
 def made_of(tensors: Mapping[str, LazyTensor], copies: Mapping[Piece, LazyTensor]) -> dict[str, LazyTensor]:
@@ -195,11 +200,13 @@ def made_of(tensors: Mapping[str, LazyTensor], copies: Mapping[Piece, LazyTensor
     made = {}
     for name, tensor in tensors.items():
         found = [(chunk.box, copies[_piece(tensor, chunk)]) for chunk in tensor.chunks]
-        chunks = tuple(replace(copy.chunks[0], box=box) for box, copy in found)
-        source = found[0][1].source if found else tensor.source
-        made[name] = replace(tensor, chunks=chunks, source=source, traits=replace(tensor.traits, conj=False, neg=False))
+        chunks = tuple([one.chunks[0] if one.shape == tensor.shape else replace(one.chunks[0], box=box) for box, one in found])
+        source, traits = found[0][1].source if found else tensor.source, tensor.traits
+        if traits.conj or traits.neg:
+            traits = replace(traits, conj=False, neg=False)
+        made[name] = LazyTensor(tensor.name, tensor.dtype, tensor.shape, chunks, source, traits)
     return made
 
 
 def _piece(tensor: LazyTensor, chunk: Chunk) -> Piece:
-    return tensor.dtype.name, tensor.traits, Chunk(Box.whole(chunk.shape), chunk.storage, chunk.offset, chunk.strides)
+    return tensor.dtype.name, tensor.traits, chunk.shape, chunk.storage, chunk.offset, chunk.strides

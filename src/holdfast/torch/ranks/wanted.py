@@ -14,11 +14,11 @@ has them: like their parameter where they have its shape, sharded as it is; else
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Literal, cast
 
 import numpy as np
 import torch
+from msgspec import field
 from torch import nn
 
 from holdfast.core.box import Box
@@ -26,6 +26,7 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, rebuilt, values_inside
+from holdfast.core.value import Value
 from holdfast.engine.arrays import Resident
 from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
@@ -44,8 +45,7 @@ PerRank = Literal["own", "keep"]
 Put = Callable[[object], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(Value, frozen=True):
     """Something in the state that is a tensor or a value, and a way to replace it."""
 
     path: Path
@@ -57,7 +57,6 @@ class Leaf:
         return dotted(self.path)
 
 
-@dataclass(slots=True)
 class Wanted(Outcome):
     """What one rank asks for, and what it would get."""
 
@@ -90,8 +89,7 @@ def match(state: object, names: Names, *, rank: int, size: int, cast: bool, stri
     return Matching(names, rank, size, cast=cast, strict=strict, per_rank=per_rank).run(state)
 
 
-@dataclass(frozen=True, slots=True)
-class Offered:
+class Offered(Value, frozen=True):
     """What the checkpoint has for a tensor of the state."""
 
     name: str
@@ -262,7 +260,8 @@ class Matching:
         if any(local.is_meta for _, local in parts):
             return "a tensor on the meta device has no elements to fill; use to_empty() first"
         lazy = squeezed(offer, shape)
-        return Offered(name, [Fill(lazy[box.slices], local.detach()) for box, local in parts if box.count])
+        cut = [(lazy if box.shape == lazy.shape else lazy[box.slices], local) for box, local in parts if box.count]
+        return Offered(name, [Fill(part, local.detach()) for part, local in cut])
 
     def _dtype_problem(self, here: torch.dtype, own: torch.dtype) -> str | None:
         if own == here or self._cast:

@@ -21,7 +21,6 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType, TracebackType
 from typing import BinaryIO
@@ -34,6 +33,7 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.core.runtime import renewed
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, ZipError, located
 from holdfast.formats.pickle import Table, interpret_whole
 from holdfast.formats.pickle.table import Name
@@ -62,8 +62,7 @@ Item = Callable[..., object] | tuple[object, str]
 # The user's list.
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class Entry(Value, frozen=True, eq=False):
     """An item that was added once; equal to itself alone, so that it can be taken away again."""
 
     name: str

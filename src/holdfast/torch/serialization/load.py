@@ -15,9 +15,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import cache
 from types import ModuleType
 from typing import cast
@@ -27,9 +25,11 @@ from torch.serialization import LoadEndianness
 
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import resting_collector
+from holdfast.core.value import replace
 from holdfast.engine.threads import default_threads
 from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.torch.zip import PICKLE, record_bytes
 from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.platform import MAP_SHARED
@@ -46,7 +46,7 @@ from holdfast.torch.serialization.storages import (
     untyped_dtypes,
 )
 from holdfast.torch.serialization.weights import WeightsTable, refusal
-from holdfast.torch.versions import config, local
+from holdfast.torch.versions import config, is_faking, local
 
 __all__ = ["MapLocation", "load"]
 
@@ -94,7 +94,7 @@ def load(
     if weights_only and set(arguments) != {"encoding"}:
         unknown = next(name for name in arguments if name != "encoding")
         raise TypeError(f"load() got an unexpected keyword argument {unknown!r}: there is no unpickler that would take it")
-    with opened(f, verify=verify) as file, _map_location(map_location), resting_collector():
+    with opened(f, verify=verify) as file, _Located(map_location), resting_collector():
         place = _placement(map_location, weights_only=weights_only)
         if file.head(4) == b"PK\x03\x04":
             if mmap and file.path is None:
@@ -147,15 +147,20 @@ def _mode(weights_only: bool | None, pickle_module: ModuleType | None) -> tuple[
     return weights_only, pickle if pickle_module is None else pickle_module
 
 
-@contextmanager
-def _map_location(map_location: MapLocation) -> Iterator[None]:
-    """Tell torch's wrapper subclasses, which look there, where tensors go."""
-    before = local.map_location
-    local.map_location = map_location  # type: ignore[assignment]  # torch's own annotation has another storage class
-    try:
-        yield
-    finally:
-        local.map_location = before
+class _Located:
+    """A block in which torch's wrapper subclasses find, where they look, to which place tensors go."""
+
+    __slots__ = ("_before", "_here")
+
+    def __init__(self, map_location: MapLocation) -> None:
+        self._here = map_location
+
+    def __enter__(self) -> None:
+        self._before = local.map_location
+        local.map_location = self._here  # type: ignore[assignment]  # torch's own annotation has another storage class
+
+    def __exit__(self, *raised: object) -> None:
+        local.map_location = self._before
 
 
 def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
@@ -166,7 +171,7 @@ def _placement(map_location: MapLocation, *, weights_only: bool) -> Placement:
         restorer(map_location),
         lambda location: stays_on_cpu(map_location, location),
         meta=meta,
-        fake=torch._guards.detect_fake_mode(None) is not None,
+        fake=is_faking(),
         # torch's own functions, which run otherwise, look at `map_location` themselves.
         pretend=located_by_caller if weights_only else lambda location: location,
         skip=local.skip_data,
@@ -210,7 +215,10 @@ def _load_zip(
         file.file.seek(file.start)
         return torch.jit.load(file.file, map_location=map_location)
     _check_version(file, archive)
-    content = _record(file, archive, "data.pkl", most=LIMITS.pickle_nbytes if weights_only else None)
+    content = _record(file, archive, PICKLE, most=LIMITS.pickle_nbytes if weights_only else None)
+    if content is None:
+        said = f"failed locating file {PICKLE}: file not found; torch.save did not write this archive"
+        raise broken_archive(said, file=file.path)
     find, everything = archive_storages(archive)
     swap = _swapped(file, archive)
     storages = FileStorages(
@@ -254,21 +262,21 @@ def _archive(file: Opened) -> Archive:
         raise broken_archive(f"failed reading zip archive: {cut}{reason}", file=file.path, offset=error.offset) from error
 
 
-def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> bytes:
-    from holdfast.formats.torch.zip import record_bytes
-
+def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> bytes | None:
+    """The content of a record; None where there is no such record."""
     record = archive.get(name)
     if record is None:
-        raise broken_archive(f"failed locating file {name}: file not found; torch.save did not write this archive", file=file.path)
+        return None
     check_stored(record)
     return record_bytes(file.source, file.key, record if file.verify else replace(record, crc32=None), most)
 
 
 def _check_version(file: Opened, archive: Archive) -> None:
     """A later torch may mean something else by what we would read."""
-    if archive.get("version") is None:
+    text = _record(file, archive, "version", most=64)
+    if text is None:
         return
-    text = _record(file, archive, "version", most=64).strip()
+    text = text.strip()
     if not text.isdigit():
         raise Refused(
             f"Couldn't parse the version {printable(text.decode('latin-1'))[:16]}: the archive is damaged", file=file.path
@@ -284,8 +292,9 @@ def _check_version(file: Opened, archive: Archive) -> None:
 def _swapped(file: Opened, archive: Archive) -> bool:
     """Whether the numbers in the file lie the other way round."""
     native = sys.byteorder
-    if archive.get("byteorder") is not None:
-        order = _record(file, archive, "byteorder", most=16).decode("ascii", "replace")
+    said = _record(file, archive, "byteorder", most=16)
+    if said is not None:
+        order = said.decode("ascii", "replace")
         if order not in ("little", "big"):
             raise MetadataError(f"Unknown endianness type: {printable(order[:16])}, in the byteorder record", found=order[:16])
         return order != native

@@ -23,12 +23,12 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 
 from holdfast.core.runtime import renewed
+from holdfast.core.value import Value
 from holdfast.errors import Refused
 
 __all__ = [
@@ -52,8 +52,7 @@ PRIVATE_USE = "privateuse1"
 """torch's name for the one backend that a program may name itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
+class Package(Value, frozen=True):
     """One kind of device."""
 
     priority: float

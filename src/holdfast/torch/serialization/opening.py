@@ -6,92 +6,117 @@ import io
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import BinaryIO, cast
+from types import TracebackType
+from typing import BinaryIO, Self, cast
 
-from holdfast.core.protocols import Source, Store
+from holdfast.core.protocols import Store
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError
+from holdfast.stores import platform
 from holdfast.stores.local import DescriptorStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 
 __all__ = ["Opened", "opened"]
 
 KEY = "file"
+
+SHORT_NBYTES = 32 << 10
+"""A file up to this size is read as a whole when it is opened."""
+
 SEEKABLE = (
     "You can only torch.load from a file that is seekable. Please pre-load the data into a buffer like io.BytesIO and try to load "
     "from it instead."
 )
 
 
-@dataclass(frozen=True, slots=True)
 class Opened:
-    """A file that is being loaded."""
+    """A file that is being loaded, as a block: errors that leave it name the file as the caller does, and not by its key here."""
 
-    source: Source
-    key: str
-    start: int
-    """Where the caller's object stood: the file begins here."""
-    file: BinaryIO
-    """For readers that want a file object."""
-    path: str | None
-    verify: bool = True
-    """Whether recorded checksums are compared."""
+    __slots__ = ("_file", "_lent", "_own", "nbytes", "path", "source", "start", "verify")
+
+    key = KEY
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        verify: bool,
+        start: int = 0,
+        file: BinaryIO | None = None,
+        own: io.FileIO | None = None,
+        path: str | None = None,
+    ) -> None:
+        self.source = OpenSource(store, verify=verify)
+        self.start = start
+        """Where the caller's object stood: the file begins here."""
+        self.nbytes = store.size(KEY) - start
+        """From there on."""
+        self.path = path
+        self.verify = verify
+        """Whether recorded checksums are compared."""
+        self._own = own
+        self._file = file
+        self._lent: tuple[memoryview, ...] = ()
 
     @property
-    def nbytes(self) -> int:
-        return self.source.store.size(self.key) - self.start
+    def file(self) -> BinaryIO:
+        """For readers that want a file object."""
+        if self._file is None and self._own is not None:
+            self._file = io.BufferedReader(self._own)
+        return cast(BinaryIO, self._file)
 
     def head(self, nbytes: int) -> bytes:
-        return self.source.bytes(self.key, self.start, self.start + min(nbytes, self.nbytes))
+        return self.source.bytes(KEY, self.start, self.start + min(nbytes, self.nbytes))
+
+    def lend(self, *views: memoryview) -> None:
+        """Release these at the end whatever holds on to them: a buffer cannot grow while somebody has a view of it."""
+        self._lent = views
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for view in self._lent:
+            view.release()
+        if self._own is not None:
+            self._own.close()
+        if isinstance(error, HoldfastError) and error.file in (None, KEY):
+            error.file = self.path
 
 
-@contextmanager
-def opened(f: object, *, verify: bool = True) -> Iterator[Opened]:
+def opened(f: object, *, verify: bool = True) -> Opened:
     """Open a path, or look at an open file where it stands. A path is closed again; a file object keeps its position."""
     if isinstance(f, str | os.PathLike):
-        path = os.fsdecode(f)
-        with _file(path) as own, _called(path):
-            yield Opened(_source(DescriptorStore(own.fileno(), name=path), verify), KEY, 0, own, path, verify)
-        return
+        return _at_path(os.fsdecode(f), verify=verify)
     start = _position(f)
     file = cast(BinaryIO, f)
     if type(file) is io.BytesIO:
-        # Released at the end whatever holds on to it: a buffer cannot grow while somebody has a view of it.
-        with file.getbuffer() as view, view.cast("B") as content, _called(None):
-            store = MemoryStore({}, name="<BytesIO>")
-            store.add(KEY, content)
-            yield Opened(_source(store, verify), KEY, start, file, None, verify)
-        return
+        view = file.getbuffer()
+        content = view.cast("B")
+        made = Opened(MemoryStore.of(KEY, content, name="<BytesIO>"), file=file, start=start, verify=verify)
+        made.lend(content, view)
+        return made
     if isinstance(file.read(0), str):
         raise TypeError(f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text")
-    with _called(None):
-        yield Opened(_source(_store(file), verify), KEY, start, file, None, verify)
+    return Opened(_store(file), file=file, start=start, verify=verify)
 
 
-def _file(path: str) -> BinaryIO:
+def _at_path(path: str, *, verify: bool) -> Opened:
+    """A file of our own. A short one is read at once: each look at it would cost more than all of its bytes."""
     try:
-        return open(path, "rb")
+        own = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by the block that it is for
     except IsADirectoryError as error:
         said = f"{error.strerror}; holdfast.torch.load_full and load_sharded load checkpoints that are folders"
         raise IsADirectoryError(error.errno, said, path) from None
-
-
-@contextmanager
-def _called(path: str | None) -> Iterator[None]:
-    """Errors that pass by name the file as the caller does, and not by its key here."""
     try:
-        yield
-    except HoldfastError as error:
-        if error.file in (None, KEY):
-            error.file = path
+        found = os.fstat(own.fileno())
+        content = platform.read_block(own.fileno(), SHORT_NBYTES + 1, 0) if 0 < found.st_size <= SHORT_NBYTES else b""
+        if content and len(content) == found.st_size:
+            return Opened(MemoryStore.of(KEY, memoryview(content), name=path), verify=verify, own=own, path=path)
+        return Opened(DescriptorStore(own.fileno(), name=path), verify=verify, own=own, path=path)
+    except BaseException:
+        own.close()
         raise
-
-
-def _source(store: Store, verify: bool) -> OpenSource:
-    return OpenSource(store, verify=verify)
 
 
 def _position(f: object) -> int:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import dataclass
 from types import ModuleType, TracebackType
 
 import torch
 
 from holdfast.core.runtime import renewed
+from holdfast.core.value import Value
 from holdfast.errors import HoldfastWarning
 
 __all__ = ["Installation", "install", "uninstall"]
@@ -27,8 +27,7 @@ TOP = ("save", "load")
 """What `torch` itself has of `torch.serialization`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
+class Replaced(Value, frozen=True):
     """One attribute of one module."""
 
     module: ModuleType

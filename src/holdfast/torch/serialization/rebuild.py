@@ -21,7 +21,7 @@ from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, 
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_ints, reach
 from holdfast.torch.serialization.storages import QUANTIZED, Storages
-from holdfast.torch.versions import local
+from holdfast.torch.versions import is_faking, local
 
 __all__ = [
     "QUANTIZED", "TORCH_SAYS_NO", "Args", "PlainTensors", "assign", "checked_dtype", "dtype_of", "flag", "located_by_caller", "no",
@@ -123,7 +123,7 @@ class PlainTensors:
     def fake(self) -> bool:
         """Whether a FakeTensorMode is active: tensors pretend to be on the device that their storage names."""
         if self._fake is None:
-            self._fake = torch._guards.detect_fake_mode(None) is not None
+            self._fake = is_faking()
         return self._fake
 
     # Views of a storage.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +22,7 @@ from holdfast.core.opaque import Global
 from holdfast.core.protocols import Source
 from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.records import RecordRead, read_records
 from holdfast.engine.source import OpenSource
@@ -85,8 +85,7 @@ class Storages(Protocol):
 Restore = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Value, frozen=True):
     """Where storages go."""
 
     restore: Restore
@@ -107,8 +106,7 @@ class Placement:
     """Whether that is the same for all tags."""
 
 
-@dataclass(frozen=True, slots=True)
-class StorageName:
+class StorageName(Value, frozen=True):
     """A persistent id that was looked at."""
 
     dtype: torch.dtype
@@ -135,8 +133,9 @@ def not_a_storage(pid: object) -> str:
 
 def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
     """('storage', class, key, location, count[, view])"""
-    if isinstance(pid, tuple):
-        pid = tuple(_text(part) for part in pid)
+    if isinstance(pid, tuple) and bytes in map(type, pid):
+        # Text of a pickle of Python 2, which is bytes when it is read with encoding='bytes'.
+        pid = tuple([part.decode("latin-1") if isinstance(part, bytes) else part for part in pid])
     if not isinstance(pid, tuple) or len(pid) not in lengths or type(pid[0]) is not str or pid[0] != "storage":
         raise PickleError(not_a_storage(pid), found=type(pid).__name__)
     kind, key, location, count = pid[1:5]
@@ -148,11 +147,6 @@ def parse_name(pid: object, lengths: tuple[int, ...]) -> StorageName:
     if not isinstance(location, str):
         raise PickleError("a storage's location must be text", found=type(location).__name__)
     return StorageName(dtype, key, location, count, pid[5] if len(pid) > 5 else None)
-
-
-def _text(part: object) -> object:
-    """Text of a pickle of Python 2, which is bytes when it is read with encoding='bytes'."""
-    return part.decode("latin-1") if isinstance(part, bytes) else part
 
 
 def typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
@@ -192,8 +186,7 @@ V3 = Global("torch._utils", "_rebuild_tensor_v3")
 FROM_TYPE = Global("torch._tensor", "_rebuild_from_type_v2")
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
+class _Key(Value, frozen=True):
     """Stands for a storage while `_UntypedUses` looks."""
 
     text: str
@@ -226,8 +219,7 @@ class _UntypedUses(Mentions):
         return self.ANYTHING
 
 
-@dataclass(frozen=True, slots=True)
-class StorageBytes:
+class StorageBytes(Value, frozen=True):
     """Where the bytes of a storage lie in the file."""
 
     start: int
@@ -345,7 +337,8 @@ class FileStorages:
         rows, self._rows_waiting = self._rows_waiting, []
         if waiting or rows:
             self._read([piece for piece, _, _ in waiting] + rows)
-        self._fill_gpus()
+        if self._fills or self._gpu_rows:
+            self._fill_gpus()
         if self._swap:
             for _, storage, name in waiting:
                 self._swap_bytes(storage, name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TypedDict
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
+from holdfast.core.value import Value
 from holdfast.errors import NoSuchTensor
 from holdfast.torch.sparsity.fake import fake_of, is_cut, original_of
 
@@ -69,8 +69,7 @@ def near(name: str, names: Iterable[str]) -> str:
     return f"; there are {len(known):,}: {', '.join(known[:5])}{', …' if len(known) > 5 else ''}" if known else ""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Weight:
+class Weight(Value, frozen=True, eq=False):
     """A tensor of a module, where a mask may be put."""
 
     module: nn.Module

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from holdfast.core.arrays import Ints
+from holdfast.core.value import Value
 from holdfast.pruning import keys as numpy_keys
 from holdfast.pruning.order import SPLITMIX, nan_key, narrow
 
@@ -71,8 +71,7 @@ def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Keys:
+class Keys(Value, frozen=True, eq=False):
     """The keys of one tensor's elements, made when they are asked for, in chunks."""
 
     values: torch.Tensor
@@ -97,8 +96,7 @@ class Keys:
             yield keys if self.pruned is None else torch.where(self.pruned[start:stop], keys + HELD, keys)
 
 
-@dataclass(frozen=True, slots=True)
-class Threshold:
+class Threshold(Value, frozen=True):
     """What goes: every key below this one, and the first `ties` of those that are equal to it."""
 
     key: int

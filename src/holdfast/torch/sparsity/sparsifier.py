@@ -18,13 +18,13 @@ import abc
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, Self
 
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from holdfast.core.value import Value
 from holdfast.errors import DoesNotFit, NoSuchTensor, Refused
 from holdfast.torch.sparsity.fake import (
     FakeSparsity,
@@ -55,8 +55,7 @@ Config = Mapping[str, object]
 Phase = Literal["new", "waiting", "prepared", "squashed"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class Placed(Value, frozen=True, eq=False):
     """A tensor that everything is known of, and that nothing was done to yet."""
 
     weight: Weight

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import torch
+from msgspec import Struct, field
 
 from holdfast.core.chunk import c_strides
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, located
 from holdfast.torch.cuda.load import reserve
@@ -22,8 +23,7 @@ __all__ = ["CPU", "Fresh", "Want", "make_fresh", "make_storage", "read_tensors",
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
+class Want(Value, frozen=True):
     """A tensor of a file, and what it shall be in torch."""
 
     lazy: LazyTensor
@@ -37,8 +37,7 @@ class Want:
         return self.dtype != torch_dtype(self.lazy.dtype)
 
 
-@dataclass(slots=True)
-class Fresh:
+class Fresh(Struct):
     """Tensors that were made and are still to be filled."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 1. A target on the CPU with the dtype of the file is memory like any other: the engine reads straight into it, all of them in one
    batch, so that they are read in parallel and neighbouring reads are joined.
-2. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py).
+2. A target on a GPU is filled through blocks of page-locked memory, by many readers and the GPU's own copies (cuda/load.py); many
+   small ones without an object each (cuda/columns.py).
 3. Everything else (another dtype, another device, a target that overlaps one before it) passes through two blocks of scratch,
    as many pieces at a time as fit: while one block is cast and copied, the other one is read into.
 
@@ -15,7 +16,6 @@ Checksums are compared in all ways; in the last two, blocks of one storage are c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -23,11 +23,13 @@ import torch
 
 from holdfast.core.protocols import Request, Source, by_source
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
+from holdfast.engine.beside import Beside
 from holdfast.engine.checks import Checks, whole_storages
 from holdfast.engine.source import OpenSource
-from holdfast.engine.threads import Beside
 from holdfast.errors import BadTarget
 from holdfast.torch import versions
+from holdfast.torch.cuda.columns import fill_ordinary
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, Part, copy_values, parts_of
@@ -49,8 +51,7 @@ NO_ARRAY = np.empty(0, np.uint8)
 Progress = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class Batch(Value, frozen=True, eq=False):
     """Parts that are in a block together, and where in it the elements of each are."""
 
     parts: list[Part]
@@ -69,7 +70,11 @@ def fill(fills: Sequence[Fill], progress: Progress | None = None, *, max_host_me
         direct, on_gpu, staged = _sorted_out([f for f in fills if f.lazy.size])
         _read_in_place(direct, progress)
         losses = CastLosses()
-        notes = load_fills(on_gpu, _checks, progress, max_host_memory, losses=losses)
+        left, notes = fill_ordinary(on_gpu, max_host_memory=max_host_memory)
+        if progress is not None and len(left) < len(on_gpu):
+            progress(sum(one.lazy.nbytes for one in on_gpu) - sum(one.lazy.nbytes for one in left))
+        more = load_fills(left, _checks, progress, max_host_memory, losses=losses)
+        notes = list(dict.fromkeys([*notes, *more]))
         _read_through_scratch(staged, progress, losses)
         notes += losses.notes()
     if direct:

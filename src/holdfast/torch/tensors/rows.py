@@ -42,7 +42,8 @@ CPU = "cpu"
 
 
 class StorageRows:
-    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers."""
+    """The bytes of storages, which stay where they are. `gpus` has those that are not in memory, by their numbers; `alike` as for
+    `GpuRows`."""
 
     def __init__(
         self,
@@ -50,12 +51,14 @@ class StorageRows:
         nbytes: Ints,
         addresses: Ints,
         gpus: Mapping[int, torch.Tensor] | None = None,
+        *,
+        alike: bool = False,
     ) -> None:
         self._storages = storages
         """Kept, so that the memory is."""
         self._nbytes, self._addresses = nbytes, addresses
         self._far = gpus or {}
-        self._gpus = GpuRows(gpus, nbytes.tolist()) if gpus else None
+        self._gpus = GpuRows(gpus, nbytes.tolist(), alike=alike) if gpus else None
 
     def read(self, numbers: Sequence[int]) -> list[memoryview]:
         """The bytes of storages of these numbers."""
@@ -154,7 +157,10 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     if not addresses[nbytes > 0].all():
         return None
     far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU} if gpus else {}
-    held = StorageRows(storages, nbytes, addresses, far)
+    distant = [kind for kind in table if kind.location != CPU]
+    # Of dtypes without a storage class, the newer ones, torch may not have all operations.
+    alike = len({kind.dtype for kind in distant}) == 1 and all(kind.dtype.storage and _is_whole(kind) for kind in distant)
+    held = StorageRows(storages, nbytes, addresses, far, alike=alike)
     own = np.fromiter(map(id, tensors), np.int64, len(tensors))
     return TensorRows(own, kinds, table, records, nbytes, addresses, held.read, held.alone)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +16,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.tensor import PLAIN, LazyTensor
+from holdfast.core.value import Value, replace
 from holdfast.engine.casting import OUTCOMES, count_losses
 from holdfast.rewrite.transform import Losses
 from holdfast.torch import versions
@@ -25,16 +25,14 @@ from holdfast.torch.tensors.from_lazy import array_of, carrier_dtype
 __all__ = ["CastLosses", "Fill", "Part", "boxes", "copy_values", "flat", "in_file_order", "parts_of"]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Fill:
+class Fill(Value, frozen=True, eq=False):
     """A lazy tensor, and the torch tensor of its shape that shall have its elements."""
 
     lazy: LazyTensor
     target: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class Part(Value, frozen=True, eq=False):
     """A piece of a fill that fits into a block of scratch."""
 
     lazy: LazyTensor

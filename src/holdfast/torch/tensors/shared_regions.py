@@ -16,9 +16,9 @@ A tensor that is alone in its storage is in no region: whoever reads it does so 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
+from msgspec import Struct, field
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
@@ -26,6 +26,7 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.protocols import State
 from holdfast.core.sharing import Island, groups, islands, twins
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -38,8 +39,7 @@ WIDEST_NBYTES = 16
 BYTES = next(row for row in DTYPES.rows if row.name == "uint8")
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(Value, frozen=True):
     """How a tensor lies in a region: everything counted in its own elements."""
 
     dtype: DType
@@ -50,16 +50,14 @@ class View:
     neg: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RegionRead:
+class RegionRead(Value, frozen=True):
     """Elements that are read into a region: a tensor of the file, and where it goes."""
 
     tensor: LazyTensor
     view: View
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class Region(Value, frozen=True, eq=False):
     """What one torch storage holds."""
 
     dtype: DType
@@ -79,8 +77,7 @@ class Region:
         return one and not any(repeats(piece.view.shape, piece.view.strides) for piece in self.pieces)
 
 
-@dataclass(slots=True)
-class Regions:
+class Regions(Struct):
     """The regions of some tensors; names that stand alone are in none."""
 
     by_name: dict[str, Region] = field(default_factory=dict)

@@ -18,7 +18,7 @@ import torch
 from holdfast.core.arguments import understood
 from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
-from holdfast.engine.threads import Beside
+from holdfast.engine.beside import Beside
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import read_tensors

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -18,6 +17,7 @@ from holdfast.core.opaque import Device, Size
 from holdfast.core.runtime import memory_at
 from holdfast.core.tensor import PLAIN, Composite, LazyTensor, Traits
 from holdfast.core.tree import Path, dotted
+from holdfast.core.value import replace
 from holdfast.engine.arrays import Resident
 from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource

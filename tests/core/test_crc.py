@@ -1,0 +1,37 @@
+"""Checksums of many pieces, with and without the interpreter lock."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+
+from holdfast.core import crc
+from holdfast.core.crc import KEPT_NBYTES, SHORT_NBYTES, crc32_each
+
+LENGTHS = [0, 1, KEPT_NBYTES - 1, KEPT_NBYTES, KEPT_NBYTES + 1, 3 * KEPT_NBYTES, 16 << 10, SHORT_NBYTES, SHORT_NBYTES + 1, 1 << 20]
+
+
+def pieces(lengths: list[int]) -> list[memoryview]:
+    data = np.random.default_rng(0).integers(0, 256, max(lengths, default=0) + len(lengths), np.uint8).data
+    return [data[at : at + length] for at, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("lengths", [[], LENGTHS[:4], LENGTHS])
+def test_as_of_each(lengths):
+    assert crc32_each(pieces(lengths)) == [zlib.crc32(piece) for piece in pieces(lengths)]
+
+
+def test_the_lock_is_kept_for_short_pieces(monkeypatch):
+    """What isal is given at a time does not have it give the lock away; but for what is long."""
+    seen: list[int] = []
+    before = crc.crc32
+
+    def noted(data, start=0):
+        seen.append(len(data))
+        return before(data, start)
+
+    monkeypatch.setattr(crc, "crc32", noted)
+    crc32_each(pieces(LENGTHS))
+    assert [nbytes for nbytes in seen if nbytes > KEPT_NBYTES] == [SHORT_NBYTES + 1, 1 << 20]

@@ -1,0 +1,65 @@
+"""Ranks of which one is killed while it saves to a bucket."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+from typing import Literal
+
+from tests.ranks.pool import PRELOAD
+from tests.remote import rank_jobs
+from tests.remote.servers import Asked, Fault, Proxy, environment
+
+__all__ = ["killed"]
+
+
+def killed(
+    proxy: Proxy,
+    room: Path,
+    url: str,
+    *,
+    ranks: int,
+    victim: int,
+    sought: str,
+    when: Literal["asked", "done"],
+    step: int | None = None,
+) -> dict[int, str]:
+    """What the other ranks say: "saved", or the error.
+
+    The victim is killed with SIGKILL when the first PUT of a key with `sought` in it arrives, which then never comes to the store;
+    or when the store has it, and nobody knows.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    processes = [
+        context.Process(target=rank_jobs.lone, args=(environment(proxy.port), str(room), rank, ranks, url, step), daemon=True)
+        for rank in range(ranks)
+    ]
+    arrived = threading.Event()
+
+    def fault(asked: Asked) -> Fault:
+        if asked.method != "PUT" or sought not in asked.path or arrived.is_set():
+            return None
+        arrived.set()
+        return "drop" if when == "asked" else 2.0
+
+    proxy.fault = fault
+    try:
+        for process in processes:
+            process.start()
+        assert arrived.wait(60)
+        if when == "done":
+            time.sleep(0.5)  # until the store has it, whose answer is held back
+        processes[victim].kill()
+        for process in processes:
+            process.join(60)
+            assert process.exitcode is not None, "nobody waits for ever"
+    finally:
+        for process in processes:
+            process.kill()
+    proxy.fault = lambda asked: None
+    assert not (room / f"{victim}").exists()
+    return {rank: json.loads((room / f"{rank}").read_text())["kind"] for rank in range(ranks) if rank != victim}
