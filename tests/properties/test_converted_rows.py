@@ -1,6 +1,7 @@
 """Conversions by rows against those by objects: the same bytes, the same reports, the same errors."""
 
 import tempfile
+from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def states(draw):
                 state["view"] = np.arange(40, dtype=np.int32)[4:9]
             case "name":
                 state["ein Name ü"] = np.arange(3)
-    return state
+    return OrderedDict(state) if draw(st.booleans()) else state
 
 
 def content(path: Path) -> dict[str, bytes]:

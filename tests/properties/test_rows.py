@@ -102,6 +102,7 @@ def with_attribute(tensor):
 
 ODD = {
     "tied": lambda state: state | {"one": (a := np.ones(3)), "other": a},
+    "tied in turns": lambda state: state | {"one": (a := np.ones(3)), "other": (b := np.ones(3)), "two": b, "three": a},
     "tied tensor": lambda state: state | {"one": (a := torch.ones(3)), "other": a.detach()},
     "view": lambda state: state | {"one": (a := np.ones(6)), "other": a[:3]},
     "part of a storage": lambda state: state | {"one": torch.ones(6)[2:]},
@@ -196,6 +197,7 @@ TAKEN = {
     "half a pair": ["torch-zip"],
     "the name of the metadata": ["torch-zip"],
     "tied": FORMATS,
+    "tied in turns": FORMATS,
 }
 """What is odd for one format is not for another."""
 

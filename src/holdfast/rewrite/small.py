@@ -181,13 +181,15 @@ def _tied(
     places = [position[id(value)] for value in leaves.values]
     kinds = [kinds[row] for row in places]
     firsts: dict[int, int] = {}
+    seconds: list[tuple[int, int]] = []
     for place, row in enumerate(places):
         first = firsts.setdefault(rows.records[row], place)
         if first != place:
             one, other = rows.table[kinds[first]], rows.table[kinds[place]]
             if (one.dtype, one.shape) != (other.dtype, other.shape) or not rows.nbytes[rows.records[row]]:
                 return None
-            sharing.aliases[names[place]] = names[first]
+            seconds.append((first, place))
+    sharing.aliases.update((names[place], names[first]) for first, place in sorted(seconds))
     # New storages have the next number, so they are in this order.
     first_places = [*firsts.values()]
     written = replace(rows, kinds=[kinds[place] for place in first_places], records=range(len(first_places)))

@@ -182,10 +182,13 @@ class Encoder:
 
     def entries(self, value: Mapping[object, object], path: Path) -> dict[str, object]:
         """The entries of a dict: as an object where all keys are text, as pairs where they are not."""
-        if any(self.too_often(key) for key in value if isinstance(key, str) and len(key) > LONG_LEAF):
+        texts = are_texts(value)
+        # Most dicts have short keys, which are not asked one by one.
+        short = texts and max(map(len, cast("Mapping[str, object]", value)), default=0) <= LONG_LEAF
+        if not short and any(isinstance(key, str) and self.too_often(key) for key in value):
             self.problem(path, "one of too many places that share a long key; written out, they have no end")
             return {"entries": {}}
-        if are_texts(value):
+        if texts:
             return {"entries": self.named(cast("Mapping[str, object]", value), path)}
         pairs = []
         for i, (key, inside) in enumerate(value.items()):

@@ -48,7 +48,7 @@ class Leaves:
         """Whether there is anything but tensors, in dicts of texts."""
         self.nested = False
         """Whether there are containers in containers."""
-        self._like: dict[object, object] = {}
+        self._like: dict[tuple[type, frozenset[type], frozenset[type]], object] = {}
         """A container of each kind."""
         self._depth = depth
         self._walked: dict[int, bool] = {}
@@ -97,14 +97,16 @@ class Leaves:
 
     def samples(self) -> list[object]:
         """A container of each kind, with some of its plain values."""
-        return [*map(_sample, self._like.values())]
+        return [_sample(container, plain=not types.isdisjoint(PLAIN)) for (_, _, types), container in self._like.items()]
 
 
-def _sample(container: object) -> object:
+def _sample(container: object, *, plain: bool) -> object:
+    """The same with some of its `plain` values, and some of what it says of versions."""
     if not isinstance(container, dict):
-        return type(container)([value for value in container if type(value) in PLAIN][:SAMPLED])  # type: ignore[call-arg,attr-defined]  # a list or a tuple
-    plain = ((key, value) for key, value in container.items() if type(value) in PLAIN)
-    made = type(container)(islice(plain, SAMPLED))
+        inside = cast("list[object] | tuple[object, ...]", container) if plain else ()
+        return type(container)(islice((value for value in inside if type(value) in PLAIN), SAMPLED))  # type: ignore[call-arg]  # both take one
+    some = ((key, value) for key, value in (container.items() if plain else ()) if type(value) in PLAIN)
+    made = type(container)(islice(some, SAMPLED))
     versions = getattr(container, "_metadata", None)
     if isinstance(versions, dict):
         vars(made)["_metadata"] = type(versions)(islice(versions.items(), SAMPLED))
