@@ -14,13 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 import holdfast
 from holdfast.cli.main import main as command
+from holdfast.core.value import replace
 from holdfast.formats.seal import SEAL, encode_seal, parse_seal
 from holdfast.runs.steps import RunFolder, step_name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -155,23 +154,48 @@ def test_an_output_without_unicode(golden_dir):
     assert "`- poids" in done.stdout
 
 
-def test_starts_fast_and_without_torch(golden_dir):
-    path = golden_dir / "files" / "plain.pt"
-    code = (
-        "import sys; from holdfast.cli.main import main; main(['show', sys.argv[1]]); "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'rich', 'typer', 'pydantic', 'click')))"
+LIBRARIES = "isal.isal_zlib, ml_dtypes, msgspec, numpy, numpy.typing"
+"""What a command may need besides Python itself, and not what these import in their turn."""
+
+SLOW = {
+    "asyncio", "concurrent", "dataclasses", "difflib", "email", "hashlib", "http", "logging", "multiprocessing", "shutil", "socket",
+    "subprocess", "tempfile", "unittest", "xml", "zipfile",
+}  # fmt: skip
+"""Of Python's own library: each takes milliseconds."""
+
+SHOWING = {"core", "engine", "errors", "formats", "inspect", "plan", "stores"}
+"""Packages that looking takes. No verb that writes is imported, and none but the one that was asked for."""
+
+
+def imported(code: str, *arguments: object) -> set[str]:
+    """The modules that are there when code has run in a new interpreter."""
+    told = f"{code}\nimport sys; sys.stderr.write(' '.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", told, *map(str, arguments)], capture_output=True, text=True, timeout=60, check=True
     )
-    # Time of the processor, not of the clock: others may be at work here. OpenBLAS would add what its idle threads spin.
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    best = 99.0
-    for _ in range(3):
-        start = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, timeout=60, env=environment)
-        stop = resource.getrusage(resource.RUSAGE_CHILDREN)
-        best = min(best, stop.ru_utime + stop.ru_stime - start.ru_utime - start.ru_stime)
-        assert done.returncode == 0
-    # 0.25 s on an idle machine. What this is to catch is an import of torch, or of another 0.3 s of libraries.
-    assert best < 0.6
+    return set(done.stderr.split())
+
+
+def test_a_command_imports_what_it_needs_and_no_more(golden_dir):
+    """A module costs time at every start; a list of them cannot be late, as a clock would be."""
+    command = "import sys; from holdfast.cli.main import main; assert main(sys.argv[1:]) == 0"
+    floor = imported(f"import argparse, {LIBRARIES}")
+    libraries = {name.split(".")[0] for name in floor}
+    for path in ("plain.pt", "metadata.safetensors"):
+        new = imported(command, "show", golden_dir / "files" / path) - floor
+        ours = {name for name in new if name.split(".")[0] == "holdfast"}
+        others = {name.split(".")[0] for name in new - ours}
+        assert others - libraries <= sys.stdlib_module_names
+        assert not others & SLOW - libraries
+        verbs = {"main", "outline", "parser", "seal", "show", "text", "values"}
+        assert {name.split(".")[2] for name in ours if name.startswith("holdfast.cli.")} <= verbs
+        assert {name.split(".")[1] for name in ours if "." in name} - {"cli"} <= SHOWING
+    # The version is known without any library; and so is what a wrong verb is told.
+    for arguments in (["--version"], ["--help"]):
+        asked = imported("import sys; from holdfast.cli.main import main; main(sys.argv[1:])", *arguments)
+        assert not {name.split(".")[0] for name in asked} & {"numpy", "ml_dtypes", "msgspec", "isal", "xxhash"}
+        assert not {name for name in asked if name.startswith("holdfast.") and name.split(".")[1] not in ("cli", "core", "errors")}
+    assert not {name.split(".")[0] for name in imported("import holdfast")} & {"argparse", "numpy", "msgspec", *SLOW}
 
 
 def test_children_of_tests_can_be_interrupted():

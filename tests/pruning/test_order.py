@@ -53,6 +53,9 @@ class Keys:
     def around(self, count: int) -> None:
         return None
 
+    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
+        return of_arrays.split(self.steps(start, stop), low, high)
+
 
 @pytest.mark.parametrize("kind", ["random", "ties"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])

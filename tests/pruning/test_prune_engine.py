@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ from holdfast.engine.arrays import Resident
 from holdfast.errors import NotCommitted
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning import masked as prune_loss
+from holdfast.pruning import masks as prune_masks
 from holdfast.pruning import order as prune_order
 from holdfast.pruning import select as prune_select
 from holdfast.pruning.keys import Magnitudes, RandomOrder, mean_squares, random_keys
 from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts, prune_values
-from holdfast.pruning.masks import GroupMask, ThresholdMask
+from holdfast.pruning.masks import BlockMask, GroupMask, RandomMask, ThresholdMask, group_keep
 from holdfast.pruning.select import Counts, select
 
 WIDTHS = {15: np.uint16, 31: np.uint32, 63: np.uint64}
@@ -53,6 +55,9 @@ class Given:
 
     def around(self, count: int) -> tuple[int, int] | None:
         return self.guess
+
+    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
+        return prune_keys.split(self.steps(start, stop), low, high)
 
 
 def oracle(sources: list[Given], count: int) -> list[np.ndarray]:
@@ -241,3 +246,89 @@ def test_pruning_in_place_is_what_the_mask_says(dtype, content, data):
         keys = prune_keys.magnitude_keys(values, name)
         counts = np.bincount(keys >> keys.dtype.type(8 * width - 16), minlength=1 << 15)
         assert prune_keys.top_counts(values, name).tolist() == counts.tolist()
+
+
+@given(st.integers(2, 18), st.integers(1, 20), st.sampled_from([1, 3, 100, 30000]), st.data())
+def test_groups_keep_the_largest_and_of_equals_the_last(m, groups, different, data):
+    keys = np.random.default_rng(data.draw(st.integers(0, 99))).integers(0, different, m * groups).astype(np.uint16)
+    zeros = data.draw(st.integers(0, m))
+    kept = np.ones((groups, m), bool)
+    np.put_along_axis(kept, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1)
+    with pytest.MonkeyPatch.context() as patch:
+        for cached in (prune_masks._places, prune_masks._have_one):
+            patch.setattr(prune_masks, cached.__name__, cached.__wrapped__)
+        patch.setattr(prune_masks, "COMPARED_KEYS", data.draw(st.sampled_from([m, 3 * m + 1, 1000])))
+        assert group_keep(keys, zeros, m=m).tolist() == kept.reshape(-1).tolist()
+
+
+@given(
+    st.sampled_from(FLOATS),
+    st.integers(1, 9),
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3, 4, 8, 16]),
+    st.data(),
+)
+def test_blocks_go_as_a_whole_wherever_a_range_begins(dtype, rows, columns, height, width, data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    bits = rng.integers(0, 256, (-(-rows // height), -(-columns // width) // 8 + 1), dtype=np.uint8)
+    marked = np.unpackbits(bits, axis=1, bitorder="little").astype(bool)
+    kept = np.repeat(np.repeat(marked, height, axis=0), width, axis=1)[:rows, :columns].reshape(-1)
+    values = rng.normal(size=rows * columns).astype(dtype)
+    start = data.draw(st.integers(0, len(values)))
+    stop = data.draw(st.integers(start, len(values)))
+    after = values[start:stop].copy()
+    mask = BlockMask(height, width, columns, bits)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prune_loss, "STEP_ELEMENTS", data.draw(st.sampled_from([16, 50, 1000])))
+        loss = prune_values(after, mask, start, weigh=True)
+    assert after.tobytes() == np.where(kept, values, values.dtype.type(0))[start:stop].tobytes()
+    assert loss.pruned == int((~kept[start:stop]).sum())
+    assert mask.keep(values[start:stop], start).tolist() == kept[start:stop].tolist()
+
+
+@pytest.mark.parametrize("sure", [31, 3])
+@settings(max_examples=60)
+@given(st.integers(0, 5000), st.integers(1, 300), st.integers(-5, 1 << 64), st.integers(0, 1 << 63), st.booleans())
+def test_random_keys_are_told_apart_by_their_upper_bits_first(sure, start, count, seed, key, own):
+    """With three sure bits most keys are unsure, and finished."""
+    keys = random_keys(start, start + count, seed)
+    key = int(keys[count // 2]) if own else key
+    order = RandomOrder(start + count, seed)
+    kept = np.empty(count, bool)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prune_keys, "TOLD_BITS", sure)
+        order.reach(np.empty(count), start, key, out=kept)
+        assert kept.tolist() == [k >= key for k in keys.tolist()]
+        low, high = order.around(max(count // 2, 1))
+    below, inside = order.between(start, start + count, low, high=high)
+    assert (below, inside.tolist()) == (int((keys < low).sum()), [k for k in keys.tolist() if low <= k < high])
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=lambda t: np.dtype(t).name)
+def test_scores_of_narrow_floats_are_those_of_wide_ones(dtype):
+    values = np.random.default_rng(4).normal(size=(9, 22)).astype(dtype)
+    values[3, 4], values[0, 21] = 1e-7, np.inf
+    expected = mean_squares(values.astype(np.float64), 4, 4)
+    assert mean_squares(values, 4, 4).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("apart", [prune_keys.CERTAIN_DEVIATIONS, 0.0], ids=["guessed", "missed"])
+@pytest.mark.parametrize("held", [1 << 20, 4], ids=["held", "searched"])
+@pytest.mark.parametrize("gone", [0, 1, 700, 1998, 1999])
+def test_the_lowest_of_a_random_order_go_however_often_they_are_read(monkeypatch, gone, held, apart):
+    monkeypatch.setattr(prune_keys, "CERTAIN_DEVIATIONS", apart)
+    monkeypatch.setattr(prune_keys, "PIECE_ELEMENTS", 250)
+    monkeypatch.setattr(prune_masks, "HELD_NBYTES", held)
+    kept = np.ones(1999, bool)
+    kept[np.argsort(random_keys(0, 1999, 11), kind="stable")[:gone]] = False
+    mask = RandomMask(RandomOrder(1999, 11), gone, threads=2)
+    values = np.arange(1, 2000, dtype=np.float32)
+    for ends in ([0, 1, 3, 800, 1200, 1999], [0, 1999], [5, 77]):
+        for start, stop in itertools.pairwise(ends):
+            mask.prepare()
+            assert mask.keep(values[start:stop], start).tolist() == kept[start:stop].tolist()
+            after = values[start:stop].copy()
+            assert mask.prune(after, start) == int((~kept[start:stop]).sum())
+            assert after.tolist() == (values * kept)[start:stop].tolist()
+    assert mask._bits is None  # all was read

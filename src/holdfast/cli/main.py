@@ -242,7 +242,7 @@ def parser() -> Parser:
     whole.add_argument("--version", action=Version, nargs=0, help="print the version and exit")
     whole.add_argument("--traceback", action="store_true", help="show where in Holdfast an error came from")
     whole.set_defaults(run=lambda options: _help(whole))
-    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    verbs = whole.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser, prog="holdfast")
     for name, (short, fill) in VERBS.items():
         verbs.add_parser(name, help=short, formatter_class=Help).fill = fill
     return whole

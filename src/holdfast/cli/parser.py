@@ -7,13 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from holdfast.cli.text import escape, print_lines
+from holdfast.cli.text import escape, print_lines, terminal_width
 
 __all__ = ["Help", "Parser"]
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
     """Help as wide as the terminal: prose is filled, and lines that are indented stay lines."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=terminal_width() - 2)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         import textwrap

@@ -20,5 +20,6 @@ arguments, quantities  what callers give to the verbs, understood in one place; 
 sparse, blocks         how tensors with many zeros are packed; what blocks of quantised weights stand for
 notebook               what a notebook shows of a result: facts, tables, bars
 text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
-arrays, runtime        kinds of numpy arrays, a row of bytes; the process: its collector, its locks, memory at an address
+arrays, halves         kinds of numpy arrays, a row of bytes; float16 as wider floats
+runtime                the process: its collector, its locks, memory at an address
 """

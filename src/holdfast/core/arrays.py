@@ -1,11 +1,11 @@
-"""Numpy arrays of the kinds that stand everywhere, any array as a row of its bytes, and inner products."""
+"""Numpy arrays of the kinds that stand everywhere, any array as a row of its bytes; inner products, doubles."""
 
 from __future__ import annotations
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AnyDType", "Bools", "Ints", "byte_row", "inner"]
+__all__ = ["AnyDType", "Bools", "Ints", "are_apart", "byte_row", "inner"]
 
 Ints = npt.NDArray[np.int64]
 """Offsets, lengths, counts: whatever may pass 2^31."""
@@ -16,6 +16,16 @@ Bools = npt.NDArray[np.bool_]
 
 DOT_ELEMENTS = 8192
 """Of a row that BLAS multiplies by itself: from 10,000 on it would start threads of its own, for each of ours."""
+
+
+def are_apart(numbers: Ints) -> bool:
+    """Whether no two numbers are the same.
+
+    >>> are_apart(np.array([3, 1, 2])), are_apart(np.array([3, 1, 3]))
+    (True, False)
+    """
+    ordered = np.sort(numbers)
+    return bool((ordered[1:] != ordered[:-1]).all())
 
 
 def byte_row(array: np.ndarray) -> npt.NDArray[np.uint8]:

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 from holdfast.core.dtype import DType
+from holdfast.core.halves import as_float32, as_float64
 from holdfast.core.value import Value
 
 __all__ = ["OUTCOMES", "cast", "count_losses", "largest"]
@@ -55,7 +56,11 @@ def _cast_block(array: np.ndarray, out: np.ndarray, dtype: DType) -> None:
     elif out.itemsize == 1:
         table, patterns = _table(np.dtype(ml_dtypes.bfloat16), dtype), _rounded_to_odd(array)
     else:
-        out[:] = array  # numpy's own rounding, and that of ml_dtypes, are torch's here
+        # numpy's own rounding, and that of ml_dtypes, are torch's here.
+        if dtype.name == "float32":
+            as_float32(array, out)
+        else:
+            out[:] = as_float64(array) if array.dtype == np.float16 and dtype.name == "float64" else array
         return
     # `mode` only says that no index needs to be checked: the table has every pattern.
     table.take(patterns, out=out.view(table.dtype), mode="clip")

@@ -21,6 +21,7 @@ from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import Sourced
+from holdfast.engine.threads import computing
 from holdfast.errors import Unsupported
 from holdfast.stores.virtual import Entry, tensor_stamp
 
@@ -118,12 +119,13 @@ class Computation(Value, frozen=True, eq=False):
         width = self.dtype.bits // 8
         first, last = start // width, -(-(start + out.nbytes) // width)
         elements = read_flat(self.original, first, last)
-        made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
-        if self.observe is not None:
-            for begin, end in self.seen.add(first, last):
-                self.observe(elements[begin - first : end - first], made[begin - first : end - first])
-        begin = start - first * width
-        out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
+        with computing():
+            made = np.ascontiguousarray(self.compute(elements), self.dtype.numpy)
+            if self.observe is not None:
+                for begin, end in self.seen.add(first, last):
+                    self.observe(elements[begin - first : end - first], made[begin - first : end - first])
+            begin = start - first * width
+            out[:] = made.view(np.uint8).data[begin : begin + out.nbytes]
 
 
 class Computed(Sourced):

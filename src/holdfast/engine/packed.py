@@ -7,8 +7,6 @@ before, because a plan knows every length; a group that is not what it was when 
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -25,13 +23,15 @@ from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes, mapped_bytes
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
+from holdfast.engine.threads import computing
 from holdfast.errors import StoreError, Unsupported
 from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Counted", "Packed", "groups_of", "read_elements", "run_length"]
 
-RUN_NBYTES = 1 << 20
-"""Dense bytes that are read at once, where groups are smaller than that."""
+RUN_NBYTES = 1 << 19
+"""Dense bytes that are read and packed at once, where groups are smaller than that: what a core's cache holds, in calls long enough
+that threads do not wait for each other's turn at the interpreter."""
 
 
 class Counted(Value, frozen=True):
@@ -72,13 +72,17 @@ def read_elements(tensor: LazyTensor, start: int, stop: int) -> Elements:
 
 def groups_of(tensor: LazyTensor, encoding: Encoding, first: int, last: int) -> Iterator[tuple[int, Elements]]:
     """The dense elements of groups [first, last), several read at once."""
-    size = encoding.group
+    for begin, dense in _runs(tensor, encoding, first, last=last):
+        for at, start in enumerate(range(0, len(dense), encoding.group)):
+            yield begin + at, dense[start : start + encoding.group]
+
+
+def _runs(tensor: LazyTensor, encoding: Encoding, first: int, *, last: int) -> Iterator[tuple[int, Elements]]:
+    """The same, in runs of groups: the first of each, and their elements."""
     run = run_length(tensor, encoding)
     for begin in range(first, last, run):
-        end = min(begin + run, last)
-        dense = read_elements(tensor, begin * size, min(end * size, encoding.count))
-        for group in range(begin, end):
-            yield group, dense[(group - begin) * size : (group - begin + 1) * size]
+        end = min((begin + run) * encoding.group, last * encoding.group, encoding.count)
+        yield begin, read_elements(tensor, begin * encoding.group, end)
 
 
 def run_length(tensor: LazyTensor, encoding: Encoding) -> int:
@@ -95,8 +99,6 @@ class Packed(Sourced):
     def __init__(self) -> None:
         super().__init__("<packed>")
         self._count = 0
-        # Packing computes and hardly waits: more threads than cores would only hand the interpreter's lock around.
-        self._turns = threading.BoundedSemaphore(os.cpu_count() or 1)
 
     def parts(self, counted: Counted) -> SparseParts:
         """What is written in the place of a tensor."""
@@ -119,16 +121,23 @@ class Packed(Sourced):
         bounds = counted.starts * np.uint64(width)
         first = int(np.searchsorted(bounds, start, side="right")) - 1
         last = int(np.searchsorted(bounds, stop, side="left"))
-        with self._turns:
-            for group, dense in _unchanged(counted, first, last):
+        for group, dense in _runs(counted.tensor, counted.encoding, first, last=last):
+            with computing():
+                _check(counted, group, dense)
                 _overlap(counted.encoding.take(dense).view(np.uint8), int(bounds[group]), start, out)
 
     def _read_where(self, counted: Counted, start: int, out: memoryview) -> None:
-        each = counted.encoding.where_nbytes(counted.encoding.group)
+        encoding = counted.encoding
+        each = encoding.where_nbytes(encoding.group)
         first, last = start // each, -(-(start + out.nbytes) // each)
-        with self._turns:
-            for group, dense in _unchanged(counted, first, last):
-                _overlap(counted.encoding.mark(dense), group * each, start, out)
+        # Where the marks of a group fill bytes, those of several are made at once.
+        filled = encoding.where_nbytes(8 * encoding.group) == 8 * each
+        for group, dense in _runs(counted.tensor, encoding, first, last=last):
+            unit = len(dense) if filled else encoding.group
+            with computing():
+                _check(counted, group, dense)
+                for at, begin in enumerate(range(0, len(dense), unit), group):
+                    _overlap(encoding.mark(dense[begin : begin + unit]), at * each, start, out)
 
 
 def _read_starts(counted: Counted, start: int, out: memoryview) -> None:
@@ -142,16 +151,16 @@ def _overlap(made: np.ndarray, at: int, start: int, out: memoryview) -> None:
         out[low - start : high - start] = made[low - at : high - at].data
 
 
-def _unchanged(counted: Counted, first: int, last: int) -> Iterator[tuple[int, Elements]]:
-    """The dense elements of groups [first, last), which are those that were counted."""
-    for group, dense in groups_of(counted.tensor, counted.encoding, first, last):
-        if crc32(dense.view(np.uint8).data) != int(counted.crcs[group]):
+def _check(counted: Counted, first: int, dense: Elements) -> None:
+    """Whether the elements of groups, from `first` on, are those that were counted."""
+    size = counted.encoding.group
+    for group, at in enumerate(range(0, len(dense), size), first):
+        if crc32(dense[at : at + size].view(np.uint8).data) != int(counted.crcs[group]):
             raise StoreError(
                 "the tensor changed while it was saved: it is not what it was when its zeros were counted; save when nobody writes "
                 "to it",
                 tensor=counted.tensor.name,
             )
-        yield group, dense
 
 
 def _plain(name: str) -> DType:

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
-from holdfast.core.runtime import start
+import numpy as np
 
-__all__ = ["default_threads", "run_all", "start"]
+from holdfast.core.runtime import at_fork, start
+
+__all__ = ["computing", "default_threads", "run_all", "start"]
 
 
 def default_threads(processes: int = 1) -> int:
@@ -39,6 +42,44 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
             task()
         return
     Crew(tasks).run(min(threads, len(tasks)) - 1)
+
+
+class _Cores:
+    """Who computes: as many threads at once as there are cores."""
+
+    def __init__(self) -> None:
+        self.renew()
+
+    def renew(self) -> None:
+        """As at the beginning: in a forked child nobody else is there who could give anything back."""
+        self._free: threading.Semaphore | None = None
+
+    def free(self) -> threading.Semaphore:
+        if self._free is None:
+            # Memory of this length is freed at once, untouched. After that the C library keeps what is freed, up to twice the
+            # length, instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as
+            # all that is computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
+            np.empty(KEPT_NBYTES, np.uint8)
+            self._free = threading.Semaphore(_cores())
+        return self._free
+
+
+KEPT_NBYTES = 16 << 20
+"""More than the arrays between two calls take together, of one thread."""
+
+_CORES = _Cores()
+at_fork(after_in_child=_CORES.renew)
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Compute with numpy, and neither read nor wait for anything meanwhile.
+
+    Every call of numpy takes the interpreter's lock again. Threads that have no core wait for it too, and who gets it without a
+    core to run on keeps all others from theirs: with two threads a core, that took more time than the arithmetic.
+    """
+    with _CORES.free():
+        yield
 
 
 class Crew:

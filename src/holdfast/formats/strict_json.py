@@ -331,7 +331,7 @@ def as_keys(names: Sequence[str]) -> tuple[str, Sequence[str]]:
     Nearly always that is a quote and the names themselves; where one is odd, nothing, and each with its quotes and escapes.
     """
     every = "".join(names)
-    if every.isascii() and every.isprintable() and '"' not in every and "\\" not in every:
+    if every.isascii() and len(msgspec.json.encode(every)) == len(every) + 2:
         return '"', names
     return "", [msgspec.json.encode(name).decode() for name in names]
 

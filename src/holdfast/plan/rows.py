@@ -16,6 +16,7 @@ from itertools import chain
 import numpy as np
 
 from holdfast.core.arrays import Ints
+from holdfast.core.crc import crc32_each
 from holdfast.core.dtype import DType
 from holdfast.core.value import Value
 from holdfast.plan.saves import Data, Gathered, Memory, Segment
@@ -121,10 +122,8 @@ def runs(nbytes: Ints, stops: Ints) -> Iterator[tuple[int, int, bool]]:
             first = large + 1
 
 
-def packed_segments(
-    rows: TensorRows, order: Sequence[int], labels: Sequence[str], sums: Callable[[Sequence[Piece]], list[int]]
-) -> list[Segment]:
-    """Storages that follow each other in this order, without anything between them. `sums` gives the CRC-32 of each piece."""
+def packed_segments(rows: TensorRows, order: Sequence[int], labels: Sequence[str]) -> list[Segment]:
+    """Storages that follow each other in this order, without anything between them."""
     nbytes = rows.nbytes[np.array(order, np.int64)] if len(order) else np.zeros(0, np.int64)
     segments: list[Segment] = []
     for first, stop, small in runs(nbytes, np.cumsum(nbytes)):
@@ -135,18 +134,16 @@ def packed_segments(
             continue
         here = list(order[first:stop])
         named = list(labels[first:stop])
-        segments.append(_packed(rows, here, named, nbytes[first:stop], sums))
+        segments.append(_packed(rows, here, named, nbytes[first:stop]))
     return segments
 
 
-def _packed(
-    rows: TensorRows, numbers: list[int], labels: list[str], nbytes: Ints, sums: Callable[[Sequence[Piece]], list[int]]
-) -> Gathered:
+def _packed(rows: TensorRows, numbers: list[int], labels: list[str], nbytes: Ints) -> Gathered:
     filled = labels if nbytes.all() else [label for label, length in zip(labels, nbytes.tolist(), strict=True) if length]
 
     def make() -> tuple[bytes, dict[str, int]]:
         pieces = rows.read(numbers)
-        crcs = sums(pieces)
+        crcs = crc32_each(pieces)
         if len(filled) < len(crcs):
             crcs = [crc for crc, piece in zip(crcs, pieces, strict=True) if len(piece)]
         return b"".join(pieces), dict(zip(filled, crcs, strict=True))

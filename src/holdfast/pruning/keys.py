@@ -6,18 +6,21 @@ What a key is stands in `order.py`; here they are made with numpy, as unsigned i
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, Protocol
 
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Bools, Ints
+from holdfast.core.halves import as_float32, as_float64
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
+from holdfast.engine.threads import computing
 from holdfast.pruning.order import INFINITY_BITS, SPLITMIX, nan_key
 
 __all__ = [
@@ -31,6 +34,7 @@ __all__ = [
     "magnitude_keys",
     "pieces",
     "random_keys",
+    "split",
     "top_counts",
 ]
 
@@ -38,8 +42,8 @@ PIECE_ELEMENTS = 1 << 19
 """Elements at a time: 4 MiB as 64-bit numbers. With fewer, threads wait for each other's turn at the interpreter; more only take
 memory."""
 
-RUN_KEYS = 1 << 15
-"""Keys at a time: a dozen steps over 256 KiB that stay in the cache."""
+RUN_KEYS = 1 << 17
+"""Keys at a time: a dozen steps over 1 MiB, in calls so long that threads do not wait for each other's turn at the interpreter."""
 
 TOP_BITS = 15
 """Of a key, the bits by which the first histogram counts: all but the sign of the upper two bytes of a float."""
@@ -61,12 +65,20 @@ as any other."""
 
 def magnitude_keys(values: np.ndarray, order: str) -> np.ndarray:
     """The order of absolute values, as the bits of a float that holds them all."""
-    floats, bits = ORDERS[order]
-    with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
-        keys: np.ndarray = values.astype(floats, copy=False).view(bits) & bits.type((1 << (8 * bits.itemsize - 1)) - 1)
+    bits = ORDERS[order][1]
+    keys: np.ndarray = _own(values, order).view(bits) & bits.type((1 << (8 * bits.itemsize - 1)) - 1)
     if keys.size and keys.max() > INFINITY_BITS[order]:  # to look costs a tenth of the minimum
         np.minimum(keys, bits.type(nan_key(order)), out=keys)
     return keys
+
+
+def _own(values: np.ndarray, order: str) -> np.ndarray:
+    """Floats as those whose bits are the keys."""
+    floats = ORDERS[order][0]
+    if values.dtype == floats:
+        return values
+    with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
+        return as_float32(values) if floats == np.float32 else as_float64(values)
 
 
 def top_counts(values: np.ndarray, order: str) -> Ints:
@@ -75,10 +87,9 @@ def top_counts(values: np.ndarray, order: str) -> Ints:
     >>> np.flatnonzero(top_counts(np.array([1.0, -1.0, np.nan], np.float16), "float16")).tolist()  # 0x3C00, and the key of NaN
     [15360, 31745]
     """
-    floats, bits = ORDERS[order]
-    with np.errstate(invalid="ignore"):  # a signalling NaN that is widened
-        own = values.astype(floats, copy=False)
-    counts = np.bincount(own.view("<u2")[bits.itemsize // 2 - 1 :: bits.itemsize // 2], minlength=2 << TOP_BITS)
+    bits = ORDERS[order][1]
+    tops = _own(values, order).view("<u2")[bits.itemsize // 2 - 1 :: bits.itemsize // 2]
+    counts = np.bincount(tops, minlength=2 << TOP_BITS)
     counts = counts[: 1 << TOP_BITS] + counts[1 << TOP_BITS :]
     last = nan_key(order) >> (8 * bits.itemsize - 1 - TOP_BITS)
     counts[last] += counts[last + 1 :].sum()
@@ -93,20 +104,53 @@ def random_keys(start: int, stop: int, seed: int) -> np.ndarray:
     [8147104208329303767, 3980143261097177850]
     """
     keys = np.empty(stop - start, np.uint64)
-    spare = np.empty(min(RUN_KEYS, len(keys)), np.uint64)
     for at in range(0, len(keys), RUN_KEYS):
-        x = keys[at : at + RUN_KEYS]
-        shifted = spare[: len(x)]
-        first = ((start + at + 1) * int(STEP) + seed) % (1 << 64)
-        np.add(_multiples()[: len(x)], np.uint64(first), out=x)
-        for shift, factor in zip((30, 27), FACTORS, strict=True):
-            np.right_shift(x, np.uint64(shift), out=shifted)
-            np.bitwise_xor(x, shifted, out=x)
-            np.multiply(x, factor, out=x)
-        np.right_shift(x, np.uint64(31), out=shifted)
-        np.bitwise_xor(x, shifted, out=x)
-        np.right_shift(x, np.uint64(1), out=x)
+        run = keys[at : at + RUN_KEYS]
+        run[:] = _finished(_mixed(start + at, start + at + len(run), seed))
     return keys
+
+
+def _mixed(start: int, stop: int, seed: int) -> np.ndarray:
+    """SplitMix64 of at most `RUN_KEYS` elements without its last step, which leaves the upper 31 bits as they are.
+
+    Those are all but sure to say whether a key is below another; so the last step is taken for the few that are left.
+    """
+    x = _multiples()[: stop - start] + np.uint64(((start + 1) * int(STEP) + seed) % (1 << 64))
+    shifted = np.empty_like(x)
+    for shift, factor in zip((30, 27), FACTORS, strict=True):
+        np.right_shift(x, np.uint64(shift), out=shifted)
+        np.bitwise_xor(x, shifted, out=x)
+        np.multiply(x, factor, out=x)
+    return x
+
+
+LAST_SHIFT = 31
+
+TOLD_BITS = LAST_SHIFT
+"""Upper bits of a key that the last step does not change, and by which keys are told apart before it."""
+
+
+def _finished(mixed: np.ndarray) -> np.ndarray:
+    """The keys, of 63 bits."""
+    keys = mixed >> np.uint64(LAST_SHIFT)
+    np.bitwise_xor(keys, mixed, out=keys)
+    np.right_shift(keys, np.uint64(1), out=keys)
+    return keys
+
+
+def _reach(mixed: np.ndarray, key: int, out: Bools) -> None:
+    """Which of the keys that are yet to be finished are this one or above it."""
+    unsure = 64 - TOLD_BITS
+    low = key >> (unsure - 1) << unsure
+    high = low + (1 << unsure)
+    if low >> 64:
+        out[:] = False
+        return
+    np.greater_equal(mixed, np.uint64(low), out=out)
+    above = mixed > np.uint64(high - 1)
+    if np.count_nonzero(above) < np.count_nonzero(out):
+        some = np.flatnonzero(out ^ above)
+        out[some] = _finished(mixed[some]) >= np.uint64(key)
 
 
 @cache
@@ -148,6 +192,20 @@ class Keys(Protocol):
     def around(self, count: int) -> tuple[int, int] | None:
         """A range of keys that holds the `count`-th lowest almost surely, where that is known without a look."""
 
+    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
+        """Of one of these ranges, how many keys are below `low`, and those in [low, high), in order."""
+
+
+def split(steps: Iterable[np.ndarray], low: int, high: int) -> tuple[int, np.ndarray]:
+    """How many keys are below `low`, and those in [low, high), in order."""
+    below, some = 0, []
+    for keys in steps:
+        kind = keys.dtype.type
+        below += int(np.count_nonzero(keys < kind(low)))
+        # One comparison for both ends: what is below wraps around.
+        some.append(keys.take(np.flatnonzero(keys - kind(low) < kind(high - low))))
+    return below, np.concatenate(some)
+
 
 def pieces(count: int, align: int = 1) -> Iterator[tuple[int, int]]:
     """Ranges that cover `count` elements and begin at multiples of `align`."""
@@ -178,21 +236,47 @@ class Magnitudes(Value, frozen=True):
         return pieces(self.count)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        return self.of(read_flat(self.tensor, start, stop), start)
+        values = read_flat(self.tensor, start, stop)
+        with computing():
+            return self.of(values, start)
 
     def steps(self, start: int, stop: int) -> Iterator[np.ndarray]:
         values = read_flat(self.tensor, start, stop)
         return (self.of(values[at : at + RUN_KEYS], start + at) for at in range(0, len(values), RUN_KEYS))
 
     def tops(self, start: int, stop: int) -> Ints | None:
-        return top_counts(read_flat(self.tensor, start, stop), self.order) if self.width < 32 else None
+        if self.width > 32:
+            return None
+        values = read_flat(self.tensor, start, stop)
+        with computing():
+            return top_counts(values, self.order)
 
     def of(self, values: np.ndarray, start: int) -> np.ndarray:
         """The keys of values that were read."""
         return magnitude_keys(values, self.order)
 
+    def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
+        """Which of values that were read have this key or one above it."""
+        np.greater_equal(self.of(values, start), key, out=out)
+
     def around(self, count: int) -> None:
         return None
+
+    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
+        return split(self.steps(start, stop), low, high)
+
+
+class Parted(Value, frozen=True, eq=False):
+    """Keys of a random order, on both sides of a range of keys and in it."""
+
+    below: int
+    """How many are below the range."""
+    places: Ints
+    """The indices of those in it."""
+    keys: np.ndarray
+    """These keys."""
+    bits: npt.NDArray[np.uint8]
+    """A bit for each, the first in the lowest bit; set for those above the range."""
 
 
 class RandomOrder(Value, frozen=True):
@@ -218,11 +302,40 @@ class RandomOrder(Value, frozen=True):
         """The keys of values that were read."""
         return random_keys(start, start + len(values), self.seed)
 
+    def reach(self, values: np.ndarray, start: int, key: int, *, out: Bools) -> None:
+        """Which of values that were read have this key or one above it."""
+        for at in range(0, len(values), RUN_KEYS):
+            part = out[at : at + RUN_KEYS]
+            _reach(_mixed(start + at, start + at + len(part), self.seed), key, part)
+
     def around(self, count: int) -> tuple[int, int]:
         part = count / self.count
         apart = CERTAIN_DEVIATIONS * math.sqrt(part * (1 - part) / self.count) + 1 / self.count
-        most = 1 << self.width
-        return max(int((part - apart) * most), 0), min(int((part + apart) * most), most)
+        # Ends that the bits tell apart which are known first.
+        most, unit = 1 << TOLD_BITS, 1 << (self.width - TOLD_BITS)
+        return max(int((part - apart) * most), 0) * unit, min(int((part + apart) * most) + 1, most) * unit
+
+    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
+        found = self.part(start, stop, low, high=high)
+        return found.below, found.keys
+
+    def part(self, start: int, stop: int, low: int, *, high: int) -> Parted:
+        """The keys of one of these ranges as those below, in and above [low, high), whose ends `around` has given."""
+        kept = np.empty(stop - start, np.bool_)
+        below, places, some = 0, [], []
+        with computing():
+            for at in range(start, stop, RUN_KEYS):
+                mixed = _mixed(at, min(at + RUN_KEYS, stop), self.seed)
+                own = kept[at - start : at - start + len(mixed)]
+                np.greater_equal(mixed, np.uint64(2 * low), out=own)
+                below += len(own) - int(np.count_nonzero(own))
+                # One comparison for both ends: what is below wraps around.
+                np.subtract(mixed, np.uint64(2 * low), out=mixed)
+                inside = np.flatnonzero(mixed <= np.uint64(2 * (high - low) - 1))
+                own[inside] = False
+                some.append(_finished(mixed.take(inside) + np.uint64(2 * low)))
+                places.append(inside + at)
+            return Parted(below, np.concatenate(places), np.concatenate(some), np.packbits(kept, bitorder="little"))
 
 
 class BlockScores(Value, frozen=True):
@@ -245,6 +358,9 @@ class BlockScores(Value, frozen=True):
 
     def around(self, count: int) -> None:
         return None
+
+    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
+        return split(self.steps(start, stop), low, high)
 
     def tops(self, start: int, stop: int) -> None:
         return None
@@ -278,7 +394,8 @@ class BlockScores(Value, frozen=True):
             values = read_flat(self.tensor, first * columns, last * columns).reshape(last - first, columns)
         else:
             values = np.stack([read_flat(self.tensor, r * columns + begin, r * columns + end) for r in range(first, last)])
-        return magnitude_keys(mean_squares(values, self.height, self.width_of_block).reshape(-1), "float64")
+        with computing():
+            return magnitude_keys(mean_squares(values, self.height, self.width_of_block).reshape(-1), "float64")
 
 
 def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -288,15 +405,15 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
     [[1.5, 17.0]]
     """
     rows, columns = values.shape
-    # All rows together: the parts of a step would be so short that numpy's calls take longer than what they do.
+    sums = np.zeros((-(-rows // height), -(-columns // width)))
     with np.errstate(all="ignore"):
-        squares = values.astype(np.float64)
-        np.multiply(squares, squares, out=squares)
-        sums = np.zeros((-(-rows // height), -(-columns // width)))
         for row in range(min(height, rows)):
             for column in range(min(width, columns)):
-                part = squares[row::height, column::width]
-                sums[: part.shape[0], : part.shape[1]] += part
+                # The elements of one place in all blocks, side by side: numpy has vectors only for those.
+                some = np.ascontiguousarray(values[row::height, column::width])
+                squares = as_float64(some.reshape(-1))
+                np.multiply(squares, squares, out=squares)
+                sums[: some.shape[0], : some.shape[1]] += squares.reshape(some.shape)
         down = np.minimum(height, rows - np.arange(0, rows, height))
         across = np.minimum(width, columns - np.arange(0, columns, width))
         sums /= down[:, None] * across

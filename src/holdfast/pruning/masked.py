@@ -21,10 +21,12 @@ import numpy as np
 from holdfast.core.arrays import inner
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DTYPES
+from holdfast.core.halves import as_float64
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
+from holdfast.engine.threads import computing
 from holdfast.errors import Unsupported
 from holdfast.pruning import keys as prune_keys
 from holdfast.pruning.keys import ORDERS, pieces
@@ -35,9 +37,9 @@ from holdfast.stores.virtual import Entry, tensor_stamp
 
 __all__ = ["Loss", "Masked", "Tally", "loss_of", "loss_of_counts", "prune_values", "weighing"]
 
-STEP_ELEMENTS = 1 << 16
-"""Elements that are pruned and weighed at a time: 512 KiB as float64, which a cache holds, in calls long enough that threads do not
-wait for each other's turn at the interpreter."""
+STEP_ELEMENTS = 1 << 18
+"""Elements that are pruned and weighed at a time: near what a core's cache holds, in calls long enough that threads do not wait for
+each other's turn at the interpreter."""
 
 
 class Loss(Value, frozen=True):
@@ -101,7 +103,11 @@ def weighing(tensor: LazyTensor, mask: Mask, tally: Tally, *, progress: Callable
 
     def task(start: int, stop: int) -> Callable[[], None]:
         def run() -> None:
-            tally.add(start, stop, prune_values(read_flat(tensor, start, stop), mask, start, weigh=True))
+            values = read_flat(tensor, start, stop)
+            mask.prepare()
+            with computing():
+                loss = prune_values(values, mask, start, weigh=True)
+            tally.add(start, stop, loss)
             progress(tensor.dtype.nbytes(stop - start))
 
         return run
@@ -126,15 +132,23 @@ def loss_of(values: np.ndarray, kept: np.ndarray) -> Loss:
 
 def prune_values(values: np.ndarray, mask: Mask, start: int, *, weigh: bool) -> Loss:
     """Apply a mask to values in their place, the first of which has this index, a multiple of `mask.align`; what they lose."""
-    step = max(STEP_ELEMENTS // mask.align, 1) * mask.align
+    unit = mask.row if mask.row <= STEP_ELEMENTS else mask.align
     total = Loss()
-    for at in range(0, len(values), step):
-        part = values[at : at + step]
+    for low, high in _cut(start, start + len(values), max(STEP_ELEMENTS // unit, 1) * unit):
+        part = values[low - start : high - start]
         before = part.copy() if weigh else None
-        gone = mask.prune(part, start + at)
+        gone = mask.prune(part, low)
         if before is not None:
             total += _lost(before, part, gone)
     return total
+
+
+def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    """The range [start, stop), cut at multiples of a step."""
+    while start < stop:
+        end = min((start // step + 1) * step, stop)
+        yield start, end
+        start = end
 
 
 def loss_of_counts(counts: Counts, order: str) -> Loss:
@@ -157,8 +171,8 @@ def _lost(before: np.ndarray, after: np.ndarray, gone: int) -> Loss:
     kind = f"u{before.dtype.itemsize}"
     bits = after.view(kind)
     with np.errstate(invalid="ignore", over="ignore"):  # a signalling NaN that is widened, a float64 whose square is none
-        wide = before.astype(np.float64)
-        lost = (before.view(kind) ^ bits).view(before.dtype).astype(np.float64)
+        wide = as_float64(before)
+        lost = as_float64((before.view(kind) ^ bits).view(before.dtype))
         nonfinite = 0
         squares = inner(wide, wide)
         if not math.isfinite(squares):
@@ -209,17 +223,15 @@ class Content(Value, frozen=True):
                 part[:] = self._values(low, high)
                 continue
             read_flat(self.tensor, low, high, out=part)
-            loss = prune_values(part, self.mask, low, weigh=self.tally is not None)
+            self.mask.prepare()
+            with computing():
+                loss = prune_values(part, self.mask, low, weigh=self.tally is not None)
             if self.tally is not None:
                 self.tally.add(low, high, loss)
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Elements [start, stop), in pieces that begin where a tensor's pieces do."""
-        step = max(prune_keys.PIECE_ELEMENTS // 8, 1) * 8
-        while start < stop:
-            end = min((start // step + 1) * step, stop)
-            yield start, end
-            start = end
+        return _cut(start, stop, max(prune_keys.PIECE_ELEMENTS // 8, 1) * 8)
 
     def _values(self, start: int, stop: int) -> np.ndarray:
         """Pruned elements of any range."""

@@ -8,19 +8,22 @@ second array of another width. These are the same masks, element for element, as
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from holdfast.core.arrays import Bools
+from holdfast.core.runtime import renewed
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
-from holdfast.engine.threads import run_all
-from holdfast.pruning.keys import BlockScores, Magnitudes, RandomOrder, magnitude_keys
+from holdfast.engine.threads import computing, run_all
+from holdfast.pruning.keys import BlockScores, Magnitudes, Parted, RandomOrder, magnitude_keys, pieces
 from holdfast.pruning.order import pruned_count
 from holdfast.pruning.select import Counts, Progress, hold, select
 
@@ -28,6 +31,7 @@ __all__ = [
     "BlockMask",
     "GroupMask",
     "Mask",
+    "RandomMask",
     "ThresholdMask",
     "block_mask",
     "group_keep",
@@ -46,6 +50,13 @@ class Mask(Protocol):
     @property
     def align(self) -> int:
         """Ranges begin at multiples of this, and end there or at the end."""
+
+    @property
+    def row(self) -> int:
+        """Ranges that begin and end at multiples of this are quicker: `align`, or a multiple of it."""
+
+    def prepare(self) -> None:
+        """Find out what is not known yet, before elements are asked for. It may wait for others: never while `computing`."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         """What stays of elements that were read, the first of which has the index `start` in C order."""
@@ -69,13 +80,16 @@ class ThresholdMask(Value, frozen=True, eq=False):
     cut: int
     counts: Counts | None = None
     """How often each key is there, where that is known of this tensor alone."""
-    align = 1
+    align = row = 1
+
+    def prepare(self) -> None:
+        """All is known."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
-        keys = self.keys.of(values, start)
-        kept: Bools = keys >= self.key
-        before = min(max(self.cut - start, 0), len(keys))
-        np.greater(keys[:before], self.key, out=kept[:before])
+        kept = np.empty(len(values), np.bool_)
+        before = min(max(self.cut - start, 0), len(values))
+        self.keys.reach(values[:before], start, self.key + 1, out=kept[:before])
+        self.keys.reach(values[before:], start + before, self.key, out=kept[before:])
         return kept
 
     def prune(self, values: np.ndarray, start: int) -> int:
@@ -108,6 +122,83 @@ def zero_below(values: np.ndarray, least: int) -> int:
     return len(bits) - int(np.count_nonzero(bits))
 
 
+HELD_NBYTES = 16 << 20
+"""Bits of a random mask that are held; of a tensor with more elements the keys are made twice."""
+
+
+class RandomMask:
+    """The lowest of a random order go.
+
+    Which ones is found out when the tensor is first read, and held, a bit an element, until all of it was: so that keys are made
+    once, and no more is held than the tensors that are being written. Whoever reads it again has the keys made again.
+    """
+
+    align = row = 1
+
+    def __init__(self, keys: RandomOrder, gone: int, *, threads: int = 1) -> None:
+        self._keys, self._gone, self._threads = keys, gone, threads
+        self._lock = renewed(threading.Lock())
+        self._threshold: ThresholdMask | None = None
+        self._bits: npt.NDArray[np.uint8] | None = None
+        self._unread = keys.count
+
+    def prepare(self) -> None:
+        with self._lock:
+            if self._threshold is None:
+                self._threshold = self._held() or self._searched()
+
+    def keep(self, values: np.ndarray, start: int) -> Bools:
+        bits, stop = self._bits, start + len(values)
+        if bits is None:
+            return self._known().keep(values, start)
+        kept = np.unpackbits(bits[start // 8 : -(-stop // 8)], bitorder="little")[start % 8 :][: len(values)]
+        with self._lock:
+            self._unread -= len(values)
+            if self._unread <= 0:
+                self._bits = None
+        return kept.view(np.bool_)
+
+    def prune(self, values: np.ndarray, start: int) -> int:
+        return zero_out(values, self.keep(values, start))
+
+    def _known(self) -> ThresholdMask:
+        if self._threshold is None:
+            raise ValueError("a random mask is prepared before it is used")
+        return self._threshold
+
+    def _searched(self) -> ThresholdMask:
+        found = select([self._keys], self._gone, threads=self._threads)
+        return ThresholdMask(self._keys, found.key, found.cuts[0])
+
+    def _held(self) -> ThresholdMask | None:
+        """From one pass in which the bits are found as well; None where they are many, or the guess was wrong."""
+        if self._keys.count > 8 * HELD_NBYTES or not self._gone:
+            return None
+        low, high = self._keys.around(self._gone)
+        ranges = [*pieces(self._keys.count, 8)]
+        parts: list[Parted | None] = [None] * len(ranges)
+
+        def task(at: int) -> Callable[[], None]:
+            def run() -> None:
+                parts[at] = self._keys.part(*ranges[at], low, high=high)
+
+            return run
+
+        run_all([task(at) for at in range(len(ranges))], self._threads)
+        every = [part for part in parts if part is not None]
+        places, keys = np.concatenate([part.places for part in every]), np.concatenate([part.keys for part in every])
+        rank = self._gone - sum(part.below for part in every)
+        if not 0 < rank <= len(keys):
+            return None
+        order = np.argsort(keys, kind="stable")
+        bits = np.concatenate([part.bits for part in every])
+        stay = places[order[rank:]]
+        np.bitwise_or.at(bits, stay >> 3, np.left_shift(1, stay & 7).astype(np.uint8))
+        self._bits = bits
+        last = order[rank - 1]
+        return ThresholdMask(self._keys, int(keys[last]), int(places[last]) + 1)
+
+
 class GroupMask(Value, frozen=True):
     """The `n` largest of every `m` neighbours along the last axis stay."""
 
@@ -119,63 +210,64 @@ class GroupMask(Value, frozen=True):
     def align(self) -> int:
         return self.m
 
+    @property
+    def row(self) -> int:
+        return self.m
+
+    def prepare(self) -> None:
+        """All is known."""
+
     def keep(self, values: np.ndarray, start: int) -> Bools:
-        return group_keep(magnitude_keys(values, self.order).reshape(-1, self.m), self.m - self.n).reshape(-1)
+        return group_keep(magnitude_keys(values, self.order), self.m - self.n, m=self.m)
 
     def prune(self, values: np.ndarray, start: int) -> int:
-        if self.m > PAIRED:
-            return zero_out(values, self.keep(values, start))
-        zero_in_groups(magnitude_keys(values, self.order), values, self.m - self.n, m=self.m)
-        return len(values) // self.m * (self.m - self.n)
+        return zero_out(values, self.keep(values, start))
 
 
-PAIRED = 16
+COMPARED = 16
 """Groups up to this size are ordered by comparing every pair: quicker than to sort very short rows."""
 
+COMPARED_KEYS = 1 << 18
+"""Keys that are compared at a time, at the most."""
 
-def zero_in_groups(keys: np.ndarray, values: np.ndarray, zeros: int, *, m: int) -> None:
-    """Make +0.0, in its place, of the lowest `zeros` of each group of `m`, of equals of the first. Keys leave the highest bit free.
 
-    As in `group_keep`, how many go before each is counted; here below zero, and in integers of the width of the elements, whose
-    sign is the mask.
+def group_keep(keys: np.ndarray, zeros: int, *, m: int) -> Bools:
+    """All but the lowest `zeros` of each group of `m` keys, of equals the first.
+
+    How many go before each is counted. All groups are compared at once: every key with the one that stands so far behind it, where
+    that is one of its group. So numpy has long rows, and none that is not in one piece.
+
+    >>> group_keep(np.array([3, 1, 1, 2, 0, 0, 0, 0]), 2, m=4).astype(int).tolist()
+    [1, 0, 0, 1, 0, 0, 1, 1]
     """
-    width = values.dtype.itemsize
-    bits, kind, signs = values.view(f"i{width}").reshape(-1, m), np.dtype(f"i{width}").type, 8 * width - 1
-    columns = [np.ascontiguousarray(column) for column in keys.view(f"i{width}").reshape(-1, m).T]
-    ranks = [np.full(len(bits), zeros - 1 - i, kind) for i in range(m)]
-    later = np.empty(len(bits), kind)
-    for i in range(m):
-        for j in range(i + 1, m):
-            np.subtract(columns[j], columns[i], out=later)
-            np.right_shift(later, kind(signs), out=later)
-            ranks[i] += later
-            ranks[j] -= later
-    kept = np.empty(bits.shape, kind)
-    for i, rank in enumerate(ranks):
-        np.right_shift(rank, kind(signs), out=kept[:, i])
-    bits &= kept
+    if m > COMPARED:
+        groups = np.ones((len(keys) // m, m), np.bool_)
+        np.put_along_axis(groups, np.argsort(keys.reshape(-1, m), axis=1, kind="stable")[:, :zeros], False, axis=1)
+        return groups.reshape(-1)
+    kept = np.empty(len(keys), np.bool_)
+    step = COMPARED_KEYS // m * m
+    for at in range(0, len(keys), step):
+        part = keys[at : at + step]
+        before = _places(m)[: len(part)].copy()
+        for apart in range(1, m):
+            first = np.less(part[apart:], part[:-apart])
+            first &= _have_one(m, apart)[: len(first)]
+            before[:-apart] += first.view(np.int8)
+            before[apart:] -= first.view(np.int8)
+        np.greater_equal(before, zeros, out=kept[at : at + step])
+    return kept
 
 
-def group_keep(keys: np.ndarray, zeros: int) -> Bools:
-    """All but the lowest `zeros` of each row, of equals the first.
+@lru_cache(maxsize=4)
+def _places(m: int) -> npt.NDArray[np.int8]:
+    """The place of each key in its group: so many go before it if all are equal."""
+    return np.resize(np.arange(m, dtype=np.int8), COMPARED_KEYS)
 
-    >>> group_keep(np.array([[3, 1, 1, 2], [0, 0, 0, 0]]), 2).astype(int).tolist()
-    [[1, 0, 0, 1], [0, 0, 1, 1]]
-    """
-    m = keys.shape[1]
-    if m > PAIRED:
-        kept = np.ones(keys.shape, np.bool_)
-        np.put_along_axis(kept, np.argsort(keys, axis=1, kind="stable")[:, :zeros], False, axis=1)
-        return kept
-    columns = [np.ascontiguousarray(keys[:, i]) for i in range(m)]
-    # How many go before each: comparing every pair once is quicker than sorting very short rows.
-    ranks = np.zeros((m, len(keys)), np.uint8)
-    for i in range(m):
-        for j in range(i + 1, m):
-            later = columns[i] > columns[j]
-            ranks[i] += later
-            ranks[j] += ~later
-    return np.ascontiguousarray((ranks >= zeros).T)
+
+@lru_cache(maxsize=COMPARED)
+def _have_one(m: int, apart: int) -> Bools:
+    """Whether the group of each key has one that stands so far behind it."""
+    return np.asarray(_places(m) < m - apart)
 
 
 class BlockMask(Value, frozen=True, eq=False):
@@ -187,6 +279,13 @@ class BlockMask(Value, frozen=True, eq=False):
     bits: npt.NDArray[np.uint8]
     """A row for each row of blocks, a bit for each block, the first in the lowest bit; set for what stays."""
     align = 1
+
+    @property
+    def row(self) -> int:
+        return self.columns
+
+    def prepare(self) -> None:
+        """All is known."""
 
     def keep(self, values: np.ndarray, start: int) -> Bools:
         stop = start + len(values)
@@ -201,11 +300,31 @@ class BlockMask(Value, frozen=True, eq=False):
         return rows.reshape(-1)[at : at + len(values)]
 
     def prune(self, values: np.ndarray, start: int) -> int:
-        return zero_out(values, self.keep(values, start))
+        """Whole rows in words as wide as a row of a block, as far as there are such; the rest by elements."""
+        begin = min(-start % self.columns, len(values))
+        end = begin + (len(values) - begin) // self.columns * self.columns
+        gone = self._prune_rows(values[begin:end], (start + begin) // self.columns)
+        for part, first in ((values[:begin], start), (values[end:], start + end)):
+            if part.size:
+                gone += zero_out(part, self.keep(part, first))
+        return gone
+
+    def _prune_rows(self, values: np.ndarray, first: int) -> int:
+        if not values.size:
+            return 0
+        width = values.dtype.itemsize
+        word = math.gcd(self.width * width, self.columns * width, 8)
+        bands = np.arange(first, first + len(values) // self.columns) // self.height
+        kept = np.unpackbits(self.bits[bands[0] : bands[-1] + 1], axis=1, bitorder="little")
+        marks = np.negative(kept.view(np.int8)).astype(f"i{word}")
+        marks = np.repeat(marks, self.width * width // word, axis=1)[:, : self.columns * width // word]
+        marks = marks[bands - bands[0]]
+        values.view(f"i{word}").reshape(marks.shape)[...] &= marks
+        return len(values) - int(np.count_nonzero(marks)) * word // width
 
 
 def threshold_masks(
-    keys: Sequence[Magnitudes | RandomOrder], level: float, *, threads: int = 1, progress: Progress | None = None
+    keys: Sequence[Magnitudes], level: float, *, threads: int = 1, progress: Progress | None = None
 ) -> list[ThresholdMask]:
     """One threshold over all tensors: the part `level` of their elements goes."""
     total = sum(source.count for source in keys)
@@ -251,5 +370,7 @@ def keep_range(tensor: LazyTensor, mask: Mask, start: int, *, stop: int) -> tupl
     first = start // mask.align * mask.align
     last = min(-(-stop // mask.align) * mask.align, tensor.size)
     values = read_flat(tensor, first, last)
-    kept = mask.keep(values, first)
+    mask.prepare()
+    with computing():
+        kept = mask.keep(values, first)
     return values[start - first : stop - first], kept[start - first : stop - first]

@@ -37,7 +37,8 @@ from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, common_order
 from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
-from holdfast.pruning.masks import GroupMask, Mask, block_mask, threshold_masks
+from holdfast.pruning.masks import GroupMask, Mask, RandomMask, block_mask, threshold_masks
+from holdfast.pruning.order import pruned_count
 from holdfast.pruning.rules import Block, Global, Groups, Job, Magnitude, Random, Rule, assign, conflicts, parse_rule, tensor_seed
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
@@ -338,6 +339,7 @@ def _finding(job: Job, threads: int, tell: Progress) -> Callable[[], None]:
             case Block(height, width, level):
                 job.mask = block_mask(tensor, (height, width), level, threads=threads, progress=read)
             case Random(level, seed):
-                job.mask = threshold_masks([RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))], level, threads=threads)[0]
+                keys = RandomOrder(tensor.size, tensor_seed(seed, job.names[0]))
+                job.mask = RandomMask(keys, pruned_count(level, tensor.size), threads=threads)
 
     return run

@@ -19,7 +19,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.threads import run_all
 from holdfast.errors import NotCommitted
 from holdfast.pruning import order
-from holdfast.pruning.keys import TOP_BITS, Keys
+from holdfast.pruning.keys import TOP_BITS, Keys, split
 
 __all__ = ["Counts", "Held", "Progress", "Threshold", "hold", "select"]
 
@@ -124,6 +124,9 @@ class Held(Value, frozen=True, eq=False):
     def around(self, count: int) -> None:
         return None
 
+    def between(self, start: int, stop: int, low: int, *, high: int) -> tuple[int, np.ndarray]:
+        return split(self.steps(start, stop), low, high)
+
 
 def hold(source: Keys, *, threads: int = 1, progress: Progress | None = None) -> Held:
     """All keys of a tensor, for further passes."""
@@ -218,17 +221,16 @@ def _between(sweep: Sweep, count: int, around: tuple[int, int]) -> Threshold | N
     """From the keys of a range [low, high) alone; None if the threshold is not there, or they are many."""
     low, high = around
     below = [0] * len(sweep.work)
-    candidates = _Taken(len(sweep.work))
+    found: list[np.ndarray] = [np.empty(0, np.uint64)] * len(sweep.work)
     if sweep.total * (high - low) >> sweep.width > order.SORTED_KEYS:
         return None
 
-    def gather(keys: np.ndarray, at: int) -> None:
-        # One comparison for both ends: what is below wraps around.
-        candidates.add(at, keys.take(np.flatnonzero(keys - np.uint64(low) < high - low)))
-        below[at] += int(np.count_nonzero(keys < low))
+    def gather(at: int) -> None:
+        number, start, stop = sweep.work[at]
+        below[at], found[at] = sweep.sources[number].between(start, stop, low, high=high)
 
-    sweep.each(gather)
-    rank, found = count - sum(below), candidates.joined()
+    sweep.pieces(gather)
+    rank = count - sum(below)
     return _sorted(sweep, found, rank) if 0 < rank <= sum(map(len, found)) else None
 
 

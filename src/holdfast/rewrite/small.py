@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from holdfast.core.arrays import are_apart
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
@@ -147,7 +148,8 @@ def _told(state: object, known: Sequence[Asking], *, values: bool) -> _Told | No
     if leaves is None or len(leaves.names) < FEW or (leaves.beyond and not values):
         return None
     found = leaves.values
-    once = found if len({*map(id, found)}) == len(found) else [*{id(value): value for value in found}.values()]
+    apart = are_apart(np.fromiter(map(id, found), np.int64, len(found)))
+    once = found if apart else [*{id(value): value for value in found}.values()]
     rows = _asked(once, known)
     sharing = Sharing()
     tied = None if rows is None else _tied(leaves, once, rows, sharing)

@@ -318,7 +318,7 @@ class Pattern(Value, frozen=True):
     def _positions(self, kept: np.ndarray) -> Octets:
         each = 8 // self.width
         found = np.zeros(-(-len(kept) // each) * each, np.uint8)
-        np.subtract(kept, _origins(self.n, self.m, PACKED_GROUPS)[: len(kept)], out=found[: len(kept)], casting="unsafe")
+        np.remainder(kept, self.m, out=found[: len(kept)], casting="unsafe")
         packed = found[::each].copy()
         for k in range(1, each):
             packed |= found[k::each] << np.uint8(k * self.width)
@@ -426,10 +426,10 @@ class Encoding(Protocol):
         """Values that a group of `count` elements has at the most."""
 
     def mark(self, dense: Elements) -> Octets:
-        """The marks of one group."""
+        """The marks of one group; of several where those of a full one fill bytes."""
 
     def take(self, dense: Elements) -> Elements:
-        """The values of one group. Raises `MetadataError` where its elements cannot be stored in this way."""
+        """The values of one group, or of several. Raises `MetadataError` where its elements cannot be stored in this way."""
 
     def count_values(self, dense: Elements) -> int:
         """How many values `take` gives."""

@@ -6,6 +6,7 @@ long it will be is arithmetic.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from json.encoder import encode_basestring
 
@@ -18,12 +19,16 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.formats.native.schema import FORMAT, MANIFEST, VERSION, DataFile, Manifest, StoredChunk, StoredTensor
 from holdfast.formats.native.write import INDEX, OWN, SHARD_NBYTES, data_name, other_files
+from holdfast.formats.safetensors.record import CRC_DIGITS
 from holdfast.formats.safetensors.rows import RowFile, row_file
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
 from holdfast.plan.rows import BATCH, TensorRows
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
 __all__ = ["lay_out_native_rows"]
+
+DIGITS = re.compile("." * CRC_DIGITS).findall
+"""The digits of many checksums, those of each by themselves."""
 
 POWERS = 10 ** np.arange(1, 19)
 """The first number of two digits, of three, and so on."""
@@ -47,7 +52,7 @@ def lay_out_native_rows(
     data = row_file(key, names, rows, metadata={}, fields=OWN)
     if data is None:
         return None
-    index = _index(key, names, data.order, nbytes)
+    index = _index(key, data.names, nbytes)
     rest = {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
     file = DataFile(key, data.plan.nbytes)
     manifest = Manifest(FORMAT, VERSION, (file,), {}, dict(metadata), others=other_files([index]))
@@ -58,7 +63,7 @@ def lay_out_native_rows(
     return SavePlan("native", (data.plan,), directory=True, index=(index, FilePlan(MANIFEST, (late,))))
 
 
-def _index(key: str, names: Sequence[str], order: Sequence[int], nbytes: int) -> FilePlan:
+def _index(key: str, names: Sequence[str], nbytes: int) -> FilePlan:
     """The Hugging Face index, as `json.dumps` writes it with an indent of 2."""
     quote, keys = as_keys(names)
     if not quote:
@@ -67,8 +72,8 @@ def _index(key: str, names: Sequence[str], order: Sequence[int], nbytes: int) ->
     between = f"{quote}: {where},\n    {quote}"
     total = f'{{\n  "metadata": {{\n    "total_size": {nbytes}\n  }},\n  "weight_map": {{\n    {quote}'
     pieces = [total.encode()]
-    for first in range(0, len(order), BATCH):
-        listed = between.join([keys[row] for row in order[first : first + BATCH]])
+    for first in range(0, len(names), BATCH):
+        listed = between.join(keys[first : first + BATCH])
         pieces.append((between * bool(first) + listed).encode())
     return FilePlan(INDEX, tuple(map(Literal, [*pieces, f"{quote}: {where}\n  }}\n}}\n".encode()])))
 
@@ -81,9 +86,11 @@ class _Text(Value, frozen=True, eq=False):
     behind: bytes
     """From behind the last one on, without the brace at the end."""
     names: Sequence[str]
+    keys: tuple[str, Sequence[str]]
+    """The names `as_keys`."""
     kinds: Sequence[int]
-    around: Sequence[tuple[str, str, str]]
-    """By kind: the text of a tensor before the bytes where it lies, between those and its checksum, and behind it."""
+    openings: Sequence[str]
+    """By kind: what stands between the name of a tensor and the bytes where it lies."""
     starts: Ints
     stops: Ints
     nbytes: int
@@ -97,20 +104,17 @@ class _Text(Value, frozen=True, eq=False):
         return b"".join([*pieces, sealing(crc, length, self.nbytes)])
 
     def _tensors(self, crcs: Mapping[str, int]) -> Iterator[bytes]:
-        around = self.around
+        quote, keys = self.keys
         for first in range(0, len(self.names), BATCH):
             some = slice(first, first + BATCH)
-            quote, keys = as_keys(self.names[some])
-            texts = [around[kind] for kind in self.kinds[some]]
-            sums = map(crcs.__getitem__, self.names[some])
-            each = zip(keys, texts, self.starts[some].tolist(), self.stops[some].tolist(), sums, strict=True)
-            made = ",".join(
-                [
-                    f"{quote}{name}{quote}{before}{start},{stop}{between}{crc:08x}{behind}"
-                    for name, (before, between, behind), start, stop, crc in each
-                ]
-            )
-            yield b"," * bool(first) + made.encode()
+            names = self.names[some]
+            openings = map([quote + text for text in self.openings].__getitem__, self.kinds[some])
+            sums = DIGITS(np.fromiter(map(crcs.__getitem__, names), ">u4", len(names)).tobytes().hex())
+            each = zip(keys[some], openings, self.starts[some].tolist(), self.stops[some].tolist(), sums, strict=True)
+            between, behind = BETWEEN, BEHIND
+            listed = [f"{name}{opening}{start},{stop}{between}{crc}{behind}" for name, opening, start, stop, crc in each]
+            made = f",{quote}".join(listed)
+            yield f"{',' * bool(first)}{quote}{made}".encode()
 
 
 def _manifest(names: Sequence[str], rows: TensorRows, data: RowFile, whole: bytes) -> Late:
@@ -118,18 +122,18 @@ def _manifest(names: Sequence[str], rows: TensorRows, data: RowFile, whole: byte
     stops = np.empty(len(rows), np.int64)
     stops[data.order] = data.stops
     starts = stops - rows.nbytes
-    around = [_around(kind.dtype.name, kind.shape) for kind in rows.table]
-    opening = b'"tensors":{'
-    at = whole.index(opening) + len(opening)
+    openings = [_around(kind.dtype.name, kind.shape)[0] for kind in rows.table]
+    head = b'"tensors":{'
+    at = whole.index(head) + len(head)
     quote, keys = as_keys(names)
-    every, counts = "".join(keys), np.bincount(rows.kinds, minlength=len(around))
-    texts = ["".join(pieces) for pieces in around]
-    # Between two tensors is a comma, and so between the two bytes; a checksum has 8 digits.
-    length = len(whole) + len(every.encode()) + (2 * len(quote) + 8 + 2) * len(names) - 1
+    every, counts = "".join(keys), np.bincount(rows.kinds, minlength=len(openings))
+    texts = [opening + BETWEEN + BEHIND for opening in openings]
+    # Between two tensors is a comma, and so between the two bytes.
+    length = len(whole) + len(every.encode()) + (2 * len(quote) + CRC_DIGITS + 2) * len(names) - 1
     length += int(counts @ [len(text) for text in texts]) + _digits(starts) + _digits(stops)
     containers = _containers(every) + int(counts @ [_containers(text) for text in texts])
     nbytes = max(length - 1 + SEAL_NBYTES, paid_nbytes(whole, containers))
-    return Late(nbytes, _Text(whole[:at], whole[at:-1], names, rows.kinds, around, starts, stops, nbytes))
+    return Late(nbytes, _Text(whole[:at], whole[at:-1], names, (quote, keys), rows.kinds, openings, starts, stops, nbytes))
 
 
 def _containers(text: str) -> int:
@@ -142,9 +146,12 @@ def _digits(numbers: Ints) -> int:
 
 
 def _around(dtype: str, shape: tuple[int, ...]) -> tuple[str, str, str]:
-    """The text of a tensor of a kind, without the two bytes where it lies and its checksum."""
-    blank = "0" * 8
+    """The text of a tensor around the two bytes where it lies and its checksum. Only what stands before depends on its kind."""
+    blank = "0" * CRC_DIGITS
     text = msgspec.json.encode(StoredTensor(dtype, shape, (StoredChunk(0, (0, 0), blank),))).decode()
     before, _, rest = text.rpartition('"bytes":[0,0]')
     between, _, behind = rest.rpartition(blank)
     return f':{before}"bytes":[', "]" + between, behind
+
+
+_, BETWEEN, BEHIND = _around("", ())

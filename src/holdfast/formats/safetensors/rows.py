@@ -6,19 +6,19 @@ The header is made from a piece of text for each kind of tensor, a batch of tens
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import msgspec
 import numpy as np
 
 from holdfast.core.arrays import Ints
-from holdfast.core.crc import crc32_each
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.formats.recorded import PAIRS
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
 from holdfast.formats.safetensors.write import METADATA, RANK, frame
 from holdfast.formats.strict_json import as_keys
-from holdfast.plan.rows import BATCH, Piece, RowKind, TensorRows, packed_segments
+from holdfast.plan.rows import BATCH, RowKind, TensorRows, packed_segments
 from holdfast.plan.saves import FilePlan
 
 __all__ = ["RowFile", "row_file"]
@@ -30,6 +30,8 @@ class RowFile(Value, frozen=True, eq=False):
     plan: FilePlan
     order: list[int]
     """The rows in the order of the file."""
+    names: list[str]
+    """In that order."""
     stops: Ints
     """The byte of the file after each, in that order."""
 
@@ -53,21 +55,22 @@ def row_file(
     nbytes = rows.nbytes[order]
     stops = np.cumsum(nbytes)
     quote, keys = as_keys(named)
-    openings = [_opening(code or "", kind.shape) for code, kind in zip(codes, rows.table, strict=True)]
+    openings = [quote + _opening(code or "", kind.shape) for code, kind in zip(codes, rows.table, strict=True)]
     kinds = rows.kinds
     listed: list[bytes] = []
     for first in range(0, len(named), BATCH):
         stop = first + BATCH
-        starts, ends = (stops[first:stop] - nbytes[first:stop]).tolist(), stops[first:stop].tolist()
-        each = zip(keys[first:stop], [openings[kinds[row]] for row in order[first:stop]], starts, ends, strict=True)
-        text = ",".join([f"{quote}{name}{quote}{opening}{start},{end}]}}" for name, opening, start, end in each])
-        listed.append(b"," * bool(first) + text.encode())
+        # Each begins where the one before it ends.
+        ends = [str(first and stops[first - 1]), *map(str, stops[first:stop].tolist())]
+        each = zip(keys[first:stop], [openings[kinds[row]] for row in order[first:stop]], ends, islice(ends, 1, None), strict=False)
+        text = f"]}},{quote}".join([f"{name}{opening}{start},{end}" for name, opening, start, end in each])
+        listed.append(f"{',' * bool(first)}{quote}{text}]}}".encode())
     empty = [] if nbytes.all() else [named[at] for at in np.flatnonzero(nbytes == 0).tolist()]
     framed = frame(listed, named, metadata, fields=fields, empty=empty)
     if framed.header_nbytes > Limits().header_nbytes:
         return None
-    segments = (*framed.segments, *packed_segments(rows, order, named, _sums))
-    return RowFile(FilePlan(key, segments), order, stops + PREFIX_NBYTES + framed.header_nbytes)
+    segments = (*framed.segments, *packed_segments(rows, order, named))
+    return RowFile(FilePlan(key, segments), order, named, stops + PREFIX_NBYTES + framed.header_nbytes)
 
 
 def _opening(code: str, shape: tuple[int, ...]) -> str:
@@ -89,7 +92,3 @@ def _ordered(names: Sequence[str], rows: TensorRows, ranks: list[int]) -> list[i
     for row, kind in enumerate(rows.kinds):
         by[ranks[kind]].append(row)
     return [row for some in by.values() for row in sorted(some, key=names.__getitem__)]
-
-
-def _sums(pieces: Sequence[Piece]) -> list[int]:
-    return crc32_each(pieces)

@@ -7,7 +7,8 @@ Tensors of a kind (`plan.rows`) have the same opcodes, but for the key of their 
 
 1. The first tensors of a kind are written opcode by opcode. Once the memo's numbers are four bytes wide, what was written is kept
    as the template of its kind, with a note where the numbers stand (`_Template`).
-2. From then on a tensor is its key between two pieces of bytes. The numbers are filled in by `finish`, all of them together.
+2. From then on a tensor is its key between two pieces of bytes. The numbers are filled in together: of the items of a large dict
+   when they are written, of others by `finish`.
 
 Containers and plain values are written by `PickleWriter`. So the bytes are those of `TorchPickle`, and those of CPython's pickler
 with torch's persistent ids. *Common* is what both write alike, and `leaves` knows it: the exact types of containers and values,
@@ -16,8 +17,9 @@ keys that are text or numbers. For all other states there are the other writers;
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate, repeat
 
 import numpy as np
@@ -28,7 +30,7 @@ from holdfast.core.limits import Limits
 from holdfast.formats.pickle.table import ATTRIBUTES
 from holdfast.formats.pickle.writer import LONG_GET, LONG_PUT, TEXT, TUPLES, get, integer
 from holdfast.formats.torch.writer import STORAGE, UTILS, TorchPickle
-from holdfast.plan.rows import RowKind, TensorRows
+from holdfast.plan.rows import BATCH, RowKind, TensorRows
 
 __all__ = ["CONTAINERS", "RowPickle", "leaves"]
 
@@ -120,6 +122,15 @@ class _Template(Struct, eq=False):
     """Of each tensor, the first of them."""
 
 
+def _fill_in(content: bytearray, made: Sequence[_Template], at: Ints, numbers: Ints) -> None:
+    """Fill in the memo's numbers of tensors whose `behind` begins there, from the first number of each on."""
+    counts = np.array([template.count for template in made], np.int64)
+    holes = np.repeat(at, counts) + np.concatenate([template.holes for template in made])
+    within = np.arange(len(holes)) - np.repeat(np.cumsum(counts) - counts, counts)
+    filled = (np.repeat(numbers, counts) + within).astype("<u4").view(np.uint8).reshape(-1, 4)
+    np.frombuffer(content, np.uint8)[holes[:, None] + np.arange(4)] = filled
+
+
 class RowPickle(TorchPickle):
     """The pickle of a state whose tensors are rows. `types` are those of the tensors.
 
@@ -130,7 +141,7 @@ class RowPickle(TorchPickle):
         super().__init__(limits)
         self._anew = anew
         self._tensors = tensors
-        self._rows = {identity: row for row, identity in enumerate(tensors.identities.tolist())}
+        self._keys = array("q")
         self._types = frozenset(types)
         self.rows |= dict.fromkeys(self._types, RowPickle._row)
         self._new: list[_Template | None] = [None] * len(tensors.table)
@@ -139,17 +150,27 @@ class RowPickle(TorchPickle):
         """The same where it is not."""
         self._puts: list[int] | None = None
         """Which pieces remember something, while a template is made."""
+        self._come = 0
+        """Tensors so far: they come in the order of the rows."""
+        self._numbers = np.zeros(len(tensors), np.int64)
+        """The memo's number of each; 0 for one that has not come."""
+        self._places: dict[int, int] | None = None
+        """The row of each, by identity; made when one comes again."""
 
     def finish(self) -> bytes:
-        content = np.frombuffer(bytearray(super().finish()), np.uint8)
+        self.out.append(b".")
+        made = [template for template in (*self._new, *self._known) if template is not None and template.pieces]
+        if not made:
+            return b"".join(self.out)
         ends = np.cumsum(np.fromiter(map(len, self.out), np.int64, len(self.out)))
-        for made in (*self._new, *self._known):
-            if made is not None and made.pieces:
-                at = ends[np.array(made.pieces, np.int64) - 1]
-                numbers = np.array(made.numbers, np.int64)[:, None] + np.arange(made.count)
-                places = (at[:, None] + made.holes)[:, :, None] + np.arange(4)
-                content[places] = numbers.astype("<u4").view(np.uint8).reshape(places.shape)
-        return content.tobytes()
+        content = bytearray().join(self.out)
+        self.out.clear()
+        for template in made:
+            for first in range(0, len(template.pieces), BATCH):
+                some = slice(first, first + BATCH)
+                at = ends[np.array(template.pieces[some], np.int64) - 1]
+                _fill_in(content, [template] * len(at), at, np.array(template.numbers[some], np.int64))
+        return bytes(content)
 
     def put(self) -> int:
         if self._puts is not None:
@@ -189,22 +210,22 @@ class RowPickle(TorchPickle):
         """Texts and tensors of which none has come before, each with a storage of its own: all at once. False for others."""
         if {*map(type, keys)} != {str} or not self._types.issuperset(map(type, values)):
             return False
-        texts, tensors, memo, count = [*map(id, keys)], [*map(id, values)], self.memo, len(keys)
-        rows = [self._rows[identity] for identity in tensors]
-        first, last = rows[0], rows[-1]
-        records = self._tensors.records[first], self._tensors.records[last]
-        if not memo.keys().isdisjoint(texts) or not memo.keys().isdisjoint(tensors) or len(set(rows)) < count:
+        texts, memo, count, first = [*map(id, keys)], self.memo, len(keys), self._come
+        stop = first + count
+        asked = self._tensors
+        if not memo.keys().isdisjoint(texts) or asked.identities[first:stop].tolist() != [*map(id, values)]:
             return False
-        # Rows and new storages are numbered as they are met.
-        if last - first != count - 1 or records[1] - records[0] != count - 1 or not ONE_DIGIT <= records[0] == len(self._keys):
+        begin, end = asked.records[first], asked.records[stop - 1] + 1
+        # New storages are numbered as they are met.
+        if end - begin != count or not ONE_DIGIT <= begin == len(self._keys) or self._numbers[first:stop].any():
             return False
-        templates = [self._new[kind] for kind in self._tensors.kinds[first : last + 1]]
+        templates = [self._new[kind] for kind in asked.kinds[first:stop]]
         made = [template for template in templates if template is not None]
         if len(made) < count:
             return False
         numbers = [*accumulate([template.count + 1 for template in made], initial=self.count)]
         raws = [str(key).encode("utf-8", "surrogatepass") for key in keys]
-        record_keys = [b"%d" % record for record in range(records[0], records[1] + 1)]
+        record_keys = [b"%d" % record for record in range(begin, end)]
         pieces: list[bytes] = [b""] * (7 * count)
         pieces[0::7] = map(TEXT, repeat(b"X"), map(len, raws))
         pieces[1::7] = raws
@@ -213,26 +234,30 @@ class RowPickle(TorchPickle):
         pieces[4::7] = [KEY_TEXTS[len(key)] for key in record_keys]
         pieces[5::7] = record_keys
         pieces[6::7] = [template.behind for template in made]
-        self.out.append(b"(")
-        begin = len(self.out) + 6
-        for at, template in enumerate(made):
-            template.pieces.append(begin + 7 * at)
-            template.numbers.append(numbers[at] + 1)
-        self.out += pieces
-        self.out.append(b"u")
+        content = bytearray().join(pieces)
+        puts = np.array(numbers, np.int64)
+        ends = np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))[5::7]
+        _fill_in(content, made, ends, puts[:-1] + 1)
+        self.out += (b"(", bytes(content), b"u")
         memo.update(zip(texts, numbers, strict=False))
-        memo.update(zip(tensors, [number - 1 for number in numbers[1:]], strict=True))
-        self._keys += [number + 1 for number in numbers[:-1]]
-        self.count = numbers[-1]
+        self._numbers[first:stop] = puts[1:] - 1
+        self._keys.extend([number + 1 for number in numbers[:-1]])
+        self.count, self._come = numbers[-1], stop
         return True
 
     def _row(self, value: object) -> None:
         """A tensor."""
-        identity, memo = id(value), self.memo
-        if identity in memo:
-            self.out.append(get(memo[identity]))
+        identity, row = id(value), self._come
+        if row < len(self._tensors) and self._tensors.identities.item(row) == identity:
+            self._come = row + 1
+        else:
+            if self._places is None:
+                self._places = {one: row for row, one in enumerate(self._tensors.identities.tolist())}
+            row = self._places[identity]
+        if known := self._numbers.item(row):
+            self.out.append(get(known))
             return
-        row, number = self._rows[identity], self.count
+        number = self.count
         kind, record = self._tensors.kinds[row], self._tensors.records[row]
         new = record == len(self._keys)
         made = (self._new if new else self._known)[kind]
@@ -251,7 +276,7 @@ class RowPickle(TorchPickle):
             made.numbers.append(number)
             self.out.append(made.behind)
             self.count = number + made.count
-        memo[identity] = self.count - 1
+        self._numbers[row] = self.count - 1
 
     def _template(self, kind: RowKind, *, new: bool) -> _Template:
         """What was just written, once more and without the key: all that it refers to is known now."""

@@ -24,7 +24,7 @@ Sparse, quantised, nested and jagged tensors are one call over their plain parts
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, MutableSequence
 
 from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, c_strides
@@ -166,7 +166,7 @@ class TorchPickle(PickleWriter):
             DType: TorchPickle._torch_dtype,
             Global: TorchPickle._global_or_layout,
         }
-        self._keys: list[int] = []
+        self._keys: MutableSequence[int] = []
         """The memo's number of each record's key."""
         self._texts: dict[str, bytes] = {}
         """References to texts that are shared by all tensors."""

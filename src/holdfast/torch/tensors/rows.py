@@ -20,7 +20,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from holdfast.core.arrays import Ints
+from holdfast.core.arrays import Ints, are_apart
 from holdfast.core.chunk import c_strides
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.runtime import memories_at, memory_at
@@ -112,6 +112,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
     locations = _locations(tensors)
     if locations is None:
         return None
+    gpus = {*locations} != {CPU}
     known: dict[torch.dtype, DType] = {}
     positions: dict[tuple[object, ...], int] = {}
     kinds: list[int] = []
@@ -142,7 +143,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
         return None
     records: Sequence[int] = range(len(tensors))
     over = tensors
-    if len(np.unique(addresses)) < len(tensors):
+    if not are_apart(addresses):
         # What is empty has no address, and two storages may have the same memory.
         identities = list(map(IDENTITY, storages))
         numbers = {identity: number for number, identity in enumerate(dict.fromkeys(identities))}
@@ -155,7 +156,7 @@ def _ask(tensors: list[torch.Tensor], *, whole: bool) -> TensorRows | None:
             return None
     if not addresses[nbytes > 0].all():
         return None
-    far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU}
+    far = {record: over[record] for record, location in zip(records, locations, strict=True) if location != CPU} if gpus else {}
     distant = [kind for kind in table if kind.location != CPU]
     # Of dtypes without a storage class, the newer ones, torch may not have all operations.
     alike = len({kind.dtype for kind in distant}) == 1 and all(kind.dtype.storage and _is_whole(kind) for kind in distant)

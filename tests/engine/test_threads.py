@@ -1,0 +1,56 @@
+"""Turns at computing: as many as there are cores, and all of them free in a forked child."""
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from holdfast.engine import threads
+
+
+def test_no_more_threads_compute_than_there_are_cores(monkeypatch):
+    monkeypatch.setattr(threads, "_cores", lambda: 2)
+    monkeypatch.setattr(threads, "_CORES", threads._Cores())
+    lock, now, most = threading.Lock(), 0, 0
+
+    def task() -> None:
+        nonlocal now, most
+        with threads.computing():
+            with lock:
+                now += 1
+                most = max(most, now)
+            time.sleep(0.01)
+            with lock:
+                now -= 1
+
+    threads.run_all([task] * 12, 6)
+    assert (now, most) == (0, 2)
+
+
+def test_who_fails_gives_its_turn_back(monkeypatch):
+    monkeypatch.setattr(threads, "_cores", lambda: 1)
+    monkeypatch.setattr(threads, "_CORES", threads._Cores())
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError), threads.computing():
+            raise ZeroDivisionError
+
+
+FORKED = """
+import os
+from holdfast.engine import threads
+threads._cores = lambda: 1
+with threads.computing():
+    child = os.fork()
+    if not child:
+        with threads.computing():
+            os._exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no fork")
+def test_all_turns_are_free_in_a_forked_child():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "7", done.stderr
