@@ -10,13 +10,13 @@ Until then its bytes take room on the disk. Whoever finds too little room waits 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from typing import Self
 
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.stores.files import Files
 
-__all__ = ["Replaced", "held", "wait_for_room"]
+__all__ = ["Replaced", "wait_for_room"]
 
 LARGE_NBYTES = 16 << 20
 """Less is freed in 3 ms, beside which a thread is not worth it."""
@@ -26,11 +26,17 @@ MOST_HELD = 64
 
 
 class Replaced:
-    """Files that are about to lose their names."""
+    """Files that are about to lose their names, in a block at the end of which they are let go of."""
 
     def __init__(self, files: Files) -> None:
         self._files = files
         self._held: list[int] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.let_go()
 
     def hold(self, name: str, *, at: int, nbytes: int) -> None:
         """Keep what is under a name, where it is large."""
@@ -56,17 +62,6 @@ class Replaced:
         while self._held:
             with suppress(OSError):  # also in a fork: what was inherited is closed there already
                 self._files.close(self._held.pop())
-
-
-@contextmanager
-def held(files: Files, name: str, *, at: int, nbytes: int) -> Iterator[None]:
-    """A block in which what is under a name, of so many bytes, loses it."""
-    replaced = Replaced(files)
-    try:
-        replaced.hold(name, at=at, nbytes=nbytes)
-        yield
-    finally:
-        replaced.let_go()
 
 
 _lock = renewed(threading.Lock())

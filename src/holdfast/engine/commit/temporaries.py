@@ -273,16 +273,13 @@ def empty(files: Files, directory: Kept, names: list[str], *, sizes: Mapping[str
     What speaks of other files (indexes) goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and
     not a heap of files that are complete. Those whose `sizes` are known are freed behind the caller's back where they are large.
     """
-    replaced = Replaced(files)
-    try:
+    with Replaced(files) as replaced:
         for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
             if sizes is not None and name in sizes:
                 replaced.hold(name, at=directory.descriptor, nbytes=sizes[name].nbytes)
             with suppress(FileNotFoundError):
                 files.unlink(name, at=directory.descriptor)
         files.rmdir(directory.name, at=directory.at)
-    finally:
-        replaced.let_go()
 
 
 def set_aside(files: Files, name: str, *, at: int, longest: int) -> list[str]:

@@ -39,7 +39,7 @@ from typing import ClassVar, Self, cast
 from holdfast.core.value import replace
 from holdfast.engine.commit.linked import NO_LINKS, linked_or_copied
 from holdfast.engine.commit.new_file import NewFile
-from holdfast.engine.commit.replaced import held
+from holdfast.engine.commit.replaced import Replaced
 from holdfast.engine.commit.target import Target, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
     Kept,
@@ -201,7 +201,9 @@ class FileTransaction(_Transaction):
     def _publish(self, target: Target, temporary: Kept) -> None:
         files = target.files
         if self.overwrite:
-            with held(files, target.name, at=target.at, nbytes=0 if target.existing is None else target.existing.nbytes):
+            with Replaced(files) as replaced:
+                if target.existing is not None:
+                    replaced.hold(target.name, at=target.at, nbytes=target.existing.nbytes)
                 files.rename(temporary.name, target.name, at=target.at)
         elif not files.rename_new(temporary.name, target.name, at=target.at):
             try:

@@ -37,9 +37,9 @@ from holdfast.formats.torch.table import CALLS, TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.torch.writer import NESTED, TorchPickle
 from holdfast.formats.zip.numbered import Numbered, by_digits, fill_names
-from holdfast.formats.zip.writer import Payload, Records, lay_out_zip
+from holdfast.formats.zip.writer import SHORT_NBYTES, Payload, Records, known_archive, lay_out_zip
 from holdfast.plan import rows as small
-from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Memory, SavePlan, Segment
+from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Literal, Memory, SavePlan, Segment
 
 __all__ = [
     "NBYTES",
@@ -277,11 +277,24 @@ def lay_out_container(
         ("version", b"3\n"),
         *(() if order_first else order),
     ]
-    made = Identity(records, crc=crc)
-    # Where all is known already, the archive is one piece.
-    known = all(isinstance(record, tuple) and isinstance(record[1], bytes) for record in records)
-    identity: Payload = made({}) if known else Late(NBYTES, made)
-    return lay_out_zip(name, [*records, (SERIALIZATION_ID, identity)], alignment=alignment, crc=crc)
+    known = [record for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
+    if len(known) == len(records) and sum([len(payload) for _, payload in known]) < SHORT_NBYTES:
+        return (Literal(_known_container(name, known, alignment=alignment, crc=crc)),)
+    return lay_out_zip(name, [*records, (SERIALIZATION_ID, Late(NBYTES, Identity(records, crc=crc)))], alignment=alignment, crc=crc)
+
+
+def _known_container(name: str, records: Sequence[tuple[str, bytes]], *, alignment: int, crc: bool) -> bytes:
+    """The archive in one piece, where all of it is known and short: each payload is summed once."""
+    crcs = [crc32(payload) if crc else 0 for _, payload in records]
+    found: list[int] = []
+    for (_, payload), own in zip(records, crcs, strict=True):
+        if payload:
+            mistaken = mistaken_crc(payload)
+            found += (own,) if mistaken is None else (mistaken, own)
+    identity = b"%020d%020d" % (_fold_numbered(tuple([record[0] for record in records])), fold(found))
+    return known_archive(
+        name, [*records, (SERIALIZATION_ID, identity)], [*crcs, crc32(identity) if crc else 0], alignment=alignment
+    )
 
 
 class Identity:
@@ -305,7 +318,7 @@ class Identity:
             names.append(name)
             if not (payload if isinstance(payload, bytes) else payload.nbytes):
                 continue
-            mistaken = mistaken_crc(payload if isinstance(payload, bytes) else _head(payload))
+            mistaken = mistaken_crc(_head(payload))
             if mistaken is not None:
                 found.append(mistaken)
             if not self.crc or isinstance(payload, Hole):

@@ -39,7 +39,7 @@ from holdfast.formats.zip.layout import (
 from holdfast.formats.zip.numbered import ENTRY_CRC, Numbered, lay_out_numbered
 from holdfast.plan.saves import Data, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "Records", "entry", "header", "lay_out_zip", "tail"]
+__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "Records", "entry", "header", "known_archive", "lay_out_zip", "tail"]
 
 Payload = bytes | Data | Memory | Hole | Late
 """What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
@@ -143,7 +143,8 @@ def lay_out_zip(prefix: str, records: Records, *, alignment: int = 64, crc: bool
         raise ValueError("two records of one name (readers ignore case)")
     known = [(record[0], record[1]) for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
     if len(known) == len(records) and sum([len(name) + len(payload) for name, payload in known]) < SHORT_NBYTES:
-        return (Literal(_known_archive(prefix.encode("utf-8") + b"/", known, alignment=alignment, crc=crc)),)
+        crcs = [crc32(payload) if crc else 0 for _, payload in known]
+        return (Literal(known_archive(prefix, known, crcs, alignment=alignment)),)
     return _Forward(prefix, alignment=alignment, crc=crc).lay_out(records)
 
 
@@ -151,16 +152,18 @@ SHORT_NBYTES = 1 << 20
 """An archive of which all is known is made at once up to this size."""
 
 
-def _known_archive(prefix: bytes, records: Sequence[tuple[str, bytes]], *, alignment: int, crc: bool) -> bytes:
-    """What `_Forward` makes of a few short records, in a third of the time: whoever saves a kilobyte waits for this."""
+def known_archive(prefix: str, records: Sequence[tuple[str, bytes]], crcs: Sequence[int], *, alignment: int) -> bytes:
+    """What `_Forward` makes of a few short records, in a third of the time: whoever saves a kilobyte waits for this.
+
+    Their names are those of one archive, and their checksums known: 0 for what is empty, and where none shall be said.
+    """
     pieces: list[bytes] = []
     entries: list[bytes] = []
-    at = 0
-    for name, payload in records:
-        raw, nbytes = prefix + name.encode("utf-8"), len(payload)
+    at, folder = 0, prefix.encode("utf-8") + b"/"
+    for (name, payload), own in zip(records, crcs, strict=True):
+        raw, nbytes = folder + name.encode("utf-8"), len(payload)
         if len(raw) > MAX16:
             raise ValueError(f"a record's name of {len(raw):,} bytes")
-        own = crc32(payload) if crc and nbytes else 0
         entries += (SHORT_ENTRY.pack(FILLED if nbytes else EMPTY, own, nbytes, nbytes, len(raw), b"", at), raw)
         head, at = header(raw, nbytes, at, alignment=alignment)
         pieces += (head, payload)
