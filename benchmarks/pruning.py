@@ -4,7 +4,7 @@
     prune-global      one threshold over all tensors      the same over all of them
     prune-nm          2:4                                 only the writing
     prune-block       nine of ten blocks of 4 × 4         scores of all blocks, then the writing
-    prune-random      half of each tensor, at random      keys twice
+    prune-random      half of each tensor, at random      keys once, while it is written
     prune-masks       half of each tensor, masks beside   masks are found twice
 
 What is promised is memory: at most 500 MB above what the process had after its imports, whatever the size of the checkpoint.

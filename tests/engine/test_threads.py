@@ -4,15 +4,22 @@ import subprocess
 import sys
 import threading
 import time
+from functools import cache
 
 import pytest
 
 from holdfast.engine import threads
 
 
-def test_no_more_threads_compute_than_there_are_cores(monkeypatch):
+@pytest.fixture
+def two_cores(monkeypatch):
+    """No thread has a turn yet, and there are two."""
     monkeypatch.setattr(threads, "_cores", lambda: 2)
-    monkeypatch.setattr(threads, "_CORES", threads._Cores())
+    monkeypatch.setattr(threads, "_turns", cache(threads._turns.__wrapped__))
+    monkeypatch.setattr(threads, "_own", threads._Own())
+
+
+def test_no_more_threads_compute_than_there_are_cores(two_cores):
     lock, now, most = threading.Lock(), 0, 0
 
     def task() -> None:
@@ -29,9 +36,22 @@ def test_no_more_threads_compute_than_there_are_cores(monkeypatch):
     assert (now, most) == (0, 2)
 
 
-def test_who_fails_gives_its_turn_back(monkeypatch):
-    monkeypatch.setattr(threads, "_cores", lambda: 1)
-    monkeypatch.setattr(threads, "_CORES", threads._Cores())
+def test_threads_share_the_turns_evenly(two_cores):
+    started = [threading.Thread(target=lambda: turns.append(threads.computing())) for _ in range(6)]
+    turns: list[object] = []
+    for thread in started:
+        thread.start()
+        thread.join()
+    assert sorted(map(turns.count, turns)) == [3] * 6
+
+
+def test_who_has_a_turn_has_it_again(two_cores):
+    """As a handler of a signal would that saves while its thread computes."""
+    with threads.computing(), threads.computing():
+        pass
+
+
+def test_who_fails_gives_its_turn_back(two_cores):
     for _ in range(3):
         with pytest.raises(ZeroDivisionError), threads.computing():
             raise ZeroDivisionError

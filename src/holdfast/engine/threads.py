@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import cache
+from itertools import count
 
 import numpy as np
 
-from holdfast.core.runtime import at_fork, start
+from holdfast.core.runtime import renewed, start
 
 __all__ = ["computing", "default_threads", "run_all", "start"]
 
@@ -44,42 +45,41 @@ def run_all(work: Iterable[Callable[[], None]], threads: int) -> None:
     Crew(tasks).run(min(threads, len(tasks)) - 1)
 
 
-class _Cores:
-    """Who computes: as many threads at once as there are cores."""
-
-    def __init__(self) -> None:
-        self.renew()
-
-    def renew(self) -> None:
-        """As at the beginning: in a forked child nobody else is there who could give anything back."""
-        self._free: threading.Semaphore | None = None
-
-    def free(self) -> threading.Semaphore:
-        if self._free is None:
-            # Memory of this length is freed at once, untouched. After that the C library keeps what is freed, up to twice the
-            # length, instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as
-            # all that is computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
-            np.empty(KEPT_NBYTES, np.uint8)
-            self._free = threading.Semaphore(_cores())
-        return self._free
-
-
 KEPT_NBYTES = 16 << 20
 """More than the arrays between two calls take together, of one thread."""
 
-_CORES = _Cores()
-at_fork(after_in_child=_CORES.renew)
+
+@cache
+def _turns() -> tuple[AbstractContextManager[bool], ...]:
+    """As many as there are cores. A thread may have its own twice: a handler of a signal may compute in between."""
+    # Memory of this length is freed at once, untouched. After that the C library keeps what is freed, up to twice the length,
+    # instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as all that is
+    # computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
+    np.empty(KEPT_NBYTES, np.uint8)
+    return tuple(renewed(threading.RLock()) for _ in range(_cores()))
 
 
-@contextmanager
-def computing() -> Iterator[None]:
-    """Compute with numpy, and neither read nor wait for anything meanwhile.
+class _Own(threading.local):
+    """What belongs to a thread."""
+
+    turn: AbstractContextManager[bool] | None = None
+
+
+_own, _numbers = _Own(), count()
+
+
+def computing() -> AbstractContextManager[bool]:
+    """To compute with numpy, in a `with`; who has it neither reads nor waits for anything meanwhile.
 
     Every call of numpy takes the interpreter's lock again. Threads that have no core wait for it too, and who gets it without a
-    core to run on keeps all others from theirs: with two threads a core, that took more time than the arithmetic.
+    core to run on keeps all others from theirs: with two threads a core, that took more time than the arithmetic. A plain lock and
+    no semaphore: Python's own may lose a turn for ever where Ctrl-C arrives.
     """
-    with _CORES.free():
-        yield
+    turn = _own.turn
+    if turn is None:
+        # Threads that start one after the other have different ones, as far as there are.
+        turn = _own.turn = _turns()[next(_numbers) % len(_turns())]
+    return turn
 
 
 class Crew:

@@ -421,4 +421,5 @@ def mean_squares(values: np.ndarray, height: int, width: int) -> np.ndarray:
             sums += part
         heights = np.minimum(height, rows - np.arange(0, rows, height))
         widths = np.minimum(width, columns - np.arange(0, columns, width))
-        return sums.reshape(down, across) / (heights[:, None] * widths)
+        means: np.ndarray = sums.reshape(down, across) / (heights[:, None] * widths)
+    return means
