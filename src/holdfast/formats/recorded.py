@@ -226,6 +226,9 @@ class RecordedTensors(Mapping[str, LazyTensor]):
         view = recorded.views.get(first or name)
         return tensor if view is None else replace(tensor, traits=replace(tensor.traits, alias=view))
 
+    def is_noted(self, name: str) -> bool:
+        return self._recorded.aliases.get(name, name) in self._recorded.views
+
     def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
         # Where a tensor lay before does not matter to who reads it; what its elements are does.
         if self._recorded.pairs or not isinstance(self._stored, Columned):

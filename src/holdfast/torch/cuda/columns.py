@@ -36,7 +36,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.columns import NO_CRC, Columned, Columns, columns_of, ordinary_limits, place_of
 from holdfast.core.crc import have_crcs
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Outlined, Source
+from holdfast.core.protocols import Noted, Outlined, Source
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -252,13 +252,17 @@ Found = tuple[OpenSource, Columns, list[DType], np.ndarray]
 
 
 def _outlined(tensors: Columned, names: Sequence[str]) -> Found | None:
-    """Of a format that knows where its tensors lie without making them. There each has a storage of its own."""
+    """Of a format that knows where its tensors lie without making them. There each has a storage of its own, but for those of which
+    the file notes another."""
     found = tensors.columns(names)
     if found is None or not isinstance(found[0], OpenSource) or not isinstance(tensors, Outlined):
         return None
     columns = found[1]
     dtypes = [tensors.outline(names[number])[0] for number in columns.numbers]
-    return found[0], columns, dtypes, np.ones(len(columns), np.bool_)
+    alone = np.ones(len(columns), np.bool_)
+    if isinstance(tensors, Noted):
+        alone[:] = [not tensors.is_noted(names[number]) for number in columns.numbers]
+    return found[0], columns, dtypes, alone
 
 
 def _described(lazies: Sequence[LazyTensor]) -> Found | None:
