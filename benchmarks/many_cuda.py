@@ -65,21 +65,16 @@ SWEEP: tuple[dict[str, int], ...] = (
     {"block": 16},
     {"readers": 8},
     {"readers": 10},
-    {"readers": 14},
     {"readers": 16},
-    {"spare": 4},
-    {"spare": 12},
+    {"spare": 2},
+    {"spare": 8},
     {"block": 4, "readers": 8},
-    {"block": 4, "readers": 16},
-    {"block": 2, "readers": 8},
-    {"step": 2},
     {"step": 4},
     {"together": 1},
-    {"together": 2},
     {"together": 8},
 )
 """Megabytes of a block and of what is summed at a time; readers; blocks beyond one a reader, and blocks copied together."""
-FEW_SWEEPS: tuple[dict[str, int], ...] = ({}, {"block": 4}, {"block": 16}, {"readers": 8}, {"readers": 16}, {"together": 2})
+FEW_SWEEPS: tuple[dict[str, int], ...] = ({}, {"spare": 2}, {"spare": 8}, {"readers": 8})
 """Of the second state."""
 
 MANY_SAVES: tuple[dict[str, int], ...] = (

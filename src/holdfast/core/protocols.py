@@ -30,6 +30,7 @@ __all__ = [
     "Foreign",
     "Format",
     "Ints",
+    "Noted",
     "Outlined",
     "Request",
     "Source",
@@ -143,6 +144,14 @@ class Outlined(Protocol):
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
         """Its dtype and shape."""
+
+
+@runtime_checkable
+class Noted(Protocol):
+    """What a mapping of lazy tensors may offer besides: of which the file says that they lay in other storages than they do now."""
+
+    def is_noted(self, name: str) -> bool:
+        """Whether it says so of one: such tensors share a storage again when they are read, or have other strides."""
 
 
 class Request(Value, frozen=True):

@@ -226,8 +226,7 @@ class RecordedTensors(Mapping[str, LazyTensor]):
         view = recorded.views.get(first or name)
         return tensor if view is None else replace(tensor, traits=replace(tensor.traits, alias=view))
 
-    def is_view(self, name: str) -> bool:
-        """Whether a tensor was a view of a storage when it was saved, and may have to be one again."""
+    def is_noted(self, name: str) -> bool:
         return self._recorded.aliases.get(name, name) in self._recorded.views
 
     def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:

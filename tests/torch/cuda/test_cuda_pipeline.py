@@ -63,6 +63,24 @@ def test_every_task_passes_once(tasks, blocks, threads, known):
     assert copies.threads <= {threading.get_ident()}
 
 
+@pytest.mark.parametrize("allowed", [0, 1, 2, 5])
+def test_those_that_can_start_do_all_of_it(monkeypatch, allowed):
+    """The system refuses threads; one that leads others may be among those."""
+    left, turn, before = [allowed], threading.Lock(), pipeline.start
+
+    def start(run, **more):
+        with turn:
+            left[0] -= 1
+            refused = left[0] < 0
+        return None if refused else before(run, **more)
+
+    monkeypatch.setattr(pipeline, "start", start)
+    copies = Copies()
+    pump(range(50), [[] for _ in range(4)], threads=8, read=copies.read, put=copies.put)
+    assert sorted(copies.done) == list(range(50))
+    assert not copies.busy
+
+
 def test_tasks_are_made_as_they_are_needed():
     made = []
 

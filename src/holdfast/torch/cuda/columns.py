@@ -36,13 +36,12 @@ from holdfast.core.chunk import Storage
 from holdfast.core.columns import NO_CRC, Columned, Columns, columns_of, ordinary_limits, place_of
 from holdfast.core.crc import have_crcs
 from holdfast.core.dtype import DType
-from holdfast.core.protocols import Outlined, Source
+from holdfast.core.protocols import Noted, Outlined, Source
 from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, Unsupported
-from holdfast.formats.recorded import RecordedTensors
 from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.cuda.host import POOL, HostBlock
 from holdfast.torch.cuda.kinds import Kind, views
@@ -253,15 +252,16 @@ Found = tuple[OpenSource, Columns, list[DType], np.ndarray]
 
 
 def _outlined(tensors: Columned, names: Sequence[str]) -> Found | None:
-    """Of a format that knows where its tensors lie without making them. There each has a storage of its own, if it was no view."""
+    """Of a format that knows where its tensors lie without making them. There each has a storage of its own, but for those of which
+    the file notes another."""
     found = tensors.columns(names)
     if found is None or not isinstance(found[0], OpenSource) or not isinstance(tensors, Outlined):
         return None
     columns = found[1]
     dtypes = [tensors.outline(names[number])[0] for number in columns.numbers]
     alone = np.ones(len(columns), np.bool_)
-    if isinstance(tensors, RecordedTensors):
-        alone[:] = [not tensors.is_view(names[number]) for number in columns.numbers]
+    if isinstance(tensors, Noted):
+        alone[:] = [not tensors.is_noted(names[number]) for number in columns.numbers]
     return found[0], columns, dtypes, alone
 
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 import torch
 
 from holdfast.core.protocols import Request, Source
+from holdfast.core.runtime import resting_collector
 from holdfast.core.value import Value
 from holdfast.engine.checks import Checks
 from holdfast.engine.source import OpenSource
@@ -42,8 +43,8 @@ FEW_BLOCKS = 8
 LEAST_NBYTES = 2 << 20
 """The least that can be allowed: two blocks of 1 MiB."""
 
-SPARE_BLOCKS = 8
-"""Blocks beyond one a reader: those that are being emptied."""
+SPARE_BLOCKS = 4
+"""Blocks beyond one a reader: those that are being emptied. More of them would only be out of the caches when it is their turn."""
 
 READERS = 12
 """Threads that read, at the most: more take the interpreter lock from the one that starts the copies."""
@@ -73,7 +74,7 @@ def blocks_within(most: int | None, threads: int) -> Size:
     """As many blocks as `threads` readers need, within a budget of `most` bytes.
 
     >>> blocks_within(None, 16), blocks_within(40 << 20, 16), blocks_within(2 << 20, 16)
-    (Size(count=24, nbytes=8388608), Size(count=8, nbytes=5242880), Size(count=2, nbytes=1048576))
+    (Size(count=20, nbytes=8388608), Size(count=8, nbytes=5242880), Size(count=2, nbytes=1048576))
     """
     budget = DEFAULT_NBYTES if most is None else most
     if budget < LEAST_NBYTES:
@@ -111,11 +112,12 @@ def load_fills(
     full = -(-sum(one.lazy.nbytes for one in fills) // size.nbytes) + 1
     readers = min(threads, size.count, full)
     # All of them before the first is read: made by the readers, each call into torch would wait for the interpreter lock.
-    tasks = [
-        task
-        for (source, device), members in groups.items()
-        for task in tasks_of(source, device, members, size.nbytes, readers=readers)
-    ]
+    with resting_collector():
+        tasks = [
+            task
+            for (source, device), members in groups.items()
+            for task in tasks_of(source, device, members, size.nbytes, readers=readers)
+        ]
     count = min(size.count, len(tasks), full)
     blocks = POOL.lend(count, size.nbytes)
     locked = all(block.locked for block in blocks)

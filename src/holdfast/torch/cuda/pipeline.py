@@ -18,6 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
@@ -49,6 +50,10 @@ Put = Callable[[Sequence[tuple[Task, Block]]], Mark]
 
 Started = deque[tuple[list[Block], Mark]]
 """Copies that are under way, the oldest first."""
+
+
+LEADERS = 3
+"""Readers that are started by the caller, and start the others."""
 
 
 class Failed:
@@ -97,19 +102,37 @@ def pump(
         finally:
             full.put(None)
 
+    begun: list[int] = []
+    """One for each that was to be started, and so will say that it has ended."""
+    readers: list[threading.Thread] = []
+
+    def begin(run: Callable[[], None]) -> None:
+        if stop.is_set():
+            return
+        begun.append(len(begun))
+        started = start(run, name=f"holdfast-read-{begun[-1]}", daemon=True)
+        if started is None:
+            full.put(None)  # those that could start do all of it
+        else:
+            readers.append(started)
+
+    def lead(others: int) -> None:
+        try:
+            for _ in range(others):
+                begin(reader)
+        finally:
+            reader()
+
     under_way: Started[Block] = deque()
     failures: list[BaseException] = []
-    readers: list[threading.Thread] = []
     ended = 0
     try:
-        for number in range(threads):
-            started = start(reader, name=f"holdfast-read-{number}", daemon=True)
-            if started is None:
-                break  # those that could start do all of it
-            readers.append(started)
+        # To start a thread takes as long as to have the interpreter lock twice. So the caller starts a few, and those the others.
+        for number in range(min(LEADERS, threads)):
+            begin(partial(lead, len(range(number + LEADERS, threads, LEADERS))))
         if not readers:
             _alone(waiting, blocks[0], read, put)
-        while ended < len(readers):
+        while ended < len(begun):
             items = _taken(full)
             while under_way and under_way[0][1].query():
                 _land(under_way, free)
@@ -137,8 +160,9 @@ def pump(
         stop.set()
         for _ in range(threads):
             free.put(None)
-        for thread in readers:
-            thread.join()
+        # Whoever started others has noted them by its end.
+        while readers:
+            readers.pop().join()
         while under_way:
             _land(under_way, free)
     if failures:

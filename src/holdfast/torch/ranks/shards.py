@@ -27,6 +27,10 @@ from holdfast.torch.versions import dtensor_module
 __all__ = ["LocalPart", "Shards", "is_sharded", "shards_of"]
 
 
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""By exact class."""
+
+
 class LocalPart(Value, frozen=True, eq=False):
     """A box of the whole, and the local tensor that has its elements."""
 
@@ -77,6 +81,9 @@ def _classes() -> tuple[type, type]:
 
 def is_sharded(value: object) -> bool:
     """Whether this is a tensor of which a rank has parts."""
+    if type(value) in PLAIN:
+        # Nearly all are, and there may be very many: a mark is an attribute.
+        return bool(vars(value)) and _is_marked(value)
     return isinstance(value, _classes()) or _speaks(value) or _is_marked(value)
 
 

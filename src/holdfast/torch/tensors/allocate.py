@@ -9,6 +9,7 @@ import torch
 from msgspec import Struct, field
 
 from holdfast.core.chunk import c_strides
+from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
@@ -85,8 +86,9 @@ def read_tensors(
 
     `max_host_memory` is for GPUs, as in `fill`; what it has to say is a warning here.
     """
-    wants = {name: Want(lazy, wanted_dtype(lazy, dtype), device or CPU) for name, lazy in tensors.items()}
-    fresh = make_fresh(wants)
+    with resting_collector():
+        wants = {name: Want(lazy, wanted_dtype(lazy, dtype), device or CPU) for name, lazy in tensors.items()}
+        fresh = make_fresh(wants)
     wanted_in_large_pages((one.target.data_ptr(), one.target.nbytes) for one in fresh.fills if one.target.is_cpu)
     for note in fill(fresh.fills, progress, max_host_memory=max_host_memory):
         warnings.warn(note, HoldfastWarning, stacklevel=3)

@@ -108,9 +108,12 @@ def _overlapping(fills: list[Fill]) -> set[int]:
     for number, one in enumerate(fills):
         if one.target.is_cpu or one.target.is_cuda:
             # Addresses of GPUs and of the host are never the same.
-            start = one.target.data_ptr()
-            reach = sum((n - 1) * s for n, s in zip(one.target.shape, one.target.stride(), strict=True)) + 1
-            spans.append((start, start + reach * one.target.element_size(), number))
+            start, target = one.target.data_ptr(), one.target
+            if target.is_contiguous():
+                reach = target.numel()
+            else:
+                reach = sum((n - 1) * s for n, s in zip(target.shape, target.stride(), strict=True)) + 1
+            spans.append((start, start + reach * target.element_size(), number))
     behind: set[int] = set()
     end, first = 0, -1
     for start, stop, number in sorted(spans):
