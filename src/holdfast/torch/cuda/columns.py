@@ -1,7 +1,7 @@
 """Many small tensors of a file to a GPU: few reads, few copies, and tensors that the device makes out of what has arrived.
 
     file      │ a │ b │ c │ … │        one read of some megabytes, by one of many threads
-    block     │ a │ b │ c │ … │        page-locked; each checksum is compared here
+    block     │ a │ b │ c │ … │        page-locked; checksums are compared here, those of a read together
     device    │ a │ b │ c │ … │        one copy, on the side stream
               a   b   c   …            each with a storage of its own, by one kernel for a hundred of them
 
