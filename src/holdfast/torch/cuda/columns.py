@@ -13,7 +13,7 @@ what has arrived together, in their shape (kinds.py).
 1. *Ordinary* are rows that are all of their storage, which no other tensor shares. What was tied stays with the way of objects,
    which ties it again; so do large ones, those without bytes, and what is cast.
 2. Nothing shares a storage that did not in the file. Views of what arrived would cost less, and one tensor that somebody keeps
-   would keep sixteen megabytes.
+   would keep the block.
 3. Tensors are made on the caller's stream, which waits for the copy. Their memory belongs to that stream, as if it had made them.
 4. Where a read fails or a checksum is another nothing is given, and the way of objects says what it is.
 
