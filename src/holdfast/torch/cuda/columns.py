@@ -1,7 +1,7 @@
 """Many small tensors of a file to a GPU: few reads, few copies, and tensors that the device makes out of what has arrived.
 
     file      │ a │ b │ c │ … │        one read of some megabytes, by one of many threads
-    block     │ a │ b │ c │ … │        page-locked; each checksum is compared here
+    block     │ a │ b │ c │ … │        page-locked; checksums are compared here, those of a read together
     device    │ a │ b │ c │ … │        one copy, on the side stream
               a   b   c   …            each with a storage of its own, by one kernel for a hundred of them
 
@@ -13,7 +13,7 @@ what has arrived together, in their shape (kinds.py).
 1. *Ordinary* are rows that are all of their storage, which no other tensor shares. What was tied stays with the way of objects,
    which ties it again; so do large ones, those without bytes, and what is cast.
 2. Nothing shares a storage that did not in the file. Views of what arrived would cost less, and one tensor that somebody keeps
-   would keep sixteen megabytes.
+   would keep the block.
 3. Tensors are made on the caller's stream, which waits for the copy. Their memory belongs to that stream, as if it had made them.
 4. Where a read fails or a checksum is another nothing is given, and the way of objects says what it is.
 
