@@ -261,7 +261,7 @@ def lay_out_container(
         ("version", b"3\n"),
         *(() if order_first else order),
     ]
-    known = [record for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
+    known = [(record[0], record[1]) for record in records if isinstance(record, tuple) and isinstance(record[1], bytes)]
     if len(known) == len(records) and sum([len(payload) for _, payload in known]) < SHORT_NBYTES:
         return (Literal(_known_container(name, known, alignment=alignment, crc=crc)),)
     return lay_out_zip(name, [*records, (SERIALIZATION_ID, Late(NBYTES, Identity(records, crc=crc)))], alignment=alignment, crc=crc)
