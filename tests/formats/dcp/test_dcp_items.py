@@ -28,6 +28,8 @@ SQUARE = {"w": tensor([2, 2], [chunk([0, 0], [2, 2])])}
 
 
 class CountingStore(MemoryStore):
+    resident = False  # so that every byte is asked for
+
     def __init__(self, content):
         super().__init__(content)
         self.reads: list[tuple[str, int, int]] = []
