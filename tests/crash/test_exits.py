@@ -60,8 +60,8 @@ def test_work_is_done_without_threads(monkeypatch: pytest.MonkeyPatch):
     done: list[int] = []
     threads.run_all([lambda i=i: done.append(i) for i in range(5)], 4)
     assert done == [0, 1, 2, 3, 4]
-    with threads.Beside(lambda: 7) as beside:
+    with Beside(lambda: 7) as beside:
         assert beside.result() == 7
-    with threads.Beside(lambda: done.append(9)):
+    with Beside(lambda: done.append(9)):
         pass
     assert 9 not in done
