@@ -1,6 +1,7 @@
 """`diff`, `verify` and `show` of many tensors by columns against the way of objects: the same reports, the same errors."""
 
 import tempfile
+import tracemalloc
 from collections import OrderedDict
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from holdfast.inspect import diff, side, storage_rows
 from holdfast.inspect.verify import VerifyReport
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_]
-KINDS = ("x.safetensors", "x.pt", "x")
+KINDS = ("x.safetensors", "x.pt", "x", "shards")
 ODD = ("empty", "tied", "large", "nested", "value", "view", "ordered", "bare")
 
 
@@ -92,6 +93,11 @@ def changed(draw, state):
     return made
 
 
+def save(state: object, path: Path) -> None:
+    options = {"format": "safetensors", "max_shard_size": 1000} if path.name == "shards" else {}
+    holdfast.save(state, path, durable=False, **options)
+
+
 def damage(path: Path, places: list[int]) -> None:
     files = [path] if path.is_file() else [file for file in sorted(path.iterdir()) if file.suffix == ".safetensors"]
     for place in places:
@@ -146,8 +152,8 @@ def test_as_by_objects(data, state, first, second, exact, places):
         for part in ("a", "b"):
             (folder / part).mkdir()
         try:
-            holdfast.save(state, folder / "a" / first, durable=False)
-            holdfast.save(other, folder / "b" / second, durable=False)
+            save(state, folder / "a" / first)
+            save(other, folder / "b" / second)
         except HoldfastError:
             return  # not every format holds every state
         damage(folder / "b" / second, places)
@@ -159,8 +165,9 @@ def test_as_by_objects(data, state, first, second, exact, places):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_tensor_is_made_of_what_is_the_same(kind, tmp_path, monkeypatch):
     state = {f"layers.{i}": np.full((2, 3), i, np.float32) for i in range(100)}
-    holdfast.save(state, tmp_path / kind)
-    holdfast.save(state | {"layers.7": np.zeros((2, 3), np.float32)}, tmp_path / f"other-{kind}")
+    save(state, tmp_path / kind)
+    (tmp_path / "other").mkdir()
+    save(state | {"layers.7": np.zeros((2, 3), np.float32)}, tmp_path / "other" / kind)
     made: list[str] = []
     contiguous, placed = LazyTensor.contiguous.__func__, RowTensor.placed
 
@@ -171,7 +178,41 @@ def test_no_tensor_is_made_of_what_is_the_same(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(LazyTensor, "contiguous", classmethod(lambda cls, name, *rest: noted(name, contiguous(cls, name, *rest))))
     monkeypatch.setattr(RowTensor, "placed", lambda self: noted(self.name, placed(self)))
     assert holdfast.verify(tmp_path / kind).ok
-    found = holdfast.diff(tmp_path / kind, tmp_path / f"other-{kind}", exact=True)
+    found = holdfast.diff(tmp_path / kind, tmp_path / "other" / kind, exact=True)
     assert ([change.name for change in found.changed], found.same) == (["layers.7"], 99)
     # Of each kind one is made, to tell how a header has it; of the first of a pickle, storages are tensors without a name.
     assert set(made) <= {"layers.7", "layers.0", ""}
+
+
+def peak(job) -> int:
+    """The most memory that Python has at a time."""
+    tracemalloc.start()
+    try:
+        job()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_looking_takes_little_more_memory_than_opening(tmp_path):
+    """Tensors that were made would take as much again as all that is kept of them."""
+    count = 1500
+    state = {f"layers.{i // 10}.experts.{i % 10}.w": np.full((16,), i, np.float32) for i in range(count)}
+    path = tmp_path / "x.pt"
+    save(state, path)
+
+    def opened() -> None:
+        with holdfast.open(path) as checkpoint:
+            assert len(list(checkpoint)) == count
+
+    def show() -> None:
+        with holdfast.open(path) as checkpoint:
+            assert list(show_tree(checkpoint))
+
+    for job in (opened, show, lambda: holdfast.verify(path), lambda: holdfast.diff(path, path)):
+        job()  # what is imported, and made once, is no part of it
+    one = peak(opened)
+    # The bytes themselves are in memory when they are summed: of so few, all at once.
+    assert peak(lambda: holdfast.verify(path)) < 1.5 * one + path.stat().st_size
+    assert peak(show) < 1.7 * one
+    assert peak(lambda: holdfast.diff(path, path)) < 2.3 * one

@@ -33,8 +33,8 @@ from holdfast.core.tensor import PLAIN, LazyTensor, Part
 from holdfast.core.value import Value
 
 __all__ = [
-    "FEW", "NO_CRC", "Columned", "Columns", "columns_in", "columns_of", "ordinary_limits", "outlines", "place_of", "read_mapping",
-    "read_tensors",
+    "FEW", "NO_CRC", "Columned", "Columns", "columns_in", "columns_of", "joined_columns", "ordinary_limits", "outlines", "place_of",
+    "read_mapping", "read_tensors",
 ]  # fmt: skip
 
 FEW = 16
@@ -66,6 +66,22 @@ class Columns(Value, frozen=True):
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+
+def joined_columns(parts: Sequence[tuple[Sequence[int], Columns]]) -> Columns:
+    """Columns of other files each as one, in the order of the numbers that are given with them."""
+    numbers = np.array([number for given, _ in parts for number in given], np.int64)
+    order = np.argsort(numbers, kind="stable")
+    rows = order.tolist()
+    dtypes = [dtype for _, part in parts for dtype in part.dtypes]
+    shapes = [shape for _, part in parts for shape in part.shapes]
+    keys: list[str] = []
+    places = [np.zeros((4, 0), np.int64)]
+    for _, part in parts:
+        places.append(np.stack((part.files + len(keys), part.starts, part.nbytes, part.crcs)))
+        keys += part.keys
+    columns = np.concatenate(places, axis=1)[:, order]
+    return Columns(numbers[order].tolist(), [dtypes[row] for row in rows], [shapes[row] for row in rows], keys, *columns)
 
 
 @runtime_checkable

@@ -24,6 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from holdfast.core.columns import Columns, joined_columns
+from holdfast.core.dtype import DType
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
@@ -39,7 +41,7 @@ from holdfast.errors import (
     located,
 )
 from holdfast.formats.recorded import Recorded, restore
-from holdfast.formats.safetensors.read import Header, read_header, refuse_orphans
+from holdfast.formats.safetensors.read import Header, HeaderTensors, read_header, refuse_orphans
 from holdfast.formats.safetensors.record import FILES, RECORD, SHARDING_INFO, About, Record, join, read_record, saved_offsets
 from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
@@ -160,10 +162,35 @@ class DirectoryTensors(Mapping[str, LazyTensor]):
     def __init__(self, places: Mapping[str, Header | LazyTensor], source: Source) -> None:
         self._places = places
         self._source = source
+        self._files: dict[int, HeaderTensors] = {}
+        """The tensors of each file, by the identity of its header."""
 
     def __getitem__(self, name: str) -> LazyTensor:
         place = self._places[name]
-        return place if isinstance(place, LazyTensor) else place.tensor(name, self._source)
+        return place if isinstance(place, LazyTensor) else self._file(place)[name]
+
+    def outline(self, name: str) -> tuple[DType, tuple[int, ...]]:
+        place = self._places[name]
+        return (place.dtype, place.shape) if isinstance(place, LazyTensor) else self._file(place).outline(name)
+
+    def columns(self, names: Sequence[str]) -> tuple[Source, Columns] | None:
+        wanted: dict[int, tuple[Header, list[int]]] = {}
+        for number, name in enumerate(names):
+            place = self._places.get(name) if isinstance(name, str) else None
+            if place is None:
+                return None
+            if not isinstance(place, LazyTensor):
+                wanted.setdefault(id(place), (place, []))[1].append(number)
+        found: list[tuple[Sequence[int], Columns]] = []
+        for header, numbers in wanted.values():
+            columns = header.columns([names[number] for number in numbers])
+            if columns is None:
+                return None
+            found.append(([numbers[number] for number in columns.numbers], columns))
+        return self._source, joined_columns(found)
+
+    def _file(self, header: Header) -> HeaderTensors:
+        return self._files.get(id(header)) or self._files.setdefault(id(header), HeaderTensors(header, self._source))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
