@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.engine import threads
+from holdfast.engine.beside import Beside
 from tests.crash.exits import FAILS, MORE_FAILS, MORE_SAVES, SAVES
 from tests.crash.programs import Program, outcomes, same
 
