@@ -10,7 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.plan import coalesce as module
-from holdfast.plan.coalesce import FAR, HEADERS, MEMORY, PAGE_LOCKED, RECORDS, SUMS, Policy, coalesce, join_files, join_parts
+from holdfast.plan.coalesce import (
+    FAR,
+    HEADERS,
+    MEMORY,
+    PAGE_LOCKED,
+    RECORDS,
+    SUMS,
+    Policy,
+    Ranges,
+    coalesce,
+    join_files,
+    join_parts,
+)
 
 POLICIES = {"memory": MEMORY, "far": FAR, "records": RECORDS, "headers": HEADERS, "sums": SUMS, "page-locked": PAGE_LOCKED}
 
@@ -105,7 +117,8 @@ def test_parts_have_every_byte_once_and_no_read_is_longer_than_a_block(name, dat
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50), st.integers(0, 20)), max_size=12))
 def test_ranges_of_several_files_keep_their_numbers(places):
     wanted = [(key, start, start + length) for key, start, length in places]
-    found = [(parts.key, *part) for parts in join_files(wanted, SUMS) for n in range(len(parts.starts)) for part in parts.of(n)]
+    joined = join_files(Ranges.of(places), SUMS)
+    found = [(parts.key, *part) for parts in joined for n in range(len(parts.starts)) for part in parts.of(n)]
     assert sorted(found, key=lambda part: part[1]) == [(k, n, a, z) for n, (k, a, z) in enumerate(wanted) if a < z]
 
 
