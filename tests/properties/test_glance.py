@@ -189,6 +189,17 @@ def test_a_glance_sees_what_the_machine_sees(state):
     assert_same(with_pickle(saved(state), stretched))
 
 
+def test_messages_call_a_tensor_the_same():
+    def append_to_the_last(pickled: bytes) -> bytes:
+        assert pickled.endswith(b"u.")
+        return pickled[:-2] + b"K\x01a" + pickled[-2:]
+
+    raw = with_pickle(saved({f"t{i}": torch.ones(3) for i in range(60)}), append_to_the_last)
+    assert_same(raw)
+    with pytest.raises(HoldfastError, match="an APPEND to a LazyTensor"):
+        holdfast.open(io.BytesIO(raw))
+
+
 @settings(max_examples=100)
 @given(states(), edits)
 def test_damage_means_the_same_at_a_glance(state, changes):

@@ -13,7 +13,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Source
-from holdfast.core.tensor import PLAIN, Deferred, Traits
+from holdfast.core.tensor import PLAIN, Deferred, LazyTensor, Traits
 from holdfast.core.value import Value
 
 __all__ = ["RowKind", "RowTensor"]
@@ -74,3 +74,7 @@ class RowTensor(Deferred, frozen=True, eq=False, kw_only=True):
     def placed(self) -> tuple[Chunk, ...]:
         kind = self.kind
         return (Chunk(kind.box, kind.storage(self.start, self.crc32, self.record), kind.offset, kind.strides),)
+
+
+# What messages about a file call it, in which a tensor is of one class whether its chunks were made or not.
+RowTensor.__name__ = LazyTensor.__name__
