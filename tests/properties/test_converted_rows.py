@@ -16,38 +16,16 @@ from holdfast.errors import HoldfastError
 from holdfast.plan.saves import Gathered
 from holdfast.rewrite import convert as module
 from holdfast.rewrite.planned import Planned
+from tests.properties.many_states import many_states
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_, ml_dtypes.float8_e4m3fn, np.complex64]
+ODD = ("empty", "tied", "large", "nested", "value", "view", "name")
 SOURCES, TARGETS = ("a.safetensors", "a.pt", "a"), ("b.safetensors", "b.pt", "b")
 
 
 @st.composite
 def states(draw):
-    """Many small arrays, and now and then what is not ordinary."""
-    rng = np.random.default_rng(draw(st.integers(0, 9)))
-    shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=3))
-    dtypes = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
-    state = {}
-    for i in range(draw(st.sampled_from([3, 70, 90]))):
-        shape, dtype = shapes[i % len(shapes)], np.dtype(dtypes[i % len(dtypes)])
-        content = rng.integers(0, 2 if dtype == np.bool_ else 256, (int(np.prod(shape)) * dtype.itemsize,), np.uint8)
-        state[f"layers.{i * 7 % 90}.w"] = content.view(dtype).reshape(shape)
-    for odd in draw(st.lists(st.sampled_from(["empty", "tied", "large", "nested", "value", "view", "name"]), max_size=2)):
-        match odd:
-            case "empty":
-                state["empty"] = np.zeros((0, 3), np.float32)
-            case "tied":
-                state["tied"] = state["layers.0.w"]
-            case "large":
-                state["large"] = np.arange(30_000, dtype=np.float32)
-            case "nested":
-                state["nested"] = {"inner": np.arange(3), "more": [np.arange(2)]}
-            case "value":
-                state["value"] = 3
-            case "view":
-                state["view"] = np.arange(40, dtype=np.int32)[4:9]
-            case "name":
-                state["ein Name ü"] = np.arange(3)
+    state = draw(many_states(DTYPES, ODD, large=30_000))
     return OrderedDict(state) if draw(st.booleans()) else state
 
 

@@ -20,43 +20,15 @@ from holdfast.core.value import replace
 from holdfast.errors import HoldfastError
 from holdfast.inspect import diff, side, storage_rows
 from holdfast.inspect.verify import VerifyReport
+from tests.properties.many_states import many_states
 
 DTYPES = [np.float32, np.float16, ml_dtypes.bfloat16, np.int64, np.uint8, np.bool_]
 KINDS = ("x.safetensors", "x.pt", "x", "shards")
 ODD = ("empty", "tied", "large", "nested", "value", "view", "ordered", "bare")
 
 
-@st.composite
-def states(draw):
-    """Many small arrays, and now and then what is not ordinary."""
-    rng = np.random.default_rng(draw(st.integers(0, 9)))
-    shapes = draw(st.lists(st.lists(st.integers(1, 4), max_size=3).map(tuple), min_size=1, max_size=3))
-    dtypes = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
-    state = {}
-    for i in range(draw(st.sampled_from([3, 70, 90]))):
-        shape, dtype = shapes[i % len(shapes)], np.dtype(dtypes[i % len(dtypes)])
-        content = rng.integers(0, 2, (int(np.prod(shape)) * dtype.itemsize,), np.uint8)
-        state[f"layers.{i * 7 % 90}.w"] = content.view(dtype).reshape(shape)
-    for odd in draw(st.lists(st.sampled_from(ODD), max_size=2)):
-        match odd:
-            case "empty":
-                state["empty"] = np.zeros((0, 3), np.float32)
-            case "tied":
-                state["tied"] = state["layers.0.w"]
-            case "large":
-                state["large"] = np.arange(1_200_000, dtype=np.float32)
-            case "nested":
-                state["nested"] = {"inner": np.arange(3), "more": [np.arange(2)]}
-            case "value":
-                state["value"] = 3
-            case "view":
-                state["view"] = np.arange(40, dtype=np.int32)[4:9]
-            case "ordered":
-                state = OrderedDict(state)
-                state._metadata = {"": {"version": 1}}
-            case "bare":
-                state = {name: value for name, value in state.items() if isinstance(value, np.ndarray)}
-    return state
+def states():
+    return many_states(DTYPES, ODD, large=1_200_000, below=2)
 
 
 @st.composite
