@@ -1,4 +1,4 @@
-"""Turns at computing: as many as there are cores, and all of them free in a forked child."""
+"""Turns at computing: as many as there are cores, up to four, and all of them free in a forked child."""
 
 import subprocess
 import sys
@@ -34,6 +34,11 @@ def test_no_more_threads_compute_than_there_are_cores(two_cores):
 
     threads.run_all([task] * 12, 6)
     assert (now, most) == (0, 2)
+
+
+def test_on_many_cores_there_are_few_turns(two_cores, monkeypatch):
+    monkeypatch.setattr(threads, "_cores", lambda: 64)
+    assert len(threads._turns()) == threads.AT_ONCE
 
 
 def test_threads_share_the_turns_evenly(two_cores):

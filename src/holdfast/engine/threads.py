@@ -49,14 +49,19 @@ KEPT_NBYTES = 16 << 20
 """More than the arrays between two calls take together, of one thread."""
 
 
+AT_ONCE = 4
+"""Threads that compute, of however many cores. A part of numpy holds the interpreter's lock (`bincount`, `take`, the casts of
+ml_dtypes): sixteen threads did the work of two, at three times the processor time (026)."""
+
+
 @cache
 def _turns() -> tuple[AbstractContextManager[bool], ...]:
-    """As many as there are cores. A thread may have its own twice: a handler of a signal may compute in between."""
+    """As many as there are cores, up to `AT_ONCE`. A thread may have its own twice: a handler of a signal may compute in between."""
     # Memory of this length is freed at once, untouched. After that the C library keeps what is freed, up to twice the length,
     # instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as all that is
     # computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
     np.empty(KEPT_NBYTES, np.uint8)
-    return tuple(renewed(threading.RLock()) for _ in range(_cores()))
+    return tuple(renewed(threading.RLock()) for _ in range(min(_cores(), AT_ONCE)))
 
 
 class _Own(threading.local):
