@@ -56,7 +56,7 @@ ml_dtypes): sixteen threads did the work of two, at three times the processor ti
 
 @cache
 def _turns() -> tuple[AbstractContextManager[bool], ...]:
-    """As many as there are cores, up to `AT_ONCE`. A thread may have its own twice: a handler of a signal may compute in between."""
+    """As many as there are cores, up to `AT_ONCE`. A thread may have its own twice: a handler of a signal may compute meanwhile."""
     # Memory of this length is freed at once, untouched. After that the C library keeps what is freed, up to twice the length,
     # instead of giving it back: arrays between two calls would be fresh pages each time, which cost as much as all that is
     # computed. (glibc's thresholds grow with what is freed; other libraries have other rules.)
