@@ -258,7 +258,7 @@ WHOLE_PT: tuple[Case, ...] = tuple(
         files.large_pt,
         ours,
         torch_whole,
-        1.5,
+        3.0,
         memory=not nbytes,
         backed_nbytes=nbytes,
     )

@@ -149,7 +149,7 @@ def verify_rate(path: Path) -> dict[str, int]:
 
 
 SAVING: tuple[Case, ...] = (
-    *saves("large", "1 GiB in 24 tensors", files.large_pt, 3.0, 1.5),
+    *saves("large", "1 GiB in 24 tensors", files.large_pt, 3.5, 1.5),
     *saves("many", "50,000 small tensors", files.half_many_pt, 4.0, 5.0),
     Race(
         "save-many-native",

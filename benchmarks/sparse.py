@@ -94,7 +94,7 @@ def best(name: str, job: Callable[[], None], nbytes: int) -> dict[str, int]:
     return {f"{name}_{unit}": int(nbytes / took / 1e6) for unit, took in rates.items()}
 
 
-LEAST = {"pack_megabytes_per_second": 500, "unpack_megabytes_per_second": 500}
+LEAST = {"pack_megabytes_per_second": 1000, "unpack_megabytes_per_second": 1000}
 
 SPARSE: tuple[Case, ...] = tuple(
     Count(f"sparse-{kind}", title, recipe(kind), measured, most={"stored_permille": most}, least=LEAST)

@@ -124,7 +124,7 @@ SAVES: tuple[Case, ...] = tuple(
         files.large_pt,
         ours_save(durable),
         torch_save(durable),
-        3.0,
+        3.0 if durable else 3.5,
         backed=backed,
     )
     for durable in (False, True)
@@ -139,7 +139,7 @@ LOADS: tuple[Case, ...] = tuple(
         files.large_pt,
         ours_load(verify=verify),
         torch_load(),
-        1.5,
+        3.0,
         backed=backed,
         memory=True,
     )
@@ -215,7 +215,7 @@ TORCH_IO: tuple[Case, ...] = (
         object_pt,
         repeated(ours_save(False)),
         repeated(torch_save(False)),
-        None,
+        1.0,
     ),
     race(
         "object-load-file",
@@ -224,6 +224,6 @@ TORCH_IO: tuple[Case, ...] = (
         object_pt,
         repeated(ours_load()),
         repeated(torch_load()),
-        None,
+        1.0,
     ),
 )
