@@ -1,7 +1,7 @@
 # Every target sets up what it needs in .venv; a machine with Python 3.11 or later, pip, venv and make is enough.
 #
 #   make demo     install the light package (no torch) and watch it work          under a minute
-#   make test     lint, types, architecture and all tests, beside torch           under ten minutes
+#   make test     lint, types, architecture and all tests, beside torch           about fifteen minutes on two cores
 #   make test-all every case of the tests that `make test` samples: a thousand attacks, each in three ways
 #   make test TORCH=2.15.0 [NUMPY=1.26.4]   all tests with another torch, in a .venv of its own
 #   make matrix   all tests with the oldest, the newest and some of the torches between; an hour and 6 GB each, by hand
@@ -11,6 +11,7 @@
 #   make bench    the benchmarks, as ratios against torch and safetensors
 #   make test-integrations   the adapters, each with its framework, in a .venv of their own
 #   make programs other people's tests and examples, with torch and with Holdfast in its place (an hour; the package registry)
+#   make dist     the source distribution and the wheel in dist/, each tried in an empty environment
 #   make docs     the site, in build/site; a broken link or a public name without words fails it
 #   make golden   write the golden files again, with torch and safetensors
 #   make clean    remove .venv and everything that was built
@@ -31,7 +32,7 @@ LIGHT := $(VENV)/.light
 FULL  := $(VENV)/.full
 
 .DEFAULT_GOAL := help
-.PHONY: help demo browser test test-all test-integrations matrix check lint types platforms architecture bench programs docs golden clean
+.PHONY: help demo browser test test-all test-integrations matrix check lint types platforms architecture bench programs dist docs golden clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -39,7 +40,7 @@ help:
 demo: $(LIGHT)
 	@PATH="$(CURDIR)/$(BIN):$$PATH" bash tools/demo.sh
 
-# Debian's, with its package manager; who may not install says so and the tests of pages are skipped.
+# Debian's, with its package manager; who may not install it is told, and `make test` then skips the tests of pages.
 browser:
 	@for name in $$HOLDFAST_CHROMIUM chromium chromium-browser google-chrome; do if command -v $$name; then exit 0; fi; done; \
 	if test "$$(id -u)" = 0 && command -v apt-get > /dev/null; \
@@ -48,6 +49,7 @@ browser:
 
 # mypy and ruff are asked about the pinned torch only: the types of others differ, and the code is the same.
 test: $(if $(filter-out $(PINNED),$(TORCH)),architecture,check)
+	@$(MAKE) --no-print-directory browser || echo "== no browser: tests/browser is skipped"
 	@echo "== tests"
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --timeout 300 --ignore tests/test_architecture.py $(ARGS)
 
@@ -91,6 +93,14 @@ bench: $(FULL)
 # A virtual environment of its own, and everything that is not ours, under .cache/programs.
 programs: $(MADE)
 	@$(BIN)/python tools/programs $(ARGS)
+
+dist: .venv-dist/.made
+	@tools/dist.sh .venv-dist/bin/python
+
+.venv-dist/.made: requirements/dist.txt
+	@$(PYTHON) -m venv .venv-dist
+	@.venv-dist/bin/python -m pip install -qq --disable-pip-version-check --requirement requirements/dist.txt
+	@touch $@
 
 # Needs no torch: names and docstrings are read from the source.
 docs: .venv-docs/.made

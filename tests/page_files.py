@@ -46,37 +46,6 @@ def trainer(path: str) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}, path)
 
 
-def lightning(path: str) -> None:
-    """What Lightning's Trainer saves of a module that has its network as `model`."""
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 8)).sum().backward()
-    optimizer.step()
-    state = {
-        "epoch": 3,
-        "global_step": 120,
-        "pytorch-lightning_version": "2.5.0",
-        "state_dict": {f"model.{name}": tensor for name, tensor in model.state_dict().items()},
-        "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 4, "completed": 3}}}},
-        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "epoch=3.ckpt", "best_k_models": {}}},
-        "optimizer_states": [optimizer.state_dict()],
-        "lr_schedulers": [],
-        "hparams_name": "kwargs",
-        "hyper_parameters": {"lr": 0.001},
-    }
-    torch.save(state, path)
-
-
-def rows(path: str) -> None:
-    """Ten rows of a large tensor, with which torch saves all of it."""
-    torch.save({"rows": torch.zeros(10_000, 8)[:10]}, path)
-
-
-def tuned(path: str) -> None:
-    """Other weights for the program of a linear layer."""
-    holdfast.save(nn.Linear(4, 4).state_dict(), path)
-
-
 def broken(path: str) -> None:
     """One byte of a tensor is another one."""
     content = bytearray((ROOT / "tests/golden/files/plain.pt").read_bytes())
@@ -96,17 +65,6 @@ def new(path: str) -> None:
     changed = w - np.array([[0, 0, 0], [0, 0, 2]], np.float32)
     state = {"came": np.ones(3), "new": {"bias": np.arange(4.0)}, "w": changed, "half": w.astype(np.float16), "lr": 0.25}
     holdfast.save(state, path, keep_tree=True)
-
-
-def hugging_face(path: str) -> None:
-    """A model as `save_pretrained` of transformers writes it."""
-    model = {f"model.{name}": array for name, array in weights(1).items() if name != "lm_head.weight"}
-    model |= {"model.norm.weight": np.ones(32, np.float32), "lm_head.weight": weights(1)["lm_head.weight"]}
-    holdfast.save(model, f"{path}/", format="safetensors")
-    beside = {"generation_config.json": {}, "tokenizer.json": {"version": "1.0"}, "tokenizer_config.json": {}}
-    for name, content in {"config.json": {"model_type": "llama", "torch_dtype": "float32"}, **beside}.items():
-        (Path(path) / name).write_text(json.dumps(content, indent=2) + "\n")
-    (Path(path) / "README.md").write_text("# A model\n")
 
 
 def rank_files(path: str) -> None:
@@ -159,15 +117,11 @@ def megatron(path: str) -> None:
 MAKERS: dict[str, Callable[[str], None]] = {
     "broken.pt": broken,
     "copies.safetensors": copies,
-    "last.ckpt": lightning,
-    "llama": hugging_face,
     "actor_of_ranks": rank_files,
     "megatron-run": megatron,
     "new.safetensors": new,
     "checkpoint-500": of_transformers,
     "old.pt": old,
-    "rows.pt": rows,
     "trainer.pt": trainer,
-    "tuned.safetensors": tuned,
     "zero-run": deepspeed,
 }

@@ -9,7 +9,8 @@
 
 Comments that a reader of the page does not see say the rest, each on a line of its own:
 
-    <!-- files: a.pt, b.safetensors -->     the page has these from here on: `tests/page_files.py` makes them
+    <!-- files: a.pt, b.safetensors -->     the page has these from here on: `tests/page_files.py` makes them. A reader
+                                            has none of them: only where a page speaks of commands or formats, and says so
     <!-- file: train.py -->                 the block below is the content of this file, and is run by a command further down
     <!-- not run: needs eight GPUs -->      the block below is not run, and why; `test_snippets.py` has the list of all
     <!-- names: holdfast open read -->      the site has these names here; so with commands and plots (tools/site)
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "PYPI.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 LANGUAGES = {"python", "console", "bash", "text", "json"}
 MARKS = {"files", "file", "not run"}

@@ -37,7 +37,8 @@ from tests.ranks.pool import ENVIRONMENT, PRELOAD
 
 NOT_RUN = Counter(
     {
-        ("README.md", "installs packages"): 2,
+        ("PYPI.md", "installs packages"): 1,
+        ("README.md", "installs packages"): 1,
         ("docs/benchmarks.md", "takes minutes"): 1,
         ("docs/coming-from.md", "needs Lightning"): 1,
         ("docs/how-to/serve.md", "installs a package"): 1,
@@ -56,6 +57,9 @@ NOT_RUN = Counter(
     }
 )
 """Every block that is not run, by its page and the reason that stands there."""
+
+REFERENCE = {"cli", "index"}
+"""Pages of docs/ that may speak of files which they do not make: the commands one by one, and what README says for a clone."""
 
 ANSWERS = {"scan", "verify", "diff"}
 """Commands whose exit status is an answer: 1 where they found something."""
@@ -235,6 +239,24 @@ def test_what_is_not_run_is_listed():
         name_of(page) for page in PAGES for block in blocks(content_of(page)) if block.is_code and "not run" not in block.marks
     )
     assert run.total() > 4 * found.total()
+
+
+def test_a_guide_makes_its_files():
+    guides = [page for page in PAGES if page.parent.name in ("how-to", "docs") and page.stem not in REFERENCE]
+    assert {"start", "tour", "compare", "prune", "packages"} <= {page.stem for page in guides}
+    missing = [
+        (name_of(page), each.marks["files"]) for page in guides for each in blocks(content_of(page)) if "files" in each.marks
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_a_page_says_where_its_files_are_from(page: Path):
+    content = content_of(page)
+    for block in blocks(content):
+        if "files" in block.marks:
+            said = r"\bclone\b" if block.marks["files"].startswith("tests/") else r"\bstands? for\b"
+            assert re.search(said, content), f"{name_of(page)}:{block.line}: a reader does not have {block.marks['files']}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -13,6 +13,7 @@
     ├── UnsafePath (ValueError)             a name inside the file points outside of what was opened
     ├── Corrupted (OSError)                 a checksum does not match: get the file again
     ├── StoreError (OSError)                the file system said no: missing, unreadable, changed while open
+    │   ├── NoSuchPath (FileNotFoundError)  there is nothing where a checkpoint or a run was to be
     │   └── Replaced                        another checkpoint has taken the place of the one that was opened: open it again
     ├── Unsupported (NotImplementedError)   well-formed, but not something we can turn into what was asked for
     ├── NoSuchTensor (KeyError)             the name is not in the checkpoint; near names are suggested
@@ -44,6 +45,7 @@ from __future__ import annotations
 
 from _pickle import UnpicklingError
 from collections.abc import Mapping, Sequence
+from errno import ENOENT
 from types import TracebackType
 from typing import TypeVar
 
@@ -65,6 +67,7 @@ __all__ = [
     "HoldfastWarning",
     "LimitExceeded",
     "MetadataError",
+    "NoSuchPath",
     "NoSuchStep",
     "NoSuchTensor",
     "NotAPath",
@@ -171,6 +174,27 @@ class Corrupted(HoldfastError, OSError):
 
 class StoreError(HoldfastError, OSError):
     """The place where the bytes live refused, or the bytes changed while they were read."""
+
+
+class NoSuchPath(StoreError, FileNotFoundError):
+    """There is nothing at this path or URL.
+
+    A checkpoint that is there and lacks some of its files is no such case: a program that begins anew on a `FileNotFoundError`
+    should not do so over a damaged one.
+    """
+
+    # On the class, since an instance of OSError forgets its code on the way to another process.
+    errno = ENOENT
+
+    @property
+    def filename(self) -> str | None:
+        """The path or URL; read when it is asked for, since `located` may add it."""
+        return self.file
+
+    @property
+    def strerror(self) -> str:  # type: ignore[override]  # read-only here
+        """What is wrong, without the place."""
+        return self.message
 
 
 class Replaced(StoreError):

@@ -32,6 +32,24 @@ def test_a_diff(draw):
     assert seen.text("#drawer code") == 'holdfast.open("models/chat.safetensors")["model.norm.weight"]', "and so is a new name"
 
 
+def test_what_became_nan_is_worth_a_look_before_all_else(draw, tmp_path):
+    before = {f"layers.{n}.w": np.full((4, 4), n + 1, np.float32) for n in range(12)}
+    after = {name: array * np.float32(1.01) for name, array in before.items()}
+    after["layers.7.w"] = np.full((4, 4), np.nan, np.float32)
+    after["layers.10.w"][0, 0] = np.inf
+    for name, state in (("a", before), ("b", after)):
+        holdfast.save(state, tmp_path / f"{name}.safetensors", durable=False)
+    seen = draw(holdfast.report(tmp_path / "a.safetensors", tmp_path / "b.safetensors").html())
+    first = seen.page.locator("#standouts-list li").first.inner_text()
+    assert first.startswith("NaN or Inf appeared")
+    assert first.index("layers.7.w") < first.index("layers.10.w")
+    assert "16 elements" in first
+    assert "did not change" not in seen.text("#standouts-list")
+    assert "NaN or Inf" in seen.text("#legend")
+    seen.page.click("#standouts-list >> text=layers.7.w")
+    assert "NaN or Inf" in seen.text("#drawer .callout")
+
+
 def test_a_step_in_shards(draw):
     seen = draw(documents.sharded())
     assert "8 files" in seen.text("#shards")

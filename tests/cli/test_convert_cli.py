@@ -62,6 +62,13 @@ def test_dry_run(run, source, tmp_path):
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
+@pytest.mark.parametrize("more", [[], ["--dry-run"]])
+def test_what_is_left_out_is_told(run, source, tmp_path, more):
+    code, out, err = run("convert", source, tmp_path / "b.safetensors", "--tensors-only", *more)
+    assert (code, err) == (0, "")
+    assert "only tensors are kept; left out: 1 value: 'step'" in out
+
+
 def test_every_option(run, source, tmp_path):
     options = ["--format", "safetensors", "--dtype", "f16", "--keep", "model.*", "--drop", "*.tied", "--rename", "model.*=*"]
     more = [
@@ -162,3 +169,9 @@ def test_a_bar_on_a_terminal_and_none_in_a_pipe(tmp_path):
     assert out.startswith(b"wrote b.pt  torch-zip")
     piped = subprocess.run([*program, *arguments, "--overwrite"], cwd=tmp_path, capture_output=True, timeout=60)
     assert (piped.returncode, piped.stderr) == (0, b"")
+
+
+def test_a_note_says_the_flag_that_it_means(run, golden_dir, tmp_path):
+    code, out, err = run("convert", golden_dir / "files" / "tiny.gguf", tmp_path / "x.safetensors")
+    assert (code, err) == (0, "")
+    assert "convert with --dequantize writes the numbers" in out

@@ -39,7 +39,7 @@ def test_different(run, tmp_path):
         "- gone      float64  [2]",
         "+ came      float64  [3]",
         "> old.bias  →  new.bias",
-        "~ w         float32            [2, 3]  1 of 6                   max abs 2  rel 0.2857  cosine 0.986094",
+        "~ w         float32            [2, 3]  relative 0.2697          cosine 0.986094  max abs 2  1 of 6",
         "~ half      float32 → float16  [2, 3]  every value is the same",
         "~ lr        0.1  →  0.25",
         "1 removed · 1 added · 1 renamed · 2 changed · 1 value differs · 0 tensors the same",

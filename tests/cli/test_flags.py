@@ -26,7 +26,7 @@ NOT_OURS = {
     *("token", "charset"),  # of an address that `view` prints, and of HTTP
     *("seed", "item", "nbytes"),  # of a rule; of a repr
     *("hours", "days", "minutes", "mode"),  # of rules of a run, which are texts at a shell
-    *("step", "metrics", "mtbf", "grace", "signals", "export", "every"),  # of `holdfast.Run`
+    *("step", "metrics", "mtbf", "grace", "signals", "export", "every", "deep"),  # of `holdfast.Run`
 }
 LIMITS = set(holdfast.Limits.__struct_fields__)
 """They are said as `Limits(files=…)`, which is for programs."""

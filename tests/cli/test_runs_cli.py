@@ -39,6 +39,59 @@ def test_the_table(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert "nan" in lines[2]
 
 
+def test_a_run_without_rules_deletes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]):
+    _, out, _ = printed(capsys, "runs", folder)
+    assert out.splitlines()[0].endswith("no rules: the run deletes nothing")
+    _, out, _ = printed(capsys, "runs", folder, "--json")
+    assert json.loads(out)["recorded"] is True
+
+
+def test_steps_of_another_trainer_may_be_deleted_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for number in (500, 1000):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+        holdfast.save({"w": np.ones(3)}, tmp_path / f"checkpoint-{number}" / "model.safetensors")
+    holdfast.seal(tmp_path / "checkpoint-500")
+    code, out, _ = printed(capsys, "runs", tmp_path)
+    assert code == 0
+    assert "nothing is deleted" not in out
+    head, hint, *_ = out.splitlines()
+    assert head.endswith("no rules: none of Holdfast are recorded here, and another program may delete steps")
+    assert hint == "  no steps, for they have no seal: checkpoint-1000; `holdfast seal PATH` makes each a step"
+    code, out, _ = printed(capsys, "runs", tmp_path, "--json")
+    found = json.loads(out)
+    assert (found["recorded"], found["unsealed"], [step["step"] for step in found["steps"]]) == (False, ["checkpoint-1000"], [500])
+    holdfast.seal(tmp_path / "checkpoint-1000")
+    _, out, _ = printed(capsys, "runs", tmp_path, "--plan", "--keep", "latest:1")
+    assert "seal" not in out
+
+
+def test_steps_of_torchtitan_are_not_said_to_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its Checkpointer saves native folders `step-N`, and deletes them by `keep_latest_k`."""
+    holdfast.save({"w": np.ones(3)}, tmp_path / "step-500", format="native")
+    _, out, _ = printed(capsys, "runs", tmp_path)
+    assert "1 step," in out
+    assert "another program may delete steps" in out
+    code, page, _ = printed(capsys, "report", tmp_path, "--json")
+    assert code == 0
+    assert "another program may delete steps" in page
+    assert "nothing is deleted" not in page
+
+
+def test_files_of_lightning_without_a_seal_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    files = ["epoch=0-step=10.ckpt", "epoch=1-step=20.ckpt", "last.ckpt", "z\x1b[2J.ckpt"]
+    for name in (*files, "hparams.yaml", "metrics-step-5.json"):
+        (tmp_path / name).write_bytes(b"?")
+    (tmp_path / "link.ckpt").symlink_to("last.ckpt")
+    code, out, _ = printed(capsys, "runs", tmp_path)
+    assert code == 0
+    assert "0 steps" in out
+    assert "no seal: epoch=0-step=10.ckpt, epoch=1-step=20.ckpt, last.ckpt and 1 more; `holdfast seal PATH`" in out
+    assert "\x1b" not in out
+    assert "hparams" not in out
+    _, out, _ = printed(capsys, "runs", tmp_path, "--json")
+    assert json.loads(out)["unsealed"] == files
+
+
 def test_what_is_torn_is_named(folder: Path, capsys: pytest.CaptureFixture[str]):
     data = next((folder / "step-00000500").glob("data-*"))
     os.truncate(data, 10)

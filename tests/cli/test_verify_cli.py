@@ -63,7 +63,7 @@ def test_json(run, broken, tmp_path):
     (damage,) = first["damaged"]
     assert (damage["tensors"], damage["offset"], damage["nbytes"]) == (["embed.weight", "head.weight"], storage.start, 24)
     assert (damage["expected"], damage["file"]) == (storage.crc32, str(path))
-    assert [p["kind"] for p in second["problems"]] == ["StoreError"]
+    assert [p["kind"] for p in second["problems"]] == ["NoSuchPath"]
 
 
 def test_hostile_text_is_escaped_and_long_lists_are_cut():

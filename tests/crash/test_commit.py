@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.value import replace
-from holdfast.engine.commit import new_file, replaced
+from holdfast.engine.commit import new_file, replaced, temporaries
 from holdfast.engine.commit.temporaries import temporary_name
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, recover
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
@@ -434,6 +434,19 @@ def test_where_locks_may_not_tell_another_step_is_left_for_a_day(tmp_path: Path,
     os.utime(stale, (0, stale.stat().st_mtime - 90_000))
     save = put_directory if directory else put
     save(tmp_path / "step-2", files=Shared())
+    assert names(tmp_path) == [fresh.name, "step-2"]
+
+
+def test_a_clock_that_is_ahead_abandons_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What another machine writes is as old as the file system says, whatever this machine's clock does."""
+
+    class Shared(OsFiles):
+        def is_shared(self, descriptor: int) -> bool:
+            return True
+
+    fresh = leave(tmp_path / ".step-1.0123456789abcdef.tmp", directory=True)
+    monkeypatch.setattr(temporaries.time, "time", lambda: fresh.stat().st_mtime + 1e8)
+    put_directory(tmp_path / "step-2", files=Shared())
     assert names(tmp_path) == [fresh.name, "step-2"]
 
 

@@ -45,7 +45,7 @@ def turn(files: Files, number: int, rules: Iterable[Rule] = RULES, **how: object
     lock = open_for_writing(folder, Kept(tuple(rules)), durable=True)
     try:
         save(files, number, **how)
-        retain(folder, tuple(rules), check=lambda step: True, now=lambda: 5000.0)
+        retain(folder, tuple(rules), check=lambda step: True)
     finally:
         lock.close()
 

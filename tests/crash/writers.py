@@ -8,6 +8,7 @@ of 4096 bytes long, so that there is something to tear, and must depend on the v
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import zlib
 from collections.abc import Callable
@@ -24,11 +25,14 @@ from holdfast.core.value import replace
 from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.write import lay_out_pt2, models_of
+from holdfast.formats.seal import SEAL, Seal, SealedFile
+from holdfast.inspect.sealed import check_digests, read_seal
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.base import open_base
 from holdfast.rewrite.companions import Companions
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.planned import Writing, write_plan
+from holdfast.rewrite.renewal import Known, Renewal
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.files import Files, OsFiles
 from holdfast.stores.memory import MemoryStore
@@ -230,6 +234,31 @@ def saved_step(version: int) -> bytes | Tree:
     return model.live()["model"]
 
 
+# A step that is rewritten in its place: its seal goes with it.
+
+SEALED = Seal(5, 1.0, {"loss": 2.0}, (SealedFile("data-00001-of-00001.safetensors", 1, None),))
+
+
+def save_sealed(path: str, version: int, *, files: Files | None, durable: bool = True, overwrite: bool = True) -> None:
+    plan = plan_of(path, version, "native", None, "never")
+    seals = Renewal(path, (Known(SEALED, path, place=f"{path}/{SEAL}"),)).laid_out(plan, (), [key for key, _ in plan.listed])
+    plan = replace(plan, index=(*plan.index, *seals.files()))
+    write_plan(plan, path, Writing(overwrite=overwrite, durable=durable, threads=1), files=files, renews=seals)
+
+
+def read_sealed(path: Path) -> int:
+    seal = read_seal(path)
+    assert seal is not None
+    assert (seal.step, seal.saved, seal.metrics) == (SEALED.step, SEALED.saved, SEALED.metrics)
+    assert {file.name for file in seal.files} == {*os.listdir(path)} - {SEAL}
+    assert check_digests(path, seal) == []
+    with holdfast.open(path) as checkpoint:
+        version = int(checkpoint["step"].numpy())
+        for key, value in state(version).items():
+            assert checkpoint[key].numpy().tobytes() == np.asarray(value).tobytes()
+    return version
+
+
 TOYS = [
     Writer("toy", False, save_toy, read_toy),
     Writer("toy-directory", True, save_toy_directory, read_toy_directory),
@@ -243,6 +272,7 @@ LIBRARY = [
     writer_of("native", "native", directory=True),
     writer_of("pt2", "pt2", directory=False),
     Writer("step", True, save_step, read_step),
+    Writer("sealed", True, save_sealed, read_sealed),
 ]
 
 WRITERS = [*TOYS, *LIBRARY]

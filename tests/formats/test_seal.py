@@ -58,6 +58,17 @@ def test_metrics_that_are_no_finite_number_stay_what_they_are():
     assert (found["b"], found["c"]) == (math.inf, -math.inf)
 
 
+def test_how_long_the_run_had_run_is_no_field_that_an_older_reader_refuses():
+    raw = encode_seal(Seal(7, 1.5, {"loss": 0.25}, (), 86400.125))
+    document = json.loads(raw)
+    assert set(document) == {*GOOD, "self"}
+    assert document["metrics"] == {"loss": 0.25, "holdfast.ran": 86400.125}
+    assert parse_seal(raw, Limits()) == Seal(7, 1.5, {"loss": 0.25}, (), 86400.125)
+    assert parse_seal(text(), Limits()).ran is None  # nobody counted
+    for wrong in (-1.0, "nan", "inf", "-inf"):
+        assert parse_seal(text(metrics={"holdfast.ran": wrong}), Limits()).ran is None
+
+
 @pytest.mark.parametrize("name", ["..", "a/../b", "../x", "/etc/passwd", "a//b", "a/", "./a", "", "a\0b", "a\\b", "C:\\x"])
 def test_a_name_that_leads_out_is_refused(name: str):
     with pytest.raises(UnsafePath):

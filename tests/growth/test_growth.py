@@ -1,7 +1,7 @@
 """Cost is linear in the file, whatever it shares: every verb on every kind of sharing, at one size and at four times that.
 
 Four times the file may take four times as long, with a margin for noise and for sorting; what is quadratic takes sixteen times.
-`make test` asks a part of the combinations (tests/conftest.py); `--exhaustive` asks all.
+`make test` asks a part of the combinations (tests/conftest.py), and `scan` for every way to refer; `--exhaustive` asks all.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.growth.compose import CASES, DIRECTORIES, compose, make_directory
-from tests.growth.measure import VERBS, cost
+from tests.growth.measure import VERBS, Verb, cost, scan
 
 SMALL = 1000
 TIMES = 4
@@ -29,15 +29,15 @@ FREE_NBYTES = 24 << 20
 """Memory that says nothing: what an allocator keeps, and what the limits allow however small a file is."""
 
 
-def grows(small: Path, large: Path, verb: str) -> str | None:
+def grows(small: Path, large: Path, verb: Verb) -> str | None:
     """What grows faster than the file does, or None."""
     for _ in range(2):
-        one, four = (cost(VERBS[verb], path, path.with_name("twin-" + path.name)) for path in (small, large))
+        one, four = (cost(verb, path, path.with_name("twin-" + path.name)) for path in (small, large))
         seconds = four.seconds > TIMES * MARGIN * one.seconds + FREE_SECONDS
         nbytes = four.nbytes > TIMES * MARGIN * one.nbytes + FREE_NBYTES
         if not seconds and not nbytes:
             return None
-    return f"{verb}: {one} and {four}"
+    return f"{one} and {four}"
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -49,7 +49,20 @@ def test_sharing_costs_nothing(case, verb, tmp_path):
         for name in (f"{n}.pt", f"twin-{n}.pt"):
             (tmp_path / name).write_bytes(data)
         paths.append(tmp_path / f"{n}.pt")
-    assert grows(*paths, verb) is None
+    assert grows(*paths, VERBS[verb]) is None
+
+
+SCANNED = 2 * SMALL
+"""A scan does little with most of a file: what is quadratic stands out later."""
+
+
+@pytest.mark.parametrize("case", {use: case for case in reversed(CASES) for use in [case.partition("/")[2]]}.values())
+def test_a_scan_looks_once(case, tmp_path):
+    """Every way to refer, with the first thing that can be referred to so: a scan is what one does with a file of a stranger."""
+    paths = [tmp_path / f"{n}.pt" for n in (SCANNED, TIMES * SCANNED)]
+    for path in paths:
+        path.write_bytes(compose(case, int(path.stem)))
+    assert grows(*paths, scan) is None
 
 
 @pytest.mark.parametrize("case", DIRECTORIES)
@@ -60,4 +73,4 @@ def test_boxes_cost_what_they_take(case, verb, tmp_path):
         path = make_directory(case, tmp_path / str(n), n)
         make_directory(case, tmp_path / f"twin-{n}", n)
         paths.append(path)
-    assert grows(*paths, verb) is None
+    assert grows(*paths, VERBS[verb]) is None

@@ -22,7 +22,8 @@ from holdfast.errors import (
 from tests.formats.safetensors.craft_safetensors import craft, entry, index, shards
 
 from .case import Case, opens, refused
-from .craft_torch import state, torch_zip
+from .craft_pickle import NONE, dict_of, list_of, stream, text
+from .craft_torch import legacy, state, torch_zip, weight
 
 __all__ = ["CASES"]
 
@@ -109,7 +110,54 @@ def hub(blob: str) -> Callable[[Path], Path]:
     return make
 
 
+BIN_INDEX = "pytorch_model.bin.index.json"
+BIN = "pytorch_model-0000{}-of-00002.bin".format
+FIRST, SECOND = torch_zip(state()), legacy(stream(dict_of(text("b"), weight(NONE))))
+"""Shards of torch: `weight` in a zip, `b` in the container of old."""
+
+
+def shard(name: str, files: dict[str, bytes], *errors: type[HoldfastError], change: Change | None = None) -> Case:
+    """A folder of `pytorch_model*.bin`, of which each part is honest unless it is replaced."""
+    honest = {BIN(1): FIRST, BIN(2): SECOND, BIN_INDEX: index({"weight": BIN(1), "b": BIN(2)}), "config.json": b"{}"}
+    made = folder({key: content for key, content in {**honest, **files}.items() if content}, change)
+    if errors:
+        return refused(f"bin-{name}", made, *errors)
+    return opens(f"bin-{name}", made, lambda ckpt: list(ckpt) == ["weight", "b"])
+
+
+def bin_hub(blob: str) -> Callable[[Path], Path]:
+    """The hub's cache with weights of torch."""
+
+    def make(place: Path) -> Path:
+        root = hub("../../blobs/abc")(place)
+        (root / "model.safetensors").unlink()
+        (place / "blobs" / "abc").write_bytes(FIRST)
+        (place / "secret").write_bytes(FIRST)
+        (root / "pytorch_model.bin").symlink_to(blob)
+        return root
+
+    return make
+
+
 CASES = [
+    shard("honest", {}),
+    shard("without-index", {BIN_INDEX: b""}),
+    shard("without-index-and-a-shard", {BIN_INDEX: b"", BIN(1): b""}, StoreError),
+    shard("missing-shard", {BIN(2): b""}, StoreError),
+    shard("shard-cut", {BIN(2): SECOND[:-1]}, HoldfastError),
+    shard("shard-is-text", {BIN(2): b"hello"}, UnknownFormat),
+    shard("shard-is-a-bare-pickle", {BIN(2): b"\x80\x02}."}, UnknownFormat),
+    shard("shard-is-no-dict", {BIN(2): torch_zip(stream(list_of()))}, MetadataError),
+    shard("two-claim-one-tensor", {BIN(2): FIRST}, MetadataError),
+    shard("tensor-its-file-lacks", {BIN_INDEX: index({"weight": BIN(2), "b": BIN(2)})}, MetadataError),
+    shard("path-climbs", {BIN_INDEX: index({"weight": "../" + BIN(1), "b": BIN(2)})}, UnsafePath),
+    shard("path-absolute", {BIN_INDEX: index({"weight": "/etc/passwd", "b": BIN(2)})}, UnsafePath),
+    shard("link-outside", {}, UnsafePath, change=link(BIN(2), "../secret.safetensors")),
+    shard("link-to-the-other", {}, MetadataError, change=link(BIN(2), BIN(1))),
+    shard("names-the-index", {BIN_INDEX: index({"weight": BIN_INDEX})}, UnknownFormat),
+    shard("two-models", {BIN_INDEX: b"", "adapter_model.bin": FIRST}, Unsupported),
+    opens("bin-hub-cache", bin_hub("../../blobs/abc"), lambda ckpt: ckpt["weight"].numpy().size == 4),
+    refused("bin-hub-cache-beside-blobs", bin_hub("../../secret"), HoldfastError),
     opens("dir-honest", folder({"one.safetensors": ONE, "two.safetensors": TWO}), lambda ckpt: sorted(ckpt) == ["a", "b"]),
     mapped("path-absolute", "/etc/passwd", UnsafePath),
     mapped("path-climbs", "../secret.safetensors", UnsafePath),

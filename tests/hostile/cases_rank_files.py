@@ -215,8 +215,8 @@ CASES: list[Case] = [
         made("evil", "Thing", text("all"), get(0))))),
     refused("ranks-a-dtensor-and-a-plain-one", two(dtensor(), tensor(storage())), MetadataError),
     opens("ranks-code-is-not-run", two(SYSTEM), foreign("os.system")),
-    either("ranks-doubled-containers", both(stream(doubled(40, EMPTY_DICT)))),
-    either("ranks-doubled-lists", both(stream(doubled(40, EMPTY_LIST, b"2" + TUPLE2)))),
+    refused("ranks-doubled-containers", both(stream(doubled(40, EMPTY_DICT))), LimitExceeded),
+    refused("ranks-doubled-lists", both(stream(doubled(40, EMPTY_LIST, b"2" + TUPLE2))), LimitExceeded),
     either("ranks-one-mesh-many-times", both(shared(
         long_tuple(), dtensor(of=mesh((0, 1), "m", None, text("_coordinate_on_dim"), get(0))), 400))),
     either("ranks-one-shape-many-times", both(shared(long_tuple(), dtensor(size=get(0)), 400))),

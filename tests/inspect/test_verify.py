@@ -101,7 +101,7 @@ def test_a_damaged_pickle_does_not_hide_damaged_tensors(golden_dir, tmp_path):
 def test_what_does_not_open_is_a_problem(tmp_path):
     (tmp_path / "text.pt").write_text("hello, this is no checkpoint")
     (tmp_path / "empty.pt").touch()
-    for name, kind in (("missing.pt", "StoreError"), ("text.pt", "UnknownFormat"), ("empty.pt", "UnknownFormat")):
+    for name, kind in (("missing.pt", "NoSuchPath"), ("text.pt", "UnknownFormat"), ("empty.pt", "UnknownFormat")):
         report = verify(tmp_path / name)
         assert (report.ok, report.format, report.damaged) == (False, "", ())
         assert [(p.file, p.kind) for p in report.problems] == [(str(tmp_path / name), kind)]

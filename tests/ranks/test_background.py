@@ -332,3 +332,96 @@ def test_saves_now_and_later_are_asked_for_alike():
     now, later = (inspect.signature(save).parameters for save in (save_sharded, async_save_sharded))
     assert [str(now[name]) for name in now] == [str(later[name]) for name in later if name != "max_host_memory"]
     assert "max_host_memory" not in now
+
+
+@pytest.fixture
+def by_default():
+    """SIGTERM has its default, as in a program that says nothing about it."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("way", ["wait", "done", "close"])
+def test_sigterm_has_its_default_again(by_default: None, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = Gate()
+    monkeypatch.setattr(rank_folder, "write_file", gate)
+    state = {"w": torch.ones(2)}
+    for number in (1, 2):
+        gate.opened.clear()
+        with holdfast.torch.Run(tmp_path / "run") as run:
+            handle = run.async_save(number, state) if way == "close" else async_save_sharded(tmp_path / f"{number}", state)
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            gate.opened.set()
+            if way == "wait":
+                handle.wait(30)
+            while way == "done" and not handle.done():
+                time.sleep(0.01)
+        if way != "done":  # a save may be done in the moment in which it was asked for
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert handle.durable
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_the_default_is_back_after_the_last_of_several_saves(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = Gate()
+    monkeypatch.setattr(rank_folder, "write_file", gate)
+    first = async_save_sharded(tmp_path / "first", {"w": torch.ones(2)})
+    threading.Timer(0.2, gate.opened.set).start()
+    second = async_save_sharded(tmp_path / "second", {"w": torch.ones(2)})  # waits for its turn
+    first.wait(30)
+    second.wait(30)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_failed_save_gives_the_default_back(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*given: object, **more: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank_folder, "write_file", refuse)
+    handle = async_save_sharded(tmp_path / "step", {"w": torch.ones(2)})
+    with pytest.raises(OSError, match="No space"):
+        handle.wait(30)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("set_by_user", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"])
+def test_a_handler_that_was_set_meanwhile_stays(
+    by_default: None, set_by_user: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    gate = Gate()
+    monkeypatch.setattr(rank_folder, "write_file", gate)
+    handle = async_save_sharded(tmp_path / "step", {"w": torch.ones(2)})
+    signal.signal(signal.SIGTERM, set_by_user)
+    gate.opened.set()
+    handle.wait(30)
+    assert signal.getsignal(signal.SIGTERM) is set_by_user
+
+
+def test_a_handler_on_top_may_call_ours_and_lives(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It waits for the save, and ends nobody: their handler decides, and stays in place."""
+    gate = Gate()
+    monkeypatch.setattr(rank_folder, "write_file", gate)
+    handle = async_save_sharded(tmp_path / "step", {"w": torch.ones(2)})
+    beneath, got = signal.getsignal(signal.SIGTERM), []
+
+    def top(number: int, frame: object) -> None:
+        gate.opened.set()
+        beneath(number, frame)
+        got.append(handle.durable)
+
+    signal.signal(signal.SIGTERM, top)
+    signal.raise_signal(signal.SIGTERM)
+    assert got == [True]
+    assert signal.getsignal(signal.SIGTERM) is top
+
+
+def test_ours_is_not_put_back_by_a_block_of_stopping(by_default: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    gate = Gate()
+    monkeypatch.setattr(rank_folder, "write_file", gate)
+    with holdfast.torch.Run(tmp_path / "run") as run:
+        handle = async_save_sharded(tmp_path / "step", {"w": torch.ones(2)})
+        with run.stopping():
+            gate.opened.set()
+            handle.wait(30)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -147,9 +147,9 @@ def test_tied_weights_are_stored_once(pool: Pool, tmp_path: Path):
         assert ckpt["model.head.weight"].numpy().tobytes() == ckpt["model.embed.weight"].numpy().tobytes()
 
 
-def save_tied(world: World, path: str) -> None:
+def save_tied(world: World, path: str, format: str = "dcp") -> None:
     weight = sharded(torch.arange(60.0).reshape(10, 6), world.mesh(), (Shard(0),))
-    save_sharded(path, {"embed": weight, "head": weight, "b": torch.ones(3)}, group=world.group, format="dcp", durable=False)
+    save_sharded(path, {"embed": weight, "head": weight, "b": torch.ones(3)}, group=world.group, format=format, durable=False)
 
 
 def load_tied(world: World, path: str) -> None:
@@ -168,6 +168,13 @@ def test_tied_weights_are_one_item_in_dcp(pool: Pool, tmp_path: Path):
         assert [alias.names for alias in ckpt.aliases] == [("embed", "head")] * 3, "three parts"
         assert ckpt["head"].numpy().reshape(-1).tolist() == list(range(60))
     assert holdfast.verify(path).ok
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_names_of_several_ranks_keep_their_order(format: str, pool: Pool, tmp_path: Path):
+    good(pool.run(2, save_tied, str(tmp_path / "step"), format))
+    with holdfast.open(tmp_path / "step") as ckpt:
+        assert list(ckpt) == list(ckpt.tree) == ["embed", "head", "b"]
 
 
 def stock_load_trained(world: World, path: str) -> dict[str, object]:

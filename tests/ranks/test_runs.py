@@ -17,7 +17,11 @@ import holdfast
 from holdfast import Latest
 from holdfast.errors import HoldfastWarning, RanksFailed
 from holdfast.ranks import folder as rank_folder
+from holdfast.runs import retention
+from holdfast.torch.ranks import load_sharded as load_module
+from holdfast.torch.ranks import run as run_module
 from holdfast.torch.ranks import saving
+from holdfast.torch.ranks.load_sharded import load_full
 from holdfast.torch.ranks.run import Run
 from tests.dtensor import Shard
 from tests.ranks.pool import Pool, World, failures, good
@@ -285,3 +289,90 @@ def test_ranks_share_what_did_not_change(pool: Pool, tmp_path: Path, size: int):
     assert [step.step for step in run] == [3, 4]
     assert all(holdfast.verify(step.path).ok for step in run)
     assert run._space.used(run.steps()) < 450_000
+
+
+def overtaken(world: World, path: str, given: bool) -> tuple[object, ...]:
+    """Resume while the first rank's other run deletes the step that was found, twice, before anybody opened it."""
+    run, into = Run(path, group=world.group, deadline=20), state_of(world, 0)
+    real, left = load_module.ranks_of, [2]
+
+    def late(*args: object, **named: object) -> object:
+        if left[0]:
+            left[0] -= 1
+            if world.rank == 0:
+                with holdfast.Run(path, keep=Latest(1)) as other:
+                    with other.latest().open() as checkpoint:
+                        next_one = {**checkpoint.read(), "step": 5 - left[0], "name": "run"}
+                    other.save(5 - left[0], next_one)
+            world.barrier()
+        return real(*args, **named)
+
+    with instead(load_module, "ranks_of", late):
+        if given:
+            run.resume(into=into)
+        else:
+            with instead(run_module, "load_full", lambda path: (late(world.group, doing="wait", deadline=20), load_full(path))[1]):
+                into = run.resume()
+    return into["step"], run.resumed.step
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_all_ranks_look_again_where_a_step_went(pool: Pool, tmp_path: Path, given: bool):
+    good(pool.run(2, save_some, str(tmp_path), [1, 2, 3], False))
+    assert good(pool.run(2, overtaken, str(tmp_path), given)) == [(5, 5)] * 2
+
+
+def resume_damaged(world: World, path: str) -> tuple[object, ...]:
+    run, into = Run(path, group=world.group, deadline=20), state_of(world, 0)
+    with pytest.raises(RanksFailed) as told:
+        run.resume(into=into)
+    values = {*into["rows"].to_local().reshape(-1).tolist(), *into["plain"].tolist(), into["step"]}
+    with pytest.raises(RanksFailed) as whole:
+        run.resume()
+    run.resume(into=into, deep=True)
+    return values, str(told.value), str(whole.value), into["step"]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_damaged_step_changes_nothing_on_any_rank(pool: Pool, tmp_path: Path, size: int):
+    good(pool.run(size, save_some, str(tmp_path), [1, 2], False))
+    data = sorted((tmp_path / "step-00000002").glob("data-*"))[-1]  # of one rank
+    content = bytearray(data.read_bytes())
+    content[-1] ^= 1
+    data.write_bytes(content)
+    for values, told, whole, step in good(pool.run(size, resume_damaged, str(tmp_path))):
+        assert values == {0}
+        assert "nothing was published or changed" in told
+        assert "resume(deep=True) passes over" in told
+        assert "resume(deep=True) passes over" in whole
+        assert step == 1
+
+
+def save_after_damage(world: World, path: str) -> list[bool]:
+    """The first rank's read-back finds the part of the last rank damaged; every rank writes its own anew then."""
+    frozen = sharded(torch.arange(8_000.0).reshape(8, 1_000), world.mesh(), (Shard(0),))
+    seen, real = [], retention.verify
+
+    def rotten(where: str) -> object:
+        data = sorted(Path(where).glob("data-*"))[-1]
+        content = bytearray(data.read_bytes())
+        content[-1] ^= 1
+        data.write_bytes(content)
+        return real(where)
+
+    with Run(path, keep="latest:1", durable=False, group=world.group, deadline=20) as run, warnings.catch_warnings():
+        warnings.simplefilter("ignore", HoldfastWarning)
+        run.save(1, {"frozen": frozen})
+        with instead(retention, "verify", rotten):
+            run.save(2, {"frozen": frozen})
+        for step in (3, 4):
+            saved = run.save(step, {"frozen": frozen})
+            world.barrier()
+            seen.append(holdfast.verify(saved.path).ok)
+            world.barrier()
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_rank_links_to_a_step_that_did_not_read_back(pool: Pool, tmp_path: Path, size: int):
+    assert good(pool.run(size, save_after_damage, str(tmp_path))) == [[True, True]] * size

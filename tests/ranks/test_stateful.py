@@ -326,3 +326,36 @@ def test_what_only_pretends_is_left_alone(tmp_path: Path):
         holdfast.save({"a": Anything()}, tmp_path / "step")
     with pytest.raises(CannotHold, match="type"):
         holdfast.save({"a": nn.Linear}, tmp_path / "step")
+
+
+def in_ddp(world: World, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), torch.compile(nn.Linear(6, 2), backend="eager"))
+    return nn.parallel.DistributedDataParallel(model, process_group=world.group)
+
+
+def parameters(ddp: nn.Module) -> dict[str, torch.Tensor]:
+    return {name.replace("_orig_mod.", ""): one.detach().clone() for name, one in ddp.module.named_parameters()}
+
+
+def save_ddp(world: World, path: str, format: str) -> dict[str, torch.Tensor]:
+    ddp = in_ddp(world, 3)
+    save_sharded({"model": ddp}, path, format=format, group=world.group)
+    return parameters(ddp)
+
+
+def load_ddp(world: World, path: str) -> dict[str, torch.Tensor]:
+    ddp = in_ddp(world, 7)
+    load_sharded(path, {"model": ddp}, group=world.group)
+    return parameters(ddp)
+
+
+@pytest.mark.parametrize("format", ["native", "dcp"])
+def test_a_model_in_ddp_has_the_names_of_the_model(pool: Pool, tmp_path: Path, format: str):
+    path = str(tmp_path / "ddp")
+    first, second = good(pool.run(2, save_ddp, path, format))
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    load_sharded(path, {"model": plain})
+    loaded = good(pool.run(2, load_ddp, path))
+    for name, parameter in plain.named_parameters():
+        assert all(torch.equal(parameter, one[name]) for one in (first, second, *loaded))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import http.client
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -147,7 +148,9 @@ Fault = str | float | None
 `503`: SlowDown. `403`: expired credentials. `reset`: the connection is reset. `whole`: 200 and all of it, whatever the range.
 `flip`: one bit of its body arrives as another.
 `elsewhere`: another range than the one that was asked for, and the answer says so. `stall`: half of the answer, and then nothing
-for a while. A number: the answer comes so many seconds late."""
+for a while. `break 0.3`: its body breaks off after that share of it; `short 0.3`: and the answer says that this is all.
+`etag`: it has another etag. `twice`: the request arrives twice, and the second answer comes back. A number: the answer comes so
+many seconds late."""
 
 STALL_S = 20.0
 
@@ -161,9 +164,16 @@ class Proxy:
     asked: list[Asked] = field(default_factory=list)
     sent_nbytes: int = 0
     """Of bodies, to the client."""
+    unseen_s: float = 0.0
+    """How long a new object is neither found nor listed; what puts it with a condition learns of it."""
+    unseen: int = 0
+    """How often somebody looked for an object that was not to be seen yet."""
+    page: int = 0
+    """Keys on a page of a list; 0 for the server's own."""
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
+        self._unseen: dict[str, float] = {}
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         self._over = False
@@ -227,6 +237,60 @@ class Proxy:
         if fault == "elsewhere" and "range" in headers:
             start, _, stop = headers["range"].removeprefix("bytes=").partition("-")
             headers["range"] = f"bytes={int(start) + 16}-{int(stop) + 16}"
+        key = path.partition("?")[0]
+        writes = (method == "PUT" and "partNumber" not in path) or (method == "POST" and "uploadId" in path)
+        new = writes and self.unseen_s and self._forward("HEAD", key, {"host": headers["host"]}, b"")[0].status == 404
+        if fault == "twice":
+            self._forward(method, path, headers, body)
+        if self.page and "list-type" in path:
+            path += f"&max-keys={self.page}"
+        answer, content = self._forward(method, path, headers, body)
+        with self._lock:
+            if new and answer.status < 300:
+                self._unseen[key] = time.monotonic() + self.unseen_s
+            unseen = [one for one, until in self._unseen.items() if time.monotonic() < until]
+        if method in ("GET", "HEAD") and key in unseen:
+            self.unseen += 1
+            client.sendall(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+            return True
+        resized = False
+        if "list-type" in path:
+            listed = content
+            for one in unseen:
+                name = re.escape(one.removeprefix(f"/{BUCKET}/").encode())
+                row = rb"<Contents>(?:(?!</Contents>).)*<Key>" + name + rb"</Key>.*?</Contents>"
+                listed = re.sub(row, b"", listed, flags=re.DOTALL)
+            if fault == "etag":
+                listed = re.sub(rb"<ETag>&#34;[0-9a-f]{4}", b"<ETag>&#34;beef", listed)
+            self.unseen += len(listed) < len(content)
+            resized, content = True, listed
+        if isinstance(fault, float):
+            time.sleep(fault)
+        if fault == "cut":
+            return False
+        how, _, share = fault.partition(" ") if isinstance(fault, str) else ("", "", "")
+        if how == "short":
+            resized, content = True, content[: int(len(content) * float(share))]
+        left_out = {"transfer-encoding", "connection", *(["content-length"] if resized else [])}
+        head = [f"HTTP/1.1 {answer.status} {answer.reason}"]
+        for name, value in answer.getheaders():
+            if name.lower() not in left_out:
+                head.append(f'{name}: "beef{value[5:]}' if fault == "etag" and name.lower() == "etag" else f"{name}: {value}")
+        if resized or answer.getheader("content-length") is None:
+            head.append(f"Content-Length: {len(content)}")
+        with self._lock:
+            self.sent_nbytes += len(content)
+        half = content[: len(content) // 2] if fault in ("half", "stall") else content
+        if how == "break":
+            half = content[: int(len(content) * float(share))]
+        client.sendall("\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + half)
+        if fault == "stall":
+            client.settimeout(STALL_S)
+            with suppress(TimeoutError):
+                stream.read(1)  # type: ignore[attr-defined]
+        return fault not in ("half", "stall") and how != "break"
+
+    def _forward(self, method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[http.client.HTTPResponse, bytes]:
         upstream = http.client.HTTPConnection("127.0.0.1", self.server, timeout=60)
         try:
             upstream.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
@@ -235,23 +299,6 @@ class Proxy:
                     upstream.putheader(key, value)
             upstream.endheaders(body or None)
             answer = upstream.getresponse()
-            content = answer.read()
+            return answer, answer.read()
         finally:
             upstream.close()
-        if isinstance(fault, float):
-            time.sleep(fault)
-        if fault == "cut":
-            return False
-        head = [f"HTTP/1.1 {answer.status} {answer.reason}"]
-        head += [f"{key}: {value}" for key, value in answer.getheaders() if key.lower() not in ("transfer-encoding", "connection")]
-        if answer.getheader("content-length") is None:
-            head.append(f"Content-Length: {len(content)}")
-        with self._lock:
-            self.sent_nbytes += len(content)
-        half = content[: len(content) // 2] if fault in ("half", "stall") else content
-        client.sendall("\r\n".join(head).encode("latin-1") + b"\r\n\r\n" + half)
-        if fault == "stall":
-            client.settimeout(STALL_S)
-            with suppress(TimeoutError):
-                stream.read(1)  # type: ignore[attr-defined]
-        return fault not in ("half", "stall")

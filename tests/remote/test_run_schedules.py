@@ -40,9 +40,9 @@ def killed(at: int, answered: bool) -> Iterator[None]:
             raise Death
         return count == at
 
-    def asked(self: Bucket, ask: Callable[[], object], key: str, doing: str) -> object:
+    def asked(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
         last = asks()
-        found = run(self, ask, key, doing)  # type: ignore[arg-type]
+        found = run(self, ask, key, doing, **more)  # type: ignore[arg-type]
         if last:
             raise Death
         return found
@@ -145,9 +145,9 @@ class World:
         return done
 
     def marked(self) -> set[int]:
-        from holdfast.runs.bucket import PINS, MarkedPins, _marks
+        from holdfast.runs.bucket import MARKED, PINS, _marks
 
-        return _marks(self.run()._folder._said_in(PINS, MarkedPins)[0])  # type: ignore[attr-defined]
+        return _marks(self.run()._folder._said_in(PINS, MARKED)[0])  # type: ignore[attr-defined]
 
     def dying(self, kill: tuple[int, bool] | None) -> AbstractContextManager[None]:
         return _die(kill)

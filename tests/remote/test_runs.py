@@ -156,9 +156,9 @@ def test_looking_costs_few_requests(store: MemoryStore, monkeypatch: pytest.Monk
     asked: list[str] = []
     real = Bucket._run
 
-    def counted(self: Bucket, ask: Callable[[], object], key: str, doing: str) -> object:
+    def counted(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
         asked.append(f"{doing} {key}")
-        return real(self, ask, key, doing)  # type: ignore[arg-type]
+        return real(self, ask, key, doing, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bucket, "_run", counted)
     fresh = holdfast.Run("run", store=store)

@@ -89,9 +89,9 @@ def test_steps_share_objects_and_each_opens_alone(store: MemoryStore, monkeypatc
     asked: list[str] = []
     real = Bucket._run
 
-    def counted(self: Bucket, ask: Callable[[], object], key: str, doing: str) -> object:
+    def counted(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
         asked.append(f"{doing} {key}")
-        return real(self, ask, key, doing)  # type: ignore[arg-type]
+        return real(self, ask, key, doing, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Bucket, "_run", counted)
     with holdfast.open("run/step-00000006", store=store) as checkpoint:
@@ -411,9 +411,9 @@ class Turns:
 def by_turns(picks: Iterable[int]) -> Iterator[Turns]:
     turns, run, uploading = Turns(picks), Bucket._run, Bucket.uploading
 
-    def asked(self: Bucket, ask: Callable[[], object], key: str, doing: str) -> object:
+    def asked(self: Bucket, ask: Callable[[], object], key: str, doing: str, **more: bool) -> object:
         turns.turn()
-        return run(self, ask, key, doing)  # type: ignore[arg-type]
+        return run(self, ask, key, doing, **more)  # type: ignore[arg-type]
 
     @contextmanager
     def uploads(self: Bucket, key: str, nbytes: int, **more: object) -> Iterator[Upload]:

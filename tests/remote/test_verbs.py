@@ -14,9 +14,12 @@ from obstore.store import MemoryStore
 
 import holdfast
 from holdfast.cli.main import main
+from holdfast.engine.commit.remote import PrefixSave
 from holdfast.errors import Corrupted, HoldfastError, NotCommitted
+from holdfast.formats.seal import SEAL
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import url_of
+from tests.inspect.test_missing import VERBS, check_missing
 from tests.remote.servers import Proxy
 
 STATE = {
@@ -173,6 +176,21 @@ def test_scan_searches_a_prefix(proxy: Proxy, url: str, tmp_path: Path):
     assert holdfast.scan(f"{url}/none").reports[0].error is not None
 
 
+def test_scan_tells_of_code_beside_weights(proxy: Proxy, url: str):
+    where = url_of(url)
+    bucket = bucket_of(where)
+    holdfast.save(STATE, f"{url}/m/model.safetensors")
+    bucket.put(f"{where.key}/m/config.json", b'{"auto_map": {"AutoModel": "modeling_x.X"}}')
+    bucket.put(f"{where.key}/m/modeling_x.py", b"")
+    bucket.put(f"{where.key}/m/custom_generate/generate.py", b"")
+    report = holdfast.scan(url)
+    assert {file.path.removeprefix(f"{url}/m/") for file in report.reports if file.verdict() == "suspicious"} == {
+        "config.json",
+        "modeling_x.py",
+        "custom_generate/generate.py",
+    }
+
+
 def test_verify_finds_damage_in_a_folder_of_several(proxy: Proxy, url: str):
     where = url_of(url)
     bucket = bucket_of(where)
@@ -222,6 +240,11 @@ def test_a_program_with_a_store_of_its_own():
         assert holdfast.verify(checkpoint).ok
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_missing_object(verb: str, proxy: Proxy, url: str, tmp_path: Path):
+    check_missing(VERBS[verb], f"{url}/missing.pt2", tmp_path)
+
+
 def test_torch_reads_from_a_url(proxy: Proxy, url: str):
     torch = pytest.importorskip("torch")
     import holdfast.torch
@@ -267,3 +290,50 @@ def test_sums_that_are_believed_are_compared():
                 holdfast.save(source, io.BytesIO(), format=format)
     with holdfast.open("b.safetensors", store=store) as kept:
         assert list(kept) == ["x"]
+
+
+@pytest.mark.parametrize("verb", ["edit", "tie", "compact"])
+def test_a_step_that_is_rewritten_in_place_is_that_step(verb: str):
+    place = f"memory://in-place-{verb}/run"
+    with holdfast.Run(place) as run:
+        before = run.save(1, STATE, metrics={"loss": 0.5})
+    getattr(holdfast, verb)(before.path, in_place=True, **({"drop": "norm"} if verb == "edit" else {}))
+    (now,) = holdfast.Run(place)
+    assert (now.step, now.saved, now.metrics) == (1, before.saved, {"loss": 0.5})
+
+
+@pytest.mark.parametrize("kind", ["step", "folder"])
+@pytest.mark.parametrize("verb", ["edit", "compact"])
+def test_a_copy_that_is_rewritten_keeps_its_seal(kind: str, verb: str, model: Path, tmp_path: Path):
+    place = f"memory://sealed-{kind}-{verb}/x"
+    if kind == "step":
+        with holdfast.Run(tmp_path / "run") as run:
+            path = run.save(7, STATE, metrics={"loss": 0.5}).path
+    else:
+        holdfast.seal(model, step=7, metrics={"loss": 0.5})
+        path = str(model)
+    holdfast.copy(path, place)
+    getattr(holdfast, verb)(place, in_place=True, **({"drop": "norm"} if verb == "edit" else {}))
+    (tmp_path / "back").mkdir()
+    holdfast.copy(place, tmp_path / "back" / "x")
+    found = holdfast.verify(tmp_path / "back" / "x")
+    assert found.ok, found.problems
+    assert not found.notes
+    (step,) = holdfast.Run(tmp_path / "back")
+    assert (step.step, step.metrics) == (7, {"loss": 0.5})
+
+
+def test_a_rewriting_that_is_refused_leaves_the_seal(model: Path, monkeypatch: pytest.MonkeyPatch):
+    place = "memory://sealed-refused/x"
+    holdfast.seal(model, step=7)
+    holdfast.copy(model, place)
+    where = url_of(place)
+    before = bytes(bucket_of(where).whole(where.below(SEAL).key, 1 << 20).data)
+
+    def refused(*args: object) -> None:
+        raise NotCommitted("another was faster", file=place)
+
+    monkeypatch.setattr(PrefixSave, "commit", refused)
+    with pytest.raises(NotCommitted):
+        holdfast.edit(place, in_place=True, drop="norm")
+    assert bytes(bucket_of(where).whole(where.below(SEAL).key, 1 << 20).data) == before

@@ -9,9 +9,11 @@ import os
 import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import ml_dtypes
@@ -199,6 +201,45 @@ def test_a_port_that_is_taken(model):
         taken.listen()
         with pytest.raises(holdfast.errors.BadArgument, match="cannot be had"), prepared(model, None, Asked()) as ready:
             Live(ready.make(None).document, (), port=taken.getsockname()[1])
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["while asking", "while answered"])
+def test_a_tab_that_is_closed_is_nothing_to_tell(model, capfd, begun):
+    with serving(model) as (live, _):
+        live._page = bytes(64 << 20)  # more than any system takes from a sender before somebody reads
+        with socket.create_connection((ADDRESS, live.port), timeout=20) as tab:
+            tab.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets the connection
+            asking = f"GET /?token={live.token} HTTP/1.1\r\nHost: {ADDRESS}:{live.port}\r\n"
+            tab.sendall(f"{asking}\r\n".encode() if begun else asking.encode())
+            if begun:
+                assert tab.recv(1) == b"H"
+            else:
+                assert until(lambda: answering())
+        assert until(lambda: not answering())
+        assert get(live, "/api/detail?tensor=0", token=live.token)[0] == 200
+    assert capfd.readouterr() == ("", "")
+
+
+def answering():
+    return [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
+
+
+def until(ready):
+    """Wait for something that other threads do; whether it came."""
+    for _ in range(2000):
+        if ready():
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_a_mistake_of_ours_is_told(model, capfd, monkeypatch):
+    with serving(model) as (live, _):
+        monkeypatch.setattr(live, "page", lambda: 1 / 0)
+        with pytest.raises((ConnectionError, http.client.HTTPException)):
+            get(live, f"/?token={live.token}")
+        assert until(lambda: not answering())
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Ctrl-C is sent otherwise there")

@@ -117,6 +117,57 @@ def test_tensors_only(tmp_path):
     assert list(safetensors.torch.load_file(tmp_path / "b.safetensors")) == ["w"]
 
 
+class Runs:
+    """Pickled as a call of something that is not built."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("echo hi",)
+
+
+@pytest.mark.parametrize("verb", [holdfast.convert, holdfast.edit])
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_what_tensors_only_leaves_out_is_told(verb, dry_run, tmp_path):
+    shared = {"lr": 0.1, "betas": [0.9, 0.99]}
+    module = torch.nn.Linear(2, 2)
+    state = {
+        "model": module.state_dict(),
+        "groups": [shared, shared],
+        "step": 3,
+        "hook": Runs(),
+        "net": module,
+        "grid": torch.eye(3).to_sparse(),
+        "array": np.ones(2),
+    }
+    torch.save(state, tmp_path / "a.pt")
+    done = verb(tmp_path / "a.pt", tmp_path / "b.safetensors", tensors_only=True, dry_run=dry_run)
+    left = [note.removeprefix("only tensors are kept; ") for note in done.notes if note.startswith("only tensors")]
+    system = f"{os.system.__module__}.system"
+    assert left == [
+        "left out: 5 values: 'groups.0.lr', 'groups.0.betas.0', 'groups.0.betas.1' and 2 more",
+        f"left out: 2 foreign objects: 'hook' ({system}), 'net' (torch.nn.modules.linear.Linear)",
+        "taken apart: 1 tensor: 'grid' (sparse_coo)",
+        "left out: what state dicts note of their modules (_metadata)",
+    ]
+
+
+def test_what_keep_and_drop_leave_out_is_not_told_again(trainer, tmp_path):
+    done = holdfast.convert(trainer, tmp_path / "b", keep="optimizer.*", drop="*.step", tensors_only=True, dry_run=True)
+    assert [note for note in done.notes if "only tensors" in note] == [
+        "only tensors are kept; left out: 2 values: 'optimizer.groups.0.lr', 'optimizer.groups.0.p.0'"
+    ]
+    done = holdfast.convert(trainer, tmp_path / "b", keep="model.*", tensors_only=True, dry_run=True)
+    assert not [note for note in done.notes if "only tensors" in note]
+
+
+def test_containers_that_many_places_share_are_counted_once(tmp_path):
+    shared: object = 1
+    for _ in range(20):
+        shared = [shared, shared]
+    torch.save({"w": torch.ones(2), "many": shared}, tmp_path / "a.pt")
+    done = holdfast.convert(tmp_path / "a.pt", tmp_path / "b.pt", tensors_only=True)
+    assert [note for note in done.notes if "2 values" in note]
+
+
 def test_too_little_memory_is_an_error_that_says_how_much(trainer, tmp_path):
     with pytest.raises(LimitExceeded, match="max_memory is too small") as caught:
         holdfast.convert(trainer, tmp_path / "b.safetensors", max_memory="1MiB", threads=2)

@@ -309,3 +309,13 @@ def test_weights_are_not_replaced_under_a_name_of_another_format(tmp_path):
     with pytest.raises(errors.Unsupported, match=r"call it q\.pt2"):
         holdfast.replace_weights(tmp_path / "p.pt2", tmp_path / "q.safetensors", weights={"w": np.zeros(3, np.float32)})
     assert os.listdir(tmp_path) == ["p.pt2"]
+
+
+@pytest.mark.parametrize("name", ["p", "p.pt2"])
+def test_metadata_that_a_package_has_no_place_for_is_told(tmp_path, name):
+    holdfast.save({"w": np.ones(3)}, tmp_path / "a.safetensors", metadata={"author": "somebody"})
+    holdfast.save({"w": np.ones(3)}, tmp_path / "b.safetensors")
+    done = holdfast.package({"a": tmp_path / "a.safetensors", "b": tmp_path / "b.safetensors"}, tmp_path / name)
+    assert [note for note in done.notes if "metadata" in note] == [
+        "model 'a': its metadata (author) has no place in a package and is not kept"
+    ]

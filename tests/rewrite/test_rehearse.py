@@ -42,7 +42,7 @@ WRITERS = {
     "package": lambda src, dst: holdfast.package({"model": STATE}, dst / "x.pt2"),
     "tie": lambda src, dst: holdfast.tie(src, dst / "x.pt"),
     "compact": lambda src, dst: holdfast.compact(src, dst / "x.pt"),
-    "reshard": lambda src, dst: reshard(src, dst / "x", mesh={"tp": 2}),
+    "reshard": lambda src, dst: reshard(src, dst / "x", mesh={"dp": 2}),
     "ranks, native": lambda src, dst: ht.save_sharded(dst / "x", TENSORS),
     "ranks, dcp": lambda src, dst: ht.save_sharded(dst / "x", TENSORS, format="dcp"),
     "ranks, safetensors": lambda src, dst: ht.save_sharded(dst / "x", TENSORS, format="safetensors"),

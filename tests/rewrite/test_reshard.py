@@ -10,7 +10,7 @@ import pytest
 import holdfast
 from holdfast.cli.main import main
 from holdfast.core.box import Box
-from holdfast.core.placement_rules import parse_rule
+from holdfast.core.placement_rules import default_axes, parse_rule
 from holdfast.core.tiling import tiles
 from holdfast.errors import BadPlacement
 from holdfast.rewrite.reshard import local_box, parse_mesh, reshard
@@ -80,3 +80,78 @@ def test_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     assert "│AAABBB│" in shown
     assert "A data-00001-of-00002.safetensors" in shown
+
+
+MODEL = {
+    "model.embed_tokens.weight": (16, 8),
+    "model.layers.0.self_attn.q_proj.weight": (8, 8),
+    "model.layers.0.self_attn.q_proj.bias": (8,),
+    "model.layers.0.self_attn.o_proj.weight": (8, 8),
+    "model.layers.0.self_attn.o_proj.bias": (8,),
+    "model.layers.0.mlp.down_proj.weight": (8, 24),
+    "model.norm.weight": (1,),
+    "step": (),
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    arrays = {name: np.arange(np.prod(shape, dtype=int), dtype=np.float32).reshape(shape) for name, shape in MODEL.items()}
+    holdfast.save(arrays, tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def boxes(path: Path) -> dict[str, set[tuple[int, ...]]]:
+    with holdfast.open(path) as found:
+        return {name: {chunk.box.shape for chunk in tensor.chunks} for name, tensor in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cut"),
+    [
+        ("dp=8", {"embed": (2, 8), "q": (1, 8), "q bias": (1,), "o": (1, 8), "o bias": (1,), "down": (1, 24)}),
+        ("fsdp=4", {"embed": (4, 8), "q": (2, 8), "q bias": (2,), "o": (2, 8), "o bias": (2,), "down": (2, 24)}),
+        ("tp=4", {"embed": (4, 8), "q": (2, 8), "q bias": (2,), "o": (8, 2), "down": (8, 6)}),
+        ("dp=2,tp=4", {"embed": (2, 8), "q": (1, 8), "q bias": (1,), "o": (4, 2), "o bias": (4,), "down": (4, 6)}),
+    ],
+)
+def test_without_rules_axes_cut_by_their_names(mesh: str, cut: dict[str, tuple[int, ...]], model: Path, tmp_path: Path):
+    done = reshard(model, tmp_path / "out", mesh=mesh)
+    names = dict(zip(("embed", "q", "q bias", "o", "o bias", "down", "norm", "step"), MODEL, strict=True))
+    assert boxes(tmp_path / "out") == {name: {cut.get(short, MODEL[name])} for short, name in names.items()}
+    told = [note for note in done.notes if " cut" in note]
+    assert sum(int(note.split()[0]) for note in told) == len(MODEL)
+    assert f"{len(MODEL) - len(cut)} tensors not cut" in " ".join(told)
+    with holdfast.open(tmp_path / "out") as ours, holdfast.open(model) as theirs:
+        assert all(np.array_equal(ours[name].numpy(), theirs[name].numpy()) for name in MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "axes"),
+    [
+        ("any", (9, 2), {"dp": 0}),  # as FSDP cuts it: 3, 3, 3 and nothing
+        ("any", (3, 8), {}),
+        ("any", (0, 8), {}),
+        ("h.q_proj.weight", (12, 8), {"dp": 0, "tp": 0}),
+        ("h.q_proj.weight", (20, 8), {"dp": 0}),
+        ("h.o_proj.weight", (4, 9), {"dp": 0, "tp": 1}),
+        ("q_proj", (12, 8), {"dp": 0}),
+    ],
+)
+def test_what_an_axis_cuts_by_default(name: str, shape: tuple[int, ...], axes: dict[str, int]):
+    assert default_axes(name, shape, {"dp": 4, "tp": 3}) == axes
+
+
+@pytest.mark.parametrize("mesh", ["tp=5", "pp=4", "dp=64"])
+def test_a_mesh_that_would_cut_nothing_is_refused(mesh: str, model: Path, tmp_path: Path):
+    with pytest.raises(BadPlacement, match="without rules nothing is cut"):
+        reshard(model, tmp_path / "out", mesh=mesh)
+    assert not (tmp_path / "out").exists()
+    reshard(model, tmp_path / "out", mesh=mesh, rules=["*: replicate"])
+
+
+def test_the_command_says_what_was_cut(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["reshard", str(model), str(tmp_path / "out"), "--mesh", "dp=8"]) == 0
+    said = capsys.readouterr().out
+    assert "6 tensors cut along dimension 0 over dp=8" in said
+    assert "2 tensors not cut" in said

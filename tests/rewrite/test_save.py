@@ -91,14 +91,24 @@ def test_a_state_that_contains_itself_is_refused(tmp_path):
         holdfast.save(state, tmp_path / "a.pt")
 
 
-def test_a_state_with_2_to_the_60_paths_is_saved_at_the_cost_of_its_60_lists(tmp_path):
+def test_a_state_with_2_to_the_20_paths_is_saved_at_the_cost_of_its_20_lists(tmp_path):
     value: object = 1.5
-    for _ in range(60):
+    for _ in range(20):
         value = [value, value]
     holdfast.save({"deep": value}, tmp_path / "a.pt")
+    assert (tmp_path / "a.pt").stat().st_size < 2000
     with holdfast.open(tmp_path / "a.pt") as ckpt:
         inner = ckpt.tree["deep"]
         assert inner[0] is inner[1]
+
+
+def test_a_state_that_nobody_could_print_is_not_saved(tmp_path):
+    value: object = 1.5
+    for _ in range(60):
+        value = [value, value]
+    with pytest.raises(CannotHold, match="tree_nbytes"):
+        holdfast.save({"deep": value}, tmp_path / "a.pt")
+    assert not (tmp_path / "a.pt").exists()
 
 
 def test_one_object_in_two_places_stays_one(tmp_path):

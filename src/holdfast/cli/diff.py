@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.cli.progress import bar
 from holdfast.cli.text import Line, clip, count, escape, plural, print_lines, width
+from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.inspect.brief import brief
 from holdfast.inspect.diff import Absent, Comparison, Content, Diff, TensorChange, ValueChange
@@ -38,22 +39,28 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             from holdfast.cli.document import print_json
 
-            print_json(diff_document(found))
+            print_json(diff_document(found, sort=options.sort or ("file" if options.top is None else "change"), top=options.top))
         else:
-            print_lines(diff_lines(found, a.tensors, b.tensors, everything=options.all))
+            lines = diff_lines(found, a.tensors, b.tensors, everything=options.all, sort=options.sort or "change", top=options.top)
+            print_lines(lines)
     return 0 if found.equal else 1
 
 
-def diff_lines(found: Diff, a: Tensors, b: Tensors, *, everything: bool = False) -> Iterator[Line]:
-    """The difference for people: a line for each thing that differs, and one of totals."""
+def diff_lines(
+    found: Diff, a: Tensors, b: Tensors, *, everything: bool = False, sort: str = "change", top: int | None = None
+) -> Iterator[Line]:
+    """The difference for people: a line for each thing that differs, NaN and Inf that appeared first, and one of totals."""
     if not found.equal:
         yield [("--- ", "foreign"), (escape(clip(found.a, 400)), "title")]
         yield [("+++ ", "clean"), (escape(clip(found.b, 400)), "title")]
+    sick = found.nonfinite
+    ranked = [change for change in found.ranked(sort) if not change.appeared][:top]
     sections: list[Sequence[tuple[str, str, str, list[str]]]] = [
-        [("-", "foreign", name, _described(a[name])) for name in found.removed],
-        [("+", "clean", name, _described(b[name])) for name in found.added],
-        [(">", "group", r.a, ["→", escape(clip(r.b))]) for r in found.renamed],
-        [("~", "value", change.name, _changed(change)) for change in found.changed],
+        [("!", "error", change.name, _changed(change)) for change in sick[:top]],
+        [("-", "foreign", name, _described(a[name])) for name in in_order(found.removed)],
+        [("+", "clean", name, _described(b[name])) for name in in_order(found.added)],
+        [(">", "group", r.a, ["→", escape(clip(r.b))]) for r in in_order(found.renamed, lambda one: one.a)],
+        [("~", "value", change.name, _changed(change)) for change in ranked],
         [_value(change) for change in found.values],
     ]
     shown = [section if everything else section[:SHOWN] for section in sections]
@@ -68,6 +75,8 @@ def diff_lines(found: Diff, a: Tensors, b: Tensors, *, everything: bool = False)
             yield [(f"{mark} {text}", style), (f"{gap}  {'  '.join(padded)}", "")]
         if len(part) < len(section):
             yield [(f"  … {len(section) - len(part):,} more: use --all or --json", "dim")]
+    if top is not None and len(sick[:top]) + len(ranked) < len(found.changed):
+        yield [(f"  … {len(found.changed) - len(sick[:top]) - len(ranked):,} more that changed", "dim")]
     for note in found.notes:
         yield [(f"note: {escape(note)}", "note")]
     yield [(totals(found), "title")]
@@ -81,7 +90,8 @@ def _widths(rows: Sequence[Sequence[str]]) -> list[int]:
 
 def totals(found: Diff) -> str:
     """How many of each, in words."""
-    parts = [
+    parts = [f"NaN or Inf appeared in {plural(len(found.nonfinite), 'tensor')}"] if found.nonfinite else []
+    parts += [
         f"{len(things):,} {word}"
         for things, word in (
             (found.removed, "removed"),
@@ -115,12 +125,22 @@ def _statistics(content: Content) -> list[str]:
     if not content.changed:
         return ["every value is the same"]
     cells = [
-        f"{count(content.changed)} of {count(content.total)}",
-        f"max abs {number(content.max_abs)}",
-        f"rel {number(content.max_rel)}",
+        "relative -" if content.relative is None else f"relative {number(content.relative)}",
         "cosine -" if content.cosine is None else f"cosine {content.cosine:.6f}",
+        f"max abs {number(content.max_abs)}",
+        f"{count(content.changed)} of {count(content.total)}",
     ]
-    return [*cells, f"{count(content.nans)} NaN"] if content.nans else cells
+    odd = (
+        (content.nan_appeared, "became NaN"),
+        (content.inf_appeared, "became Inf"),
+        (content.nan_went, "were NaN"),
+        (content.inf_went, "were Inf"),
+    )
+    said = [f"{count(many)} {what}" for many, what in odd if many]
+    if content.appeared:
+        return [", ".join(said), *cells]
+    stays = content.nans - content.nan_went
+    return [*cells, *said, *([f"{count(stays)} NaN in both"] if stays else [])]
 
 
 def number(value: float) -> str:
@@ -147,8 +167,8 @@ def _text(value: object) -> str:
     return escape(str(value) if isinstance(value, Kind) else brief(value))
 
 
-def diff_document(found: Diff) -> dict[str, object]:
-    """The difference as values that JSON has; numbers that it lacks as text."""
+def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) -> dict[str, object]:
+    """The difference as values that JSON has; numbers that it lacks as text; by default in the order of the files."""
     return {
         "schema": SCHEMA,
         "a": found.a,
@@ -156,6 +176,7 @@ def diff_document(found: Diff) -> dict[str, object]:
         "equal": found.equal,
         "same": found.same,
         "same_by_checksum": found.same_by_checksum,
+        "nonfinite": [change.name for change in found.nonfinite],
         "removed": list(found.removed),
         "added": list(found.added),
         "renamed": [{"a": r.a, "b": r.b} for r in found.renamed],
@@ -166,7 +187,7 @@ def diff_document(found: Diff) -> dict[str, object]:
                 "shapes": [list(shape) for shape in change.shapes],
                 "content": None if change.content is None else _content(change.content),
             }
-            for change in found.changed
+            for change in found.ranked(sort)[:top]
         ],
         "values": [
             {
@@ -188,6 +209,10 @@ def _content(content: Content) -> dict[str, object]:
         "max_rel": _native(content.max_rel),
         "cosine": content.cosine,
         "nans": content.nans,
+        "nan_appeared": content.nan_appeared,
+        "nan_went": content.nan_went,
+        "inf_appeared": content.inf_appeared,
+        "inf_went": content.inf_went,
         "relative": None if content.relative is None or not math.isfinite(content.relative) else content.relative,
     }
 

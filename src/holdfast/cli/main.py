@@ -1,7 +1,8 @@
 """The `holdfast` command: its verbs and options, its exit codes, and the one place where an error becomes a line on stderr.
 
 Exit codes: 0 done (for `scan`: clean; for `diff`: the same), 1 `scan` found something suspicious, `verify` something damaged,
-`diff` something different, 2 an error or wrong usage, 3 and 4 `scan` found only what is unknown, or nothing to scan, 130
+`diff` something different, 2 an error or wrong usage, 3 and 4 `scan` found only what is unknown, or nothing to scan, 3 `verify
+--strict` nothing to compare with, 130
 interrupted, 141 nobody reads our output any more. There is no traceback unless `--traceback` asks for one.
 
 argparse, because it starts in 10 ms: typer takes 60, and since 0.29 another 80 for pydantic as soon as a command runs,
@@ -160,7 +161,8 @@ examples:
 
 VERIFY = """\
 Check whole checkpoints against the checksums that they record, and name every damage: file, tensors, byte.
-Where none are recorded, the structure is checked and every byte is read.
+Where none are recorded (every plain safetensors), the structure is checked, every byte is read, and the verdict is "readable,
+nothing to compare": --strict makes a failure of it.
 """
 
 VERIFY_EXAMPLES = """\
@@ -168,17 +170,19 @@ exit codes:
   0  nothing is wrong
   1  something is damaged
   2  a file could not be opened or read
+  3  with --strict: nothing is wrong, but not every tensor has a checksum to be compared with
 
 examples:
   holdfast verify model.pt
   holdfast verify checkpoints/step-*
   holdfast verify out/checkpoint-500         sealed: every file by name, size and digest
+  holdfast verify model/ --strict            a gate: what has no checksums does not pass
   holdfast verify model/ --json
 """
 
 DIFF = """\
 Compare two checkpoints of any formats: tensors added, removed, renamed and changed, and plain values.
-Tensors for which both files record the same checksum are not read.
+Tensors for which both files record the same checksum are not read. NaN and Inf that appeared come first, then the largest changes.
 """
 
 DIFF_EXAMPLES = """\
@@ -191,6 +195,7 @@ examples:
   holdfast diff old.pt new.pt
   holdfast diff model.pt model.safetensors --exact
   holdfast diff trainer.ckpt model.safetensors --rename 'state_dict.*=*' --filter '*.weight' --tensors-only
+  holdfast diff base/ tuned/ --top 10         the ten largest changes
   holdfast diff old.pt new.pt --json | jq '.changed[].name'
 """
 
@@ -295,6 +300,7 @@ def _add_scan(verb: Parser) -> None:
 def _add_verify(verb: Parser) -> None:
     verb.description, verb.epilog = VERIFY, VERIFY_EXAMPLES
     verb.add_argument("paths", metavar="PATH", type=values.path, nargs="+", help="checkpoints, files or directories")
+    verb.add_argument("--strict", action="store_true", help="what has no checksum to be compared with is a failure (exit code 3)")
     verb.add_argument("-a", "--all", action="store_true", help="every damage")
     verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=JSON_HELP)
@@ -309,6 +315,9 @@ def _add_diff(verb: Parser) -> None:
     verb.add_argument("--rename", metavar="OLD=NEW", action="append", default=[], type=values.pair, help="names of A: 'model.*=*'")
     verb.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     verb.add_argument("-e", "--exact", action="store_true", help="compare bytes even where checksums agree")
+    told = "changed tensors by: change, the largest first (default); name; file"
+    verb.add_argument("--sort", choices=("change", "name", "file"), help=told)
+    verb.add_argument("--top", metavar="N", type=positive, help="of the changed tensors, the first N")
     verb.add_argument("-a", "--all", action="store_true", help="every difference")
     verb.add_argument("-q", "--quiet", action="store_true", help=QUIET_HELP)
     verb.add_argument("--json", action="store_true", help=JSON_HELP)
@@ -347,7 +356,7 @@ def _run_scan(options: argparse.Namespace) -> int:
 def _run_verify(options: argparse.Namespace) -> int:
     from holdfast.cli.verify import run
 
-    return run(options.paths, everything=options.all, quiet=options.quiet, as_json=options.json)
+    return run(options.paths, strict=options.strict, everything=options.all, quiet=options.quiet, as_json=options.json)
 
 
 def _run_diff(options: argparse.Namespace) -> int:

@@ -30,6 +30,7 @@ from msgspec import Struct, field
 
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.opaque import Opaque
+from holdfast.core.order import in_order
 from holdfast.core.rows import RowTensor
 from holdfast.core.sparse.storage import packing_of
 from holdfast.core.tensor import Composite, LazyTensor
@@ -38,13 +39,15 @@ from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar
 from holdfast.inspect.survey import LookAlikes, Survey
 
-__all__ = ["Branch", "Leaf", "Node", "fold", "leaves", "outline", "ranges", "total"]
+__all__ = ["Branch", "Leaf", "Node", "arrange", "fold", "leaves", "outline", "ranges", "total"]
 
 DEEPEST = 100
 """Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
 
 SETTINGS = 64
 """Attributes of a module that are looked at for its sizes. `nn.Linear` has 16, of which the last three are its own."""
+
+DIGIT = re.compile("[0-9]")
 
 SPLITS = 32
 """Dots of one name that open levels. A name with more of them stays in one piece."""
@@ -110,6 +113,15 @@ def outline(checkpoint: Checkpoint, found: Survey | None = None, *, split: bool 
         root.label = root.name = LONE_TENSOR_NAME
         root = Branch("", "", "dict", children=[root])
     return root
+
+
+def arrange(branch: Branch) -> None:
+    """Put siblings that differ in a number only in the order of their numbers, and everything below."""
+    if len(branch.children) > 1 and any(DIGIT.search(child.label) for child in branch.children):
+        branch.children = in_order(branch.children, lambda child: child.label)
+    for child in branch.children:
+        if isinstance(child, Branch):
+            arrange(child)
 
 
 def total(branch: Branch) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import values
+from holdfast.cli.flags import FLAGS, in_flags
 from holdfast.cli.values import positive, size
 
 if TYPE_CHECKING:
@@ -175,4 +176,4 @@ def note_lines(done: Saved) -> Iterable[Line]:
     from holdfast.cli.text import clip, escape
 
     for note in done.notes:
-        yield [("  note  ", "note"), (escape(clip(note, 600)), "")]
+        yield [("  note  ", "note"), (escape(clip(in_flags(note, FLAGS.values()), 600)), "")]

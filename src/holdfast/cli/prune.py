@@ -94,8 +94,9 @@ def run(options: argparse.Namespace) -> int:
 def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
     """What is printed: a line a tensor, and what was written."""
     from holdfast.cli.text import clip, count, escape, nbytes, plural, width
+    from holdfast.core.order import in_order
 
-    shown = done.tensors[:most]
+    shown = in_order(done.tensors, lambda row: row.name)[:most]
     names = [escape(clip(row.name, 70)) for row in shown]
     rules = [escape(clip(row.rule, 60)) for row in shown]
     wide = max((width(name) for name in names), default=0)

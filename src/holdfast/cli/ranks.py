@@ -18,6 +18,7 @@ from pathlib import Path
 from holdfast.cli.show import matcher, short_dtype
 from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.order import in_order, natural
 from holdfast.core.tensor import LazyTensor
 from holdfast.inspect.open import open as open_checkpoint
 
@@ -46,9 +47,7 @@ def lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
     held: dict[str, int] = {}
     drawn: dict[object, list[str]] = {}
     sample: dict[object, LazyTensor] = {}
-    for name in checkpoint:
-        if not wanted(name):
-            continue
+    for name in in_order(filter(wanted, checkpoint)):
         tensor = checkpoint[name]
         for chunk in tensor.chunks:
             key = _file(chunk.storage.key)
@@ -56,7 +55,7 @@ def lines(checkpoint: Checkpoint, pattern: str | None) -> Iterator[Line]:
         cut = (tensor.shape, tensor.dtype.name, tuple((c.box.start, c.box.stop, _file(c.storage.key)) for c in tensor.chunks))
         drawn.setdefault(cut, []).append(name)
         sample.setdefault(cut, tensor)
-    letters = {key: LETTERS[i % len(LETTERS)] for i, key in enumerate(sorted(held))}
+    letters = {key: LETTERS[i % len(LETTERS)] for i, key in enumerate(sorted(held, key=natural))}
     yield [(escape(clip(checkpoint.path, 200)), "title"), (f"  {checkpoint.format}", "dim")]
     for number, (picture_of, names) in enumerate(drawn.items()):
         if number == PICTURES:

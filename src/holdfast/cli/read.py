@@ -31,6 +31,7 @@ import numpy as np
 from holdfast.cli.show import matcher
 from holdfast.cli.text import Line, escape, line_width, nbytes, plural, print_lines
 from holdfast.core.checkpoint import Checkpoint
+from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import BadIndex, BadTarget, Unsupported, located
 from holdfast.inspect.open import open as open_checkpoint
@@ -113,13 +114,8 @@ def choose(checkpoint: Checkpoint, names: Sequence[str], index: str | None) -> d
     """
     chosen: dict[str, LazyTensor] = {}
     for name in names:
-        if name not in checkpoint and any(c in name for c in "*?["):
-            wanted = matcher(name)
-            found = [n for n in checkpoint if wanted(n)]
-            if found:
-                chosen.update((n, checkpoint[n]) for n in found)
-                continue
-        chosen[name] = checkpoint[name]
+        found = [] if name in checkpoint else in_order(filter(matcher(name), checkpoint))
+        chosen.update((n, checkpoint[n]) for n in found or [name])
     for tensor in chosen.values():
         if tensor.traits.meta:
             tensor.empty()  # raises: there is nothing to read

@@ -14,10 +14,13 @@ DESCRIPTION = """\
 Write a checkpoint as a native directory with one data file for each rank of a mesh, cut by rules. Streams; any format in.
 
 A rule is a glob, a colon, and the dimension that each axis of the mesh shards; 'replicate' shards none. The first rule that
-matches a name decides; names that no rule matches are replicated."""
+matches a name decides; names that no rule matches are replicated.
+
+Without rules, dp and fsdp cut dimension 0, and tp the matrices of a transformer, by the names that Hugging Face gives them."""
 
 EXAMPLES = """\
 examples:
+  holdfast reshard step-1000 for-eight --mesh dp=8
   holdfast reshard model.safetensors model-tp4 --mesh tp=4 --rule '*.q_proj.weight: tp=0' --rule '*.o_proj.weight: tp=1'
   holdfast reshard step-1000 step-1000-on-8 --mesh dp=2,tp=4 --plan rules.txt
   holdfast show --ranks model-tp4

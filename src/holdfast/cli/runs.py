@@ -56,6 +56,9 @@ examples:
   holdfast runs runs/llama --json | jq '.steps[] | select(.whole).step'
 """
 
+NAMED = 3
+"""Checkpoints without a seal that are named."""
+
 METRICS = 4
 """Metrics that the table has columns for."""
 
@@ -76,7 +79,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.errors import BadArgument, StoreError
+    from holdfast.errors import BadArgument, HoldfastError, NoSuchPath
     from holdfast.runs.places import place_for
     from holdfast.runs.rules import read_rules
     from holdfast.runs.table import look
@@ -89,14 +92,19 @@ def run(options: argparse.Namespace) -> int:
     path = place_of(options.path.rstrip("/") or "/")
     place = place_for(path)
     if not place.exists():
-        raise StoreError("there is no such directory", file=path)
-    kept = place.kept() if not options.keep else None
+        raise NoSuchPath("there is no such directory", file=path)
+    try:
+        kept, recorded = (found := place.kept()), found is not None
+    except HoldfastError:
+        if not options.keep:
+            raise
+        kept, recorded = None, True  # rules that cannot be read, and are not needed
     rules = read_rules(options.keep) if options.keep else kept.rules if kept is not None else ()
     if (options.plan or options.prune) and not rules:
         raise BadArgument("no rules say which steps go: the run wrote none down; give some, as --keep latest:3", found=path)
     done = prune(place, rules) if options.prune else None
     gone = done.steps if done is not None else ()
-    table = look(place, rules, path)
+    table = look(place, rules, path, recorded=recorded)
     if options.json:
         from holdfast.cli.document import print_json
 
@@ -178,8 +186,12 @@ def _head(table: Table) -> Iterator[Line]:
     yield [
         (escape(clip(table.path, 400)), "title"),
         (told, "size"),
-        (f"  keep {escape(clip(rules, 300))}" if rules else "  no rules: nothing is deleted", "dim"),
+        (f"  keep {escape(clip(rules, 300))}" if rules else f"  no rules: {table.without_rules}", "dim"),
     ]
+    if table.unsealed:
+        more = f" and {len(table.unsealed) - NAMED:,} more" if len(table.unsealed) > NAMED else ""
+        names = ", ".join(escape(clip(name, 60)) for name in table.unsealed[:NAMED])
+        yield [(f"  no steps, for they have no seal: {names}{more}; `holdfast seal PATH` makes each a step", "note")]
     if table.writer is not None:
         yield [(f"  a run has it open: {escape(str(table.writer))}", "note")]
 
@@ -258,6 +270,8 @@ def document(table: Table, gone: Sequence[Step]) -> dict[str, object]:
         "schema": SCHEMA,
         "path": table.path,
         "keep": [str(rule) for rule in table.rules],
+        "recorded": table.recorded,
+        "unsealed": list(table.unsealed),
         "nbytes": table.total_nbytes,
         "writer": None if table.writer is None else {"pid": table.writer.pid, "host": table.writer.host},
         "steps": [_row_document(row) for row in table.rows],

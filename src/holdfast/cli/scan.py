@@ -160,7 +160,10 @@ SARIF_SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schem
 
 RULES = {
     "dangerous": ("error", "Loading this file runs commands or code, touches files or the network, or loads more code."),
-    "suspicious": ("warning", "Loading this file calls something that Holdfast does not know with what the file gives it."),
+    "suspicious": (
+        "warning",
+        "Loading this file calls something that Holdfast does not know with what the file gives it, or code comes with it.",
+    ),
     "unknown": ("note", "Loading this file imports a module that Holdfast does not know, or sets the state of its classes."),
     "unread": ("error", "This file could not be read to its end; what is said of it is not complete."),
 }

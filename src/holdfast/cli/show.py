@@ -16,12 +16,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.cli.outline import Branch, Leaf, Node, fold, leaves, outline, total
+from holdfast.cli.outline import Branch, Leaf, Node, arrange, fold, leaves, outline, total
 from holdfast.cli.seal import seal_lines
 from holdfast.cli.text import Line, clip, count, escape, guides, line_width, nbytes, percent, plural, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
+from holdfast.core.order import in_order
 from holdfast.core.patterns import matcher
 from holdfast.core.sparse.storage import packing_of
 from holdfast.core.value import Value
@@ -91,6 +92,7 @@ def show_tree(
     """The lines of the whole view: header, tree, notes."""
     found = survey(checkpoint)
     root = outline(checkpoint, found)
+    arrange(root)
     if not everything:
         fold(root)
     total(root)
@@ -112,12 +114,12 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
     """The lines of `--filter`: tensors, then plain values, whose dotted names match."""
     wanted = matcher(pattern)
     found = survey(checkpoint)
-    tensors = {name: found.tensors[name] for name in found.tensors if wanted(name)}
+    tensors = {name: found.tensors[name] for name in in_order(filter(wanted, found.tensors))}
     rows = [
         _tensor_row("", Leaf(name, name, "tensor", tensor=tensor, tie=found.ties.get(name, ""))) for name, tensor in tensors.items()
     ]
     everywhere = leaves(outline(checkpoint, found, split=False))
-    values = [leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)]
+    values = in_order((leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)), lambda leaf: leaf.name)
     rows += [Row("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
     size = nbytes(sum(tensor.nbytes for tensor in tensors.values()))
     yield [

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import values
 from holdfast.cli.text import Line, clip, escape, guides, plural, print_lines, width
+from holdfast.core.order import in_order
 
 if TYPE_CHECKING:
     from holdfast.inspect.sparsity import TensorSparsity
@@ -88,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
 def lines(path: str, found: Sequence[TensorStats], most: int | None, *, bars: str) -> Iterator[Line]:
     """What is printed."""
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')}", "dim")]
-    shown = found[:most]
+    shown = in_order(found, lambda row: row.name)[:most]
     names = [escape(clip(row.name, 70)) for row in shown]
     wide = max((width(name) for name in names), default=0)
     for name, row in zip(names, shown, strict=True):
@@ -168,7 +169,7 @@ def sparsity_lines(path: str, found: tuple[TensorSparsity, ...], most: int | Non
     size, zeros = sum(row.size for row in found), sum(row.zeros for row in found)
     share = f"{100 * zeros / size:.2f}% of {size:,} elements are zero" if size else "no elements"
     yield [(escape(clip(path, 200)), "title"), (f"  {plural(len(found), 'tensor')} · {share}", "dim")]
-    shown = found[:most]
+    shown = in_order(found, lambda row: row.name)[:most]
     names = [escape(clip(row.name, 70)) for row in shown]
     wide = max((width(name) for name in names), default=0)
     shapes = max((len(str(list(row.shape))) for row in shown), default=0)

@@ -20,25 +20,37 @@ SCHEMA = 1
 SHOWN = 50
 """Damages of one checkpoint that are shown unless `--all` is given."""
 
+NOTHING_TO_COMPARE = 3
+"""The exit code of `--strict` where nothing is wrong, and not all of it had a checksum."""
+
+VERDICTS = {
+    "ok": ("ok", "clean"),
+    "partial": ("ok in part", "note"),
+    "readable": ("readable, nothing to compare", "note"),
+    "damaged": ("damaged", "error"),
+    "unverified": ("not verified", "error"),
+}
+
 NAMES = 4
 """Names of one damaged storage that are shown."""
 
 
-def run(paths: Sequence[Path], *, everything: bool, quiet: bool, as_json: bool) -> int:
-    """The command; returns its exit code: 0 sound, 1 damaged, 2 not all of it could be looked at."""
+def run(paths: Sequence[Path], *, strict: bool, everything: bool, quiet: bool, as_json: bool) -> int:
+    """The command; returns its exit code: 0 sound, 1 damaged, 2 not all of it could be looked at, 3 nothing to compare it with."""
     # What is sealed is read twice.
     total = sum(size_of(path) * (2 if is_sealed(path) else 1) for path in paths)
     with bar("Verifying", total, quiet=quiet or as_json) as progress:
-        reports = [verify(path, progress=progress) for path in paths]
+        reports = [verify(path, require=strict, progress=progress) for path in paths]
     if as_json:
         from holdfast.cli.document import print_json
 
         print_json(verify_document(reports))
     else:
         print_lines(line for report in reports for line in verify_lines(report, everything=everything))
-    if any(not problem.damaged for report in reports for problem in report.problems):
+    verdicts = {report.verdict for report in reports}
+    if "unverified" in verdicts:
         return 2
-    return 0 if all(report.ok for report in reports) else 1
+    return 1 if "damaged" in verdicts else 0 if all(report.ok for report in reports) else NOTHING_TO_COMPARE
 
 
 def size_of(path: Path) -> int:
@@ -54,14 +66,9 @@ def size_of(path: Path) -> int:
 def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[Line]:
     """The report for people: a verdict, every damage, and what could not be checked."""
     line: Line = [(escape(clip(report.path, 400)), "title"), (f"  {report.format}" if report.format else "", "dim")]
-    if any(not problem.damaged for problem in report.problems):
-        line.append(("  not verified", "error"))
-    elif report.damaged or report.problems:
-        line.append(("  damaged", "error"))
-    elif report.checked_nbytes or not report.unchecked:
-        line.append(("  ok", "clean"))
-    else:
-        line.append(("  readable", "note"))
+    word, style = VERDICTS[report.verdict]
+    # With --strict, what is not all compared is a failure.
+    line.append((f"  {word}", style if report.ok or report.verdict in ("damaged", "unverified") else "error"))
     if report.checked_nbytes:
         line.append((f"  {nbytes(report.checked_nbytes)} checked", "dim"))
     if report.seal is not None:
@@ -77,8 +84,11 @@ def verify_lines(report: VerifyReport, *, everything: bool = False) -> Iterator[
     for note in report.notes if report.seal is not None else ():
         yield [("  note     ", "note"), (escape(clip(note, 600)), "")]
     if report.unchecked:
-        amount = f"{plural(len(report.unchecked), 'tensor')}, {nbytes(report.unchecked_nbytes)}"
-        text = f"  no checksums are recorded for {amount}: read without error, but the content cannot be verified"
+        whole = report.checked_nbytes + report.unchecked_nbytes
+        of = f" of {plural(report.tensors, 'tensor')}" if report.compared else ""
+        amount = f"{len(report.unchecked):,}{of}" if of else plural(len(report.unchecked), "tensor")
+        size = nbytes(report.unchecked_nbytes) + (f" of {nbytes(whole)}" if report.checked_nbytes else "")
+        text = f"  no checksums are recorded for {amount}, {size}: read without error, but the content cannot be verified"
         yield [(text, "note")]
 
 
@@ -119,6 +129,9 @@ def verify_document(reports: Sequence[VerifyReport]) -> dict[str, object]:
                 "path": report.path,
                 "format": report.format,
                 "ok": report.ok,
+                "verdict": report.verdict,
+                "tensors": report.tensors,
+                "compared": report.compared,
                 "files": len(report.files),
                 "checked_nbytes": report.checked_nbytes,
                 "unchecked": list(report.unchecked),

@@ -11,7 +11,7 @@ tiling                 do boxes cover a tensor exactly once; how the boxes of on
 dtype, crc, digest     element types; checksums, and what a tensor holds in a few bytes
 content_hash           what identifies the bytes of a chunk, so that they need not be written twice
 tree, opaque           nested states, and what stands in them for values that are not built: globals, objects, sizes, devices
-patterns               globs on dotted names: which are meant, what they become
+patterns, order        globs on dotted names: which are meant, what they become; the order in which people read them
 placement_rules        which dimension of a tensor each axis of a mesh shards, by globs
 checkpoint             what `open` returns
 protocols, limits      the seams between layers: store, source, format; what a file may cost
@@ -22,4 +22,5 @@ notebook               what a notebook shows of a result: facts, tables, bars
 text, version          text for people: names made safe to look at, sizes and counts made short; the version of the package
 arrays, halves         kinds of numpy arrays, a row of bytes; float16 as wider floats
 runtime                the process: its collector, its locks, memory at an address
+signals                a handler of signals that leaves what it found
 """

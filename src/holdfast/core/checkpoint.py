@@ -12,6 +12,7 @@ from holdfast.core.arguments import patterns
 from holdfast.core.chunk import Storage
 from holdfast.core.columns import read_mapping, read_tensors
 from holdfast.core.digest import Digest, combined
+from holdfast.core.opaque import AnyValue
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import groups
@@ -94,12 +95,12 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     @property
     def format(self) -> str:
-        """`torch-zip`, `torch-legacy`, `torch-tar`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`, `native`, `npy`,
-        `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed` or `megatron`."""
+        """`torch-zip`, `torch-legacy`, `torch-tar`, `torch-dir`, `torchscript`, `pt2`, `safetensors`, `safetensors-dir`, `dcp`,
+        `native`, `npy`, `npz`, `gguf`, `gguf-dir`, `rank-files`, `deepspeed` or `megatron`."""
         return self._description.format
 
     @property
-    def tree(self) -> object:
+    def tree(self) -> AnyValue:
         """The whole nested state, with `LazyTensor` leaves and `Opaque` nodes in place of what was not built."""
         if self._tree is None:
             # A flat format has nothing but its tensors and makes them when asked; whoever wants the tree wants a dict.
@@ -198,9 +199,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
     def _repr_html_(self) -> str:
         """What Jupyter shows: the first tensors, and how many there are."""
         from holdfast.core.notebook import ROWS, Bar, card, table
+        from holdfast.core.order import in_order
         from holdfast.core.text import nbytes
 
-        first = [self[name] for name, _ in zip(self, range(ROWS), strict=False)]
+        first = [self[name] for name in in_order(self)[:ROWS]]
         largest = max((tensor.nbytes for tensor in first), default=0) or 1
         rows = [
             (tensor.name, tensor.dtype.name, str(list(tensor.shape)), Bar(nbytes(tensor.nbytes), tensor.nbytes / largest))

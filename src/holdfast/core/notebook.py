@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec import Struct
 
+from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes
 from holdfast.core.value import Value
 
@@ -106,9 +107,14 @@ class Shown:
             if isinstance(getattr(type(self), name, None), property):
                 yield name, "yes" if getattr(self, name) else "no"
 
+    def _arranged(self, field: str, value: object) -> object:
+        """A field as it is shown: rows that have names in the order in which people count."""
+        named = isinstance(value, tuple) and all(isinstance(getattr(row, "name", None), str) for row in value)
+        return tuple(in_order(value, lambda row: row.name)) if named and isinstance(value, tuple) else value
+
     def _repr_html_(self) -> str:
         """What Jupyter asks for."""
-        values = _fields(self)
+        values = {name: self._arranged(name, value) for name, value in _fields(self).items()}
         facts = [*self._headline(), *((_words(name), _fact(name, value)) for name, value in values.items() if _plain(value))]
         tables = [_rows(name, value) for name, value in values.items() if not _plain(value)]
         return card(type(self).__name__, facts, tables=filter(None, tables))

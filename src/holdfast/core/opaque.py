@@ -6,10 +6,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 from holdfast.core.value import Value
 
-__all__ = ["Device", "Global", "Opaque", "Size"]
+__all__ = ["AnyValue", "Device", "Global", "Opaque", "Size"]
+
+AnyValue = Any
+"""What somebody saved, and what a program that loads it knows: `ckpt.tree["step"] + 1`. No type of ours can say what a file holds.
+
+It is `Any` as what `torch.load` and `json.load` give back is: with `object` every line that uses a loaded value would need a cast.
+"""
 
 
 class Size(tuple[int, ...]):
@@ -90,11 +97,11 @@ class Opaque:
         dicts = tuple(part for part in parts if isinstance(part, dict))
         return dicts[:1] if len(dicts) == 2 and dicts[0] is dicts[1] else dicts
 
-    def attribute(self, name: str) -> object:
+    def attribute(self, name: str) -> AnyValue:
         """One attribute, or None; costs the same however many there are."""
         return next((state[name] for state in reversed(self.states()) if name in state), None)
 
-    def attributes(self) -> dict[str, object]:
+    def attributes(self) -> dict[str, AnyValue]:
         """A copy of the state as attribute names and values, where it has that form."""
         return {k: v for state in self.states() for k, v in state.items() if isinstance(k, str)}
 

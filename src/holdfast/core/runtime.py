@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import os
@@ -13,7 +14,7 @@ from types import MethodType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, proxy, ref
 
-__all__ = ["Sent", "at_fork", "memories_at", "memory_at", "renewed", "resting_collector", "start", "weakly"]
+__all__ = ["Sent", "at_exit", "at_fork", "memories_at", "memory_at", "renewed", "resting_collector", "start", "weakly"]
 
 
 def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
@@ -120,6 +121,23 @@ def at_fork(
 
 
 at_fork(after_in_child=_in_child)
+
+_ends: list[Callable[[], None]] = []
+
+
+def at_exit(end: Callable[[], None]) -> Callable[[], None]:
+    """Call this when the program ends, after every handler of `atexit` that was registered since Holdfast was imported.
+
+    Such a handler may read or save; what is ended here is what that needs.
+    """
+    _ends.append(end)
+    return end
+
+
+@atexit.register
+def _at_exit() -> None:
+    for end in reversed(_ends):
+        end()
 
 
 # Everything that has an address, as one row. Nothing is touched but what somebody cuts out of it. A row for each view would make

@@ -24,7 +24,7 @@ from holdfast.core.chunk import Chunk, Storage, c_strides
 from holdfast.core.digest import Digest
 from holdfast.core.dtype import DType
 from holdfast.core.index import narrowed, select
-from holdfast.core.opaque import Global
+from holdfast.core.opaque import AnyValue, Global
 from holdfast.core.protocols import Request, Source
 from holdfast.core.value import Value, plainer, replace
 from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Unsupported
@@ -256,7 +256,7 @@ class LazyTensor(Value, frozen=True, eq=False):
         (value,) = np.asarray(self.tolist(), dtype=object).reshape(-1)
         return value  # type: ignore[no-any-return]  # a number, as `tolist` gives them
 
-    def tolist(self) -> object:
+    def tolist(self) -> AnyValue:
         """The elements as numbers of Python's in nested lists, or as one number; reads them."""
         array = self.numpy()
         if self.dtype.kind == "other" or (self.dtype.packed and self.dtype.kind == "quantized"):

@@ -284,13 +284,21 @@ def levels(tree: object) -> Iterator[tuple[object, int]]:
             waiting += [(child, depth + 1) for child in reversed(inner)]
 
 
-def leaf_paths(tree: object) -> Iterator[tuple[Path, object]]:
-    """Everything in a tree that is no container with something in it, with its path. Containers are entered wherever they stand."""
+def leaf_paths(tree: object, *, once: bool = False) -> Iterator[tuple[Path, object]]:
+    """Everything in a tree that is no container with something in it, with its path.
+
+    Containers are entered wherever they stand; with `once`, where they are met first.
+    """
     left = MOST_LEAVES
+    seen: set[int] = set()
     waiting: list[tuple[Path, object]] = [((), tree)]
     while waiting:
         path, value = waiting.pop()
-        left -= 1
+        if once and isinstance(value, dict | list | tuple):
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+        left -= not once
         if left < 0:
             message = "this state refers to the same containers too often to be gone through leaf by leaf"
             raise LimitExceeded(message, expected=MOST_LEAVES)

@@ -6,10 +6,13 @@ from collections.abc import Iterable, Sequence
 
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import Sums
-from holdfast.core.protocols import Request
+from holdfast.core.protocols import Request, by_source
+from holdfast.engine.checksums import Span, Sweep
+from holdfast.engine.threads import default_threads
+from holdfast.engine.transfer import run_reads
 from holdfast.errors import Corrupted
 
-__all__ = ["Checks", "whole_storages"]
+__all__ = ["Checks", "check_first", "whole_storages"]
 
 
 def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
@@ -52,12 +55,31 @@ class Checks:
 
     def finish(self) -> None:
         for storage, tensor, found in self.damaged():
-            raise Corrupted(
-                f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
-                "they changed after they were written; get the file again, or read it anyway with open(…, verify=False)",
-                file=storage.key,
-                tensor=tensor,
-                offset=storage.start,
-                expected=storage.crc32,
-                found=found,
-            )
+            raise damage(storage, tensor, found)
+
+
+def damage(storage: Storage, tensor: str, found: int) -> Corrupted:
+    """What to say of a storage that has another checksum than its file records."""
+    return Corrupted(
+        f"the {storage.nbytes:,} bytes of {storage.label or 'this tensor'} do not have the checksum that the file records: "
+        "they changed after they were written; get the file again, or read it anyway with open(…, verify=False)",
+        file=storage.key,
+        tensor=tensor,
+        offset=storage.start,
+        expected=storage.crc32,
+        found=found,
+    )
+
+
+def check_first(requests: Sequence[Request]) -> None:
+    """Compare the checksums of what these requests will read whole, before any of it is read to its place.
+
+    Raises `Corrupted` for the first storage that is damaged. It is one more reading, of the page cache where memory allows.
+    """
+    for source, mine in by_source(requests).items():
+        storages = whole_storages(mine)
+        sweep = Sweep(source.store, [Span(one.key, one.start, one.nbytes) for one in storages])
+        run_reads(sweep.tasks(), default_threads(), stores=[source.store])
+        for number, (storage, tensor) in enumerate(storages.items()):
+            if (found := sweep.crc32(number, name=tensor)) != storage.crc32:
+                raise damage(storage, tensor, found)

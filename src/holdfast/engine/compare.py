@@ -7,6 +7,8 @@ a block is a handful of numbers (`Tally`); tallies of blocks add up to that of t
   Elements of two dtypes are the same when their values are (any NaN is as good as another).
 - Floats are compared as float64, which holds every value of the narrower ones. Integers are compared exactly, across signs
   and widths; an integer and a float as float64.
+- NaN and infinities are counted where they appear and where they go. A vector with a NaN in it has no norm and no angle, so where
+  one appeared or went, neither the relative difference nor the cosine is a number. Those that stay are left out of both.
 - Squares and products are summed per block as float64, scaled by a power of two, and across blocks as exact fractions: no
   magnitude overflows, and none is lost beside a larger one of another block.
 
@@ -20,6 +22,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from operator import add
 
 import numpy as np
 import numpy.typing as npt
@@ -64,11 +67,34 @@ class Content:
     max_rel: float
     """The largest |a − b| / max(|a|, |b|): 0 to 2, or infinite where an infinity met something else."""
     cosine: float | None
-    """The cosine of the angle between the two as vectors, over pairs that are finite; None where either is all zeros."""
+    """The cosine of the angle between the two as vectors; None where either is all zeros, or where something that is not finite
+    appeared or went. What is not finite in both is left out."""
     nans: int
     """Pairs of which at least one is NaN."""
     relative: float | None = None
-    """‖a − b‖ / ‖a‖, over pairs that are finite; None where the first is all zeros."""
+    """‖a − b‖ / ‖a‖; None where the first is all zeros, and as for the cosine."""
+    nan_appeared: int = 0
+    """Elements that are NaN in the second, and not in the first."""
+    nan_went: int = 0
+    inf_appeared: int = 0
+    """Elements that are infinite in the second, and not in the first."""
+    inf_went: int = 0
+
+    @property
+    def appeared(self) -> int:
+        """Elements that became NaN or infinite."""
+        return self.nan_appeared + self.inf_appeared
+
+    @property
+    def size(self) -> float:
+        """How large the change is, to put changes in order: infinite where there is no number for it.
+
+        Something became NaN or infinite, or ceased to be, or came where all was zero.
+        """
+        return 0.0 if not self.changed else math.inf if self.relative is None else self.relative
+
+
+NONE: tuple[int, ...] = (0, 0, 0, 0, 0)
 
 
 class Tally(Value, frozen=True):
@@ -84,6 +110,8 @@ class Tally(Value, frozen=True):
     squares_b: Fraction = Fraction(0)
     apart: Fraction = Fraction(0)
     """Of the differences: what is left of the three above would be their rounding, where little changed."""
+    odd: tuple[int, ...] = NONE
+    """NaN that appeared and went, infinities that did, and that changed their sign."""
 
     def __add__(self, other: Tally) -> Tally:
         return Tally(
@@ -96,20 +124,22 @@ class Tally(Value, frozen=True):
             self.squares_a + other.squares_a,
             self.squares_b + other.squares_b,
             self.apart + other.apart,
+            tuple(map(add, self.odd, other.odd)),
         )
 
     def content(self) -> Content:
         """The numbers that people want."""
-        return Content(self.changed, self.total, self.max_abs, self.max_rel, self._cosine(), self.nans, self._relative())
+        counts = self.changed, self.total
+        return Content(*counts, self.max_abs, self.max_rel, self._cosine(), self.nans, self._relative(), *self.odd[:4])
 
     def _relative(self) -> float | None:
-        if not self.squares_a:
+        if not self.squares_a or any(self.odd):
             return None
         ratio = self.apart / self.squares_a
         return math.sqrt(ratio) if ratio < BEYOND else math.inf
 
     def _cosine(self) -> float | None:
-        if not self.squares_a or not self.squares_b:
+        if not self.squares_a or not self.squares_b or any(self.odd):
             return None
         # Of one vector with itself, exactly 1; rounding in the sums of blocks must not lead beyond it.
         size = min(math.sqrt(self.dot * self.dot / (self.squares_a * self.squares_b)), 1.0)
@@ -209,8 +239,8 @@ class _Plain:
 
     def tally(self) -> Tally:
         most = int(self._max_abs) if self._exact else self._max_abs
-        sums = (Fraction(x) for x in (self._dot, self._squares_a, self._squares_b, self._apart))
-        return Tally(self._changed, self._total, most, self._max_rel, 0, *sums)
+        dot, squares_a, squares_b, apart = (Fraction(x) for x in (self._dot, self._squares_a, self._squares_b, self._apart))
+        return Tally(self._changed, self._total, most, self._max_rel, 0, dot, squares_a, squares_b, apart)
 
 
 LEAST = 5e-324
@@ -228,7 +258,7 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
         return Tally(0, a.size, 0.0, 0.0, nans, squares, squares, squares)
     left, right = wide_a, wide_b = _wide(a), _wide(b)
     usable = np.isfinite(wide_a) & np.isfinite(wide_b)
-    nans = 0
+    nans, odd = 0, NONE
     if usable.all():
         changed = wide_a != wide_b if changed is None else changed
         countable = changed
@@ -237,10 +267,14 @@ def tally_step(a: np.ndarray, b: np.ndarray, *, same_bits: bool) -> Tally:
         changed = (wide_a != wide_b) & ~(nan_a & nan_b) if changed is None else changed
         countable = changed & ~(nan_a | nan_b)
         nans = int((nan_a | nan_b).sum())
+        # A complex number with a NaN in it is that, whatever the other part.
+        inf_a, inf_b = np.isinf(wide_a) & ~nan_a, np.isinf(wide_b) & ~nan_b
+        counts = (nan_b & ~nan_a, nan_a & ~nan_b, inf_b & ~inf_a, inf_a & ~inf_b, inf_a & inf_b & changed)
+        odd = tuple(int(count.sum()) for count in counts)
         left, right = wide_a[usable], wide_b[usable]
     max_abs, max_rel = _largest(wide_a[countable], wide_b[countable])
     sums = _dot(left, right), _squares(left), _squares(right), _apart(left, right)
-    return Tally(int(changed.sum()), a.size, max_abs, max_rel, nans, *sums)
+    return Tally(int(changed.sum()), a.size, max_abs, max_rel, nans, *sums, odd)
 
 
 def _tally_integers(a: np.ndarray, b: np.ndarray) -> Tally:

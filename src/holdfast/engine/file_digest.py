@@ -7,12 +7,15 @@ a tenth of it (1.1 GB/s).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Protocol
 
 from holdfast.engine.checksums import Progress
 
-__all__ = ["digest_of"]
+if TYPE_CHECKING:
+    from holdfast.engine.stream import Writer  # and not for `show`, which reads a seal and writes nothing
+
+__all__ = ["Digesting", "digest_of"]
 
 BLOCK = 1 << 20
 """Bytes at a time: they stay in the second-level cache between the reading and the digest."""
@@ -21,7 +24,7 @@ BLOCK = 1 << 20
 class Hash(Protocol):
     """What both have in common."""
 
-    def update(self, data: bytes, /) -> None: ...
+    def update(self, data: bytes | memoryview, /) -> None: ...
     def hexdigest(self) -> str: ...
 
 
@@ -34,6 +37,24 @@ def digest_of(algorithm: str, read: Callable[[int, int], bytes], progress: Progr
         if progress is not None:
             progress(len(block))
     return f"{algorithm}:{state.hexdigest()}", done
+
+
+class Digesting:
+    """A writer that digests what goes to another."""
+
+    def __init__(self, file: Writer, algorithms: Iterable[str]) -> None:
+        self._file, self._states = file, {algorithm: _new(algorithm) for algorithm in algorithms}
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        done = self._file.write(data)
+        for state in self._states.values():
+            state.update(memoryview(data)[:done] if type(done) is int else data)
+        return done
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Each digest, under its name, by its algorithm."""
+        return {algorithm: f"{algorithm}:{state.hexdigest()}" for algorithm, state in self._states.items()}
 
 
 def _new(algorithm: str) -> Hash:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.core.protocols import Format, Source
+from holdfast.core.printed import check_printable
+from holdfast.core.protocols import Description, Format, Source
 from holdfast.errors import FormatError, StoreError, UnknownFormat
 
-__all__ = ["detect", "formats"]
+__all__ = ["describe", "detect", "formats", "unknown"]
 
 
 def formats() -> Iterator[Format]:
@@ -61,6 +62,11 @@ def formats() -> Iterator[Format]:
 
     yield ZeroDirectory()
 
+    # Last of all: who made something else of these files, and put it beside them, means that.
+    from holdfast.formats.torch.directory import TorchDirectory
+
+    yield TorchDirectory()
+
 
 PLAIN = ("safetensors", "npy", "gguf")
 """Formats of one file that torch does not know."""
@@ -72,19 +78,13 @@ def _refuse_second_reading(source: Source, found: Format) -> None:
     A tar header is told by a checksum, and any content can be made to have one. And whatever is no zip and no tar is unpickled from
     its first byte on, which the length at the start of safetensors and the counts of GGUF can be made to allow.
     """
-    from holdfast.formats.torch.legacy import begins_like_tar
+    from holdfast.formats.torch.legacy import refuse_tar
 
-    if found.name not in ("torch-legacy", *PLAIN):
+    if found.name not in PLAIN:
         return
     (key,) = source.store.list()
-    head = source.bytes(key, 0, min(source.store.size(key), 512))
-    if begins_like_tar(head):
-        raise FormatError(
-            f"the file is {found.name} and a tar at once, and torch would load the tar: it was made to show one thing and load "
-            "another; `holdfast scan` shows what both would do",
-            file=key,
-        )
-    if found.name in PLAIN and _unpickles(source, key):
+    refuse_tar(source, key, found.name)
+    if _unpickles(source, key):
         raise FormatError(
             f"the file is {found.name} and a pickle at once, and torch.load would run the pickle; `holdfast scan` shows what that "
             "would do",
@@ -130,12 +130,25 @@ def detect(source: Source) -> Format:
         raise UnknownFormat(f"no checkpoint in this folder itself; its folder {inner[0]!r} has one, open that", found=inner[:3])
     if len(keys) > 1:
         raise UnknownFormat(
-            "no checkpoint in this folder: no holdfast.json, no .metadata and no safetensors files; open one of its files instead",
+            "no checkpoint in this folder: no holdfast.json, no .metadata, no safetensors files and no pytorch_model.bin; open one "
+            "of its files instead",
             found=keys[:3],
         )
-    size = source.store.size(keys[0])
-    head = source.bytes(keys[0], 0, min(size, 32))
+    raise unknown(source, keys[0])
+
+
+def unknown(source: Source, key: str) -> UnknownFormat:
+    """What to say of a file that is none of the formats."""
+    head = source.bytes(key, 0, min(source.store.size(key), 32))
     if not head:
-        raise UnknownFormat("the file is empty")
+        return UnknownFormat("the file is empty")
     hint = next((text for start, text in HINTS if head.startswith(start)), "it is none of the formats that Holdfast knows")
-    raise UnknownFormat(f"not a checkpoint: {hint}", found=head[:8])
+    return UnknownFormat(f"not a checkpoint: {hint}", found=head[:8])
+
+
+def describe(source: Source, reader: Format) -> Description:
+    """What a format finds in a source, with a tree that can be printed. Raises `LimitExceeded` where it cannot."""
+    found = reader.describe(source)
+    if found.tree is not found.tensors:
+        check_printable(found.tree, source.limits)
+    return found

@@ -10,7 +10,7 @@ The notes stand in a JSON document (safetensors `__metadata__`, an index, a mani
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from msgspec import Struct, field
 
@@ -24,9 +24,9 @@ from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, MetadataError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.formats.strict_json import kind, pointer, quoted
-from holdfast.formats.tree_json import decode_tree
+from holdfast.formats.tree_json import decode_tree, flat_tree
 
-__all__ = ["FIELDS", "PAIRS", "Recorded", "Sharing", "find_sharing", "parse_recorded", "restore", "sharing_fields"]
+__all__ = ["FIELDS", "PAIRS", "Recorded", "Sharing", "find_sharing", "order_fields", "parse_recorded", "restore", "sharing_fields"]
 
 
 LARGEST_STORAGE_RATIO = 2
@@ -160,6 +160,13 @@ def sharing_fields(sharing: Sharing) -> dict[str, object]:
     if sharing.groups:
         fields["views"] = [{"nbytes": group.nbytes, "names": group.names} for group in sharing.groups]
     return fields
+
+
+def order_fields(names: Collection[str], aliases: Collection[str]) -> dict[str, object]:
+    """The field `tree` for a plain dict of tensors whose aliases do not stand last; a reader puts them there by itself."""
+    if not aliases or [*names] == [*(name for name in names if name not in aliases), *aliases]:
+        return {}
+    return {"tree": flat_tree(names)}
 
 
 def parse_recorded(document: Mapping[str, object]) -> Recorded:

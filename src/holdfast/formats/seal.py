@@ -10,8 +10,14 @@ file stand elsewhere (the data files of a native directory: in the manifest). `s
 seconds since 1970. JSON has no NaN: metrics that are no finite number are the texts "nan", "inf" and "-inf". `self` is the checksum
 of the document (`formats.strict_json.seal`), and is compared before anything else.
 
+For how many seconds the run had run stands among the metrics, as `holdfast.ran`: older readers refuse a field that they do not
+know, and would take the step for none; a metric they only show.
+
 A reader needs this small file and one look at the size of each file to know that the step is whole. A single file has its seal
 beside it, `NAME.seal.json`, with that one name in it.
+
+While a file is replaced and its seal lies elsewhere, the seal says both (`rewrite/renewal.py`): the new one, and what was there,
+`{"name": …, "nbytes": …, "digest": …, "before": {"nbytes": …, "digest": …}}`. The file may be either.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ __all__ = [
     "DIGESTS",
     "FORMAT",
     "LARGEST",
+    "RAN",
     "SEAL",
     "SUFFIX",
     "VERSION",
@@ -59,6 +66,9 @@ DIGESTS: Mapping[str, int] = {"sha256": 64, "xxh3-128": 32}
 LARGEST = (1 << 63) - 1
 """The largest step, and the largest size: what 64-bit readers of other languages hold."""
 
+RAN = "holdfast.ran"
+"""Under which name the metrics of a document have `Seal.ran`."""
+
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -70,6 +80,13 @@ class SealedFile(Value, frozen=True):
     nbytes: int
     digest: str | None
     """Algorithm, colon, hexadecimal digits; None where the checksums stand elsewhere."""
+    before: SealedFile | None = None
+    """What it may be instead, because it was about to be replaced; under the same name."""
+
+    @property
+    def either(self) -> tuple[SealedFile, ...]:
+        """All that it may be."""
+        return (self,) if self.before is None else (self, self.before)
 
 
 class Seal(Value, frozen=True):
@@ -81,11 +98,20 @@ class Seal(Value, frozen=True):
     metrics: Mapping[str, float]
     files: tuple[SealedFile, ...]
     """All of them, sorted by name."""
+    ran: float | None = None
+    """For how many seconds the run had run, where somebody counted."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files together."""
         return sum(file.nbytes for file in self.files)
+
+
+class StoredBefore(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+    """What a file may be instead."""
+
+    nbytes: int
+    digest: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class StoredFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
@@ -94,6 +120,7 @@ class StoredFile(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=Tr
     name: str
     nbytes: int
     digest: str | msgspec.UnsetType = msgspec.UNSET
+    before: StoredBefore | msgspec.UnsetType = msgspec.UNSET
 
 
 class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -106,6 +133,9 @@ class Document(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float | str]
     files: tuple[StoredFile, ...]
     sealed: str | msgspec.UnsetType = msgspec.field(default=msgspec.UNSET, name=SELF)
+
+
+msgspec.json.Decoder(Document)  # so that its annotations are compiled here, and not when the first seal is read
 
 
 def beside(name: str) -> str:
@@ -123,10 +153,14 @@ def encode_seal(seal: Seal) -> bytes:
     It is read again before it is given back, so that no seal is written that no reader takes: raises what `parse_seal` raises.
     """
     files = tuple(
-        StoredFile(file.name, file.nbytes, msgspec.UNSET if file.digest is None else file.digest)
+        StoredFile(
+            file.name, file.nbytes, file.digest or msgspec.UNSET,
+            StoredBefore(file.before.nbytes, file.before.digest or msgspec.UNSET) if file.before else msgspec.UNSET,
+        )
         for file in sorted(seal.files, key=lambda file: file.name)
-    )
-    metrics = {name: _stored(value) for name, value in seal.metrics.items()}
+    )  # fmt: skip
+    metrics = {name: _stored(value) for name, value in seal.metrics.items() if name != RAN}
+    metrics |= {} if seal.ran is None else {RAN: _stored(seal.ran)}
     try:
         raw = msgspec.json.encode(Document(FORMAT, VERSION, seal.step, float(seal.saved), metrics, files))
     except (OverflowError, UnicodeEncodeError) as error:
@@ -169,7 +203,7 @@ def misfits(seal: Seal, size: Callable[[str], int | None]) -> Iterator[tuple[str
         found = size(file.name)
         if found is None:
             yield file.name, "missing"
-        elif found != file.nbytes:
+        elif all(found != one.nbytes for one in file.either):
             yield file.name, f"{'truncated' if found < file.nbytes else 'longer'}: {found:,} of {file.nbytes:,} bytes"
 
 
@@ -216,11 +250,19 @@ def _understood(document: Document, limits: Limits) -> Seal:
     files = []
     for i, file in enumerate(document.files):
         _check_name(check_key(file.name), last, i)
-        _check_count(file.nbytes, "files", i, "nbytes")
-        digest = None if isinstance(file.digest, msgspec.UnsetType) else _digest(file.digest, i)
-        files.append(SealedFile(file.name, file.nbytes, digest))
+        before = None if isinstance(file.before, msgspec.UnsetType) else _sealed(file.name, file.before, i, "before")
+        files.append(_sealed(file.name, file, i, before=before))
         last = file.name
-    return Seal(document.step, document.saved, metrics, tuple(files))
+    ran = metrics.pop(RAN, math.nan)
+    return Seal(document.step, document.saved, metrics, tuple(files), ran if 0 <= ran < math.inf else None)
+
+
+def _sealed(name: str, stored: StoredFile | StoredBefore, *at: str | int, before: SealedFile | None = None) -> SealedFile:
+    _check_count(stored.nbytes, "files", *at, "nbytes")
+    digest = None if isinstance(stored.digest, msgspec.UnsetType) else _digest(stored.digest, "files", *at, "digest")
+    if before is not None and str(before.digest).partition(":")[0] != str(digest).partition(":")[0]:
+        raise HeaderError(f"at {pointer('files', *at, 'before')}: both digests are of one algorithm, or neither is there")
+    return SealedFile(name, stored.nbytes, digest, before)
 
 
 def _check_count(value: int, *at: str | int) -> None:
@@ -244,12 +286,12 @@ def _metric(value: float | str, name: str) -> float:
     return value
 
 
-def _digest(text: str, i: int) -> str:
+def _digest(text: str, *at: str | int) -> str:
     algorithm, _, digits = text.partition(":")
     if algorithm not in DIGESTS:
         known = ", ".join(DIGESTS)
-        raise Unsupported(f"at {pointer('files', i, 'digest')}: {quoted(text)} is no digest that this Holdfast knows ({known})")
+        raise Unsupported(f"at {pointer(*at)}: {quoted(text)} is no digest that this Holdfast knows ({known})")
     if len(digits) != DIGESTS[algorithm] or not HEX.issuperset(digits):
         wanted = f"{DIGESTS[algorithm]} hexadecimal digits behind {algorithm}"
-        raise HeaderError(f"at {pointer('files', i, 'digest')}: expected {wanted}, found {quoted(digits)}")
+        raise HeaderError(f"at {pointer(*at)}: expected {wanted}, found {quoted(digits)}")
     return text

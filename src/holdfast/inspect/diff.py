@@ -17,6 +17,7 @@ A part of both may be compared, and `a` under other names (`inspect/side.py`): `
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ from operator import eq
 
 import numpy as np
 
-from holdfast.core.arguments import pairs, understood
+from holdfast.core.arguments import one_of, pairs, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.digest import Digest, canonical
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.order import in_order
 from holdfast.core.patterns import Renames
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
@@ -45,6 +47,7 @@ from holdfast.inspect.side import Side, chosen_sides, same_view
 __all__ = [
     "ABSENT",
     "COMPARISONS",
+    "ORDERS",
     "Absent",
     "Comparison",
     "Content",
@@ -145,6 +148,16 @@ class TensorChange:
     content: Content | None
     """How the elements differ; None where the shapes do, or where one of the two is on the meta device and has no elements."""
 
+    @property
+    def appeared(self) -> int:
+        """Elements that became NaN or infinite."""
+        return 0 if self.content is None else self.content.appeared
+
+    @property
+    def size(self) -> float:
+        """How large the change is: ‖a − b‖ / ‖a‖, and infinite where there is no such number."""
+        return math.inf if self.content is None else self.content.size
+
 
 @dataclass(frozen=True, slots=True)
 class Diff(Shown):
@@ -158,6 +171,7 @@ class Diff(Shown):
     """Tensors that only `a` has, in its order."""
     renamed: tuple[Rename, ...]
     changed: tuple[TensorChange, ...]
+    """In the order of `a`; `ranked` has them by their size."""
     values: tuple[ValueChange, ...]
     """What is no tensor and is not the same."""
     same: int
@@ -170,6 +184,32 @@ class Diff(Shown):
     def equal(self) -> bool:
         """Whether there is no difference at all."""
         return not (self.added or self.removed or self.renamed or self.changed or self.values)
+
+    @property
+    def nonfinite(self) -> tuple[TensorChange, ...]:
+        """The changed tensors in which NaN or infinities appeared: what to look at first. Most of them first."""
+        sick = [change for change in self.changed if change.appeared]
+        return tuple(sorted(in_order(sick, _name), key=lambda change: -change.appeared))
+
+    def ranked(self, by: str = "change") -> tuple[TensorChange, ...]:
+        """The changed tensors by "change": those in which NaN or infinities appeared, then the others, each the largest first; by
+        "name": as people count, layer 2 before layer 10; or as the "file" has them."""
+        if one_of(*ORDERS)(by, "by=") == "file":
+            return self.changed
+        named = in_order(self.changed, _name)
+        return tuple(named if by == "name" else sorted(named, key=lambda change: (-change.appeared, -change.size)))
+
+    def _arranged(self, field: str, value: object) -> object:
+        if field == "changed":
+            return self.ranked()
+        return tuple(in_order(value)) if field in ("added", "removed") and isinstance(value, tuple) else value
+
+
+ORDERS = ("change", "name", "file")
+
+
+def _name(change: TensorChange) -> str:
+    return change.name
 
 
 @understood(rename=lambda value, name: value if isinstance(value, bool) else pairs(value, name))

@@ -33,7 +33,7 @@ from holdfast.errors import (
     detached,
     located,
 )
-from holdfast.formats.detect import detect
+from holdfast.formats.detect import describe, detect
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
@@ -76,7 +76,7 @@ def open(
     limits = limits or Limits()
     given = tuple(cast("tuple[str | Rule, ...]", rules))
 
-    def describe(store: Store) -> Checkpoint:
+    def look(store: Store) -> Checkpoint:
         source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given)
         checkpoint = _described(source)
         if given and checkpoint.format != MEGATRON:
@@ -85,7 +85,7 @@ def open(
         return checkpoint
 
     try:
-        return steady(path, limits, describe, store=store)
+        return steady(path, limits, look, store=store)
     except ZipError as error:
         if isinstance(path, str | os.PathLike) and str(path).endswith(".distcp"):
             # Several archives, one behind the other, of which the index beside them knows the places.
@@ -108,7 +108,7 @@ def opened(
 def _described(source: Source) -> Checkpoint:
     """A checkpoint out of its source; also of one that came from another process."""
     with located(file=source.store.name), resting_collector(), source.store.reading():
-        return Checkpoint(source, detect(source).describe(source), again=_described)
+        return Checkpoint(source, describe(source, detect(source)), again=_described)
 
 
 def steady(path: Openable, limits: Limits, look: Callable[[Store], T], *, store: object | None = None) -> T:

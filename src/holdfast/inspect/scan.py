@@ -9,7 +9,8 @@ nothing was found.
 2. Each file is walked (`scanning/walk.py`): every container that it may be, every pickle in it, recorded, ranked (`severity.py`).
 3. It is opened as well, by the one parser that `open` uses. That says what format it is and where in its tree things are; and what
    `open` refuses is an error here, unless it is something that only other loaders read and that was walked to its end.
-4. An error never outweighs a finding, and neither is ever "nothing found".
+4. Code that comes with a model is a finding: what its configs name, and Python files beside its weights (`model_code.py`).
+5. An error never outweighs a finding, and neither is ever "nothing found".
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from holdfast.formats.pickle import PlainTable, interpret
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
-from holdfast.inspect.scanning.findings import Allowed, Finding, gather
+from holdfast.inspect.scanning.findings import Allowed, Finding, places_of
+from holdfast.inspect.scanning.model_code import beside_weights, is_config, look_at_config
 from holdfast.inspect.scanning.walk import WHOLE, Walk
 from holdfast.inspect.severity import Severity
 from holdfast.stores.paths import found_path, place_of
@@ -76,6 +78,7 @@ TITLES = (
     "zlib",
     "zstd",
     "pickle",
+    "config",
 )
 """What a file is called that `open` does not know, the first that fits."""
 
@@ -154,12 +157,11 @@ def scan(
         if not _is_dir(path):
             files.append(_scan_file(path, limits or Limits()))
             continue
-        for found in _search(path, limits or Limits()):
-            report = found if isinstance(found, FileReport) else _scan_found(found, limits or Limits())
-            if report is None:
-                skipped.append(str(found))
-            else:
+        for report in _scan_below(path, limits or Limits()):
+            if isinstance(report, FileReport):
                 files.append(report)
+            else:
+                skipped.append(str(report))
     marked = tuple(replace(file, findings=allowed.mark(file.findings)) for file in files)
     return ScanReport(marked, len(skipped), tuple(skipped[:SKIPPED]))
 
@@ -200,10 +202,43 @@ def _openable(path: Place) -> str:
     return path if isinstance(path, Url) else found_path(str(path))
 
 
-def _search(directory: Place, limits: Limits) -> Iterator[Place | FileReport]:
-    """Every file below a directory, sorted; a folder that cannot be listed as an error.
+def _scan_below(directory: Place, limits: Limits) -> Iterator[FileReport | Place]:
+    """A report of every file below a directory, or its place where no loader would do anything with it.
 
-    A distributed checkpoint is one thing, and stands for its files; so is a native directory. Links to folders are not followed.
+    A distributed checkpoint is one thing, and stands for its files; so is a native directory. Python code is judged by what lies
+    beside it.
+    """
+    told: set[str] = set()
+    """Folders in which there was something to tell of."""
+    for listed in _search(directory, limits):
+        if isinstance(listed, FileReport):
+            yield listed
+            continue
+        folder, names = listed
+        whole, alone = _parted(names)
+        places = [*([folder] if whole else []), *(_below(folder, name) for name in alone)]
+        reports = {place: _scan_found(place, limits) for place in places}
+        findings = [finding for report in reports.values() if report is not None for finding in report.findings]
+        here = any(report is not None for report in reports.values())
+        code = beside_weights(_name(folder), names, findings, weights=here, above=str(folder.parent).rstrip("/") in told)
+        told |= {str(folder).rstrip("/")} if here else set()
+        for name in code:
+            reports.setdefault(_below(folder, name), None)
+        for place, report in reports.items():
+            if _name(place) in code and place != folder:
+                made = report or FileReport(str(place), "python")
+                report = replace(made, findings=(*made.findings, code[_name(place)]))
+            yield report or place
+
+
+def _below(folder: Place, name: str) -> Place:
+    return folder.below(name) if isinstance(folder, Url) else folder / name
+
+
+def _search(directory: Place, limits: Limits) -> Iterator[tuple[Place, Sequence[str]] | FileReport]:
+    """Every folder at or below a directory, with the names of its files; one that cannot be listed as an error.
+
+    Links to folders are not followed.
     """
     if isinstance(directory, Url):
         yield from _search_prefix(directory, limits)
@@ -211,15 +246,12 @@ def _search(directory: Place, limits: Limits) -> Iterator[Place | FileReport]:
     problems: list[OSError] = []
     for folder, folders, names in os.walk(directory, onerror=problems.append):
         folders.sort()
-        whole, alone = _parted(names)
-        if whole:
-            yield Path(folder)
-        yield from (Path(folder, name) for name in alone)
+        yield Path(folder), names
     for problem in problems:
         yield FileReport(str(problem.filename), "", error=f"cannot list this folder: {problem.strerror}")
 
 
-def _search_prefix(prefix: Url, limits: Limits) -> Iterator[Place | FileReport]:
+def _search_prefix(prefix: Url, limits: Limits) -> Iterator[tuple[Place, Sequence[str]] | FileReport]:
     """The same for all objects below a prefix."""
     from holdfast.stores.remote.client import bucket_of
 
@@ -235,11 +267,7 @@ def _search_prefix(prefix: Url, limits: Limits) -> Iterator[Place | FileReport]:
         if name:
             folders.setdefault(folder, []).append(name)
     for folder, names in sorted(folders.items()):
-        place = prefix.below(folder) if folder else prefix
-        whole, alone = _parted(names)
-        if whole:
-            yield _url(place, folder=True)
-        yield from (place.below(name) for name in alone)
+        yield _url(prefix.below(folder) if folder else prefix, folder=True), names
 
 
 def _parted(names: Sequence[str]) -> tuple[bool, list[str]]:
@@ -311,6 +339,8 @@ def _scan_bytes(path: Place, limits: Limits) -> FileReport:
         span = Span(source, key, 0, store.size(key))
         walk = Walk(_for_index(limits) if is_index(_name(path)) else limits, span.nbytes)
         _keeping(walk, lambda: walk.look(span, WHOLE))
+        if is_config(_name(path)) and _keeping(walk, lambda: look_at_config(span, _name(path), walk.found)):
+            walk.kinds.add("config")
         opened = _open(path, limits)
         if span.read(0, len(POINTER)) == POINTER:
             opened = replace(opened, refusal="a Git LFS pointer, not the file itself; run `git lfs pull`")
@@ -346,7 +376,7 @@ TEMPLATE_REASON = (
 def _open(path: Place, limits: Limits) -> Opened:
     try:
         with open_checkpoint(_openable(path), limits=limits) as checkpoint:
-            paths = {str(what): tuple(seen.paths) for what, seen in gather(checkpoint.tree).items()} if checkpoint.foreign else {}
+            paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             templates = tuple(name for name in checkpoint.metadata if TEMPLATE in name) if checkpoint.format == "gguf" else ()
             return Opened(checkpoint.format, None, paths, templates)
@@ -364,7 +394,7 @@ def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
         done = interpret(span.read(0, span.nbytes), PlainTable(), limits=walk.limits, stream="pickle")
     except HoldfastError:
         return {}
-    return {str(what): tuple(seen.paths) for what, seen in gather(done.value).items()}
+    return places_of(done.value)
 
 
 def _report(path: Place, walk: Walk, opened: Opened, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
@@ -408,6 +438,8 @@ def _scan_folder(folder: Place, limits: Limits) -> FileReport:
             spans[name] = Span(OpenSource(store, limits=limits, threads=1), key, 0, store.size(key))
             walk.limits = _for_index(limits) if is_index(name) else limits
             kinds = _keeping(walk, functools.partial(walk.look, spans[name], name))
+            if is_config(name):
+                _keeping(walk, functools.partial(look_at_config, spans[name], name, walk.found))
             if not kinds and not native and spans[name].nbytes:
                 walk.found.error(f"{name}: neither a pickle nor an archive; not read")
         walk.limits = limits

@@ -15,7 +15,6 @@ soon as it is called. A name that nobody thought of is never "clean". The lists 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from functools import cache
 from typing import Literal
@@ -243,10 +242,10 @@ def _built() -> frozenset[tuple[str, str]]:
     return buildable() | frozenset(MetadataTable().calls) | frozenset(MetadataTable().news) | frozenset(MetadataTable().values)
 
 
-def judge(what: Global, uses: Collection[str], *, telling: bool = False) -> tuple[Severity, str]:
+def judge(what: Global, uses: Collection[str], *, given: bool = False) -> tuple[Severity, str]:
     """The severity of a global that was used in these ways, and the reason in a few words.
 
-    `telling` says whether `__new__` got text or bytes, or a call more than one word or number.
+    `given` says whether `__new__` got arguments.
 
     >>> judge(Global("os", "system"), ("call",))
     ('dangerous', 'runs commands')
@@ -276,7 +275,7 @@ def judge(what: Global, uses: Collection[str], *, telling: bool = False) -> tupl
         return "known", "holds data"
     if module.split(".")[0] == "__torch__":
         return "known", "a type of TorchScript, which has no Python module"
-    return _judge_foreign(module, what.name, uses, telling=telling)
+    return _judge_foreign(module, what.name, uses, given=given)
 
 
 def _judge_result(module: str, name: str) -> tuple[Severity, str]:
@@ -285,7 +284,7 @@ def _judge_result(module: str, name: str) -> tuple[Severity, str]:
     return ("dangerous", reason) if reason else ("suspicious", "what comes out of it would be called")
 
 
-def _judge_foreign(module: str, name: str, uses: Collection[str], *, telling: bool) -> tuple[Severity, str]:
+def _judge_foreign(module: str, name: str, uses: Collection[str], *, given: bool) -> tuple[Severity, str]:
     full = f"{module}.{name}"
     last = name.rpartition(".")[2]
     if full.startswith(PURE) and full.count(".") <= 3 and last not in MEMBERS and not last.startswith("__"):
@@ -294,7 +293,7 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, telling: bo
         last = name = last.removeprefix(CYTHON)
         uses = {"new"} if not _bad(full) else uses
         full = f"{module}.{name}"
-        telling = False
+        given = False
     if module == "numpy" and "." not in name and set(uses) <= {"mention"}:
         return "known", "a function or a class of numpy, named and not called"
     rebuilds = last.startswith(REBUILDERS) and "." not in name
@@ -303,10 +302,7 @@ def _judge_foreign(module: str, name: str, uses: Collection[str], *, telling: bo
     reason = _module_reason(full) if not _under(full, KNOWN_UNDER) else None
     if reason is not None:
         return "dangerous", reason
-    known = module.partition(".")[0] in (*sys.stdlib_module_names, "torch", "numpy")
-    if not known and not telling and CALLED & set(uses) == {"call"} and all(map(_classlike, name.split("."))):
-        return "unknown", "a class that nothing here knows, made of one word or number as enumerations are"
-    return _judge_name(name, uses, telling=telling)
+    return _judge_name(name, uses, given=given)
 
 
 def _bad(full: str) -> bool:
@@ -323,7 +319,7 @@ def _module_reason(full: str) -> str | None:
     return None
 
 
-def _judge_name(name: str, uses: Collection[str], *, telling: bool) -> tuple[Severity, str]:
+def _judge_name(name: str, uses: Collection[str], *, given: bool) -> tuple[Severity, str]:
     parts = name.split(".")
     # Since protocol 4 a name may have dots, and each one is an attribute: `linear.os.system` of any module that imports os.
     for part in parts[:-1]:
@@ -341,8 +337,8 @@ def _judge_name(name: str, uses: Collection[str], *, telling: bool) -> tuple[Sev
         if _classlike(parts[-1]):
             return "suspicious", "a class that nothing here knows: its constructor or its methods would run"
         return "suspicious", "a function that nothing here knows would be called"
-    if "new" in uses and telling:
-        return "suspicious", "a class that nothing here knows would be made with text of this file"
+    if "new" in uses and given:
+        return "suspicious", "a class that nothing here knows would be made with arguments of this file"
     if _classlike(parts[-1]):
         return "unknown", "a class that nothing here knows; its module would be imported"
     return "unknown", "mentioned and not called; its module would be imported"

@@ -10,7 +10,6 @@ blocks of up to 64 lie within one. Of a tile stay a few counts, and which rows a
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from msgspec import Struct, field
 from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.sparse.encoding import matrix_shape
 from holdfast.core.tensor import LazyTensor
@@ -107,7 +107,7 @@ def sparsity(
     """
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
-        wanted = [source[name] for name in source if fnmatch.fnmatchcase(name, pattern)]
+        wanted = [source[name] for name in filter(matcher(pattern), source)]
         rows = find_zeros(wanted, threads=workers, progress=progress)
         return SparsityReport(source.path, source.format, rows, source.notes)
 

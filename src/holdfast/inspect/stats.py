@@ -6,7 +6,6 @@ read twice where a histogram is wanted and they are too many to be held, for its
 
 from __future__ import annotations
 
-import fnmatch
 import math
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from holdfast.core.arrays import Ints
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
@@ -46,8 +46,8 @@ class TensorStats:
     mean: float | None
     std: float | None
     """Of the whole, not of a sample: divided by the count."""
-    norm: float
-    """L2."""
+    norm: float | None
+    """L2. As all before, of the finite elements: `nans` and `infinities` are left out. None where nothing else is there."""
     nans: int
     infinities: int
     zeros: int
@@ -103,7 +103,7 @@ def stats(
     """
     workers = reading_threads(max_memory, threads)
     with opened(src, threads=1, limits=limits) as source:
-        wanted = [source[name] for name in source if fnmatch.fnmatchcase(name, pattern)]
+        wanted = [source[name] for name in filter(matcher(pattern), source)]
         rows = measure(wanted, bins=bins, threads=workers, progress=progress)
         return StatsReport(source.path, source.format, rows, source.notes)
 
@@ -182,7 +182,7 @@ def _row(tensor: LazyTensor, found: Moments, counts: Ints | None) -> TensorStats
         found.high if some else None,
         found.mean if some else None,
         math.sqrt(found.deviations / found.finite) if some else None,
-        math.sqrt(found.squares),
+        math.sqrt(found.squares) if some or not (found.nans or found.infinities) else None,
         found.nans,
         found.infinities,
         found.zeros,

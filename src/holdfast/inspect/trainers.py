@@ -35,7 +35,7 @@ from holdfast.formats.seal import LARGEST
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.verify import SUFFIXES
 
-__all__ = ["Found", "recognised", "torn"]
+__all__ = ["Found", "looks_like_a_step", "recognised", "torn"]
 
 TRAINER_STATE = "trainer_state.json"
 INCOMPLETE = "checkpoint-is-incomplete.txt"
@@ -91,6 +91,16 @@ def recognised(path: str, names: Sequence[str], limits: Limits) -> Found:
             return Found(writer, _step_of(checkpoint))
     except HoldfastError:
         return Found(writer, None)
+
+
+def looks_like_a_step(name: str, *, folder: bool) -> bool:
+    """Whether a file or folder is called as trainers call their checkpoints. Nothing is opened.
+
+    >>> [looks_like_a_step(name, folder=False) for name in ("last.ckpt", "step-500.pt", "step-500.json", "model.safetensors")]
+    [True, True, False, False]
+    """
+    lower = name.lower()
+    return lower.endswith(".ckpt") or (_step_in(lower) is not None and (folder or lower.endswith(SUFFIXES)))
 
 
 def torn(path: str, names: Sequence[str], limits: Limits) -> list[tuple[str, str]]:

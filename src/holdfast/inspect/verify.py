@@ -14,8 +14,8 @@ too, each by itself; and where the directory as a whole does not open, all of th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,10 +33,10 @@ from holdfast.engine.checksums import Progress, Sweep
 from holdfast.engine.source import OpenSource
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
-from holdfast.formats.detect import detect
+from holdfast.formats.detect import describe, detect
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.seal import SEAL, SUFFIX, Seal
-from holdfast.formats.torch.zip import begins_like_zip
+from holdfast.formats.torch.zip import TorchZip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
 from holdfast.inspect.ranges import NPZ, Range, Storages, add_records, find_storages, fold_into_records, gaps, ranges_of
@@ -108,17 +108,43 @@ class VerifyReport(Shown):
     """Files in the directory that are no checkpoints."""
     seal: Seal | None = None
     """What the seal says, where there is one."""
+    tensors: int = 0
+    """How many there are, by their names."""
+    required: bool = False
+    """Whether what cannot be compared is a failure, as the caller said."""
+    own_sums: bool = False
+    """Whether headers or manifests that Holdfast wrote were compared with checksums of their own: all there is without tensors."""
+
+    @property
+    def compared(self) -> int:
+        """Tensors that had something to be compared with."""
+        return self.tensors - len(self.unchecked)
+
+    @property
+    def verdict(self) -> str:
+        """In a word: "ok", every tensor was compared with a recorded checksum; "partial", only some were; "readable", nothing was
+        recorded, and so nothing compared; "damaged"; or "unverified", not all of it could be looked at."""
+        if self.damaged or self.problems:
+            return "damaged" if all(problem.damaged for problem in self.problems) else "unverified"
+        if not self.checked_nbytes and (self.unchecked or not self.own_sums):
+            return "readable"
+        return "partial" if self.unchecked else "ok"
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong, as far as anyone can tell: see `unchecked` for how far that is."""
-        return not self.damaged and not self.problems
+        """Whether nothing is wrong, as far as anyone can tell: `verdict` says how far. With `require`, whether all is "ok"."""
+        return self.verdict in (("ok",) if self.required else ("ok", "partial", "readable"))
+
+    def _headline(self) -> Iterator[tuple[str, str]]:
+        yield from Shown._headline(self)
+        yield "verdict", self.verdict
 
 
 @understood
 def verify(
     src: Openable | Checkpoint,
     *,
+    require: bool = False,
     max_memory: Size | None = None,
     limits: Limits | None = None,
     threads: int | None = None,
@@ -126,11 +152,17 @@ def verify(
 ) -> VerifyReport:
     """Verify a whole checkpoint of any format; nothing about its files raises, everything is in the report.
 
+    A file may record no checksums, as those of the safetensors library: then it is read, and its verdict is "readable". With
+    `require=True` such a report is not `ok`, nor is one where some tensors had nothing to be compared with.
+
     Of an open checkpoint, its own files are verified, and it stays open.
     `progress` is called with the number of bytes that were read since its last call, from any thread.
     """
-    workers = reading_threads(max_memory, threads)
-    check = Verification(limits or Limits(), workers, progress)
+    return replace(_verified(src, limits or Limits(), reading_threads(max_memory, threads), progress=progress), required=require)
+
+
+def _verified(src: Openable | Checkpoint, limits: Limits, workers: int, *, progress: Progress | None) -> VerifyReport:
+    check = Verification(limits, workers, progress)
     if isinstance(src, Checkpoint):
         check.opened(src)
         return check.report(src.path)
@@ -143,7 +175,7 @@ def verify(
         check.refuse(str(src), error)
         return check.report(str(src))
     for _ in range(TRIES):
-        check = Verification(limits or Limits(), workers, progress)
+        check = Verification(limits, workers, progress)
         if not isinstance(path, Url):
             check.sealed(path, whole=True)
         if isinstance(path, Url) or os.path.isdir(path):
@@ -169,6 +201,8 @@ class Verification:
         self._unchecked: dict[str, None] = {}
         self._skipped: list[str] = []
         self._seal: Seal | None = None
+        self._tensors = 0
+        self._own_sums = False
         self._vouched: dict[str, int] = {}
         """Files that are as a seal says, digest and all, and their lengths."""
         self._broken: set[str] = set()
@@ -191,6 +225,8 @@ class Verification:
             self._unchecked_nbytes,
             tuple(self._skipped),
             self._seal,
+            self._tensors,
+            own_sums=self._own_sums,
         )
 
     def sealed(self, path: str, *, whole: bool = False) -> None:
@@ -293,7 +329,7 @@ class Verification:
             return self._content(OpenSource(store, limits=self._limits, threads=self._threads), path)
 
     def _content(self, source: OpenSource, path: str) -> set[str]:
-        zipped = begins_like_zip(source)
+        zipped = TorchZip().matches(source)
         tensors: Mapping[str, LazyTensor] = {}
         kind = "torch-zip"
         archives: tuple[str, ...] = ()
@@ -302,7 +338,7 @@ class Verification:
             try:
                 reader = detect(source)
                 kind = reader.name
-                description = reader.describe(source)
+                description = describe(source, reader)
                 kind, tensors = description.format, description.tensors
                 archives = description.archives
                 self._notes += description.notes
@@ -323,6 +359,8 @@ class Verification:
                     self._notes += check()
                 except HoldfastError as error:
                     self.refuse(path, error, ours=True)
+            self._tensors += len(tensors)
+            self._own_sums |= check is not None
             found = find_storages(tensors, source, rows=not archives)
         for name, lost in found.lost:
             self._lost(path, lost, name)
@@ -331,7 +369,7 @@ class Verification:
             # Values that are no tensors may have a file to themselves, and items that do not open are in some file, too.
             keys = [key for key in source.store.list() if key.endswith(".distcp")]
         if archives:
-            keys = list(archives)
+            keys = list(dict.fromkeys((*archives, *found.keys(source.store))))
         for key in archives or keys[:zipped]:
             add_records(found, source, key, arrays=kind == NPZ)
         if archives:

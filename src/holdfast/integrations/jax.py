@@ -25,8 +25,8 @@ from holdfast.core.arguments import AnyDType, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
-from holdfast.core.opaque import Opaque
-from holdfast.core.patterns import glob, matcher
+from holdfast.core.opaque import AnyValue, Opaque
+from holdfast.core.patterns import matcher
 from holdfast.core.protocols import State
 from holdfast.core.quantities import shown
 from holdfast.core.sharing import identity
@@ -72,7 +72,7 @@ def load(
     verify: bool = True,
     limits: Limits | None = None,
     threads: int | None = None,
-) -> object:
+) -> AnyValue:
     """The state in a checkpoint of any format, as it was saved, with a `jax.Array` in the place of every tensor.
 
     `shardings` is a `jax.sharding.Sharding` (or a device) for all tensors, a tree of them whose paths are the names of tensors or
@@ -164,11 +164,11 @@ class _Mapped:
 
 def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, Wanted]:
     """The array of every name. Tied tensors that go to one place are one array, and read once."""
-    patterns = [(glob(pattern), to) for pattern, to in casts]
+    patterns = [(matcher(pattern), to) for pattern, to in casts]
     once: dict[object, Wanted] = {}
     found: dict[str, Wanted] = {}
     for name, lazy in tensors.items():
-        to = next((to for regex, to in patterns if regex.fullmatch(name)), None) if lazy.dtype.kind == "float" else None
+        to = next((to for means, to in patterns if means(name)), None) if lazy.dtype.kind == "float" else None
         if to is not None and _held(to) != to.numpy:
             raise BadArgument(f"dtype={to} needs 64 bits: jax.config.update('jax_enable_x64', True) comes first", found=to)
         where = choose(name, lazy.shape)

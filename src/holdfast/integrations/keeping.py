@@ -7,13 +7,14 @@ import warnings
 from collections.abc import Collection
 
 from holdfast.errors import HoldfastWarning
+from holdfast.runs.clock import clock_of
 from holdfast.runs.directory import RunDirectory
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Latest, Rule, read_rules
 from holdfast.runs.run import Run
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["Keep", "keep_by", "newest_whole", "rules_of"]
+__all__ = ["Keep", "keep_by", "newest_whole", "ran_here", "rules_of"]
 
 Keep = int | Rule | str | Collection[Rule | str] | None
 """How many, or which: `3` is `Latest(3)`; None for all."""
@@ -31,6 +32,14 @@ def keep_by(folder: AnyPath, rules: Collection[Rule], *, durable: bool = True) -
     """
     for note in retain(RunDirectory(os.path.abspath(local_path(folder))), rules, durable=durable).notes:
         warnings.warn(note, HoldfastWarning, stacklevel=3)
+
+
+def ran_here(folder: AnyPath) -> float | None:
+    """For how many seconds the training has run whose sealed folders are in this one, as `Within` counts them."""
+    place = RunDirectory(os.path.abspath(local_path(folder)))
+    clock = clock_of(place.path)
+    clock.look(place)
+    return clock.read() or None  # where nothing has been counted yet, nothing is said
 
 
 def newest_whole(folder: AnyPath, *, deep: bool = False) -> str | None:

@@ -6,18 +6,23 @@
 1. A save is published by one rename, straight from the tensors to the file.
 2. In the background, saves and removals are done in the order in which they were asked for. So the checkpoint before is removed
    when its successor is there, and stays if that failed. The failure is raised by the next call.
-3. The end of the program waits for what is under way.
+3. `ModelCheckpoint` asks the disk which names are taken, and links `last.ckpt` to the newest. Both wait for a save to that very
+   name, if it is on its way. Nothing stands in for it on the disk: a name is a whole checkpoint, or is not there.
+4. The end of the program waits for what is under way. Sent to another process, a plugin has nothing under way there.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import shutil
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from weakref import WeakSet
 
 import torch
 
@@ -26,6 +31,7 @@ try:
 except ImportError:  # the older packages, each by itself
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
+from holdfast.core.runtime import at_fork
 from holdfast.engine.threads import start
 from holdfast.rewrite.seal import unseal
 from holdfast.stores.files import make_parents
@@ -42,6 +48,11 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
     """Reads and writes Lightning's checkpoints (`.ckpt`, which are files of `torch.save`)."""
 
     def __init__(self, *, background: bool = False, durable: bool = True) -> None:
+        for package in ("lightning.fabric", "lightning_fabric"):
+            # `lightning` and `pytorch_lightning` may both be there, and each asks for a `CheckpointIO` of its own.
+            module = sys.modules.get(f"{package}.plugins.io.checkpoint_io")
+            if module is not None:
+                module.CheckpointIO.register(type(self))
         self._durable = durable
         self._queue = Queue() if background else None
 
@@ -53,18 +64,20 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
         if self._queue is None:
             self._write(checkpoint, target)
             return
+        _ask_us_first()
         self._queue.check()
-        copied = Copies().of(checkpoint)
-        self._queue.put(lambda: self._write(copied, target))
+        copied, target = Copies().of(checkpoint), os.path.join(os.getcwd(), target)
+        self._queue.put(lambda: self._write(copied, target), target)
 
     def load_checkpoint(self, path: Where, map_location: MapLocation = None, weights_only: bool | None = None) -> dict[str, object]:
         """Load one, when all that was to be written is written. Nothing in it is run, unless `weights_only=False`."""
+        found = local_path(path)
         if self._queue is not None:
             self._queue.wait()
-        found = local_path(path)
+        _wait_for(found)  # of another plugin
         if not os.path.exists(found):
             raise FileNotFoundError(f"Checkpoint file not found: {found}")
-        return load(found, map_location, weights_only=weights_only)  # type: ignore[return-value]  # what was saved
+        return load(found, map_location, weights_only=weights_only)  # type: ignore[no-any-return]  # what was saved
 
     def remove_checkpoint(self, path: Where) -> None:
         """Remove a checkpoint, if it is there; in the background behind the saves that came before, and not if they failed."""
@@ -72,7 +85,8 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
         if self._queue is None:
             _remove(target)
         else:
-            self._queue.put(lambda: _remove(target), after_success=True)
+            target = os.path.join(os.getcwd(), target)
+            self._queue.put(lambda: _remove(target), target, after_success=True)
 
     def teardown(self) -> None:
         """Wait for what is under way, and raise what went wrong."""
@@ -95,23 +109,30 @@ def _remove(target: str) -> None:
 
 
 class Queue:
-    """Work that one thread does in order. It is no daemon: the program ends when the work is done."""
+    """Work on files that one thread does in order. It is no daemon: the program ends when the work is done."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Callable[[], None], bool]] = deque()
+        self._tasks: deque[tuple[Callable[[], None], str, bool]] = deque()
+        """What is at work, and what waits."""
         self._turn = threading.Condition()
-        self._working = False
+        self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failed = False
         """Whether the last save failed, told or not."""
+        _queues.add(self)
 
-    def put(self, work: Callable[[], None], *, after_success: bool = False) -> None:
-        """Do it behind all that was put before; with `after_success`, not at all if the last of that failed."""
+    def __reduce__(self) -> tuple[object, ...]:
+        return Queue, ()  # the work belongs to the process that was given it
+
+    def put(self, work: Callable[[], None], path: str, *, after_success: bool = False) -> None:
+        """Do it behind all that was put before; with `after_success`, at once if that is done, and not at all if it failed."""
         with self._turn:
-            self._waiting.append((work, after_success))
-            begin = not self._working
-            self._working = True
-        if begin and start(self._run, name="holdfast-lightning", daemon=False) is None:
+            self._tasks.append((work, os.path.abspath(path), after_success))
+            if len(self._tasks) > 1:
+                return
+            thread = None if after_success else start(self._run, name="holdfast-lightning", daemon=False)
+            self._thread = thread or self._thread
+        if thread is None:
             self._run()
 
     def check(self) -> None:
@@ -122,29 +143,80 @@ class Queue:
             raise failure
 
     def wait(self) -> None:
-        """Come back when everything is done; raises what went wrong."""
+        """Come back when everything is done and the thread is gone; raises what went wrong."""
         with self._turn:
-            while self._working:
-                self._turn.wait()
+            self._turn.wait_for(lambda: not self._tasks)
+            thread = self._thread
+        if thread is not None:
+            thread.join()
         self.check()
+
+    def wait_for(self, path: Where) -> None:
+        """Come back when nothing is on its way to this file. What went wrong is told to whoever asked for the work."""
+        with self._turn:
+            self._turn.wait_for(lambda: os.path.abspath(path) not in (task[1] for task in self._tasks))
 
     def _run(self) -> None:
         while True:
-            with self._turn:
-                if not self._waiting:
-                    self._working = False
-                    self._turn.notify_all()
-                    return
-                work, after_success = self._waiting.popleft()
-            if after_success and self._failed:
-                continue
+            work, _, after_success = self._tasks[0]
             try:
-                work()
-                self._failed = self._failed and after_success
-            except Exception as error:  # whatever it is, it is told to the caller
+                if not (after_success and self._failed):
+                    work()
+                    self._failed = False
+            except BaseException as error:  # whatever it is, it is told to the caller
                 with self._turn:
                     self._failure = self._failure or error
                 self._failed = True
+            del work  # and with it the copies, before whoever waits goes on
+            with self._turn:
+                self._tasks.popleft()
+                self._turn.notify_all()
+                if not self._tasks:
+                    return
+
+
+_queues: WeakSet[Queue] = WeakSet()
+
+
+def _in_child() -> None:
+    """A fork has none of the threads, and none of their work."""
+    for queue in list(_queues):
+        queue.__init__()  # type: ignore[misc]  # all of it anew
+
+
+at_fork(after_in_child=_in_child)
+
+_patient: set[type] = set()
+
+
+def _ask_us_first() -> None:
+    """Have `ModelCheckpoint` wait for a file that is on its way, where it asks for that file. Lightning has no hook for it."""
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        module = sys.modules.get(f"{package}.callbacks.model_checkpoint")
+        if module is not None and module.ModelCheckpoint not in _patient:
+            kind = module.ModelCheckpoint
+            _patient.add(kind)
+            kind.file_exists = _waiting(kind.file_exists)
+            if hasattr(kind, "_link_checkpoint"):  # since 2.1
+                kind._link_checkpoint = staticmethod(_waiting(kind._link_checkpoint))
+
+
+def _waiting(call: Callable[..., object]) -> Callable[..., object]:
+    """The same call, when the files among its arguments are not on their way any more."""
+
+    @functools.wraps(call)
+    def waits(*given: object, **named: object) -> object:
+        for value in (*given, *named.values()):
+            if isinstance(value, str | os.PathLike):
+                _wait_for(value)
+        return call(*given, **named)
+
+    return waits
+
+
+def _wait_for(path: Where) -> None:
+    for queue in list(_queues):
+        queue.wait_for(path)
 
 
 class Copies:

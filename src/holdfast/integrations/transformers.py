@@ -23,7 +23,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from holdfast.errors import HoldfastError, HoldfastWarning
 from holdfast.inspect.sealed import is_sealed
-from holdfast.integrations.keeping import Keep, keep_by, newest_whole, rules_of
+from holdfast.integrations.keeping import Keep, keep_by, newest_whole, ran_here, rules_of
 from holdfast.rewrite.seal import seal, unseal
 from holdfast.stores.paths import AnyPath
 
@@ -49,6 +49,8 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:
         """Note when the training began, and say what would undo the work."""
         self._began = time.time()
+        if args.should_save and self._keep:
+            ran_here(args.output_dir)  # from here on it counts
         if args.save_total_limit is not None and args.should_save:
             why = "it removes the older checkpoints before the new one is sealed, and counts torn ones"
             message = f"use SealCallback(keep=…) in place of save_total_limit: {why}"
@@ -74,7 +76,8 @@ class SealCallback(TrainerCallback):  # type: ignore[misc]  # transformers may n
         _meet()
         folder = _folder(args, state)
         if args.should_save and os.path.isdir(folder):
-            seal(folder, digest=self._digest, durable=self._durable, overwrite=True)
+            ran = ran_here(args.output_dir) if self._keep else None
+            seal(folder, ran=ran, digest=self._digest, durable=self._durable, overwrite=True)
             keep_by(args.output_dir, self._keep, durable=self._durable)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: object) -> None:

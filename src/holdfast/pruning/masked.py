@@ -67,8 +67,10 @@ class Loss(Value, frozen=True):
 
     @property
     def norm_lost(self) -> float:
-        """The L2 norm of what goes, relative to that of the whole: 0 to 1."""
-        return math.sqrt(min(self.lost / self.squares, 1.0)) if self.squares else 0.0
+        """The L2 norm of what goes, relative to that of the whole: 0 to 1; NaN where nothing is finite."""
+        if not self.squares:
+            return math.nan if self.nonfinite else 0.0
+        return math.sqrt(min(self.lost / self.squares, 1.0))
 
 
 class Tally:

@@ -28,6 +28,7 @@ from holdfast.core.protocols import State
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.sharing import identity
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import plural
 from holdfast.core.tree import name_tensors
 from holdfast.core.value import replace
 from holdfast.engine.threads import run_all
@@ -78,7 +79,7 @@ class PrunedTensor:
     nonfinite: int
     """NaN and infinities that were there."""
     norm_lost: float
-    """The L2 norm of what went over that of the whole, 0 to 1; over what is finite."""
+    """The L2 norm of what went over that of the whole, 0 to 1; over what is finite, and NaN where nothing else is there."""
     also: tuple[str, ...] = ()
     """Other names of the same tensor."""
 
@@ -267,7 +268,10 @@ class Pruning:
         names = sum(len(job.names) for job in self._jobs)
         total = sum(losses, Loss())
         kept = len(self._state.tensors) - names
-        return replace(report, tensors=tuple(rows), kept=kept, norm_lost=total.norm_lost)
+        sick = sum(1 for row in rows if row.nonfinite)
+        said = f"{plural(total.nonfinite, 'element')} of {plural(sick, 'tensor')} are NaN or infinite: norms are of the others"
+        notes = (*report.notes, said) if sick else report.notes
+        return replace(report, tensors=tuple(rows), kept=kept, norm_lost=total.norm_lost, notes=notes)
 
     def plan(self, target: str, format: str) -> SavePlan:
         """All that is written: weights, masks, or both in one directory."""

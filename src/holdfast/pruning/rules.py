@@ -7,7 +7,7 @@
     *.weight: global 0.8             one threshold over all tensors of all global rules
     lm_head.*: keep                  nothing
 
-The pattern is a glob on dotted names. The first rule that matches a name decides.
+The pattern is a glob on dotted names (`core/patterns.py`). The first rule that matches a name decides.
 
 N:M is for matrices that are multiplied with. So a pattern with a wildcard means those where its method is N:M: norms, biases and
 embeddings that it matches are left alone, and a note says which. A name in full means what it says, and so does a pattern that
@@ -21,13 +21,13 @@ told at once.
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.core.chunk import Storage
+from holdfast.core.patterns import matcher
 from holdfast.core.protocols import State
 from holdfast.core.sharing import View, identity
 from holdfast.core.tensor import Composite, LazyTensor
@@ -228,7 +228,7 @@ SHOWN = 3
 
 def _left_alone(name: str, tensor: LazyTensor, rule: Rule) -> str:
     """Why a rule does not mean a tensor that it matches; empty where it does."""
-    if not isinstance(rule.method, Groups) or not any(mark in rule.pattern for mark in "*?["):
+    if not isinstance(rule.method, Groups) or name == rule.pattern:
         return ""
     if tensor.dtype.kind != "float":
         return NO_FLOAT
@@ -242,6 +242,7 @@ def _left_alone(name: str, tensor: LazyTensor, rule: Rule) -> str:
 def assign(state: State, rules: Sequence[Rule], problems: list[str], notes: list[str]) -> list[Job]:
     """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
     whole = _parts(state.tree)
+    meant = [matcher(rule.pattern) for rule in rules]
     matched = [0] * len(rules)
     decided = [0] * len(rules)
     jobs: dict[View, Job] = {}
@@ -249,7 +250,7 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str], notes: list
     aside: dict[View, list[tuple[str, Rule, str]]] = {}
     for name in sorted(state.tensors):
         tensor = state.tensors[name]
-        numbers = [i for i, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern)]
+        numbers = [i for i, means in enumerate(meant) if means(name)]
         for i in numbers:
             matched[i] += 1
         rule = rules[numbers[0]] if numbers else None
@@ -274,7 +275,7 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str], notes: list
     for own, held in aside.items():
         # A head that is tied to the embedding is left with it, unless it was named in full.
         tied = jobs.get(own)
-        if tied is not None and _left_alone(held[0][0], tied.tensor, tied.rule):
+        if tied is not None and tied.rule.pattern not in tied.names and _left_alone(held[0][0], tied.tensor, tied.rule):
             held += [(name, tied.rule, held[0][2]) for name in jobs.pop(own).names]
         elif tied is not None:
             left.setdefault(own, held[0][0])

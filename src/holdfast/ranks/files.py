@@ -29,7 +29,8 @@ from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
 from holdfast.formats.native.write import OWN, BoxToWrite, HashAll, Pack, box_file, data_name, lay_out_index, sharding_texts
-from holdfast.formats.safetensors.write import index_file, is_flat, name_problem
+from holdfast.formats.recorded import order_fields
+from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, is_flat, name_problem
 from holdfast.formats.seal import SEAL
 from holdfast.plan.saves import FilePlan, Literal
 
@@ -266,6 +267,8 @@ def _native_index(contents: Contents, receipts: Sequence[Receipt], *, alone: boo
         fields["aliases"] = dict(contents.aliases)
     if contents.tree is not None:
         fields["tree"] = contents.tree
+    else:
+        fields |= order_fields(contents.tensors, contents.aliases)
     tensors = {name: meaning for name, meaning in contents.tensors.items() if name not in contents.aliases}
     chunks = [(name, in_files(chunk, {0: number})) for number, receipt in enumerate(receipts) for name, chunk in receipt.chunks]
     listed = [DataFile(receipt.key, receipt.nbytes) for receipt in receipts]
@@ -284,6 +287,8 @@ def unkept_notes(state: State, format: str) -> tuple[str, ...]:
         notes += _said(wanted, "safetensors files of ranks do not say that {} is a Parameter or requires a gradient")
         if not wanted and not is_flat(state):
             notes.append("safetensors files of ranks keep dotted names, and not the containers around them")
+        codes = {name: tensor.dtype.safetensors for name, tensor in state.tensors.items()}
+        notes += file_order_notes(sorted(codes, key=lambda name: (RANK.get(codes[name] or "", 0), name)), list(codes))
     if format == "dcp":
         wanted = [name for name, tensor in state.tensors.items() if tensor.traits.parameter]
         notes += _said(wanted, "a DCP directory does not say that {} is a Parameter")

@@ -22,6 +22,7 @@ from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.value import Value
+from holdfast.formats.tree_json import flat_tree
 from holdfast.ranks.state import Catalogue, RankState
 
 __all__ = [
@@ -29,7 +30,6 @@ __all__ = [
     "Merged",
     "agreed_aliases",
     "differing",
-    "flat_tree",
     "hold",
     "merge",
     "merge_trees",
@@ -38,6 +38,8 @@ __all__ = [
     "say_ranks",
     "share_values",
 ]
+
+SUMS = msgspec.msgpack.Decoder(dict[str, tuple[int | bytes]])
 
 SHOWN = 6
 """Stretches of successive ranks that a sentence lists."""
@@ -235,12 +237,6 @@ class MergedTrees(Struct):
         return [name for name in names if name not in found]
 
 
-def flat_tree(names: Iterable[str]) -> object:
-    """The tree of a plain dict of tensors under their own names."""
-    entries = {name: {TAG: "tensor", "name": name} for name in names}
-    return {TAG: "dict", "entries": entries} if any(name.startswith(TAG) for name in entries) else entries
-
-
 def merge_trees(trees: Sequence[bytes]) -> MergedTrees:
     """Merge the trees of the ranks, each as JSON text."""
     holders: dict[bytes, list[int]] = {}
@@ -346,7 +342,7 @@ def differing(told: Sequence[bytes]) -> dict[str, list[list[int]]]:
         alike.setdefault(sums, []).append(rank)
     found: dict[str, dict[int | bytes, list[int]]] = {}
     for sums, ranks in alike.items():
-        for name, (one,) in msgspec.msgpack.decode(sums, type=dict[str, tuple[int | bytes]]).items():
+        for name, (one,) in SUMS.decode(sums).items():
             found.setdefault(name, {}).setdefault(one, []).extend(ranks)
     different: dict[str, list[list[int]]] = {}
     for name, versions in found.items():

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 
+from holdfast.core.patterns import matcher
 from holdfast.core.tree import Path, dotted, rebuilt, step
 
 __all__ = ["mark", "marked", "rank_key", "size_in"]
@@ -56,13 +56,13 @@ class _Marking:
     """One walk of `mark`."""
 
     def __init__(self, patterns: Sequence[str], key: str) -> None:
-        self._patterns = patterns
+        self._patterns = {pattern: matcher(pattern) for pattern in patterns}
         self._key = key
         self.used: dict[str, None] = {}
 
     def walk(self, value: object, path: Path) -> object:
         name = dotted(path)
-        hits = [pattern for pattern in self._patterns if path and fnmatchcase(name, pattern)]
+        hits = [pattern for pattern, means in self._patterns.items() if path and means(name)]
         if hits:
             self.used.update(dict.fromkeys(hits))
             return {self._key: value}

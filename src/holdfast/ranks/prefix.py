@@ -32,9 +32,9 @@ from holdfast.engine.write import Progress
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
 from holdfast.formats.dcp.schema import Item
+from holdfast.formats.index_file import read_index as read_pieces
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import MANIFEST
-from holdfast.formats.safetensors.directory import read_index as read_pieces
 from holdfast.plan.saves import FilePlan, LinkedFile
 from holdfast.ranks.files import PIECES_INDEX, Receipt
 from holdfast.rewrite.uploaded import NOTHING, ReplacedObjects

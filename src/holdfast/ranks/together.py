@@ -39,6 +39,9 @@ class Description(msgspec.Struct):
     """Those of the patterns in `per_rank` that found something."""
 
 
+DESCRIPTIONS = msgspec.msgpack.Decoder(Description)
+
+
 def message(description: Description, state: RankState) -> bytes:
     """What a rank has to say; `with_sums` completes it."""
     return _joined(msgspec.msgpack.encode(description), encode(state))
@@ -88,7 +91,7 @@ def put_together(messages: Sequence[bytes], *, values: str, per_rank: Sequence[s
         summed, rest = _split(told)
         head, state = _split(rest)
         sums.append(summed)
-        heads.append(msgspec.msgpack.decode(head, type=Description))
+        heads.append(DESCRIPTIONS.decode(head))
         states.append(state)
     decoded = decode_all(states)
     if values == "first":

@@ -106,6 +106,8 @@ class AsStep(Value, frozen=True):
     """Called with the number of bytes that are to be written, before anything is: whether what is there may be replaced."""
     attributes: Callable[[Sequence[tuple[str, int]]], Mapping[str, str] | None]
     """From the data files to what the object of the manifest says of the step; None where a seal says it."""
+    sure: Callable[[], None]
+    """Asked before it is published: what it raises keeps everything as it was."""
 
 
 class Publishing(Value, frozen=True):
@@ -180,10 +182,13 @@ def publish(publishing: Publishing, delivered: Sequence[Sequence[Receipt]], *, d
 
     def check(store: Store) -> None:
         check_holds(described(store, READ_AS[format]).tensors, _outlines(contents), store.name)
+        if step is not None:
+            step.sure()
 
     index = index_files(format, contents, everything, dcp_index=dcp_index, save=into.save)
     step, attributes = publishing.step, None
     if step is not None:
+        step.sure()
         attributes = step.attributes([(receipt.key, receipt.nbytes) for receipt in everything])
         if attributes is None:
             index.append(_seal(everything, tuple(index), step.stamp))

@@ -75,7 +75,12 @@ def columns(found: Structure, told: Diff) -> tuple[Document, list[Document]]:
     }
     return more, [
         _measure(
-            ("change", "relative change", "the norm of the difference over that of the first, ‖Δ‖ / ‖w‖", "log"),
+            ("appeared", "NaN and Inf that appeared", "how many elements became NaN or infinite", "log"),
+            states, contents, of=lambda content: float(content.appeared), same=0.0,
+        ),
+        _measure(
+            ("change", "relative change",
+             "the norm of the difference over that of the first, ‖Δ‖ / ‖w‖; none where NaN or Inf appeared or went", "log"),
             states, contents, of=lambda content: content.relative, same=0.0,
         ),
         _measure(
@@ -117,13 +122,16 @@ def sentence(first: str, second: str, told: Diff) -> str:
     names = f"{escape(clip(first, 120))} and {escape(clip(second, 120))}"
     if not parts:
         return f"{names} hold the same: {plural(told.same, 'tensor')}, not one of them changed."
-    return f"{names} differ: {', '.join(parts)}, {plural(told.same, 'tensor')} the same."
+    sick = f"NaN or Inf appeared in {plural(len(told.nonfinite), 'tensor')}; " if told.nonfinite else ""
+    return f"{names} differ: {sick}{', '.join(parts)}, {plural(told.same, 'tensor')} the same."
 
 
 def facts(told: Diff) -> list[list[str]]:
     """What there is to say in a word or two each."""
     elements = sum(one.content.changed for one in told.changed if one.content is not None)
+    sick = [["NaN or Inf appeared", plural(len(told.nonfinite), "tensor")]] if told.nonfinite else []
     return [
+        *sick,
         ["changed", f"{len(told.changed):,} tensors, {count(elements)} elements"],
         ["added", f"{len(told.added):,}"],
         ["removed", f"{len(told.removed):,}"],

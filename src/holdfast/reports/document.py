@@ -14,12 +14,14 @@ import json
 import math
 from collections.abc import Hashable, Iterable, Sequence
 
+from holdfast.core.opaque import AnyValue
+
 __all__ = ["SCHEMA", "Document", "dumps", "front_coded", "labelled", "rounded", "short"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
 
-Document = dict[str, object]
+Document = dict[str, AnyValue]
 
 LONGEST = 4000
 """Characters of one name. Real ones have 120 at most; a hostile file may have one of a million, on every line of the page."""

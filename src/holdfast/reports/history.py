@@ -46,7 +46,7 @@ def run_at(path: object) -> Table | None:
         return None
     place = place_for(where.rstrip("/") or "/" if not isinstance(where, Url) else where)
     kept = place.kept()
-    table = look(place, kept.rules if kept is not None else (), str(where))
+    table = look(place, kept.rules if kept is not None else (), str(where), recorded=kept is not None)
     return table if table.rows or kept is not None else None
 
 
@@ -56,7 +56,7 @@ def history(table: Table, norm: Norm | None = None) -> Document:
     steps = [row.step for row in table.rows if row.step is not None]
     loss, scale = (_metric(steps, word) for word in ("loss", "norm"))
     return {
-        "steps": [_step(row, bool(table.rules), loss=loss, scale=scale, norm=norm) for row in rows],
+        "steps": [_step(row, table, loss=loss, scale=scale, norm=norm) for row in rows],
         "summary": sentence(table),
         "keep": [str(rule) for rule in table.rules],
     }
@@ -72,8 +72,8 @@ def _metric(steps: Sequence[Step], word: str) -> str | None:
     return min(counts, key=lambda name: (-counts[name], len(name), name), default=None)
 
 
-def _step(row: Row, rules: bool, *, loss: str | None, scale: str | None, norm: Norm | None) -> Document:
-    step, fate = row.step, row.fate
+def _step(row: Row, table: Table, *, loss: str | None, scale: str | None, norm: Norm | None) -> Document:
+    step, fate, rules = row.step, row.fate, bool(table.rules)
     metrics: Mapping[str, float] = {} if step is None else step.metrics
     size = metrics.get(scale) if scale is not None else None
     if size is None and step is not None and norm is not None:
@@ -87,7 +87,7 @@ def _step(row: Row, rules: bool, *, loss: str | None, scale: str | None, norm: N
         "kept": step is not None and (fate is None or not rules or not fate.goes),
         "pinned": fate is not None and any(why.startswith("pinned") for why in fate.others),
         "why": clip(
-            row.found.why if step is None else fate.why if fate is not None and rules else "no rules: nothing is deleted", 300
+            row.found.why if step is None else fate.why if fate is not None and rules else f"no rules: {table.without_rules}", 300
         ),
         "norm": rounded(size, 6),
         "loss": rounded(metrics.get(loss) if loss is not None else None, 6),
@@ -105,7 +105,7 @@ def facts(table: Table) -> list[list[str]]:
         ["not whole", f"{len(table.rows) - len(whole):,}"],
         ["bytes on disk", nbytes(table.total_nbytes)],
         ["shared between steps", nbytes(shared) if shared else "none"],
-        ["rules", ", ".join(map(str, table.rules)) or "none: nothing is deleted"],
+        ["rules", ", ".join(map(str, table.rules)) or f"no rules: {table.without_rules}"],
         ["writer", str(table.writer) if table.writer is not None else "none"],
     ]
 

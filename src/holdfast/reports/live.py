@@ -16,6 +16,7 @@ import base64
 import hmac
 import json
 import secrets
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -60,10 +61,9 @@ class Live:
             server_of = live
 
         try:
-            self._server = ThreadingHTTPServer((ADDRESS, port), Answer)
+            self._server = _Server((ADDRESS, port), Answer)
         except OSError as error:
             raise BadArgument(f"port {port} of {ADDRESS} cannot be had: {error.strerror or error}", found=port) from error
-        self._server.daemon_threads = True
 
     @property
     def port(self) -> int:
@@ -145,6 +145,17 @@ def _whole(query: dict[str, list[str]], name: str, most: int = 1 << 62) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 19 or int(text) > most:
         raise BadArgument(f"{name} is a number from 0 to {most:,}", found=text[:40])
     return int(text)
+
+
+class _Server(ThreadingHTTPServer):
+    """One thread a request."""
+
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a tab that was closed while it was answered; what else goes wrong is told as before."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]  # it only passes them on
 
 
 class _Answer(BaseHTTPRequestHandler):

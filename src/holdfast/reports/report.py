@@ -23,6 +23,7 @@ from holdfast.core.notebook import card
 from holdfast.core.patterns import matcher
 from holdfast.core.quantities import Size, byte_count
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import plural
 from holdfast.core.value import Value
 from holdfast.core.version import VERSION
 from holdfast.engine.budget import reading_threads
@@ -303,10 +304,16 @@ def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
     newest = steps[-1] if steps else None
     looked = None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)
     tensors = [] if looked is None else list(looked.found.tensors.values())
+    sick: list[int] = []
 
     def make(progress: Progress | None) -> Made:
         document: Document = {} if looked is None else {**looked.frame("run"), "tensors": columns(looked.found)}
         told = [] if newest is None else [f"The tensors are those of step {newest.step}, the newest that is whole."]
+        over_time = history.history(table, norm)
+        if sick:
+            more = f" and {len(sick) - 5:,} more" if len(sick) > 5 else ""
+            told.insert(0, f"NaN or Inf is in the tensors of {plural(len(sick), 'step')}, which have no norm: "
+                           f"{', '.join(map(str, sick[:5]))}{more}.")  # fmt: skip
         document = {
             **_nothing(),
             **document,
@@ -317,7 +324,7 @@ def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
             "sentence": history.sentence(table),
             "facts": [*history.facts(table), *([] if looked is None else facts(looked.found, looked.verdict))],
             "notes": [*told, *([] if looked is None else looked.checkpoint.notes[:NOTES])],
-            "run": history.history(table, norm),
+            "run": over_time,
         }
         return _with_numbers(document, tensors, asked, progress=progress)
 
@@ -325,7 +332,11 @@ def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
         """Of all its tensors, read."""
         with step.open() as checkpoint:
             rows = measure_stats(checkpoint.values(), bins=0, threads=reading_threads(asked.max_memory, asked.threads))
-        return math.sqrt(sum(row.norm**2 for row in rows))
+        # A step with a NaN in it has no norm, and the line over the steps a gap.
+        if any(row.nans or row.infinities for row in rows):
+            sick.append(step.step)
+            return None
+        return math.sqrt(sum(row.norm**2 for row in rows if row.norm is not None))
 
     norm = norm_of if asked.stats and asked.sample is None else None
     return Prepared(_reading(tensors, asked), make)

@@ -13,6 +13,7 @@ namings          what the manifests of checkpoints beside each other in a bucket
 base             the checkpoint before, of which a save takes over what did not change; `far_base` in an object store
 save             a state: to a path, a file object, or as bytes (`to_bytes`)
 step_seal        the seal of a step of a run, as one more file of its plan
+renewal          the seals of what is rewritten in its own place, renewed with it
 convert          a checkpoint in another format (`convert`), or with changes (`edit`)
 share            sharing found again (`tie`), or bytes dropped (`compact`)
 alias_graph      which tensors are the same bytes

@@ -31,11 +31,15 @@ from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.engine.source import OpenSource
-from holdfast.errors import CannotHold, HoldfastError, StoreError, Unsupported
-from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX, choose_index
+from holdfast.errors import CannotHold, HoldfastError, NoSuchPath, StoreError, Unsupported
+from holdfast.formats.index_file import choose_index
+from holdfast.formats.safetensors.directory import INDEX_SUFFIX, SUFFIX
 from holdfast.formats.safetensors.write import STEM
+from holdfast.formats.seal import SEAL
 from holdfast.formats.seal import SUFFIX as SEAL_SUFFIX
 from holdfast.formats.strict_json import parse
+from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
+from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import store_of
 from holdfast.plan.saves import Data, FilePlan, Literal, SavePlan
 from holdfast.rewrite.formats import DIRECTORIES, is_replaceable
@@ -48,6 +52,8 @@ CopyConfig = bool | str | os.PathLike[str]
 """Whether the files beside the weights come along; or the folder that they are taken from instead."""
 
 CONFIG = "config.json"
+
+TORCH_STEM = "pytorch_model"
 
 NUMBERED = re.compile(r"-\d{5}-of-\d{5}$")
 """How the name of a shard ends."""
@@ -193,9 +199,9 @@ def find_companions(
         taken = dict.fromkeys(*_from_folder(copy_config, stack, limits, notes))
         kept = {} if isinstance(target, Url) else kept
         strangers = any(not is_companion(name) for name in kept)
-        stem = _stem(next(iter(taken.values())).store.list())
+        stem = _stem(next(iter(taken.values())).store.list(), source)
         return Companions(kept | taken, elsewhere=True, strangers=strangers, notes=tuple(notes), stem=stem)
-    stem = _stem(own) if folder else STEM
+    stem = _stem(own, source) if folder else STEM
     if kept and isinstance(target, Url):
         # Nothing there is moved out of the way, so nothing has to be put back.
         return Companions({name: origin for name, origin in kept.items() if name == CONFIG}, stays=True, stem=stem)
@@ -204,7 +210,9 @@ def find_companions(
     if not copy_config or not folder or not any(map(_tells, own)):
         return Companions({}, stem=stem)
     taken = dict.fromkeys(_chosen(source.source, own, notes), source.source)
-    left = sorted({name.partition("/")[0] for name in own if not _is_weights(name) and name not in taken and name[0] != "."})
+    used = set(weight_files(source.source).files) if source.format == TORCH_FOLDER else set()
+    others = (name for name in own if not _is_weights(name) and name not in taken and name not in used and name[0] != ".")
+    left = sorted({name.partition("/")[0] for name in others})
     if left:
         notes.append(f"left behind, since they are no config, tokenizer or text: {_some(left)}")
     return Companions(taken, notes=tuple(notes), stem=stem)
@@ -220,17 +228,24 @@ def _of_one_file(source: Checkpoint, own: Sequence[str], copy_config: CopyConfig
 
 
 def _others(source: Checkpoint, own: Sequence[str]) -> Iterable[str]:
-    """The files of a folder that the checkpoint in it does not consist of."""
+    """The files of a folder that the checkpoint in it does not consist of. Seals of what it consists of are made anew."""
     if source.format in ("safetensors", "safetensors-dir"):
         used = {storage.key for tensor in source.values() for storage in tensor.storages}
-        used |= {choose_index(own, source.path) or ""}
-        return [name for name in own if name not in used]
-    # Of other formats it is not known; what may be replaced is, and of the rest the commit says that it would be lost.
-    return [name for name in own if not is_replaceable(name)] if source.format in DIRECTORIES else []
+        used |= {choose_index(own, source.path) or "", SEAL}
+    elif source.format in DIRECTORIES:
+        # Of other formats it is not known; what may be replaced is, and of the rest the commit says that it would be lost.
+        used = {name for name in own if is_replaceable(name)}
+    else:
+        return []
+    return [name for name in own if name not in used and name.removesuffix(SEAL_SUFFIX) not in used]
 
 
-def _stem(names: Sequence[str]) -> str:
+def _stem(names: Sequence[str], source: Checkpoint) -> str:
     """What the weights of a folder are called: by the index, or by the one file that they are."""
+    if source.format == TORCH_FOLDER:
+        # What is pytorch_model.bin is model.safetensors; diffusers and adapters have one name for both.
+        called = weight_files(source.source).stem
+        return STEM + called.removeprefix(TORCH_STEM) if called.startswith(TORCH_STEM) else called
     top = [name for name in names if "/" not in name and not name.startswith(".")]
     found = [name.removesuffix(INDEX_SUFFIX) for name in top if name.endswith(INDEX_SUFFIX)]
     found = found or [NUMBERED.sub("", name.removesuffix(SUFFIX)) for name in top if name.endswith(SUFFIX)]
@@ -241,7 +256,7 @@ def _from_folder(
     folder: str | os.PathLike[str], stack: ExitStack, limits: Limits | None, notes: list[str]
 ) -> tuple[list[str], Source]:
     path, within = place_of(folder), limits or Limits()
-    absent = StoreError("config and tokenizer were to be copied from this folder, and there is none", file=path)
+    absent = NoSuchPath("config and tokenizer were to be copied from this folder, and there is none", file=path)
     if not isinstance(path, Url) and not os.path.isdir(path):
         raise absent
     try:

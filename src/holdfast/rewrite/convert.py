@@ -43,7 +43,7 @@ from holdfast.rewrite.models import Selection, select
 from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
 from holdfast.rewrite.small import FEW, plan_small
 from holdfast.rewrite.state import OWN_METADATA, describe_state
-from holdfast.rewrite.transform import Edits, Losses, casts_of, transform
+from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url
 
@@ -187,7 +187,7 @@ def lay_out_conversion(
     if metadata:
         state = _with_metadata(state, metadata, found, path=source.path)
     plan = _plan(target, state, found, options=options, tensors_only=edits.tensors_only)
-    plan = replace(plan, notes=(*source.notes, *described.notes, *left, *plan.notes))
+    plan = replace(plan, notes=(*source.notes, *described.notes, *left, *left_out(chosen.tree, edits), *plan.notes))
     tensors = plan.tensors()
     reads = [_read_cost(tensor) for tensor in tensors]
     report = Conversion(

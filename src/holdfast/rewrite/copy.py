@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -25,14 +25,17 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import Size
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import nbytes
 from holdfast.core.value import replace
 from holdfast.engine.source import OpenSource
 from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import is_index
+from holdfast.formats.index_file import choose_index
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import MANIFEST, made_whole
-from holdfast.formats.safetensors.directory import choose_index
+from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
+from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import Openable, opened, store_of
 from holdfast.plan.saves import Data, FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.rewrite.formats import is_folder
@@ -95,7 +98,18 @@ def plan_copy(
         check_target(target, directory=store.folder, writing=writing)
         plan, checked = _lay_out(source, store, target, limits or Limits())
         report = Copied(**planned_fields(plan, target), source=source.path, checked_nbytes=checked)
+        report = replace(report, notes=(*report.notes, *_unchecked(source, checked, by_store=bool(plan.linked))))
         return Planned(plan, report, writing, reads=(store,), sources=stack.pop_all())
+
+
+def _unchecked(source: Checkpoint, checked: int, *, by_store: bool) -> Iterator[str]:
+    """What nobody can say of the tensors that are copied: whether they are as they were written."""
+    whole = sum(storage.nbytes for storage in dict.fromkeys(s for tensor in source.values() for s in tensor.storages))
+    if checked < whole:
+        compared = f"{nbytes(checked)} of {nbytes(whole)} of tensors were" if checked else "nothing was"
+        recorded = "no other checksums are recorded" if checked else "no checksums are recorded"
+        why = "the store copies by itself" if by_store else recorded
+        yield f"{compared} compared on the way: {why}"
 
 
 def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limits: Limits) -> Store:
@@ -110,7 +124,7 @@ def _raw(src: Openable | Checkpoint, source: Checkpoint, stack: ExitStack, limit
 
 def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> tuple[SavePlan, int]:
     names = list(store.list())
-    last = _index(names, source.path) if store.folder else None
+    last = _index(names, source) if store.folder else None
     origin = OpenSource(store, limits=limits, threads=1)
     recorded: dict[str, list[Storage]] = {}
     for storage in dict.fromkeys(s for tensor in source.values() for s in tensor.storages):
@@ -140,11 +154,13 @@ def _lay_out(source: Checkpoint, store: Store, target: str, limits: Limits) -> t
     return plan, checked
 
 
-def _index(names: Sequence[str], path: str) -> str | None:
+def _index(names: Sequence[str], source: Checkpoint) -> str | None:
     """The file that makes a checkpoint of a folder, where one of them does."""
     if MANIFEST in names:
         return MANIFEST
-    return next((name for name in names if "/" not in name and is_index(name)), None) or choose_index(names, path)
+    if source.format == TORCH_FOLDER:
+        return weight_files(source.source).index
+    return next((name for name in names if "/" not in name and is_index(name)), None) or choose_index(names, source.path)
 
 
 def _by_store(source: str, target: str) -> bool:

@@ -28,7 +28,7 @@ from holdfast.engine.planned_store import PlannedStore
 from holdfast.engine.source import OpenSource
 from holdfast.engine.sparse_choice import choose, parse_wanted
 from holdfast.errors import CannotHold, HoldfastError, Unsupported, located
-from holdfast.formats.detect import detect
+from holdfast.formats.detect import describe, detect
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.safetensors.write import lay_out_safetensors
 from holdfast.formats.seal import SEAL
@@ -231,7 +231,7 @@ def described(store: Store, formats: Collection[str]) -> Description:
             reader = detect(source)
             if reader.name not in formats:
                 raise CannotHold(WHAT, [f"it would be opened as {reader.name}, and is {' or '.join(formats)}"], file=store.name)
-            return reader.describe(source)
+            return describe(source, reader)
     except CannotHold:
         raise
     except HoldfastError as error:

@@ -44,7 +44,7 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
-from holdfast.rewrite.formats import check_archive_name, save_name, suffix_of
+from holdfast.rewrite.formats import check_archive_name, save_name, suffix_of, without_origin
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
 from holdfast.rewrite.planned import (
     MAX_MEMORY,
@@ -138,7 +138,7 @@ def plan_package(
             rejoined = rejoin(state)
             plan = _plan_pt2(replace(members, state=rejoined.state), archive_name(target))
             notes += rejoined.notes
-        plan = replace(plan, notes=(*notes, *plan.notes))
+        plan = replace(plan, notes=(*members.notes, *notes, *plan.notes))
         return Planned(
             plan, Saved(**planned_fields(plan, target)), writing, reads=stores_of(members.state), sources=stack.pop_all()
         )
@@ -150,6 +150,8 @@ class _Members(Value, frozen=True):
     state: State
     beside: Mapping[str, Beside]
     """For models that come from a `.pt2`: what else they have there."""
+    notes: tuple[str, ...] = ()
+    """What of a model has no place in a package."""
 
 
 def _deduplicated(state: State, deduplicate: str, threads: int, *, progress: Progress | None) -> tuple[State, tuple[str, ...]]:
@@ -174,6 +176,7 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
     trees: dict[str, object] = {}
     beside: dict[str, Beside] = {}
     memory: dict[str, object] = {}
+    notes: list[str] = []
     for model, value in models.items():
         if isinstance(value, str | os.PathLike):
             place = real_place(place_of(value))
@@ -183,17 +186,19 @@ def _describe(models: Mapping[str, object], stack: ExitStack, limits: Limits | N
         value = _opened(value, stack, limits)
         if isinstance(value, Checkpoint) and value.format == "pt2":
             trees[model], beside[model] = _member(value, limits)
-        elif isinstance(value, Checkpoint):
-            trees[model] = describe_state(value, limits=limits).tree
-        elif isinstance(value, State):
-            trees[model] = value.tree
+        elif isinstance(value, Checkpoint | State):
+            state = value if isinstance(value, State) else describe_state(value, limits=limits)
+            trees[model] = state.tree
+            notes += [f"model {model!r}: {note}" for note in state.notes]
+            texts = ", ".join(sorted(without_origin(state.metadata).keys() - {"models"})[:8])
+            notes += [f"model {model!r}: its metadata ({texts}) has no place in a package and is not kept"] if texts else []
         else:
             memory[model] = _state_dict(value)
-    described = describe_state(memory, limits=limits).tree if memory else {}
-    trees |= described if isinstance(described, dict) else {}
+    described = describe_state(memory, limits=limits)
+    trees |= described.tree if isinstance(described.tree, dict) else {}
     tree = {model: trees[model] for model in models}
     named = name_tensors(tree, limits or Limits(), MOST_VISITS, held=True)
-    return _Members(State(tree, named.tensors, named.paths), beside)
+    return _Members(State(tree, named.tensors, named.paths), beside, (*notes, *described.notes))
 
 
 def _state_dict(value: object) -> object:

@@ -9,7 +9,7 @@
 Every verb that writes is a function `plan_…` that gives a `Planned`, and `carry_out` of it. So all of them ask for room in the same
 way, keep to the same budget, read back what they wrote, and publish nothing when a source changed meanwhile. Those that make a
 checkpoint of a checkpoint are `rewritten`: the source is opened, a target that cannot be had is refused before a tensor of it is
-read, and the verb lays out what it makes of it.
+read, the verb lays out what it makes of it, and what replaces its source keeps its seal (`renewal.py`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransa
 from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import CannotHold, StoreError, Unsupported
+from holdfast.formats.seal import SUFFIX
 from holdfast.inspect.open import Openable, opened
 from holdfast.plan.saves import FilePlan, LinkedFile, SavePlan, without_hashes
 from holdfast.rewrite.companions import Companions, CopyConfig, find_companions, is_model
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, Options, format_for, is_replaceable, rehearse, suffix_of
+from holdfast.rewrite.renewal import NOTHING, Renewal, find_seals
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files
 from holdfast.stores.local import free_nbytes
@@ -169,8 +171,12 @@ class Planned(Generic[R]):
     """What is read; when it changes meanwhile, nothing is published."""
     sources: ExitStack = field(default_factory=ExitStack)
     """What is closed in the end."""
+    sure: Callable[[], None] | None = None
+    """Asked when all is written and before it is published: what it raises keeps everything as it was."""
     finish: Callable[[R, Progress | None], R] = _as_it_is
     """Completes the report with what is known when all was read; `look` may have to read for that."""
+    renews: Renewal = NOTHING
+    """The seals of what is replaced in its own place."""
 
     def explain(self) -> str:
         """What would be written, in words."""
@@ -191,14 +197,22 @@ class Planned(Generic[R]):
             refused = refusal(f"the disk is full: {room}", report.path, errno.ENOSPC)
             refused.expected, refused.found = report.new_nbytes, report.free_nbytes
             raise refused
+        self.renews.check(self.writing.threads)
         copied: list[LinkedFile] = []
+
+        def before_commit() -> None:
+            unchanged(self.reads, report.path)
+            if self.sure is not None:
+                self.sure()
+
         crcs = write_plan(
             self.plan,
             report.path,
             self.writing,
             progress=progress,
-            before_commit=lambda: unchanged(self.reads, report.path),
+            before_commit=before_commit,
             copied=copied.append,
+            renews=self.renews,
         )
         if copied:
             nbytes = sum(file.nbytes for file in copied)
@@ -286,20 +300,25 @@ def rewritten(
         beside_it = find_companions(source, where.path, copy_config, directory=directory, stack=stack, limits=limits)
         planned = lay_out(source, replace(where, index=beside_it.weights, stem=beside_it.stem))
         stack.callback(planned.close)
-        return replace(_accompanied(planned, beside_it, source), sources=stack.pop_all())
+        seals = find_seals(source, limits) if same_place(where.path, source.path) else NOTHING
+        return replace(_accompanied(planned, beside_it, source, seals), sources=stack.pop_all())
 
 
-def _accompanied(planned: Planned[R], companions: Companions, source: Checkpoint) -> Planned[R]:
-    """The same with other files in the directory, published with it."""
+def _accompanied(planned: Planned[R], companions: Companions, source: Checkpoint, seals: Renewal) -> Planned[R]:
+    """The same with other files in the directory, published with it, and sealed again where it was."""
     plan, added = companions.beside(planned.plan, source)
-    if plan is planned.plan:
-        return planned
+    seals = seals.laid_out(plan, {file.key for file in added if file in plan.files}, source.source.store.list())
+    if sealing := seals.files():
+        added = (*added, *sealing)
+        plan = plan if isinstance(planned.report.path, Url) else replace(plan, index=(*plan.index, *sealing))
+    if plan is planned.plan and not added:
+        return replace(planned, renews=seals)
     plan, report = rehearse(plan, planned.report.path), planned.report
     files = (*report.files, *((file.key, file.nbytes) for file in added))
     notes = (*report.notes, *plan.notes[len(planned.plan.notes) :])
     report = replace(report, files=files, nbytes=sum(nbytes for _, nbytes in files), notes=notes)
     reads = dict.fromkeys((*planned.reads, *(origin.store for origin in companions.files.values())))
-    return replace(planned, plan=plan, report=report, reads=tuple(reads))
+    return replace(planned, plan=plan, report=report, reads=tuple(reads), renews=seals)
 
 
 def _becomes_model(source: Checkpoint, where: Destination, options: Options, copy_config: CopyConfig) -> bool:
@@ -402,20 +421,20 @@ def write_plan(
     files: Files | None = None,
     rehearsed: bool = True,
     copied: Callable[[LinkedFile], None] | None = None,
+    renews: Renewal = NOTHING,
 ) -> Mapping[str, int]:
-    """Write a plan and publish it. Gives the CRC-32 of each piece that was written.
-
-    `copied` is told of each file of a base that could not be linked.
+    """Write a plan and publish it, and renew the seals of what it replaces. Gives the CRC-32 of each piece that was written.
 
     First of all the plan is given to the reader (`formats.rehearse`): what would not open again is refused with `CannotHold` while
     nothing has been touched. `rehearsed=False` is for a writer that promises what torch does, be it to open here or not.
-    `before_commit` has the last word: what it raises keeps everything as it was.
+    `before_commit` has the last word: what it raises keeps everything as it was. `copied` is told of files that cannot be linked.
     """
     if rehearsed:
         plan = rehearse(plan, path)
     within = writing.budget
     threads, block = (writing.threads, None) if within is None else (within.threads, within.block)
     crcs: dict[str, int] = {}
+    system, last = files or system_files(), before_commit or (lambda: None)
 
     def write(file: FilePlan, sink: NewFile) -> Mapping[str, int]:
         receipt = write_file(file, sink, crcs=crcs, threads=threads, progress=progress, block=block)
@@ -429,7 +448,7 @@ def write_plan(
     if isinstance(path, Url):
         from holdfast.rewrite.uploaded import put_plan
 
-        put_plan(plan, path, writing, crcs=crcs, progress=progress, before_commit=before_commit)
+        put_plan(plan, path, writing, crcs=crcs, progress=progress, before_commit=before_commit, renews=renews)
     elif plan.directory:
         staging = Staging(path, plan, durable=writing.durable, files=files) if writing.resume else None
         try:
@@ -439,7 +458,7 @@ def write_plan(
             with DirectoryTransaction(
                 path, durable=writing.durable, overwrite=bool(writing.overwrite), replaceable=_replaceable(plan), files=files
             ) as folder:
-                _link(plan.linked, folder, files or system_files(), copied=copied)
+                _link(plan.linked, folder, system, copied=copied)
                 for file in plan.files:
                     if staging is not None:
                         staging.adopt(folder, file)
@@ -447,10 +466,13 @@ def write_plan(
                         write(file, folder.create(file.key))
                 folder.seal_data()
                 for file in plan.index:
+                    if file.key.endswith(SUFFIX):
+                        renews.take(system, folder, threads)
                     write(file, folder.create(file.key))
-                if before_commit:
-                    before_commit()
-                folder.commit()
+                renews.take(system, folder, threads)
+                last()
+                with renews.around(system, durable=writing.durable):
+                    folder.commit()
             if staging is not None:
                 staging.remove()
         finally:
@@ -460,9 +482,10 @@ def write_plan(
         (file,) = plan.files
         with FileTransaction(path, durable=writing.durable, overwrite=writing.overwrite is not False, files=files) as single:
             write(file, single.file)
-            if before_commit:
-                before_commit()
-            single.commit()
+            renews.take_open(system, single.descriptor)
+            last()
+            with renews.around(system, durable=writing.durable):
+                single.commit()
     return without_hashes(crcs)
 
 

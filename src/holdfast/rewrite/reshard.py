@@ -5,24 +5,26 @@
            *.o_proj.weight: tp=1, dp=0    both; where two names shard one dimension, the first one of the mesh cuts first
            *: replicate                   whole (which is also what happens to what no rule matches)
 
-The first rule that matches a name decides. Cuts are torch's: pieces of ceil(length / ranks), the last ones shorter or empty. A box
+The first rule that matches a name decides. Without any rule, axes cut by their names: dp and fsdp dimension 0, tp the matrices of a
+transformer (`core/placement_rules`). Cuts are torch's: pieces of ceil(length / ranks), the last ones shorter or empty. A box
 that several ranks have is written once, by the first.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.core.arguments import rules as rules_of
 from holdfast.core.arguments import understood
 from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
-from holdfast.core.placement_rules import Rule, parse_rule
+from holdfast.core.patterns import matcher
+from holdfast.core.placement_rules import Rule, default_axes, parse_rule
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.core.value import replace
@@ -58,10 +60,11 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]
     """The plan of a native directory with a file for each rank of the mesh; `save` as for `data_name`."""
     known = ", ".join(mesh)
     problems = [f"rule {r.pattern!r}: the mesh has no axis {a!r}, only {known}" for r in rules for a in r.axes if a not in mesh]
+    meant = [matcher(rule.pattern) for rule in rules]
     used: set[int] = set()
     placed: dict[str, Mapping[str, int]] = {}
     for name, tensor in state.tensors.items():
-        number = next((i for i, rule in enumerate(rules) if fnmatch.fnmatchcase(name, rule.pattern)), None)
+        number = next((i for i, means in enumerate(meant) if means(name)), None)
         if number is None:
             placed[name] = {}
             continue
@@ -70,6 +73,13 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]
         bad = [d for d in axes.values() if not -tensor.ndim <= d < tensor.ndim]
         problems += [f"{name}: no dimension {d} in a tensor of {list(tensor.shape)} (rule {rules[number].pattern!r})" for d in bad]
         placed[name] = {} if bad else {axis: d % tensor.ndim for axis, d in axes.items()}
+    if not rules:
+        placed = {name: default_axes(name, tensor.shape, mesh) for name, tensor in state.tensors.items()}
+        if math.prod(mesh.values()) > 1 and not any(placed.values()):
+            problems.append(
+                f"without rules nothing is cut over {known}: dp and fsdp cut dimension 0 of what has a row for each rank, "
+                "tp the matrices of a transformer, by their names; give rules, like '*.weight: tp=0' ('*: replicate': as it is)"
+            )
     problems += [f"rule {rule.pattern!r} matches no tensor" for i, rule in enumerate(rules) if i not in used]
     if problems:
         raise BadPlacement("; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else ""))
@@ -84,7 +94,18 @@ def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule]
                 written[name].add(box)
                 own[name] = box
         parts.append(own)
-    return lay_out_split(state, parts, save=save)
+    plan = lay_out_split(state, parts, save=save)
+    return replace(plan, notes=(*plan.notes, *_cuts(placed, mesh, default=not rules)))
+
+
+def _cuts(placed: Mapping[str, Mapping[str, int]], mesh: Mapping[str, int], *, default: bool) -> Iterator[str]:
+    """How many tensors are cut, how, and how many are whole."""
+    counts = Counter(tuple((axis, axes[axis]) for axis in mesh if axis in axes) for axes in placed.values())
+    for axes, count in counts.items():
+        cut = " and ".join(f"along dimension {dimension} over {axis}={mesh[axis]}" for axis, dimension in axes)
+        many = f"{count:,} tensor{'s' * (count > 1)}"
+        why = ": too small for the mesh, not divisible, or of a name that these axes do not cut" if default else ""
+        yield f"{many} cut {cut}" if cut else f"{many} not cut{why}"
 
 
 def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, int], *, axes: Mapping[str, int]) -> Box:
@@ -118,9 +139,12 @@ def reshard(
 ) -> Saved:
     """Write a checkpoint as a native directory with one data file for each rank of a mesh; streams, in bounded memory.
 
-    `mesh` is `{"dp": 2, "tp": 4}` or "dp=2,tp=4", a rule is text like "*.weight: tp=0" (see `Rule`).
+    `mesh` is `{"dp": 2, "tp": 4}` or "dp=2,tp=4", a rule is text like "*.weight: tp=0" (see `Rule`). Without rules, the axes
+    dp and fsdp cut dimension 0, and tp the matrices of a transformer by the names that Hugging Face gives
+    them. The notes say how many tensors are cut, and how.
 
-    Raises `BadPlacement` for a mesh or a rule that makes no sense, with all that is wrong, before anything is written.
+    Raises `BadPlacement` for a mesh or a rule that makes no sense, with all that is wrong, and where nothing would be cut without
+    rules, before anything is written.
     """
     writing = Writing(
         overwrite=overwrite, durable=durable, threads=threads, read_back=read_back, max_memory=max_memory, dry_run=dry_run

@@ -22,12 +22,13 @@ from functools import partial
 from holdfast.core.arguments import one_of, understood
 from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
+from holdfast.core.quantities import seconds
 from holdfast.engine.checksums import Progress
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
 from holdfast.engine.commit.transactions import FileTransaction
 from holdfast.engine.file_digest import digest_of
 from holdfast.engine.threads import default_threads, run_all
-from holdfast.errors import LimitExceeded
+from holdfast.errors import LimitExceeded, NoSuchPath, NotCommitted
 from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, beside, encode_seal
 from holdfast.inspect.sealed import is_part
 from holdfast.inspect.trainers import recognised, torn
@@ -78,12 +79,17 @@ class Sealed(Shown):
         ])  # fmt: skip
 
 
-@understood(digest=one_of(*DIGESTS))
+class NothingToSeal(NoSuchPath, NotCommitted):
+    """A `NoSuchPath` of a verb that writes."""
+
+
+@understood(digest=one_of(*DIGESTS), ran=seconds)
 def seal(
     src: AnyPath,
     *,
     step: int | None = None,
     metrics: Mapping[str, float] | None = None,
+    ran: float | str | None = None,
     digest: str = "xxh3-128",
     overwrite: bool = False,
     durable: bool = True,
@@ -95,6 +101,7 @@ def seal(
     """Seal a folder that is written to its end, or a single file: every name, size and digest, the step and the metrics.
 
     Where `step` or `metrics` are not given, they are taken from what the trainer left there; what cannot be told is in the notes.
+    `ran` is for how many seconds the training had run, where somebody counts; the rule `Within` goes by it.
     `verify` then finds everything that is missing, cut or changed, and `Run` counts the folder as a step. `progress` is called with
     the number of bytes that were read since its last call, from any thread.
 
@@ -105,7 +112,10 @@ def seal(
     path = local_path(src)
     files = system_files()
     with refusing("looking at what is to be sealed", path):
-        folder = _is_folder(files, path)
+        try:
+            folder = _is_folder(files, path)
+        except FileNotFoundError:
+            raise NothingToSeal("there is nothing to seal", file=path) from None
         if not folder and path.endswith(SUFFIX):
             raise refusal("this is a seal itself; seal what it is about", path, errno.EINVAL)
         place = os.path.join(path, SEAL) if folder else beside(path.rstrip("/"))
@@ -132,7 +142,7 @@ def seal(
         done=not dry_run,
     )
     if not dry_run:
-        about = Seal(report.step, time.time(), report.metrics, ())
+        about = Seal(report.step, max(time.time(), 0.0), report.metrics, (), None if ran is None else seconds(ran))
         write_seal(
             path, about, listing=listing, digest=digest, overwrite=overwrite, durable=durable, limits=limits, threads=threads,
             progress=progress, files=files,
@@ -205,7 +215,7 @@ def write_seal(
             told = ", ".join(map(repr, changed[:SHOWN])) + (f" and {len(changed) - SHOWN:,} more" if len(changed) > SHOWN else "")
             message = f"{told} changed while it was sealed: somebody still writes there; seal it when that is done"
             raise refusal(f"{message}. No seal was written", path, errno.EBUSY)
-        sealed = Seal(about.step, about.saved, about.metrics, tuple(made[one] for one in sorted(made)))
+        sealed = Seal(about.step, about.saved, about.metrics, tuple(made[one] for one in sorted(made)), about.ran)
         text = encode_seal(sealed)
     place = os.path.join(path, SEAL) if name is None else beside(path.rstrip("/"))
     with FileTransaction(place, durable=durable, overwrite=overwrite, files=files) as transaction:

@@ -17,7 +17,7 @@ that its limits count are compared here (docs/design/024-many-and-small.md).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.planned_store import PlannedStore
 from holdfast.errors import HoldfastError
 from holdfast.formats.native.rows import lay_out_native_rows
-from holdfast.formats.recorded import Sharing, sharing_fields
+from holdfast.formats.recorded import Sharing, order_fields, sharing_fields
 from holdfast.formats.safetensors.rows import row_file
 from holdfast.formats.safetensors.write import file_order_notes
 from holdfast.formats.torch.rows import CONTAINERS, RowPickle, leaves
@@ -137,6 +137,8 @@ class _Told(Value, frozen=True, eq=False):
     """What is written."""
     fields: dict[str, object]
     """What is noted (`formats.recorded`)."""
+    aliases: Collection[str]
+    """The other names."""
     notes: list[str]
     like: list[object]
     """A leaf of each kind."""
@@ -164,7 +166,7 @@ def _told(state: object, known: Sequence[Asking], *, values: bool) -> _Told | No
             return None
         fields["tree"], notes = encoded.value, [*notes, *encoded.notes]
     last = dict(zip(kinds, found, strict=True))
-    return _Told(leaves, kinds, names, written, fields, notes, [last[kind] for kind in range(len(rows.table))])
+    return _Told(leaves, kinds, names, written, fields, sharing.aliases, notes, [last[kind] for kind in range(len(rows.table))])
 
 
 def _tied(
@@ -204,15 +206,20 @@ def _safetensors(
     if told is None or laid is None:
         return None
     # Only a recorded tree remembers another order than that of the file.
-    order = [] if "tree" in told.fields else file_order_notes([told.names[row] for row in laid.order], [*told.names])
+    written = [*(told.names[row] for row in laid.order), *told.aliases]
+    order = [] if "tree" in told.fields else file_order_notes(written, [*told.leaves.names])
     plan = SavePlan("safetensors", (laid.plan,), (*told.notes, *order))
     return _rehearsed(plan, told, target=target, metadata=metadata, options=options)
 
 
 def _native(state: object, target: str, metadata: dict[str, str], options: Options, *, known: Sequence[Asking]) -> SavePlan | None:
     told = _told(state, known, values=True)
-    plan = None if told is None else lay_out_native_rows(told.names, told.rows, metadata, fields=told.fields)
-    if told is None or plan is None:
+    if told is None:
+        return None
+    if "tree" not in told.fields:
+        told.fields.update(order_fields(told.leaves.names, told.aliases))
+    plan = lay_out_native_rows(told.names, told.rows, metadata, fields=told.fields)
+    if plan is None:
         return None
     return _rehearsed(replace(plan, notes=tuple(told.notes)), told, target=target, metadata=metadata, options=options)
 

@@ -42,6 +42,7 @@ __all__ = [
     "describe_state",
     "is_stateful",
     "map_tensors",
+    "plainly_named",
     "state_and_path",
     "state_dicts",
     "stateful_keys",
@@ -288,6 +289,15 @@ def is_stateful(value: object) -> bool:
     return all(_has(value, name) for name in ("state_dict", "load_state_dict"))
 
 
+def plainly_named(value: Stateful) -> Stateful:
+    """The same object; of a module that DDP or `torch.compile` wraps, one that names its state as the module inside does."""
+    if "torch" not in sys.modules:
+        return value
+    from holdfast.torch.modules.wrappers import plainly_named
+
+    return plainly_named(value)
+
+
 def stateful_keys(mapping: Mapping[object, object]) -> list[object]:
     """The keys of the objects with a state, in an order that is the same on all ranks: their methods may talk to each other."""
     return sorted((key for key, value in mapping.items() if is_stateful(value)), key=str)
@@ -321,7 +331,7 @@ class Taking:
 
     def _take(self, value: object, inside: frozenset[int]) -> object:
         if is_stateful(value):
-            return self.take(cast(Stateful, value).state_dict(), inside)
+            return self.take(plainly_named(cast(Stateful, value)).state_dict(), inside)
         if isinstance(value, Mapping):
             asked = {key: self.take(value[key], inside) for key in stateful_keys(value)}
             inner = {key: asked[key] if key in asked else self.take(item, inside) for key, item in value.items()}

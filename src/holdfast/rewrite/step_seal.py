@@ -27,11 +27,13 @@ class Stamp(Value, frozen=True):
     saved: float
     """Seconds since 1970."""
     metrics: Mapping[str, float]
+    ran: float | None = None
+    """For how many seconds the run had run."""
 
 
-def stamp(step: int, metrics: Mapping[str, float] | None) -> Stamp:
+def stamp(step: int, metrics: Mapping[str, float] | None, ran: float | None = None) -> Stamp:
     """The stamp of a step that is saved now. A clock that is before 1970 is as wrong as can be, and says 1970."""
-    return Stamp(step, max(time.time(), 0.0), metrics or {})
+    return Stamp(step, max(time.time(), 0.0), metrics or {}, ran)
 
 
 def digest_of(content: bytes) -> str:
@@ -64,7 +66,7 @@ def seal_file(
     def text(known: Mapping[str, str]) -> bytes:
         files = [*(SealedFile(key, nbytes, None) for key, nbytes in data)]
         files += [SealedFile(key, nbytes, known.get(key, BLANK)) for key, nbytes in index]
-        return encode_seal(Seal(says.step, says.saved, says.metrics, tuple(files)))
+        return encode_seal(Seal(says.step, says.saved, says.metrics, tuple(files), says.ran))
 
     return FilePlan(SEAL, (Late(len(text({})), lambda crcs: text(digests(crcs))),))
 

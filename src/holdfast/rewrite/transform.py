@@ -1,6 +1,6 @@
 """Keep, drop, rename, dequantize and cast: what `convert` and `edit` do to a state before it is saved. Nothing is read.
 
-Patterns are globs on dotted names (`model.layers.*.bias`). They apply to every leaf of the tree, tensors and plain values alike, so
+Patterns are globs on dotted names (`core/patterns.py`). They apply to every leaf of the tree, tensors and plain values alike, so
 that `keep=["model.*"]` leaves the model and nothing of the optimizer. A rename is a pair of globs with as many stars on both sides
 (`model.*` → `*`): each star of the new name stands for what the star of the old one matched.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import difflib
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
@@ -26,22 +27,28 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DTYPES, SHORT, DType
 from holdfast.core.limits import Limits
-from holdfast.core.patterns import glob, rename_problems, renamer, unmatched
+from holdfast.core.opaque import Global, Opaque
+from holdfast.core.order import natural
+from holdfast.core.patterns import matcher, rename_problems, renamer, unmatched
 from holdfast.core.protocols import Source, State
 from holdfast.core.sharing import View, identity
-from holdfast.core.tensor import AliasView, LazyTensor
-from holdfast.core.tree import Path, dotted, leaf_paths, name_tensors, refilled, step
+from holdfast.core.tensor import AliasView, Composite, LazyTensor
+from holdfast.core.tree import Path, dotted, leaf_paths, name_tensors, refilled, step, values_inside
 from holdfast.core.value import Value, replace
 from holdfast.engine.casting import OUTCOMES, cast, count_losses, largest
 from holdfast.engine.computed import Computed, Observe
 from holdfast.engine.dequantize import Dequantized, dequantize
 from holdfast.errors import CannotHold, Unsupported
+from holdfast.inspect.brief import root_global
 from holdfast.rewrite.state import MOST_VISITS, map_tensors
 
-__all__ = ["Cast", "Casts", "Edits", "Losses", "casts_of", "dtype_named", "transform"]
+__all__ = ["Cast", "Casts", "Edits", "Losses", "casts_of", "dtype_named", "left_out", "transform"]
 
 SHOWN = 3
 """Tensors that a note names."""
+
+SHOWN_CHARACTERS = 80
+"""Of a name in a note."""
 
 
 class Losses:
@@ -78,7 +85,7 @@ class Losses:
             "smallest": "of zero, or too small, became 2^-127, the smallest number",
             "unsigned": "below zero lost their sign",
         }[outcome]
-        worst = sorted(own, key=lambda name: (-own[name], name))
+        worst = sorted(own, key=lambda name: (-own[name], natural(name)))
         names = ", ".join(f"{name!r} ({own[name]:,})" for name in worst[:SHOWN])
         more = f" and {len(worst) - SHOWN:,} more tensors" if len(worst) > SHOWN else ""
         total = sum(own.values())
@@ -236,6 +243,43 @@ def transform(state: State, edits: Edits, limits: Limits | None = None, *, losse
     return State(tree, named.tensors, named.paths, state.metadata)
 
 
+def left_out(tree: object, edits: Edits) -> list[str]:
+    """What `tensors_only` leaves out of a tree, in sentences: values, objects, what tensors in parts are together.
+
+    What `keep` and `drop` leave out was asked for by its name, and is not told again.
+    """
+    if not edits.tensors_only:
+        return []
+    kept, dropped = _matcher(edits.keep), _matcher(edits.drop)
+    values: list[str] = []
+    objects: list[str] = []
+    parts: list[str] = []
+    for path, value in leaf_paths(tree, once=True):
+        name = dotted(path)
+        # Of an object its tensors are named, and not itself.
+        below = name if not isinstance(value, Opaque) else f"{name}."
+        if isinstance(value, LazyTensor) or not path or (edits.keep and not kept(name) and not kept(below)) or dropped(name):
+            continue
+        if isinstance(value, Composite):
+            parts.append(f"{name[:SHOWN_CHARACTERS]!r} ({value.kind})")
+        elif isinstance(value, Opaque | Global):
+            what = value if isinstance(value, Global) else root_global(value)
+            objects.append(f"{name[:SHOWN_CHARACTERS]!r} ({str(what)[:SHOWN_CHARACTERS]})")
+        else:
+            values.append(repr(name[:SHOWN_CHARACTERS]))
+    versions = any(isinstance(value, OrderedDict) and vars(value) for value in values_inside(tree))
+    notes = [f"only tensors are kept; left out: {_counted(values, 'value')}"] if values else []
+    notes += [f"only tensors are kept; left out: {_counted(objects, 'foreign object')}"] if objects else []
+    notes += [f"only tensors are kept; taken apart: {_counted(parts, 'tensor')}"] if parts else []
+    notes += ["only tensors are kept; left out: what state dicts note of their modules (_metadata)"] if versions else []
+    return notes
+
+
+def _counted(names: Sequence[str], what: str) -> str:
+    more = f" and {len(names) - SHOWN:,} more" if len(names) > SHOWN else ""
+    return f"{len(names):,} {what}{'s' if len(names) > 1 else ''}: {', '.join(names[:SHOWN])}{more}"
+
+
 def _dequantized(state: State, limits: Limits | None) -> State:
     """The state with the numbers that quantised blocks stand for. Blocks that nobody can decode stay: they may be dropped yet."""
     decoded, made = Dequantized(), dict[View, LazyTensor]()
@@ -269,8 +313,8 @@ def _refuse_blocks(tensors: Mapping[str, LazyTensor]) -> None:
 
 
 def _matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
-    compiled = [glob(p) for p in patterns]
-    return lambda name: any(r.fullmatch(name) for r in compiled)
+    meant = [matcher(pattern) for pattern in patterns]
+    return lambda name: any(means(name) for means in meant)
 
 
 def _reshape(tree: object, edits: Edits, problems: list[str]) -> object:
@@ -393,10 +437,10 @@ class Rebuilding:
 
 def _casting(state: State, casts: Casts, problems: list[str], losses: dict[DType, Losses]) -> Callable[[LazyTensor], LazyTensor]:
     """What casts each tensor as the first pattern that matches one of its names says."""
-    patterns = [(glob(pattern), dtype) for pattern, dtype in casts]
+    patterns = [matcher(pattern) for pattern, _ in casts]
 
     def first(name: str) -> int | None:
-        return next((i for i, (regex, _) in enumerate(patterns) if regex.fullmatch(name)), None)
+        return next((i for i, means in enumerate(patterns) if means(name)), None)
 
     floats = {name: tensor for name, tensor in state.tensors.items() if tensor.dtype.kind == "float"}
     chosen = dict.fromkeys(floats, 0) if casts[0][0] == ALL else {name: first(name) for name in floats}

@@ -24,11 +24,13 @@ from holdfast.engine.stream import FAR_BLOCK_NBYTES, Told, Writer, write_stream
 from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
+from holdfast.formats.index_file import choose_index, read_index
 from holdfast.formats.native.schema import MANIFEST, parse_manifest
-from holdfast.formats.safetensors.directory import choose_index, read_index
 from holdfast.plan.saves import Data, FilePlan, SavePlan
 from holdfast.rewrite.formats import is_replaceable
 from holdfast.rewrite.namings import Namings
+from holdfast.rewrite.renewal import NOTHING as RENEWS_NOTHING
+from holdfast.rewrite.renewal import Renewal
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import COPIED_NBYTES, Url
@@ -47,6 +49,7 @@ def put_plan(
     crcs: dict[str, int],
     progress: Progress | None,
     before_commit: Callable[[], None] | None,
+    renews: Renewal = RENEWS_NOTHING,
 ) -> None:
     """Write a plan and publish it; `crcs` is given the CRC-32 of each stored piece."""
     last, parts, within = before_commit or _nothing, writing.parts, writing.budget
@@ -54,8 +57,8 @@ def put_plan(
 
     def content(file: FilePlan) -> Callable[[Writer], None]:
         def write(target: Writer) -> None:
-            writer = Told(target, progress) if progress else target
-            crcs.update(write_stream(file, writer, known=crcs, requests=requests, block=block))
+            with renews.noting(file.key, Told(target, progress) if progress else target) as writer:
+                crcs.update(write_stream(file, writer, known=crcs, requests=requests, block=block))
             check_source(file, crcs)
 
         return write
@@ -91,7 +94,8 @@ def put_plan(
         text = io.BytesIO()
         content(index)(text)
         used = [(*(beside(one.key) or (url.key.rpartition("/")[2], one.key)), one.nbytes) for one in plan.linked]
-        commit_sharing(save, used, lambda: save.commit(text.getvalue(), plan.attributes))
+        with renews.in_bucket(url, replaced.names):
+            commit_sharing(save, used, lambda: save.commit(text.getvalue(), plan.attributes))
     except DurabilityUncertain:
         raise  # the index may be there, and then names what was written
     except BaseException:

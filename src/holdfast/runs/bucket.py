@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
+import msgspec
+
 from holdfast.core.keys import beside
 from holdfast.core.value import replace
 from holdfast.engine.commit.claims import release
@@ -36,19 +38,28 @@ from holdfast.runs.bucket_steps import BucketSteps, attributes_of, metadata_of
 from holdfast.runs.lock import Holder
 from holdfast.runs.place import Choose, Sizes
 from holdfast.runs.record import (
+    EXPORTS,
     MOST_NBYTES,
     PINS,
+    PROOFS,
+    PROVED,
     RECORD,
+    RECORDS,
     Kept,
     Pin,
     Pins,
+    Proofs,
+    Receipts,
     Record,
+    Stamps,
     decoded,
     encoded,
+    receipts_of,
     record_of,
     understood_rules,
 )
 from holdfast.runs.steps import Step, step_name
+from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Taken
 from holdfast.stores.remote.url import Url
 
@@ -78,7 +89,22 @@ class WrittenRecord(Record, frozen=True):
     write: str = ""
 
 
-W = TypeVar("W", MarkedPins, WrittenRecord)
+class WrittenProofs(Proofs, frozen=True):
+    """`holdfast.proofs.json` in a bucket."""
+
+    write: str = ""
+
+
+class WrittenReceipts(Receipts, frozen=True):
+    """`holdfast.exports.json` in a bucket."""
+
+    write: str = ""
+
+
+W = TypeVar("W", MarkedPins, WrittenRecord, WrittenProofs, WrittenReceipts)
+
+MARKED, WRITTEN = msgspec.json.Decoder(MarkedPins), msgspec.json.Decoder(WrittenRecord)
+WRITTEN_PROOFS, WRITTEN_RECEIPTS = msgspec.json.Decoder(WrittenProofs), msgspec.json.Decoder(WrittenReceipts)
 
 
 class NoLock:
@@ -115,12 +141,19 @@ class RunBucket(BucketSteps):
         sizes.update(self._lengths.get(step.name, {step.path: step.nbytes}))
         return sizes
 
+    def identities(self, step: Step) -> Mapping[str, str]:
+        return {name: self.key(*(beside(name) or (step.name, name))) for name in step.files}
+
+    def written(self, step: Step, file: str) -> float:
+        found = self._head(self.identities(step)[file])
+        return time.time() if found is None else found.changed.timestamp()
+
     def kept(self) -> Kept | None:
-        _, _, raw = self._said_in(RECORD, WrittenRecord)
-        return understood_rules(decoded(raw, Record, RECORD)) if raw else None
+        _, _, raw = self._said_in(RECORD, WRITTEN)
+        return understood_rules(decoded(raw, RECORDS, RECORD)) if raw else None
 
     def pins(self) -> Mapping[int, Pin]:
-        return _by_step(self._said_in(PINS, MarkedPins)[0])
+        return _by_step(self._said_in(PINS, MARKED)[0])
 
     def pin(self, step: int, why: str, *, durable: bool = True) -> Pin:
         pin = Pin(step, why, time.time())
@@ -132,7 +165,7 @@ class RunBucket(BucketSteps):
                 raise NoSuchStep(f"there is no whole step {step} to pin; `holdfast runs` lists them", file=self.path, found=step)
             return _pinned(found, {**_by_step(found), step: pin})
 
-        self._change(PINS, MarkedPins, add)
+        self._change(PINS, MARKED, add)
         return pin
 
     def unpin(self, step: int, *, durable: bool = True) -> Pin:
@@ -145,11 +178,31 @@ class RunBucket(BucketSteps):
             gone.append(pins.pop(step))
             return _pinned(found, pins)
 
-        self._change(PINS, MarkedPins, drop)
+        self._change(PINS, MARKED, drop)
         return gone[-1]
+
+    def proofs(self) -> Proofs:
+        _, _, raw = self._said_in(PROOFS, WRITTEN_PROOFS)
+        return decoded(raw, PROVED, PROOFS) if raw else Proofs()
+
+    def note_proofs(self, proofs: Proofs) -> None:
+        made = WrittenProofs(proofs.format, proofs.version, proofs.doubted, proofs.files, secrets.token_hex(8))
+        self._change(PROOFS, WRITTEN_PROOFS, lambda _: made)
 
     def writer(self) -> Holder | None:
         return None
+
+    def exported(self) -> Mapping[str, Stamps]:
+        found, _, _ = self._said_in(EXPORTS, WRITTEN_RECEIPTS)
+        return {} if found is None else found.exports
+
+    def note_exported(self, target: str, stamps: Stamps, *, durable: bool) -> None:
+        def note(found: WrittenReceipts | None) -> WrittenReceipts:
+            rest = {name: one for name, one in (found.exports if found else {}).items() if name != target}
+            made = receipts_of({**rest, target: stamps})
+            return WrittenReceipts(made.format, made.version, made.exports, secrets.token_hex(8))
+
+        self._change(EXPORTS, WRITTEN_RECEIPTS, note)
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -168,8 +221,11 @@ class RunBucket(BucketSteps):
             made = record_of(kept)
             return WrittenRecord(made.format, made.version, made.keep, made.budget, secrets.token_hex(8))
 
-        self._change(RECORD, WrittenRecord, write)
+        self._change(RECORD, WRITTEN, write)
         return NoLock()
+
+    def check(self) -> None:
+        """There is no lock to compare: what is published and deleted has its own conditions."""
 
     def locked(self) -> NoLock:
         return NoLock()
@@ -196,7 +252,7 @@ class RunBucket(BucketSteps):
         self._lengths[name] = {self.key(*(beside(file) or (name, file))): nbytes for file, nbytes in planned.report.files}
         files = [file for file, _ in planned.report.files if file != MANIFEST]
         nbytes = planned.report.nbytes
-        self._last = Step(says.step, self.path.below(name), says.saved, says.metrics, nbytes, name, tuple(files))
+        self._last = Step(says.step, self.path.below(name), says.saved, says.metrics, nbytes, name, tuple(files), says.ran)
         return self._last
 
     def let_go(self, choose: Choose, *, durable: bool) -> tuple[list[Step], list[str]]:
@@ -206,7 +262,7 @@ class RunBucket(BucketSteps):
             going[:] = choose(_by_step(found))
             return _pinned(found, _by_step(found), mark=[one.step for one in going]) if going else None
 
-        self._change(PINS, MarkedPins, mark)
+        self._change(PINS, MARKED, mark)
         gone: list[Step] = []
         notes: list[str] = []
         for one in going:
@@ -219,7 +275,7 @@ class RunBucket(BucketSteps):
         notes += self._remove_data(gone)
         if going:
             with suppress(HoldfastError):  # marks lose their meaning by themselves
-                self._change(PINS, MarkedPins, lambda found: _pinned(found, _by_step(found), unmark=[one.step for one in going]))
+                self._change(PINS, MARKED, lambda found: _pinned(found, _by_step(found), unmark=[one.step for one in going]))
         return gone, notes
 
     def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
@@ -234,8 +290,13 @@ class RunBucket(BucketSteps):
 
     def _manifest_etag(self, step: Step) -> str | None:
         """The etag of the manifest that a step has now; None where somebody deleted it."""
+        found = self._head(self.key(step.name, MANIFEST))
+        return None if found is None else found.etag or ""
+
+    def _head(self, key: str) -> client.Found | None:
+        """What the store says of an object; None where there is none."""
         try:
-            return self.bucket.head(self.key(step.name, MANIFEST)).etag or ""
+            return self.bucket.head(key)
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -256,7 +317,7 @@ class RunBucket(BucketSteps):
             return [f"step {numbers} is deleted, and not all of its data ({error.message}); a sweep of the run does that"]
         return [f"a save uses {len(left):,} objects of deleted steps; a sweep of the run deletes what nobody names"] if left else []
 
-    def _said_in(self, name: str, kind: type[W]) -> tuple[W | None, str | None, bytes]:
+    def _said_in(self, name: str, decoder: msgspec.json.Decoder[W]) -> tuple[W | None, str | None, bytes]:
         """What stands in an object of the run, its etag, and its text."""
         try:
             got = self.bucket.whole(self.key(name), MOST_NBYTES)
@@ -265,19 +326,19 @@ class RunBucket(BucketSteps):
                 raise
             return None, None, b""
         try:
-            found = decoded(bytes(got.data), kind, name)
+            found = decoded(bytes(got.data), decoder, name)
         except HeaderError:
             if name == PINS:
                 raise  # nothing may be deleted then
             found = None
         return found, got.found.etag, bytes(got.data)
 
-    def _change(self, name: str, kind: type[W], change: Callable[[W | None], W | None]) -> None:
+    def _change(self, name: str, decoder: msgspec.json.Decoder[W], change: Callable[[W | None], W | None]) -> None:
         """Write something down, of what stands there now; again where somebody was faster. None from `change` leaves it.
 
         Its answer may be lost, so what is there is compared with what was put, as for a manifest.
         """
-        found, etag, _ = self._said_in(name, kind)
+        found, etag, _ = self._said_in(name, decoder)
         for _ in range(TRIES):
             made = change(found)
             if made is None:
@@ -289,7 +350,7 @@ class RunBucket(BucketSteps):
             except StoreError as error:
                 failed = error
             before = etag
-            found, etag, there = self._said_in(name, kind)
+            found, etag, there = self._said_in(name, decoder)
             if there == raw:
                 return
             if etag == before and not isinstance(failed, Taken):

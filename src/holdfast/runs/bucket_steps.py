@@ -21,6 +21,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 
@@ -84,7 +85,8 @@ class Says(Value, frozen=True):
 def stamp_text(says: Stamp, more: Mapping[str, object]) -> str:
     """A stamp as text of visible ASCII without spaces, which every header takes; numbers exactly."""
     metrics = {name: repr(float(value)) for name, value in says.metrics.items()}
-    text = json.dumps({"step": says.step, "saved": says.saved, "metrics": metrics, **more}, separators=(",", ":"))
+    ran = {} if says.ran is None else {"ran": says.ran}
+    text = json.dumps({"step": says.step, "saved": says.saved, **ran, "metrics": metrics, **more}, separators=(",", ":"))
     return text.replace(" ", "\\u0020").replace("\x7f", "\\u007f")
 
 
@@ -115,7 +117,9 @@ def read_stamp(text: str | None) -> tuple[Stamp, Mapping[str, object]] | None:
     """What such a text says; None where it is none of ours."""
     try:
         found = json.loads(text or "")
-        stamp = Stamp(found["step"], float(found["saved"]), {name: float(value) for name, value in found["metrics"].items()})
+        metrics = {name: float(value) for name, value in found["metrics"].items()}
+        ran = float(found.get("ran", math.nan))  # an older Holdfast did not count
+        stamp = Stamp(found["step"], float(found["saved"]), metrics, ran if 0 <= ran < math.inf else None)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return (stamp, found) if type(stamp.step) is int and 0 <= stamp.step <= LARGEST else None
@@ -142,13 +146,18 @@ class BucketSteps:
 
     def newest(self, *, below: int | None = None) -> Step | None:
         """The whole step with the highest number, or with the highest below another; None where there is none."""
-        claims = self._claims(name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0])
-        for number in sorted(claims, reverse=True):
-            if below is None or number < below:
-                found = self._at(number, claims[number])
-                if found is not None:
-                    return found
-        return None
+        claims, found = self._named(below), None
+        for _ in range(LOOKS):
+            numbers = sorted(claims, reverse=True)
+            found = next(filter(None, (self._at(number, claims[number]) for number in numbers)), None)
+            passed = [number for number in numbers if found is None or number > found.step]
+            if not passed:
+                break
+            # A step goes when a newer one is there: one that was passed over may have gone since the names were listed.
+            claims = self._named(below)
+            if sorted(claims, reverse=True)[: len(passed)] == passed:
+                break
+        return found
 
     def get(self, step: int) -> Step | None:
         """The step of this number, if it is whole."""
@@ -156,7 +165,7 @@ class BucketSteps:
         if found is not None:
             return found
         # Somebody may have written its number in another way.
-        claims = self._claims(name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0])
+        claims = self._named()
         return self._at(step, [name for name in claims.get(step, ()) if name != step_name(step)])
 
     def named(self, name: str) -> Step | None:
@@ -171,6 +180,20 @@ class BucketSteps:
 
     def survey(self) -> list[Found]:
         """Whatever is published as a step, by number, and what is wrong with each that is none."""
+        rows, gone = list[Found](), -1
+        for _ in range(LOOKS):
+            rows, gone = self._survey()
+            # As in `newest`.
+            if gone <= max((row.whole.step for row in rows if row.whole is not None), default=-1):
+                break
+        return rows
+
+    def unsealed(self) -> list[str]:
+        """None: `holdfast seal` is for folders on a disk."""
+        return []
+
+    def _survey(self) -> tuple[list[Found], int]:
+        """One look, and the highest number of which the manifest went meanwhile."""
         tree = listed(self.path)
         published = [name for name, below in tree.items() if name and MANIFEST in below]
         claims = self._claims(published)
@@ -195,7 +218,7 @@ class BucketSteps:
                 elif found is not None:
                     taken = found
                     rows.append(Found(name, number, found))
-        return rows
+        return rows, max((number for number, names in claims.items() for name in names if seen[name] is None), default=-1)
 
     def torn(self, step: int) -> bool:
         """Whether there is a manifest under the name of a step, which is not whole."""
@@ -213,6 +236,11 @@ class BucketSteps:
             return None
         names = said.beside if said.files is None else [name for name, _ in said.files]
         return None if names is None else {found[0] for name in names if (found := beside(name))}
+
+    def _named(self, below: int | None = None) -> dict[int, list[str]]:
+        """The names that are there now, by the number that they say."""
+        claims = self._claims(name.rstrip("/").rpartition("/")[2] for name in self.bucket.folders(self.key() + "/")[0])
+        return {number: names for number, names in claims.items() if below is None or number < below}
 
     def _claims(self, names: Iterable[str]) -> dict[int, list[str]]:
         """Names by the number that they say, the one that counts first."""
@@ -281,7 +309,8 @@ class BucketSteps:
         self._lengths[name] = lengths
         stamp = says.stamp or Stamp(number, manifest.changed.timestamp(), {})
         total = sum(nbytes for _, nbytes in files) + says.nbytes
-        return Step(number, self.path.below(name), stamp.saved, stamp.metrics, total, name, tuple(file for file, _ in files))
+        names = tuple(file for file, _ in files)
+        return Step(number, self.path.below(name), stamp.saved, stamp.metrics, total, name, names, stamp.ran)
 
     def _ask(self, name: str, etag: str | None) -> Says | None:
         """What a manifest says, of its attribute where it has one; None where it is gone."""

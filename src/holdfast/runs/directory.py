@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 
@@ -13,9 +14,24 @@ from holdfast.rewrite.step_seal import Stamp, with_seal
 from holdfast.runs.delete import Hidden, clean, forget_replaced, hide
 from holdfast.runs.lock import Holder, RunLock, seen_writing
 from holdfast.runs.place import Choose, Sizes
-from holdfast.runs.record import Kept, Pin, pin_step, read_kept, read_pins, turn, unpin_step, write_kept
+from holdfast.runs.record import (
+    Kept,
+    Pin,
+    Proofs,
+    Stamps,
+    pin_step,
+    read_kept,
+    read_pins,
+    read_proofs,
+    read_receipts,
+    turn,
+    unpin_step,
+    write_kept,
+    write_proofs,
+    write_receipts,
+)
 from holdfast.runs.steps import RunFolder, Step
-from holdfast.stores.files import make_parents
+from holdfast.stores.files import Entry, make_parents
 from holdfast.stores.local import free_nbytes
 
 __all__ = ["RunDirectory", "open_for_writing"]
@@ -23,6 +39,22 @@ __all__ = ["RunDirectory", "open_for_writing"]
 
 class RunDirectory(RunFolder):
     """A run's directory (`RunPlace`)."""
+
+    _lock: RunLock | None = None
+    """That of whoever opened it for writing; once it is given back, nothing is asked of it."""
+
+    def check(self, at: int | None = None) -> None:
+        """As `RunPlace.check`; `at` is the directory, where it is open already."""
+        if self._lock is None:
+            return
+        with refusing("comparing the run's lock", self.path):
+            if at is not None:
+                self._lock.check(self.path, at=at)
+                return
+            with suppress(FileNotFoundError), self.opened() as (_, opened):
+                self._lock.check(self.path, at=opened)
+                return
+            self._lock.check(self.path, at=None)
 
     def base_for(self, step: int) -> Step | None:
         found = self.newest()
@@ -36,19 +68,31 @@ class RunDirectory(RunFolder):
 
     def sizes(self, step: Step) -> Sizes:
         """Files by device and inode."""
-        found: Sizes = {}
+        return {entry.identity: entry.nbytes for entry in self._entries(step).values()}
+
+    def identities(self, step: Step) -> Mapping[str, str]:
+        # A device may have another number tomorrow.
+        return {name: str(entry.identity[1]) for name, entry in self._entries(step).items()}
+
+    def written(self, step: Step, file: str) -> float:
+        entry = self._entries(step).get(file)
+        return time.time() if entry is None else entry.changed_s
+
+    def _entries(self, step: Step) -> Mapping[str, Entry]:
+        """The files of a step, as far as they are there."""
+        found: dict[str, Entry] = {}
         with suppress(OSError), self.opened() as (files, at):
             single = files.stat(step.name, at=at)
             if single is None:
                 return {}
             if single.kind != "directory":
-                return {single.identity: single.nbytes}
+                return {step.name: single}
             inside = files.open_directory(step.name, at=at)
             try:
                 for name in step.files:
                     entry = files.stat(name, at=inside)
                     if entry is not None:
-                        found[entry.identity] = entry.nbytes
+                        found[name] = entry
             finally:
                 files.close(inside)
         return found
@@ -70,9 +114,27 @@ class RunDirectory(RunFolder):
     def unpin(self, step: int, *, durable: bool = True) -> Pin:
         return unpin_step(self, step, durable=durable)
 
+    def proofs(self) -> Proofs:
+        try:
+            with self.opened() as (files, at):
+                return read_proofs(files, at=at)
+        except FileNotFoundError:
+            return Proofs()
+
+    def note_proofs(self, proofs: Proofs) -> None:
+        write_proofs(self.files, self.path, proofs)
+
     def writer(self) -> Holder | None:
         with self.opened() as (files, at):
             return seen_writing(files, at=at)
+
+    def exported(self) -> Mapping[str, Stamps]:
+        with self.opened() as (files, at):
+            return read_receipts(files, at=at)
+
+    def note_exported(self, target: str, stamps: Stamps, *, durable: bool) -> None:
+        rest = {name: found for name, found in self.exported().items() if name != target}
+        write_receipts(self.files, self.path, {**rest, target: stamps}, durable=durable)
 
     def asking(self) -> AbstractContextManager[None]:
         """What the file system refuses is told where it happens."""
@@ -81,10 +143,12 @@ class RunDirectory(RunFolder):
     def begin(self, kept: Kept, *, durable: bool) -> RunLock:
         with refusing("making the run's directory", self.path):
             make_parents(os.path.join(self.path, "step"), durable=durable)
-        return open_for_writing(self, kept, durable=durable)
+        self._lock = open_for_writing(self, kept, durable=durable)
+        return self._lock
 
     def locked(self) -> RunLock:
-        return RunLock.take(self.files, self.path)
+        self._lock = RunLock.take(self.files, self.path)
+        return self._lock
 
     def replaces(self, step: int) -> bool:
         """What is not whole is of no use to anybody, and must not keep a run that goes on from saving this step again."""
@@ -98,7 +162,8 @@ class RunDirectory(RunFolder):
         """The same save with a seal."""
         plan = with_seal(planned.plan, says)
         files = tuple(plan.listed)
-        return replace(planned, plan=plan, report=replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files)))
+        report = replace(planned.report, files=files, nbytes=sum(nbytes for _, nbytes in files))
+        return replace(planned, plan=plan, report=report, sure=self.check)
 
     def attributes(self, says: Stamp, files: Sequence[tuple[str, int]]) -> Mapping[str, str] | None:
         return None
@@ -114,6 +179,7 @@ class RunDirectory(RunFolder):
             try:
                 # Names are taken while nobody pins; nobody waits while gigabytes are unlinked.
                 with turn(self):
+                    self.check(at)
                     going = choose(read_pins(files, at=at))
                     forget_replaced(files, [one.name for one in going], at=at)
                     for one in going:
@@ -132,6 +198,7 @@ class RunDirectory(RunFolder):
 
     def delete(self, steps: Sequence[Step], *, durable: bool) -> None:
         with self.opened() as (files, at), turn(self):
+            self.check(at)
             forget_replaced(files, [one.name for one in steps], at=at)
             for one in reversed(steps):
                 hide(files, one.name, at=at).remove(durable=durable)

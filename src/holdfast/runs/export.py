@@ -5,12 +5,13 @@
     runs/llama/step-00005000/  ──convert──►  hf/step-00005000/model.safetensors
 
 One thread converts one step at a time (`holdfast.convert`: under its memory budget, published by one rename). A step that waits for
-it, or is being read, is not deleted by a rule. What fails is a warning at the next call on the run. The end of the run waits for
-what is left, and so does the end of the program.
+it, or is being read, is not deleted by a rule. An export replaces what this run exported there, and nothing else (`exported.py`).
+What fails is a warning at the next call on the run. The end of the run waits for what is left, and so does the end of the program.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import warnings
@@ -21,10 +22,13 @@ from dataclasses import dataclass
 from holdfast.core.arguments import AnyDType
 from holdfast.core.quantities import Size, shown, whole_number
 from holdfast.core.runtime import renewed
+from holdfast.engine.commit.target import refusal
 from holdfast.engine.threads import start
-from holdfast.errors import BadArgumentType, HoldfastWarning
+from holdfast.errors import BadArgument, BadArgumentType, HoldfastWarning, NotCommitted
 from holdfast.rewrite.convert import convert
 from holdfast.rewrite.formats import Options, format_for
+from holdfast.runs.exported import look, misplaced, place_name
+from holdfast.runs.place import RunPlace
 from holdfast.runs.steps import Step, step_name
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url
@@ -58,38 +62,68 @@ class Export:
 
     def target(self, step: int) -> str:
         """Where a step goes."""
-        found = format_for("model/", self.format, Options())
+        suffix = SUFFIXES[format_for("model/", self.format, Options())]
         if isinstance(self.path, Url):
-            return self.path.below(step_name(step) + SUFFIXES[found])
-        return os.path.join(self.path, step_name(step)) + SUFFIXES[found]
+            url = self.path.below(step_name(step) + suffix.rstrip("/"))
+            url.folder = suffix == "/"
+            return url
+        return os.path.join(self.path, step_name(step)) + suffix
 
-    def carry_out(self, step: Step) -> str:
-        """Convert a step; what was exported of it before is replaced."""
+    def carry_out(self, step: Step, run: RunPlace, *, durable: bool = True) -> str:
+        """Convert a step of a run; what the run exported there before is replaced, and noted anew."""
         target = self.target(step.step)
+        self.check(run.path)
         if not isinstance(self.path, Url):
             os.makedirs(self.path, exist_ok=True)
-        convert(
-            step.path, target, dtype=self.dtype, keep=self.keep, drop=self.drop, rename=self.rename,
-            format=self.format, max_shard_size=self.max_shard_size, copy_config=self.copy_config, overwrite=True,
-        )  # fmt: skip
+        name = place_name(target)
+        before = run.exported().get(name)
+        own = before is not None and before == look(target)
+        try:
+            convert(
+                step.path, target, dtype=self.dtype, keep=self.keep, drop=self.drop, rename=self.rename,
+                format=self.format, max_shard_size=self.max_shard_size, copy_config=self.copy_config, overwrite=own,
+            )  # fmt: skip
+        except NotCommitted as error:
+            if own or error.errno != errno.EEXIST:
+                raise
+            message = "what lies there is no export of this run, or changed since, and is not replaced; move it away"
+            raise refusal(f"{message}, or export elsewhere", target, errno.EEXIST) from None
+        now = look(target)
+        if now is not None:
+            run.note_exported(name, now, durable=durable)
         return target
 
+    def check(self, run: str) -> None:
+        """Raise `BadArgument` where exports of the run at a place must not go to this folder."""
+        why = misplaced(place_of(self.path), run)
+        if why is not None:
+            raise BadArgument(f"export= goes to {self.path!r}: {why}; give exports a folder of their own", found=self.path)
 
-def read_exports(given: object) -> tuple[Export, ...]:
-    """What `export=` takes: one, or any number of them."""
+
+def read_exports(given: object, run: str) -> tuple[Export, ...]:
+    """What `export=` of the run at a place takes: one, or any number of them, each with a place of its own."""
     several = (given,) if isinstance(given, Export) else given
     if several is None:
         return ()
     if not isinstance(several, Sequence) or not all(isinstance(one, Export) for one in several):
         raise BadArgumentType(f"export= takes holdfast.Export(…), or a list of them, not {shown(given)}", found=given)
+    places: set[str] = set()
+    for one in several:
+        one.check(run)
+        place = place_name(one.target(0))
+        if place in places:
+            told = f"export= has two exports that write to {one.path!r} under the same names"
+            raise BadArgument(f"{told}; give each a folder of its own", found=given)
+        places.add(place)
     return tuple(several)
 
 
 class Exports:
     """The steps that are to be exported, and the thread that does it."""
 
-    def __init__(self, wanted: Sequence[Export]) -> None:
+    def __init__(self, wanted: Sequence[Export], run: RunPlace, *, durable: bool = True) -> None:
         self._wanted = tuple(wanted)
+        self._run, self._durable = run, durable
         self._turn = renewed(threading.Condition(threading.Lock()))
         self._queue: deque[tuple[Export, Step]] = deque()
         self._now: Step | None = None
@@ -138,7 +172,8 @@ class Exports:
                 export, self._now = self._queue.popleft()
                 step = self._now
             try:
-                export.carry_out(step)
+                self._run.check()
+                export.carry_out(step, self._run, durable=self._durable)
             except Exception as error:
                 # Whatever it is, it is told at the next call; training does not end because of it.
                 with self._turn:

@@ -4,13 +4,17 @@
     afterwards  {"w": the same array, filled, "step": 900}
 
 Everything is compared before anything is read: names that one side lacks, shapes and dtypes that differ, all of them in one
-error. Dicts and lists are changed in place, and objects with `load_state_dict` are handed theirs; tuples, and a state that is no
+error. Then the checksums of all that is to be read are compared, and only then is it read: a step that is damaged leaves the state
+as it was. That is a second reading; the alternative, fresh memory that is copied at the end, is a second state.
+
+Dicts and lists are changed in place, and objects with `load_state_dict` are handed theirs; tuples, and a state that is no
 container, are given back new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import cast
 
 import numpy as np
@@ -21,10 +25,11 @@ from holdfast.core.protocols import Request, by_source
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value
-from holdfast.errors import DoesNotFit, Unsupported
-from holdfast.rewrite.state import Stateful, is_stateful
+from holdfast.engine.checks import check_first
+from holdfast.errors import Corrupted, DoesNotFit, FormatError, HoldfastError, Unsupported
+from holdfast.rewrite.state import Stateful, is_stateful, plainly_named
 
-__all__ = ["fill", "loaded"]
+__all__ = ["changing", "fill", "loaded", "unharmed"]
 
 
 class Fit(Struct):
@@ -39,6 +44,8 @@ class Fit(Struct):
 class Held(Value, frozen=True):
     """What an object that keeps a state is to be given."""
 
+    into: object
+    """The object itself, as the state has it."""
     keeps: Stateful
     own: object
     """Its state dict as it is."""
@@ -49,19 +56,47 @@ def loaded(checkpoint: Checkpoint) -> object:
     """All of a checkpoint, with arrays in the places of its tensors."""
     fit = Fit()
     tree = _new(checkpoint.tree, fit)
-    _read(fit)
+    with unharmed():
+        _read(fit)
     return tree
 
 
-def fill(into: object, checkpoint: Checkpoint) -> object:
-    """Fill a state from a checkpoint, and give it back. Raises `DoesNotFit` before anything was changed."""
+@contextmanager
+def unharmed() -> Iterator[None]:
+    """A block in which nothing of a state is changed: what is damaged is told with what to do."""
+    try:
+        yield
+    except (Corrupted, FormatError) as error:
+        error.message += "; the state is as it was, and resume(deep=True) passes over this step"
+        raise
+
+
+@contextmanager
+def changing() -> Iterator[None]:
+    """A block in which a state is filled: what stops that is told with what it means."""
+    try:
+        yield
+    except HoldfastError as error:
+        error.message += "; a part of the state has been filled: resume again before it is used"
+        raise
+
+
+def fill(into: object, checkpoint: Checkpoint, *, checked: bool = False) -> object:
+    """Fill a state from a checkpoint, and give it back. `checked` where every byte of it has just been read back.
+
+    Raises `DoesNotFit`, and `Corrupted` for a checksum that does not match, before anything was changed.
+    """
     fit = Fit()
     made = _fitted(into, checkpoint.tree, (), fit)
     if fit.missing or fit.unexpected or fit.mismatched:
         raise DoesNotFit(
             _said(fit), missing=fit.missing, unexpected=fit.unexpected, mismatched=fit.mismatched, file=checkpoint.path
         )
-    _read(fit)
+    if not checked:
+        with unharmed():
+            check_first(fit.requests)
+    with changing():
+        _read(fit)
     return _placed(into, made)
 
 
@@ -91,9 +126,9 @@ def _fitted(into: object, found: object, path: Path, fit: Fit) -> object:
         _ask(into, found, path, fit)
         return into
     if is_stateful(into):
-        keeps = cast(Stateful, into)
+        keeps = plainly_named(cast(Stateful, into))
         own = keeps.state_dict()
-        return Held(keeps, own, _fitted(own, found, path, fit))
+        return Held(into, keeps, own, _fitted(own, found, path, fit))
     if hasattr(into, "__dlpack__") and not isinstance(into, np.ndarray | np.generic):
         fit.mismatched[dotted(path)] = f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
         return into
@@ -127,7 +162,7 @@ def _placed(into: object, made: object) -> object:
     """Put what was made into the containers that were given."""
     if isinstance(made, Held):
         made.keeps.load_state_dict(cast(dict[str, object], _placed(made.own, made.made)))
-        return made.keeps
+        return made.into
     if isinstance(into, MutableMapping) and isinstance(made, dict):
         for key, value in made.items():
             into[key] = _placed(into[key], value)

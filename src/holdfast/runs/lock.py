@@ -3,6 +3,9 @@
 The kernel gives a lock back when its process dies, whatever it dies of, so a file that can be locked is a dead run's: it is
 removed, and a new one made. It says who holds it, for the message that a second run gets. A reader never needs it.
 
+It is held as long as its name stands for the file that is open. Where the directory was renamed away, and perhaps made anew by
+another run, the path leads to no lock or to another's: `RunLock.check` compares, before each save, publication and deletion.
+
 A fork closes what it inherits (stores/files.py), so that it does not hold the lock of a parent that died. Where a file system has
 no locks, the word in the file has to do: a process of this machine that is alive is believed, one of another machine is not.
 """
@@ -49,6 +52,9 @@ class Holder(msgspec.Struct, frozen=True):
         return f"process {self.pid} on {self.host}, since {when}"
 
 
+HOLDERS = msgspec.json.Decoder(Holder)
+
+
 class RunLock:
     """The lock, held. `close` gives it back."""
 
@@ -70,6 +76,17 @@ class RunLock:
                 with suppress(OSError):
                     files.close(at)
                 raise
+
+    def check(self, path: str, *, at: int | None) -> None:
+        """Raise `NotCommitted` where the lock in this directory, which is open, is another one or none; None is no directory.
+
+        A lock that was given back is not compared.
+        """
+        if self._kept is None:
+            return
+        found = None if at is None else self._kept.files.stat(LOCK, at=at)
+        if found is None or found.identity != self._kept.identity:
+            raise _lost(None if at is None else who_writes(self._kept.files, at=at), path, found is not None)
 
     def close(self) -> None:
         """Give it back. In a fork it was not ours, and is the parent's still."""
@@ -140,7 +157,7 @@ def who_writes(files: Files, *, at: int) -> Holder | None:
     """What the lock file says; None where there is none, or it says nothing."""
     try:
         raw = read_all(files, LOCK, at=at, most=MOST)
-        return None if raw is None else msgspec.json.decode(raw, type=Holder)
+        return None if raw is None else HOLDERS.decode(raw)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
@@ -158,6 +175,13 @@ def _alive(holder: Holder | None) -> bool:
     except OSError:
         return True
     return True
+
+
+def _lost(holder: Holder | None, path: str, taken: bool) -> NotCommitted:
+    now = f"another run has this directory now ({holder or 'nobody knows whose'})" if taken else f"this run's {LOCK} is gone"
+    why = "the directory that it was opened in was renamed or removed, or the lock was"
+    todo = "nothing was changed here; make a new Run, in a directory that no other run writes into"
+    return refusal(f"{now}: {why}; {todo}", path, errno.EBUSY if taken else errno.ENOENT)
 
 
 def _refused(holder: Holder | None, path: str) -> NotCommitted:

@@ -12,7 +12,7 @@ from typing import Protocol
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.lock import Holder
-from holdfast.runs.record import Kept, Pin
+from holdfast.runs.record import Kept, Pin, Proofs, Stamps
 from holdfast.runs.steps import Found, Step
 
 __all__ = ["Choose", "Closing", "RunPlace", "Sizes"]
@@ -54,6 +54,9 @@ class RunPlace(Protocol):
     def survey(self) -> list[Found]:
         """Whatever is a step, or would be one, by number; what is wrong with each that is none."""
 
+    def unsealed(self) -> list[str]:
+        """Names of what other trainers wrote and nobody sealed: no steps, as they are."""
+
     def exists(self) -> bool:
         """Whether there is such a place. In a bucket every prefix is one."""
 
@@ -64,6 +67,12 @@ class RunPlace(Protocol):
 
     def sizes(self, step: Step) -> Sizes:
         """The files of a step."""
+
+    def identities(self, step: Step) -> Mapping[str, str]:
+        """The files of a step by name, and what tells each from others: a text, as `sizes` has it for this place."""
+
+    def written(self, step: Step, file: str) -> float:
+        """When a file of a step was written, in seconds since 1970; now, where it is not there any more."""
 
     # What the place says of itself.
 
@@ -79,8 +88,20 @@ class RunPlace(Protocol):
     def unpin(self, step: int, *, durable: bool = True) -> Pin:
         """Leave a step to the rules again. Raises `NoSuchStep` where it is not pinned."""
 
+    def proofs(self) -> Proofs:
+        """What a run wrote down of what it read back. Raises `HeaderError` where that cannot be read."""
+
+    def note_proofs(self, proofs: Proofs) -> None:
+        """Write that down."""
+
     def writer(self) -> Holder | None:
         """Who has the run open, as far as the place knows."""
+
+    def exported(self) -> Mapping[str, Stamps]:
+        """What the run exported, by target, as it was when it was published."""
+
+    def note_exported(self, target: str, stamps: Stamps, *, durable: bool) -> None:
+        """Write down what was exported."""
 
     # Changing it.
 
@@ -89,6 +110,9 @@ class RunPlace(Protocol):
 
     def begin(self, kept: Kept, *, durable: bool) -> Closing:
         """Open the place for writing: made, locked where that can be, cleaned, and the rules written down."""
+
+    def check(self) -> None:
+        """Raise `NotCommitted` where it is not the place any more that was opened for writing: the lock is compared."""
 
     def locked(self) -> Closing:
         """Keep runs out while steps are deleted by hand."""

@@ -2,9 +2,11 @@
 
     holdfast.run.json     the rules as texts, and the budget: so that the command line can say why a step is kept
     holdfast.pins.json    steps that nobody deletes, and why
+    holdfast.proofs.json  steps that are no base because something did not read back, and when shared files were read back last
+    holdfast.exports.json what the run exported, so that it replaces nothing else (`exported.py`)
 
-Both are small JSON files, replaced atomically. The first is written by the run, the second by `pin`, from any process: `turn` is
-the lock (on the directory itself) under which pins are changed and steps lose their names, so that no step goes that was pinned
+They are small JSON files, replaced atomically. `pin` writes the second, from any process; the run writes the others. `turn` is the
+lock (on the directory itself) under which pins are changed and steps lose their names, so that no step goes that was pinned
 before. A file of pins that cannot be read is an error, not a run without pins.
 """
 
@@ -21,32 +23,50 @@ import msgspec
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.commit.temporaries import locked
 from holdfast.engine.commit.transactions import FileTransaction
-from holdfast.errors import BadArgument, HeaderError, NoSuchStep, StoreError
+from holdfast.errors import BadArgument, HeaderError, NoSuchPath, NoSuchStep
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.steps import RunFolder
 from holdfast.stores.files import Files, read_all
 
 __all__ = [
+    "EXPORTS",
     "MOST_NBYTES",
     "PINS",
+    "PROOFS",
+    "PROVED",
     "RECORD",
+    "Doubt",
     "Kept",
     "Pin",
     "Pins",
+    "Proofs",
+    "Receipts",
     "Record",
+    "Stamps",
     "decoded",
     "encoded",
     "pin_step",
     "read_kept",
     "read_pins",
+    "read_proofs",
+    "read_receipts",
+    "receipts_of",
     "record_of",
     "turn",
     "understood_rules",
     "unpin_step",
     "write_kept",
+    "write_proofs",
+    "write_receipts",
 ]
 
-RECORD, PINS = "holdfast.run.json", "holdfast.pins.json"
+RECORD, PINS, PROOFS, EXPORTS = "holdfast.run.json", "holdfast.pins.json", "holdfast.proofs.json", "holdfast.exports.json"
+
+Stamps = list[tuple[str, int, str]]
+"""Files by name, length, and what changes when they do."""
+
+MOST_RECEIPTS = 20_000
+"""Of exports that are remembered; older ones are never replaced again."""
 
 MOST_NBYTES = 16 << 20
 """Of such a file: a hundred thousand pins."""
@@ -80,6 +100,33 @@ class Pins(msgspec.Struct, frozen=True):
     pins: list[Pin]
 
 
+class Doubt(msgspec.Struct, frozen=True):
+    """A step that no save takes as its base."""
+
+    step: int
+    saved: float
+    why: str = ""
+
+
+class Proofs(msgspec.Struct, frozen=True):
+    """`holdfast.proofs.json`."""
+
+    format: str = "holdfast.proofs"
+    version: int = 1
+    doubted: list[Doubt] = []
+    files: dict[str, float] = {}
+    """When each shared file was written, or read back last, in seconds since 1970."""
+
+
+class Receipts(msgspec.Struct, frozen=True):
+    """`holdfast.exports.json`."""
+
+    format: str
+    version: int
+    exports: dict[str, Stamps]
+    """What was published at a target, the latest last."""
+
+
 class Kept(msgspec.Struct, frozen=True):
     """The rules of a run, and how many bytes it may have."""
 
@@ -87,22 +134,26 @@ class Kept(msgspec.Struct, frozen=True):
     budget: int | None = None
 
 
-D = TypeVar("D", bound=Record | Pins)
+Document = Record | Pins | Proofs | Receipts
+D = TypeVar("D", bound=Document)
+
+RECORDS, PINNED = msgspec.json.Decoder(Record), msgspec.json.Decoder(Pins)
+PROVED, EXPORTED = msgspec.json.Decoder(Proofs), msgspec.json.Decoder(Receipts)
 
 
-def _read(files: Files, name: str, kind: type[D], *, at: int) -> D | None:
+def _read(files: Files, name: str, decoder: msgspec.json.Decoder[D], *, at: int) -> D | None:
     if files.stat(name, at=at) is None:
         return None
     raw = read_all(files, name, at=at, most=MOST_NBYTES)
     if raw is None:
         raise HeaderError("no plain file of a length that could be", file=name)
-    return decoded(raw, kind, name)
+    return decoded(raw, decoder, name)
 
 
-def decoded(raw: bytes, kind: type[D], name: str) -> D:
+def decoded(raw: bytes, decoder: msgspec.json.Decoder[D], name: str) -> D:
     """What such a file says. Raises `HeaderError` where it cannot be understood."""
     try:
-        found = msgspec.json.decode(raw, type=kind)
+        found = decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise HeaderError(f"this file is damaged: {error}; mend or remove it", file=name) from None
     if found.version != 1:
@@ -110,12 +161,12 @@ def decoded(raw: bytes, kind: type[D], name: str) -> D:
     return found
 
 
-def encoded(content: Record | Pins) -> bytes:
+def encoded(content: Document) -> bytes:
     """The text of such a file."""
     return msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n"
 
 
-def _write(files: Files, path: str, content: Record | Pins, *, durable: bool) -> None:
+def _write(files: Files, path: str, content: Document, *, durable: bool) -> None:
     raw = encoded(content)
     with FileTransaction(path, durable=durable, overwrite=True, files=files) as single:
         single.allocate(len(raw))
@@ -125,7 +176,7 @@ def _write(files: Files, path: str, content: Record | Pins, *, durable: bool) ->
 
 def read_kept(files: Files, *, at: int) -> Kept | None:
     """The rules that a run wrote down; None where it has none. Raises `HeaderError` where they cannot be understood."""
-    found = _read(files, RECORD, Record, at=at)
+    found = _read(files, RECORD, RECORDS, at=at)
     return None if found is None else understood_rules(found)
 
 
@@ -152,8 +203,34 @@ def record_of(kept: Kept) -> Record:
 
 def read_pins(files: Files, *, at: int) -> Mapping[int, Pin]:
     """The pins by step. Raises `HeaderError` where they cannot be read: nothing may be deleted then."""
-    found = _read(files, PINS, Pins, at=at)
+    found = _read(files, PINS, PINNED, at=at)
     return {} if found is None else {pin.step: pin for pin in found.pins}
+
+
+def read_proofs(files: Files, *, at: int) -> Proofs:
+    """What a run wrote down of what it read back. Raises `HeaderError` where it cannot be read: nothing may be linked to then."""
+    return _read(files, PROOFS, PROVED, at=at) or Proofs()
+
+
+def write_proofs(files: Files, path: str, proofs: Proofs) -> None:
+    """Write it down. It need not survive a power cut: what is lost is found again."""
+    _write(files, os.path.join(path, PROOFS), proofs, durable=False)
+
+
+def read_receipts(files: Files, *, at: int) -> Mapping[str, Stamps]:
+    """What the run exported, by target. Raises `HeaderError` where it cannot be read."""
+    found = _read(files, EXPORTS, EXPORTED, at=at)
+    return {} if found is None else found.exports
+
+
+def write_receipts(files: Files, path: str, exports: Mapping[str, Stamps], *, durable: bool) -> None:
+    """Write down what the run exported."""
+    _write(files, os.path.join(path, EXPORTS), receipts_of(exports), durable=durable)
+
+
+def receipts_of(exports: Mapping[str, Stamps]) -> Receipts:
+    """What is written down of these exports."""
+    return Receipts("holdfast.exports", 1, dict(list(exports.items())[-MOST_RECEIPTS:]))
 
 
 @contextmanager
@@ -165,6 +242,7 @@ def turn(folder: RunFolder) -> Iterator[tuple[Files, int]]:
             if time.monotonic() > deadline:
                 raise refusal("another process has been deleting steps or changing pins for long; try again", folder.path)
             time.sleep(PAUSE_S)
+        folder.check(at)
         yield files, at
 
 
@@ -177,7 +255,7 @@ def pin_step(folder: RunFolder, step: int, why: str, *, durable: bool = True) ->
                 raise NoSuchStep(f"there is no whole step {step} to pin; `holdfast runs` lists them", file=folder.path, found=step)
             _put(files, folder, [*(one for one in read_pins(files, at=at).values() if one.step != step), pin], durable=durable)
     except FileNotFoundError:
-        raise StoreError("there is no such directory", file=folder.path) from None
+        raise NoSuchPath("there is no such directory", file=folder.path) from None
     return pin
 
 
@@ -191,7 +269,7 @@ def unpin_step(folder: RunFolder, step: int, *, durable: bool = True) -> Pin:
             gone = pins.pop(step)
             _put(files, folder, list(pins.values()), durable=durable)
     except FileNotFoundError:
-        raise StoreError("there is no such directory", file=folder.path) from None
+        raise NoSuchPath("there is no such directory", file=folder.path) from None
     return gone
 
 

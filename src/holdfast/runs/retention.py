@@ -15,7 +15,6 @@ and stay: what a crash may leave of our own is hidden and cleaned, so they are s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,11 +62,14 @@ class Deleted:
     """Those that were deleted."""
     notes: tuple[str, ...] = ()
     """What kept it from doing more."""
+    read_back: tuple[Step, bool] | None = None
+    """The step that was read back for it, and whether that went well."""
 
 
-def read_back(step: Step) -> bool:
-    """Whether every byte of a step is the one that was written, by its checksums."""
-    return verify(step.path).ok
+def read_back(step: Step, *, require: bool = False) -> bool:
+    """Whether no byte of a step is another than was written, by its checksums; with `require`, each has to have one."""
+    found = verify(step.path)
+    return found.ok and (not require or found.verdict == "ok")
 
 
 def decide(
@@ -75,7 +77,6 @@ def decide(
     rules: Collection[Rule],
     *,
     pins: Mapping[int, Pin] = NO_PINS,
-    now: float,
     sure: Collection[int] = (),
     busy: Mapping[int, str] | None = None,
     coming: Facts | None = None,
@@ -89,8 +90,12 @@ def decide(
         return []
     own = {one.step for one in steps}
     counted: list[Facts] = [*steps, *([coming] if coming is not None and coming.step not in own else [])]
-    kept = kept_by(rules, counted, now=now)
-    newest, last = steps[-1], max(steps, key=lambda one: (one.saved, one.step))
+    kept = kept_by(rules, counted)
+    newest = steps[-1]
+    last = {max(steps, key=lambda one: (one.saved, one.step)).step}
+    ran = [(one.ran, one.step) for one in steps if one.ran is not None]
+    if ran and max(ran) != ran[-1]:
+        last.add(max(ran)[1])  # the run went back, whatever the clock on the wall says
     fates = []
     for at, one in enumerate(steps):
         others = []
@@ -100,7 +105,7 @@ def decide(
             others.append(f"pinned: {pins[one.step].why}" if pins[one.step].why else "pinned")
         if one is newest:
             others.append("the newest")
-        elif one is last:
+        elif one.step in last:
             others.append("saved last")
         if at == len(steps) - 2 and newest.step not in sure:
             others.append(f"until step {newest.step} has been read back")
@@ -120,7 +125,6 @@ def retain(
     coming: Facts | None = None,
     most: int | None = None,
     durable: bool = True,
-    now: Callable[[], float] = time.time,
 ) -> Deleted:
     """Delete what the rules do not keep, the oldest first, at most `most` steps.
 
@@ -132,14 +136,14 @@ def retain(
     sure = set() if sure is None else sure
     notes: list[str] = []
     steps = place.steps()
-    _be_sure(place, steps, rules, sure=sure, check=check, coming=coming, now=now(), notes=notes)
+    read = _be_sure(place, steps, rules, sure=sure, check=check, coming=coming, notes=notes)
 
     def going(pins: Mapping[int, Pin]) -> list[Step]:
-        fates = decide(steps, rules, pins=pins, now=now(), sure=sure, busy=busy(), coming=coming)
+        fates = decide(steps, rules, pins=pins, sure=sure, busy=busy(), coming=coming)
         return [fate.step for fate in fates if fate.goes][:most]
 
     gone, hindered = place.let_go(going, durable=durable)
-    return Deleted(tuple(gone), (*notes, *hindered))
+    return Deleted(tuple(gone), (*notes, *hindered), read)
 
 
 def _be_sure(
@@ -150,22 +154,26 @@ def _be_sure(
     sure: set[int],
     check: ReadBack,
     coming: Facts | None,
-    now: float,
     notes: list[str],
-) -> None:
-    """Read the newest back, where the step before it would go if that were done."""
+) -> tuple[Step, bool] | None:
+    """Read the newest back, where the step before it would go if that were done; and whether that went well."""
     if len(steps) < 2 or steps[-1].step in sure:
-        return
+        return None
     pins = place.pins()
     newest, before = steps[-1], steps[-2]
-    fates = decide(steps, rules, pins=pins, now=now, sure={newest.step}, coming=coming)
-    if fates[-2].goes:
-        try:
-            good = check(newest)
-        except HoldfastError as error:
-            good = False
-            notes.append(error.message)
-        if good:
-            sure.add(newest.step)
-        else:
-            notes.append(f"step {newest.step} could not be read back, so step {before.step} stays; verify it: {newest.path}")
+    fates = decide(steps, rules, pins=pins, sure={newest.step}, coming=coming)
+    if not fates[-2].goes:
+        return None
+    try:
+        good = check(newest)
+    except HoldfastError as error:
+        good = False
+        notes.append(error.message)
+    if good:
+        sure.add(newest.step)
+    else:
+        notes.append(
+            f"step {newest.step} could not be read back, so step {before.step} stays, and no step is linked to it; "
+            f"verify it: {newest.path}"
+        )
+    return newest, good

@@ -8,9 +8,11 @@
 A rule has a short text (`latest:3`, `best:val_loss:2`, `within:24h`), which the command line takes and a run's directory keeps.
 Pure: no rule looks at a disk or at a clock.
 
-Clocks jump. An age is counted back from the newest step, or from now where now is earlier; a step from the future has no age. So
-a clock that runs away ages nothing, and a pause of a week does not let a day's steps go. The newest is nobody's to delete anyway
-(runs/retention.py).
+Clocks jump, and a rule by time deletes only what is surely older. Each step says when it was saved, by the clock on the wall, and
+for how long the run had run, by one that nobody can set (runs/clock.py). An age is what the newest step has more, of the two
+differences the lesser one. So a clock that runs away ages nothing, a step of another run that somebody put here neither, and a
+pause of a week does not let a day's steps go. A step that does not say how long the run had run counts as saved with the next one
+that does; above the last of those nothing has an age.
 """
 
 from __future__ import annotations
@@ -39,9 +41,23 @@ class Facts(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]: ...
 
+    @property
+    def ran(self) -> float | None:
+        """For how many seconds the run had run."""
+
+
+class Rule:
+    """What all rules are. A class and no union: a list of several rules is then a list of rules to every type checker."""
+
+    __slots__ = ()
+
+    def _keeps(self, steps: Sequence[Facts]) -> list[int]:
+        """The numbers of the steps that it keeps."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True, slots=True)
-class Latest:
+class Latest(Rule):
     """The `count` steps with the highest numbers."""
 
     count: int
@@ -52,9 +68,12 @@ class Latest:
     def __str__(self) -> str:
         return f"latest:{self.count}"
 
+    def _keeps(self, steps: Sequence[Facts]) -> list[int]:
+        return sorted(one.step for one in steps)[-self.count :]
+
 
 @dataclass(frozen=True, slots=True)
-class Every:
+class Every(Rule):
     """Steps whose number is a multiple of `steps`."""
 
     steps: int
@@ -65,9 +84,12 @@ class Every:
     def __str__(self) -> str:
         return f"every:{self.steps}"
 
+    def _keeps(self, steps: Sequence[Facts]) -> list[int]:
+        return [one.step for one in steps if one.step % self.steps == 0]
+
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class Best(Rule):
     """The `count` steps with the least value of a metric, or with `mode="max"` the largest. NaN is never best, nor is no value.
 
     Of equal values the later step's counts as better.
@@ -87,9 +109,14 @@ class Best:
     def __str__(self) -> str:
         return f"best:{self.metric}:{self.count}" + (":max" if self.mode == "max" else "")
 
+    def _keeps(self, steps: Sequence[Facts]) -> list[int]:
+        sign = 1 if self.mode == "min" else -1
+        known = [(sign * one.metrics[self.metric], -one.step) for one in steps if self.metric in one.metrics]
+        return [-number for _, number in sorted(pair for pair in known if not math.isnan(pair[0]))[: self.count]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Within:
+class Within(Rule):
     """Steps of the last hours or days of a run."""
 
     days: float = 0
@@ -115,32 +142,30 @@ class Within:
                 return f"within:{int(self.seconds // length)}{unit}"
         return f"within:{self.seconds!r}s"
 
+    def _keeps(self, steps: Sequence[Facts]) -> list[int]:
+        return [number for number, age in _ages(steps).items() if age <= self.seconds]
 
-Rule = Latest | Every | Best | Within
 
-
-def kept_by(rules: Iterable[Rule], steps: Sequence[Facts], *, now: float) -> dict[int, tuple[Rule, ...]]:
-    """Every step, and the rules that keep it. Steps have different numbers; `now` is in seconds since 1970."""
+def kept_by(rules: Iterable[Rule], steps: Sequence[Facts]) -> dict[int, tuple[Rule, ...]]:
+    """Every step, and the rules that keep it. Steps have different numbers."""
     kept: dict[int, list[Rule]] = {one.step: [] for one in steps}
     for rule in dict.fromkeys(rules):
-        for number in _keeps(rule, steps, now):
+        for number in rule._keeps(steps):
             kept[number].append(rule)
     return {number: tuple(found) for number, found in kept.items()}
 
 
-def _keeps(rule: Rule, steps: Sequence[Facts], now: float) -> list[int]:
-    match rule:
-        case Latest():
-            return sorted(one.step for one in steps)[-rule.count :]
-        case Every():
-            return [one.step for one in steps if one.step % rule.steps == 0]
-        case Best():
-            sign = 1 if rule.mode == "min" else -1
-            known = [(sign * one.metrics[rule.metric], -one.step) for one in steps if rule.metric in one.metrics]
-            return [-number for _, number in sorted(pair for pair in known if not math.isnan(pair[0]))[: rule.count]]
-        case Within():
-            end = min([now, max((one.saved for one in steps), default=now)])
-            return [one.step for one in steps if end - one.saved <= rule.seconds]
+def _ages(steps: Sequence[Facts]) -> dict[int, float]:
+    """For how many seconds the run surely ran on after each step."""
+    ages: dict[int, float] = {}
+    newest: tuple[float, float] | None = None
+    ran = 0.0
+    for one in sorted(steps, key=lambda one: one.step, reverse=True):
+        ran = ran if one.ran is None else one.ran
+        if newest is None and one.ran is not None:
+            newest = one.ran, one.saved
+        ages[one.step] = 0.0 if newest is None else min(newest[0] - ran, newest[1] - one.saved)
+    return ages
 
 
 HINT = "latest:3, every:10000, best:val_loss:2, best:accuracy:1:max or within:24h"
@@ -184,14 +209,14 @@ def read_rules(given: object) -> tuple[Rule, ...]:
     """What `keep=` takes: rules, or their texts; one, or any number of them. None is none, and then nothing is ever deleted."""
     if given is None:
         return ()
-    several = (given,) if isinstance(given, str | Latest | Every | Best | Within) else given
+    several = (given,) if isinstance(given, str | Rule) else given
     if not isinstance(several, Iterable):
         raise BadArgumentType(f"keep= takes rules, such as Latest(3), not {shown(given)}", found=given)
     made: list[Rule] = []
     for one in several:
         if isinstance(one, str):
             made.append(read_rule(one))
-        elif isinstance(one, Latest | Every | Best | Within):
+        elif isinstance(one, Rule):
             made.append(one)
         else:
             raise BadArgumentType(f"keep= takes rules, such as Latest(3) or 'latest:3', not {shown(one)}", found=one)

@@ -30,27 +30,37 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TypeVar, overload
 
 from holdfast.core.arguments import one_of, understood
+from holdfast.core.opaque import AnyValue
 from holdfast.core.quantities import Size, byte_count, seconds, shown
 from holdfast.core.runtime import renewed, resting_collector
 from holdfast.core.value import Value, replace
 from holdfast.engine.commit.target import refusal, refusing
 from holdfast.engine.write import Progress
-from holdfast.errors import BadArgumentType, Closed, HoldfastError, HoldfastWarning, NotCommitted, SaveError
+from holdfast.errors import (
+    BadArgument,
+    BadArgumentType,
+    Closed,
+    DoesNotFit,
+    HoldfastError,
+    HoldfastWarning,
+    NotCommitted,
+    SaveError,
+)
 from holdfast.rewrite.base import NoBase
 from holdfast.rewrite.formats import Options
 from holdfast.rewrite.planned import Planned, Saved, Writing
 from holdfast.rewrite.save import plan_saving
 from holdfast.rewrite.step_seal import Stamp, stamp
 from holdfast.runs.export import Export, Exports, read_exports
-from holdfast.runs.fill import fill, loaded
+from holdfast.runs.fill import fill, loaded, unharmed
 from holdfast.runs.place import Closing
 from holdfast.runs.record import Kept
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Rule, read_rules
-from holdfast.runs.signals import SignalGuard, read_signals
+from holdfast.runs.signals import GRACE_S, SignalGuard, read_run_signals, read_signals
 from holdfast.runs.space import Space
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.summary import MTBF_S, SaveTimes, Summary, summarize
@@ -70,6 +80,8 @@ PAUSE_S = 5.0
 
 WhenFull = Literal["error", "evict", "pause"]
 
+T = TypeVar("T")
+
 
 class Coming(Value, frozen=True):
     """A step that is about to be saved, as rules see it."""
@@ -77,6 +89,7 @@ class Coming(Value, frozen=True):
     step: int
     saved: float
     metrics: Mapping[str, float]
+    ran: float | None = None
 
 
 class Run(RunView):
@@ -92,11 +105,17 @@ class Run(RunView):
     copied by itself. In a bucket, which has no links, a step names the objects that it has in common with older ones, and each can
     be deleted by the run. `share=False` writes everything anew. `export` converts published steps in the background (`Export`).
 
+    With `signals=True` the `with` block of the run is a block of `stopping` as well: a SIGTERM is held back until `interrupted` is
+    asked. `signals` may be a signal or several instead; `grace` is that of `stopping`. Saving outside of the block is refused then.
+
     `path` may be a URL (`s3://bucket/run`), or with `store`, an obstore store, a key in it. Two runs below one prefix are not kept
     apart by a lock: of two saves of one step one is published, and the other is told.
     """
 
-    @understood(keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count)
+    @understood(
+        keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count,
+        signals=lambda value, name: read_run_signals(value), grace=seconds,
+    )  # fmt: skip
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -108,14 +127,20 @@ class Run(RunView):
         share: bool = True,
         durable: bool = True,
         store: object | None = None,
+        signals: bool | signal.Signals | Iterable[signal.Signals] = False,
+        grace: float | str | None = None,
     ) -> None:
+        self._signals = read_run_signals(signals)
+        if grace is not None and not self._signals:
+            raise BadArgument("grace= goes with signals=: signals=True holds SIGTERM back for that time", found=grace)
+        self._grace = GRACE_S if grace is None else grace
         super().__init__(path, read_rules(keep), durable=durable, store=store)
         self.budget = None if budget is None else byte_count(budget)
         self.when_full = when_full
         self.share = share
         self.resumed: Step | None = None
         """What `resume` loaded."""
-        self._exports = Exports(read_exports(export))
+        self._exports = Exports(read_exports(export, self._folder.path), self._folder, durable=durable)
         self._space = Space(self._folder, self.budget)
         self._process = os.getpid()
         self._closed = False
@@ -128,28 +153,46 @@ class Run(RunView):
         self._turn = renewed(threading.RLock())
         """One save, deletion or end at a time, of whichever thread."""
         self._guard: SignalGuard | None = None
+        self._block: SignalGuard | None = None
+        """That of `signals`, in the block of the run."""
+        self._counts = False
+        """Whether the clock of the run goes on from what is there."""
         self._last_s: float | None = None
         """When the state of the last step was taken, by `time.monotonic`."""
 
+    @overload
+    def resume(self, into: None = None, *, deep: bool = False) -> AnyValue: ...
+    @overload
+    def resume(self, into: T, *, deep: bool = False) -> T | None: ...
     def resume(self, into: object = None, *, deep: bool = False) -> object:
         """Load the newest whole step into a state, and give that back; None where the run has no step yet.
 
         Arrays are filled in place, other values are replaced by those of the step; names, shapes and dtypes must agree. Without a
-        state the step's own is given back, with new arrays. `run.resumed` is then the step. With `deep`, a step is passed over
-        whose bytes do not have their checksums.
+        state the step's own is given back, with new arrays. `run.resumed` is then the step. A step that another process deletes
+        meanwhile is looked for again. Where bytes do not have their checksums nothing of the state is changed, and `Corrupted` is
+        raised; with `deep`, such a step is passed over. Either way what is loaded is read twice.
         """
-        found = self.latest(deep=deep)
-        if found is None:
-            return None
-        with found.open() as checkpoint:
-            state = loaded(checkpoint) if into is None else fill(into, checkpoint)
-        self.resumed = found
-        return state
+        looks = self._looks()
+        while (found := self.latest(deep=deep)) is not None:
+            try:
+                with unharmed():
+                    opened = found.open()
+                with opened as checkpoint:
+                    state = loaded(checkpoint) if into is None else fill(into, checkpoint, checked=deep)
+            except HoldfastError as error:
+                if isinstance(error, DoesNotFit) or not self._is_gone(found):
+                    self._proofs.failed(found, error)
+                    raise
+                next(looks)
+                continue
+            self.resumed = found
+            return state
+        return None
 
     def summary(self, *, mtbf: float | str | None = None) -> Summary:
         """What saving cost so far, and how often to save where one failure is to be expected every `mtbf` ("6h")."""
         expected = MTBF_S if mtbf is None else seconds(mtbf, "mtbf=")
-        return summarize(self._times, failed=self._failed, deleted=self._deleted, mtbf_s=expected)
+        return summarize(self._times, failed=self._failed, deleted=self._deleted, mtbf_s=expected, found=self._proofs.found())
 
     # Keeping.
 
@@ -213,9 +256,9 @@ class Run(RunView):
         with self._turn:
             began = time.perf_counter()
             self._settle()
-            says = stamp(step, metrics)
             with self._folder.asking():
                 self._begin()
+                says = stamp(step, metrics, self._ran())
                 path, replaced = self._place(step, overwrite=overwrite)
                 base = self._base(step)
             metadata = self._folder.noted(metadata, says)
@@ -232,14 +275,15 @@ class Run(RunView):
                     if base is None or (isinstance(error, NotCommitted) and error.errno != errno.ESTALE):
                         raise
                     # Somebody removed the step before: as it was opened, or while this one was linked to it.
-                    with resting_collector(), plan(base=None, hashes=self.share) as planned:
+                    base = None
+                    with resting_collector(), plan(base=base, hashes=self.share) as planned:
                         saved = self._carry_out(planned, says, progress)
             except HoldfastError:
                 self._failed += 1
                 raise
             published = time.perf_counter() - began
             self._exports.add(saved)
-            self._retain()
+            self._follow(saved, base, shares=planned.report.new_nbytes < planned.report.nbytes)
             self._note(saved, stalled_s=time.perf_counter() - began, took_s=published)
             return saved
 
@@ -247,27 +291,36 @@ class Run(RunView):
 
     @understood(signals=lambda value, name: read_signals(value), grace=seconds)
     def stopping(
-        self, *, signals: Iterable[signal.Signals] | signal.Signals = signal.SIGTERM, grace: float | str = 30.0
+        self, *, signals: Iterable[signal.Signals] | signal.Signals = signal.SIGTERM, grace: float | str = GRACE_S
     ) -> SignalGuard:
         """A block in which a signal that asks the program to end waits for `interrupted`; after it, the signal does what it does.
 
         `grace` is the time from the signal until the program is killed: SIGTERM's of Slurm (KillWait) and Kubernetes is 30 s. A
         second signal is not held back. Handlers that were there are there again after the block, and are called then.
         """
+        if self._block is not None:
+            raise SaveError("this run holds signals back already, by its signals=; leave `stopping` out", file=self.path)
         self._guard = SignalGuard(read_signals(signals), seconds(grace, "grace="), last=self._before_signal)
         return self._guard
 
     def interrupted(self, step: int, state: object, *, metrics: Mapping[str, float] | None = None) -> bool:
-        """Whether a signal has come, in the block of `stopping`. Called once a step, where the state is consistent.
+        """Whether a signal has come, in a block of `stopping` or `signals`. Called once a step, where the state is consistent.
 
         It is True when the state has been saved as this step; or when that was not worth it, because the step before is younger
         than a save takes, or because the grace time is too short for one.
         """
+        self._check_block()
         if self._guard is None or self._guard.came_s is None:
             return False
         if self._is_worth_saving(read_step(step)):
             self.save(step, state, metrics=metrics)
         return True
+
+    def _check_block(self) -> None:
+        """Raise where signals are to be held back, and nobody entered the block in which they are."""
+        if self._signals and self._block is None and not self._closed:
+            message = "signals= holds signals back in the `with` block of the run, and this is outside: `with Run(…) as run:`"
+            raise SaveError(message, file=self.path)
 
     def _is_worth_saving(self, step: int) -> bool:
         takes = sum(one.took_s for one in self._times) / len(self._times) if self._times else 0.0
@@ -279,15 +332,27 @@ class Run(RunView):
         """What is waited for at the end of the block of `stopping`: nothing here."""
 
     def _base(self, step: int) -> str | None:
-        """The step whose files this one may share: the newest other one."""
+        """The step whose files this one may share: the newest other one of which nothing is doubtful."""
         if not self.share:
             return None
         found = self._folder.base_for(step)
+        while found is not None and (found.step == step or self._proofs.is_doubted(found)):
+            found = self._folder.newest(below=found.step)
         return None if found is None else found.path
+
+    def _follow(self, saved: Step, base: str | None, *, shares: bool) -> None:
+        """What comes after a save: the rules delete, and what is old is read back. Whatever stands in the way is a warning."""
+        try:
+            self._proofs.saved(saved, whole=base is None)
+            self._retain()
+            self._proofs.write()
+            self._proofs.watch(saved, shares=shares)
+        except (HoldfastError, OSError) as error:
+            warnings.warn(f"{self.path}: what was read back cannot be noted: {error}", HoldfastWarning, stacklevel=4)
 
     def _carry_out(self, planned: Planned[Saved], says: Stamp, progress: Progress | None) -> Step:
         """Make room and write; where the disk is full after all, make more room as long as there is any to be made."""
-        planned, coming = self._folder.sealed(planned, says), Coming(says.step, says.saved, says.metrics)
+        planned, coming = self._folder.sealed(planned, says), Coming(says.step, says.saved, says.metrics, says.ran)
         while True:
             with self._folder.asking():
                 self._make_room(planned.report.new_nbytes, coming)
@@ -353,6 +418,9 @@ class Run(RunView):
         """Delete what no rule keeps; what stands in the way of one step is a warning."""
         done = retain(self._folder, self.keep, sure=self._sure, busy=self._busy, coming=coming, most=most, durable=self.durable)
         self._deleted += len(done.steps)
+        if done.read_back is not None:
+            step, well = done.read_back
+            self._proofs.good(step) if well else self._proofs.damaged(step, "it could not be read back")
         for note in done.notes:
             warnings.warn(f"{self.path}: {note}", HoldfastWarning, stacklevel=5)
         return done.steps
@@ -364,14 +432,25 @@ class Run(RunView):
             raise SaveError(message, file=self.path)
         if self._closed:
             raise Closed("this run was closed; make a new Run to save more steps", file=self.path)
+        self._check_block()
         self._exports.tell()
+        self._proofs.tell()
 
     def _begin(self) -> None:
         """Open the run for writing: the directory, the lock, what dead processes left, and the rules written down."""
         if self._lock is not None:
+            self._folder.check()
             return
         self._lock = self._folder.begin(Kept(self.keep, self.budget), durable=self.durable)
         self._held.callback(self._lock.close)
+        self._held.callback(self._proofs.stop)
+
+    def _ran(self) -> float | None:
+        """For how long the run has run. A run that begins to save looks for what to go on with; from then on nobody else saves."""
+        if not self._counts:
+            self._clock.look(self._folder)
+            self._counts = True
+        return self._clock.read()
 
     def _place(self, step: int, *, overwrite: bool) -> tuple[str, bool]:
         """Where a step goes, and whether what is there may be replaced."""
@@ -423,13 +502,25 @@ class Run(RunView):
 
     def _finish(self) -> None:
         """Wait for what goes on in the background, and raise what went wrong."""
+        self._proofs.close()
         self._exports.wait()
         self._exports.tell()
+        self._proofs.tell()
 
     def __enter__(self) -> Self:
+        if self._signals:
+            self._block = self.stopping(signals=self._signals, grace=self._grace).__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        ending = ExitStack()
+        ending.push(self._end)  # after the signal was sent on: whoever has it now may raise, and the run is closed all the same
+        if self._block is not None:
+            ending.push(self._block)
+            self._block = None
+        ending.__exit__(kind, error, trace)
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
             self.close()
         except HoldfastError as late:

@@ -1,4 +1,4 @@
-"""A signal that asks the program to end waits until the state is saved: `Run.stopping` and `Run.interrupted`.
+"""A signal that asks the program to end waits until the state is saved: `Run(signals=)`, `Run.stopping`, `Run.interrupted`.
 
     with run.stopping(grace="60s"):
         for step in range(first, last):
@@ -15,28 +15,26 @@
 4. A second signal is somebody who does not want to wait, and goes to them at once. A fork, such as a loader's worker, has nothing
    to save, and ends as if nothing had been installed.
 
-Handlers are Python's, so this is for the main thread.
+`with Run(path, signals=True, grace="60s") as run:` is such a block, too. Handlers are Python's, so this is for the main thread.
 """
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Self
-from weakref import WeakSet
 
 from holdfast.core.quantities import shown, whole_number
-from holdfast.core.runtime import at_fork
+from holdfast.core.signals import SignalOverride
 from holdfast.errors import BadArgument, SaveError
 
-__all__ = ["SignalGuard", "read_signals"]
+__all__ = ["GRACE_S", "SignalGuard", "read_run_signals", "read_signals"]
 
-Before = Callable[[int, FrameType | None], object] | int | None
+GRACE_S = 30.0
+"""From SIGTERM until the program is killed: KillWait of Slurm, terminationGracePeriodSeconds of Kubernetes."""
 
 
 def read_signals(given: object) -> tuple[signal.Signals, ...]:
@@ -51,6 +49,17 @@ def read_signals(given: object) -> tuple[signal.Signals, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def read_run_signals(given: object) -> tuple[signal.Signals, ...]:
+    """What `signals=` of a run takes: True for SIGTERM, False for none, or as `stopping`."""
+    if isinstance(given, bool):
+        return (signal.SIGTERM,) if given else ()
+    try:
+        return read_signals(given)
+    except BadArgument as error:
+        error.message = error.message.replace("takes signals", "takes True, or signals")
+        raise
+
+
 class SignalGuard:
     """Holds signals back for as long as the block lasts."""
 
@@ -62,8 +71,8 @@ class SignalGuard:
         self._signals = signals
         self._last = last
         self._number: int | None = None
-        self._before: dict[int, Before] = {}
-        self._process = os.getpid()
+        self._within = False
+        self._override = SignalOverride(self._note, wanted=lambda: self._within)
 
     @property
     def left_s(self) -> float:
@@ -72,14 +81,13 @@ class SignalGuard:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
-            raise SaveError("signals are handled by the main thread; use `stopping` there")
+            raise SaveError("signals are handled by the main thread; enter the block there")
+        self._within = True
         for number in self._signals:
-            before = signal.getsignal(number)
-            if before is None:
+            if signal.getsignal(number) is None:
+                self._give_back()
                 raise SaveError(f"{number.name} has a handler that is not Python's, which could not be given back; leave it out")
-            self._before[number] = before
-            signal.signal(number, self._note)
-        _guards.add(self)
+            self._override.put(number)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -90,30 +98,13 @@ class SignalGuard:
                 signal.raise_signal(self._number)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._process != os.getpid() or self.came_s is not None:
-            self._give_back()
-            signal.raise_signal(number)
+        if self.came_s is not None:
+            self._within = False
+            self._override.pass_on(number, frame)
             return
         self.came_s = time.monotonic()
         self._number = number
 
     def _give_back(self) -> None:
-        """Restore the handlers, where nobody has put theirs over ours."""
-        _guards.discard(self)
-        before, self._before = self._before, {}
-        for number, handler in before.items():
-            # An interpreter that is not the main one has no signals.
-            with suppress(ValueError):
-                if signal.getsignal(number) == self._note:
-                    signal.signal(number, handler)
-
-
-_guards: WeakSet[SignalGuard] = WeakSet()
-
-
-def _in_child() -> None:
-    for guard in list(_guards):
-        guard._give_back()
-
-
-at_fork(after_in_child=_in_child)
+        self._within = False
+        self._override.give_back()

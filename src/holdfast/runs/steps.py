@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import time
@@ -29,10 +30,11 @@ from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import set_aside
-from holdfast.errors import HoldfastError, StoreError
+from holdfast.errors import HoldfastError, NoSuchPath, StoreError
 from holdfast.formats.native.schema import MANIFEST
 from holdfast.formats.seal import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
 from holdfast.inspect.open import open as open_checkpoint
+from holdfast.inspect.trainers import looks_like_a_step
 from holdfast.stores.files import Entry, Files, read_all
 from holdfast.stores.path_files import system_files
 
@@ -75,10 +77,17 @@ class Step:
     """In the run's directory."""
     files: tuple[str, ...] = ()
     """Their names."""
+    ran: float | None = None
+    """For how many seconds the run had run, where the step says it."""
 
     def open(self) -> Checkpoint:
         """Open it, as `holdfast.open` does."""
-        return open_checkpoint(self.path)
+        try:
+            return open_checkpoint(self.path)
+        except StoreError as error:
+            if error.errno == errno.ENOENT:
+                error.message = f"step {self.step} is not there any more: it was deleted after it was looked for; look again"
+            raise
 
     def __str__(self) -> str:
         told = "".join(f"  {name} {value:.4g}" for name, value in self.metrics.items())
@@ -120,6 +129,9 @@ class RunFolder:
             with suppress(OSError):
                 files.close(at)
 
+    def check(self, at: int | None = None) -> None:
+        """Raise `NotCommitted` where the directory is not the one that a run was opened in. Who only looks has opened none."""
+
     def newest(self, *, below: int | None = None) -> Step | None:
         """The whole step with the highest number, or with the highest below another; None where there is none."""
         while True:
@@ -127,8 +139,7 @@ class RunFolder:
                 numbers = sorted(look.claims, reverse=True) if look else []
                 whole = (look.at(number) for number in numbers if look and (below is None or number < below))
                 found = next(filter(None, whole), None)
-                # A step goes when a newer one is there: whoever finds none where one went has not seen that yet.
-                if found is not None or look is None or not look.lost():
+                if look is None or not look.lost(above=found):
                     return found
 
     def get(self, step: int) -> Step | None:
@@ -144,11 +155,15 @@ class RunFolder:
 
     def steps(self) -> list[Step]:
         """All whole steps, the newest last."""
-        with self._looking() as look:
-            found = [look.at(number) for number in sorted(look.claims)] if look else []
-        if len(self._seals) > 2 * len(found) + 100:
-            self._seals.clear()  # most are those of steps that were deleted
-        return [step for step in found if step is not None]
+        while True:
+            with self._looking() as look:
+                seen = [look.at(number) for number in sorted(look.claims)] if look else []
+                found = [step for step in seen if step is not None]
+                if look is not None and look.lost(above=found[-1] if found else None):
+                    continue
+            if len(self._seals) > 2 * len(seen) + 100:
+                self._seals.clear()  # most are those of steps that were deleted
+            return found
 
     def survey(self) -> list[Found]:
         """Whatever is a step, or would be one, by number; what is wrong with each that is none."""
@@ -169,6 +184,11 @@ class RunFolder:
                         found.append(Found(name, number, seen))
             found += [Found(name, None, None, why) for name, why in look.others.items()]
         return found
+
+    def unsealed(self) -> list[str]:
+        """Names of what other trainers wrote and nobody sealed: no steps, as they are."""
+        with self._looking() as look:
+            return look.unsealed() if look else []
 
     @contextmanager
     def _looking(self) -> Iterator[_Look | None]:
@@ -194,7 +214,8 @@ class RunFolder:
     def _unseen(self, error: OSError) -> OSError:
         if isinstance(error, HoldfastError):
             return error
-        return StoreError(f"the run's directory cannot be looked at: {error.strerror or error}", file=self.path)
+        kind = NoSuchPath if isinstance(error, FileNotFoundError) else StoreError
+        return kind(f"the run's directory cannot be looked at: {error.strerror or error}", file=self.path)
 
 
 class _Look:
@@ -209,7 +230,7 @@ class _Look:
         """Names of folders that look like steps and have no number, with the reason."""
         self._seals: dict[str, Seal] = {}
         names = files.list(at)
-        foreign: list[str] = []
+        foreign = self._foreign = list[str]()
         asides: list[str] = []
         for name in names:
             if (own := NAMED.fullmatch(name)) is not None and int(own[1]) <= LARGEST:
@@ -253,6 +274,13 @@ class _Look:
         self._seals[name] = seal
         self._claim(seal.step, name)
 
+    def unsealed(self) -> list[str]:
+        """What is called as other trainers call their checkpoints, and has no seal."""
+        known = {*self.others, *(name for names in self.claims.values() for name in names)}
+        found = [(name, self.files.stat(name, at=self._at)) for name in self._foreign if name not in known]
+        kinds = [(name, entry.kind) for name, entry in found if entry is not None and entry.kind in ("file", "directory")]
+        return sorted(name for name, kind in kinds if looks_like_a_step(name, folder=kind == "directory"))
+
     def _seal_inside(self, name: str) -> Seal | None:
         with self._opened(name) as folder:
             if folder is None:
@@ -293,9 +321,13 @@ class _Look:
                 with suppress(OSError):
                     self.files.close(folder)
 
-    def lost(self) -> bool:
-        """Whether something that was there when the names were listed is not there any more."""
-        return any(self.files.stat(name, at=self._at) is None for names in self.claims.values() for name in names)
+    def lost(self, *, above: Step | None) -> bool:
+        """Whether a step above the newest that was found was there when the names were listed, and is not there any more.
+
+        A step goes when a newer one is there: whoever finds none where one went, or an older one, has not seen that yet.
+        """
+        names = (name for number, names in self.claims.items() if above is None or number > above.step for name in names)
+        return any(self.files.stat(name, at=self._at) is None for name in names)
 
     def at(self, number: int) -> Step | None:
         """The whole step of a number."""
@@ -331,14 +363,18 @@ class _Look:
         if seal.step is not None and seal.step != number:
             return f"it was renamed: its seal says step {seal.step}"
 
+        sizes: dict[str, int] = {}
+
         def size(key: str) -> int | None:
             found = self.files.stat(key, at=folder)
-            return found.nbytes if found is not None and found.kind == "file" else None
+            if found is None or found.kind != "file":
+                return None
+            sizes[key] = found.nbytes
+            return found.nbytes
 
         for file, wrong in misfits(seal, size):
             return f"{file}: {wrong}"
-        names = tuple(file.name for file in seal.files)
-        return Step(number, self._path(name), seal.saved, seal.metrics, seal.nbytes, name, names)
+        return Step(number, self._path(name), seal.saved, seal.metrics, sum(sizes.values()), name, tuple(sizes), seal.ran)
 
     def _by_manifest(self, name: str, number: int, manifest: Entry) -> Step | str:
         with open_checkpoint(self._path(name)) as checkpoint:

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from holdfast.runs.proofs import Found
+
 __all__ = ["SaveTimes", "Summary", "summarize"]
 
 MTBF_S = 24 * 3600.0
@@ -47,6 +49,12 @@ class Summary:
     """The mean time between failures that is assumed."""
     interval_s: float | None
     """How often to save, by what was measured; None before the first save."""
+    read_back_nbytes: int = 0
+    """Bytes of shared files that were read back in the background."""
+    read_back: float | None = None
+    """When that was last, in seconds since 1970."""
+    damaged: tuple[str, ...] = ()
+    """What did not read back, in words."""
 
     def __str__(self) -> str:
         if not self.saves:
@@ -55,12 +63,15 @@ class Summary:
         stall = f"{_time(self.stalled_s)} (at most {_time(self.longest_stall_s)})"
         times = f"a save stops training for {stall} and takes {_time(self.took_s)}"
         every = f"with a failure every {_time(self.mtbf_s)}, save every {_time(self.interval_s or 0)}"
-        return f"{told}; {times}; {every}"
+        proofs = f"; {self.read_back_nbytes:,} bytes read back" if self.read_back_nbytes else ""
+        return f"{told}; {times}; {every}{proofs}" + "".join(f"; damaged: {one}" for one in self.damaged)
 
 
-def summarize(times: Sequence[SaveTimes], *, failed: int, deleted: int, mtbf_s: float = MTBF_S) -> Summary:
+def summarize(
+    times: Sequence[SaveTimes], *, failed: int, deleted: int, mtbf_s: float = MTBF_S, found: Found | None = None
+) -> Summary:
     """The summary of some saves."""
-    count = len(times)
+    count, found = len(times), found or Found()
     stalled = sum(one.stalled_s for one in times) / count if count else 0.0
     return Summary(
         saves=count,
@@ -72,6 +83,9 @@ def summarize(times: Sequence[SaveTimes], *, failed: int, deleted: int, mtbf_s: 
         deleted=deleted,
         mtbf_s=mtbf_s,
         interval_s=math.sqrt(2 * stalled * mtbf_s) if count else None,
+        read_back_nbytes=found.nbytes,
+        read_back=found.at,
+        damaged=found.damaged,
     )
 
 

@@ -41,15 +41,28 @@ class Table:
     writer: Holder | None
     now: float
     total_nbytes: int
+    recorded: bool
+    """Whether a Run wrote its rules down here. Where none did, another program has made the steps, and may delete them."""
+    unsealed: Sequence[str]
+    """Checkpoints of other trainers that are no steps, for nobody sealed them; asked for where no Run has been."""
+
+    @property
+    def without_rules(self) -> str:
+        """What no rules mean here."""
+        return (
+            "the run deletes nothing"
+            if self.recorded
+            else "none of Holdfast are recorded here, and another program may delete steps"
+        )
 
 
-def look(folder: RunPlace, rules: Collection[Rule], path: str) -> Table:
+def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool) -> Table:
     """What is in a run's directory now; `path` is what it is called."""
     survey = folder.survey()
     steps = [found.whole for found in survey if found.whole is not None]
     pins, writer = folder.pins(), folder.writer()
     now = time.time()
-    fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins, now=now)}
+    fates = {fate.step.step: fate for fate in decide(steps, rules, pins=pins)}
     space, seen, rows = Space(folder), Sizes(), []
     for found in survey:
         own = space.sizes(found.whole) if found.whole is not None else {}
@@ -57,4 +70,4 @@ def look(folder: RunPlace, rules: Collection[Rule], path: str) -> Table:
         seen.update(own)
         fate = fates.get(found.whole.step) if found.whole is not None else None
         rows.append(Row(found, fate, new, sum(own.values()) - new))
-    return Table(path, rows, tuple(rules), writer, now, sum(seen.values()))
+    return Table(path, rows, tuple(rules), writer, now, sum(seen.values()), recorded, () if recorded else folder.unsealed())

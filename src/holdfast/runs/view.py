@@ -6,21 +6,27 @@ Every question is a new look at the directory, so what another process saves or 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import repeat
 from typing import Literal
 
 from holdfast.core.quantities import whole_number
-from holdfast.errors import NoSuchStep
+from holdfast.errors import NoSuchStep, StoreError
 from holdfast.formats.seal import LARGEST
+from holdfast.runs.clock import clock_of
 from holdfast.runs.places import place_for
+from holdfast.runs.proofs import Proving
 from holdfast.runs.record import Pin
 from holdfast.runs.retention import Fate, decide, read_back
 from holdfast.runs.rules import Best, Rule
 from holdfast.runs.steps import Step
 from holdfast.stores.paths import place_of
 
-__all__ = ["RunView", "read_step"]
+__all__ = ["LOOKS", "RunView", "read_step"]
+
+LOOKS = 20
+"""How often a step is looked for again that was deleted before it could be read. Each time a newer one was there."""
 
 
 def read_step(value: object) -> int:
@@ -38,21 +44,43 @@ class RunView:
         self.keep = keep
         self.durable = durable
         self._folder = place_for(self.path)
+        self._proofs = Proving(self._folder, partial(place_for, self.path))
+        self._clock = clock_of(self._folder.path)
         self._sure: set[int] = set()
         """Steps that have been read back."""
 
     def latest(self, *, deep: bool = False) -> Step | None:
         """The newest step that is whole; None where there is none. With `deep`, one whose every byte has its checksum."""
-        found = self._folder.newest()
-        while deep and found is not None and not read_back(found):
-            found = self._folder.newest(below=found.step)
+        below, looks = None, self._looks()
+        while (found := self._folder.newest(below=below)) is not None and deep and not read_back(found, require=True):
+            if self._is_gone(found):
+                next(looks)
+                below = None
+            else:
+                if not read_back(found):  # and not merely without checksums to compare
+                    self._proofs.damaged(found, "its bytes do not have their checksums")
+                below = found.step
+        if deep and found is not None:
+            self._proofs.good(found)
+        if found is not None and found.ran is not None:
+            self._clock.go_on(found.ran)
         return found
+
+    def _looks(self) -> Iterator[None]:
+        """Look as often as steps go before they can be read; raises `StoreError` where that has no end."""
+        yield from repeat(None, LOOKS)
+        raise StoreError("each step was deleted before it could be read: the run keeps too few; try again", file=self.path)
+
+    def _is_gone(self, step: Step) -> bool:
+        """Whether a step is not there any more, or another one in its place: somebody deleted it after it was looked for."""
+        now = self._folder.get(step.step)
+        return now is None or (now.path, now.saved) != (step.path, step.saved)
 
     def best(self, metric: str, *, mode: Literal["min", "max"] = "min") -> Step | None:
         """The whole step with the least value of a metric, or the largest; of equal ones the later. NaN is never best."""
         steps = self._folder.steps()
         rule = Best(metric, 1, mode)
-        kept = decide(steps, [rule], now=time.time())
+        kept = decide(steps, [rule])
         return next((fate.step for fate in kept if fate.rules), None)
 
     def steps(self) -> list[Step]:
@@ -84,7 +112,7 @@ class RunView:
     def plan(self) -> list[Fate]:
         """What the rules would do now: for every whole step why it is kept, or that it goes. Nothing is deleted."""
         steps = self._folder.steps()
-        return decide(steps, self.keep, pins=self.pins(), now=time.time(), sure=self._sure, busy=self._busy())
+        return decide(steps, self.keep, pins=self.pins(), sure=self._sure, busy=self._busy())
 
     def pins(self) -> Mapping[int, Pin]:
         """The pinned steps."""

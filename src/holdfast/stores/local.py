@@ -31,7 +31,7 @@ from msgspec import Struct
 from holdfast.core.arrays import Ints
 from holdfast.core.protocols import BaseStore
 from holdfast.core.runtime import renewed
-from holdfast.errors import Closed, HoldfastError, Replaced, StoreError, Truncated, Unsupported
+from holdfast.errors import Closed, HoldfastError, NoSuchPath, Replaced, StoreError, Truncated, Unsupported
 from holdfast.stores import platform
 from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, open_folder, plain
 from holdfast.stores.paths import local_path
@@ -387,7 +387,7 @@ class LocalStore(BaseStore):
             gone = Replaced("the file is gone: the checkpoint was replaced or removed while it was open; open it again", file=label)
             gone.errno = error.errno
             return gone
-        return _refused(label, error)
+        return _refused(label, error, inside=self._directory)
 
 
 def _chosen(path: str) -> tuple[str, str]:
@@ -483,7 +483,8 @@ def free_nbytes(path: str) -> int:
         raise _refused(path, error) from None
 
 
-def _refused(label: str, error: OSError | UnicodeEncodeError) -> StoreError:
+def _refused(label: str, error: OSError | UnicodeEncodeError, *, inside: bool = False) -> StoreError:
+    """What the file system said; `inside` is for a file of a folder that was opened."""
     if isinstance(error, UnicodeEncodeError):
         return StoreError("the path has a character that the file system cannot hold", file=label)
     reason = {
@@ -494,6 +495,6 @@ def _refused(label: str, error: OSError | UnicodeEncodeError) -> StoreError:
         errno.ELOOP: "links that go round in circles",
         errno.EMFILE: "this process has as many files open as it may (ulimit -n); close some, or raise the limit",
     }.get(error.errno or 0, error.strerror or str(error))
-    refused = StoreError(reason, file=label)
+    refused = NoSuchPath(reason, file=label) if error.errno == errno.ENOENT and not inside else StoreError(reason, file=label)
     refused.errno = error.errno
     return refused

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.formats.dcp.craft_dcp import FILE, SEVEN, W, chunk, folder, index, opened, properties, tensor, value
 from tests.formats.zip.craft import Item, build
-from tests.hostile.craft_pickle import FALSE, TRUE, call, dict_of, integer, list_of, stream, text, tuple_of
+from tests.hostile.craft_pickle import FALSE, TRUE, call, dict_of, doubled, integer, list_of, stream, text, tuple_of
 from tests.hostile.craft_torch import records, storage, torch_zip
 from tests.hostile.craft_torch import tensor as rebuilt
 
@@ -291,6 +291,15 @@ def test_too_many_values_stay_where_they_are(monkeypatch):
         assert stub.read() == 7
         assert any("4 values" in line for line in ckpt.notes)
         assert [str(f.what) for f in ckpt.tree["d"].foreign()] == ["os.system"]
+
+
+def test_a_value_that_is_read_later_is_measured_then(monkeypatch):
+    monkeypatch.setattr(values_module, "EAGER_ITEMS", 1)
+    bomb = torch_zip(stream(doubled(60, b")")), {})
+    with opened(folder({"a": value(), "b": value()}, [(index("a"), SEVEN), (index("b"), bomb)])) as ckpt:
+        assert ckpt.tree["a"].read() == 7
+        with pytest.raises(errors.LimitExceeded, match="tree_nbytes"):
+            ckpt.tree["b"].read()
 
 
 def test_a_scan_asks_every_item(tmp_path):

@@ -92,5 +92,5 @@ def test_closed():
 def test_without_the_package(monkeypatch):
     content = files()
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(errors.Unsupported, match="zstandard"):
+    with pytest.raises(errors.Unsupported, match=r"pip install zstandard"):
         opened(content)

@@ -13,6 +13,7 @@ from tests.formats.gguf.craft_gguf import array, gguf, info, text, texts, value
 import holdfast
 from holdfast import errors
 from holdfast.core.limits import Limits
+from holdfast.formats.gguf.schema import Values
 from holdfast.stores.memory import MemoryStore
 
 TINY = Path(__file__).resolve().parents[2] / "golden" / "files" / "tiny.gguf"
@@ -89,6 +90,7 @@ def test_blocks_are_bytes_that_say_what_they_are():
             assert decoded[index].numpy().tobytes() == whole[index].tobytes()
         assert holdfast.dequantize(ckpt["norm.weight"]).shape == (7,)
         assert "15 tensors are stored in quantised blocks" in ckpt.notes[0]
+        assert "convert with dequantize=True" in ckpt.notes[0]
         with pytest.raises(errors.Unsupported, match="IQ2_XXS"):
             holdfast.dequantize(ckpt["blk.1.IQ2_XXS"])
         assert stored[0].traits.blocks is None
@@ -195,3 +197,11 @@ def test_scan_tells_of_templates(tmp_path):
     told, plain = (holdfast.scan(tmp_path / name).reports[0] for name in ("m.gguf", "n.gguf"))
     assert (told.verdict(), told.findings[0].what) == ("unknown", "tokenizer.chat_template")
     assert (plain.verdict(), plain.format) == ("clean", "gguf")
+
+
+def test_the_metadata_shows_itself():
+    with holdfast.open(TINY) as ckpt:
+        assert repr(ckpt.metadata) == "<8 values: general.architecture, general.name, tiny.block_count, tiny.rope.freq_base, …>"
+    hostile = Values(b"", {"x" * 10_000: (0, 0)}, "<")
+    assert repr(hostile) == f"<1 value: {'x' * 64}>"
+    assert repr(Values(b"", {}, "<")) == "<0 values>"

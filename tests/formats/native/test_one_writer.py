@@ -20,7 +20,7 @@ STATE = {
 INDEX = "model.safetensors.index.json"
 
 
-def written(folder: Path, who: str, rules: tuple[str, ...] = ()) -> Path:
+def written(folder: Path, who: str, rules: tuple[str, ...] = ("*: replicate",)) -> Path:
     match who:
         case "process":
             holdfast.save(STATE, folder / who, format="native")

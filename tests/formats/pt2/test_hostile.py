@@ -11,6 +11,7 @@ from random import Random
 
 import pytest
 from tests.formats.pt2.craft_pt2 import DATA, archive, config, entry, honest, meta, program, records
+from tests.hostile.cases_resources import TENS
 from tests.hostile.craft_pickle import REDUCE, call, dict_of, named, stream, text, tuple_of
 from tests.hostile.craft_torch import storage, tensor, torch_zip
 from tests.hostile.harness import WATCH, survey, warm_up
@@ -254,6 +255,10 @@ def test_a_payload_that_calls_something_is_shown_and_not_called(name, place):
             assert {str(f.what) for f in ckpt.foreign} & {"os.system", "evil.module.Class"}
             streams = {f.stream for f in ckpt.foreign}
             assert all(stream.startswith("m/data/") for stream in streams), streams
+
+
+def test_sample_inputs_that_nobody_could_print():
+    assert isinstance(refusal(honest({INPUTS: torch_zip(stream(TENS))})), errors.LimitExceeded)
 
 
 BROKEN = {

@@ -15,7 +15,7 @@ from tests.formats.rank_files.zero_folders import Zero
 
 import holdfast
 import holdfast.torch
-from holdfast.errors import FormatError, HoldfastError, MetadataError, ReplicasDiffer, Truncated, Unsupported
+from holdfast.errors import FormatError, HoldfastError, LimitExceeded, MetadataError, ReplicasDiffer, Truncated, Unsupported
 
 
 def numbers(*shape: int, first: int = 0) -> torch.Tensor:
@@ -415,7 +415,12 @@ def test_a_state_that_contains_itself(tmp_path: Path) -> None:
     loop: list[object] = [1]
     loop.append(loop)
     wide: list[object] = []
-    for _ in range(40):
+    for _ in range(20):
         wide = [wide, wide]
     rewrite(step / "mp_rank_00_model_states.pt", lambda saved: saved.update(loop=loop, wide=wide))
     check(model(2, 2), tmp_path)
+    for _ in range(20):
+        wide = [wide, wide]
+    rewrite(step / "mp_rank_00_model_states.pt", lambda saved: saved.update(wide=wide))
+    with pytest.raises(LimitExceeded, match="tree_nbytes"):
+        holdfast.open(tmp_path)

@@ -75,7 +75,7 @@ def test_with_an_index_in_its_order():
     assert list(description.tensors) == ["c", "a", "b"]
     assert len(description.tree) == 3
     assert description.metadata == {"format": "pt"}
-    assert description.notes == ()
+    assert description.notes == ('beside them lie other weights, which are not read: "pytorch_model.bin"',)
     assert description.tensors["b"].numpy().tolist() == [0, 1, 2]
     assert description.tensors["c"].storages[0].key == TWO
     with pytest.raises(KeyError):

@@ -106,6 +106,23 @@ def test_programs_share_an_encoder(heads, tmp_path):
     assert shared == [(f"head2.encoder.{n}", f"head5.encoder.{n}") for n in ("weight", "bias")]
 
 
+def test_a_name_that_torchs_load_does_not_look_for_is_noted(tied, heads, tmp_path):
+    package_program(tied, tmp_path / "one.pt2")
+    ways = {
+        "m.pt2": package_program({"a": tied}, tmp_path / "m.pt2"),
+        "n.pt2": holdfast.package({"a": tmp_path / "one.pt2"}, tmp_path / "n.pt2"),
+    }
+    for name, saved in ways.items():
+        with pytest.raises(KeyError):
+            torch.export.load(tmp_path / name)
+        (note,) = saved.notes
+        assert note.startswith("torch.export.load loads a program named 'model', and there is none")
+        found = eval(note.rpartition(" ")[2], {"torch": torch, "path": tmp_path / name})
+        assert torch.equal(found.module()(IDS), tied.module()(IDS))
+    assert not package_program({"model": tied, "b": heads["head2"]}, tmp_path / "two.pt2").notes
+    assert torch.equal(torch.export.load(tmp_path / "two.pt2").module()(IDS), tied.module()(IDS))
+
+
 def test_a_view_of_a_large_storage_costs_what_it_shows(tmp_path):
     line = nn.Linear(3, 2)
     line.weight = nn.Parameter(torch.randn(1_000_000)[5:11].view(2, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,11 @@ def test_a_dcp_directory_says_where_it_was_saved(tmp_path: Path):
     for folder in (ours, theirs):
         found = dcp.FileSystemReader(folder).read_metadata().storage_meta
         assert str(found.checkpoint_id) == str(folder)
+
+
+def test_every_save_of_a_dcp_directory_has_an_id_of_its_own(tmp_path: Path):
+    found = set()
+    for name in ("a", "b"):
+        save_sharded({"w": torch.ones(2)}, tmp_path / name, format="dcp")
+        found.add(uuid.UUID(dcp.FileSystemReader(tmp_path / name).read_metadata().storage_meta.save_id))
+    assert len(found) == 2

@@ -16,8 +16,10 @@ from holdfast.torch.sparsity import (
     BaseSparsifier,
     CubicSL,
     FakeSparsity,
+    FakeStructuredSparsity,
     MagnitudeSparsifier,
     NearlyDiagonalSparsifier,
+    SaliencyPruner,
     WeightNormSparsifier,
 )
 from tests.torch.sparsity.models import level_of, linears, mask_of, mixed, quantised
@@ -506,3 +508,54 @@ def test_nearly_diagonal_then_squashed():
     sparsifier.step()
     sparsifier.squash_mask()
     assert torch.equal(model[2][1].weight, model[2][1].weight.tril(1).triu(-1))
+
+
+class Halving(FakeSparsity):
+    """A parametrization of a user's own: what is pruned is halved and not dropped."""
+
+    def forward(self, x):
+        return x * (0.5 + 0.5 * self.mask)
+
+
+def test_a_config_names_its_own_parametrization():
+    model, sparsifier = linears(), FirstRow()
+    before = model[0].weight.detach().clone()
+    sparsifier.prepare(model, [{"tensor_fqn": "0.weight", "parametrization": Halving}, {"tensor_fqn": "2.0.weight"}])
+    assert type(model[0].parametrizations.weight[0]) is Halving
+    assert type(model[2][0].parametrizations.weight[0]) is FakeSparsity
+    sparsifier.step()
+    assert torch.equal(model[0].weight[0], before[0] / 2)
+    saved = sparsifier.state_dict()
+    assert all("parametrization" not in group for group in saved["groups"])
+    sparsifier.load_state_dict(saved)
+    assert type(model[0].parametrizations.weight[0]) is Halving
+
+
+@pytest.mark.parametrize("given", [nn.Identity, "FakeSparsity", None, torch.ao.pruning.FakeSparsity])
+def test_a_parametrization_that_is_none_of_ours_is_refused(given):
+    model = linears()
+    with pytest.raises(TypeError, match=r"'0\.weight' has to be a class derived from .*\.FakeSparsity"):
+        FirstRow().prepare(model, [{"tensor_fqn": "0.weight", "parametrization": given}])
+    assert not parametrize.is_parametrized(model[0])
+
+
+def test_torchs_prepare_of_a_subclass_is_refused_and_not_ignored():
+    class Own(FirstRow):
+        def _prepare(self, *args, **kwargs):
+            raise AssertionError
+
+    model = linears()
+    with pytest.raises(Refused, match="Own has a method _prepare"):
+        Own().prepare(model)
+    assert not parametrize.is_parametrized(model[0])
+
+
+def test_rows_have_a_parametrization_of_their_own():
+    class Rows(FakeStructuredSparsity):
+        pass
+
+    model, pruner = linears(), SaliencyPruner({"sparsity_level": 0.5})
+    pruner.prepare(model, [{"tensor_fqn": "0.weight", "parametrization": Rows}])
+    assert type(model[0].parametrizations.weight[0]) is Rows
+    with pytest.raises(TypeError, match="FakeStructuredSparsity"):
+        SaliencyPruner({"sparsity_level": 0.5}).prepare(linears(), [{"tensor_fqn": "0.weight", "parametrization": FakeSparsity}])

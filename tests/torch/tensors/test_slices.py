@@ -29,6 +29,7 @@ def test_any_format(format: str, tmp_path: Path):
     FORMATS[format](tmp_path / "step")
     with slices(tmp_path / "step", prefix="model.") as found:
         assert sorted(found) == ["b", "w"]
+        assert repr(found) == f"<Slices {str(tmp_path / 'step')!r}, 2 tensors>"
         weight = found["w"]
         assert (weight.get_shape(), weight.shape, weight.ndim, weight.numel()) == ([3, 4], torch.Size([3, 4]), 2, 12)
         assert (weight.get_dtype(), weight.dtype, weight.is_floating_point()) == ("F32", torch.float32, True)

@@ -65,6 +65,9 @@ class Said(msgspec.Struct, frozen=True):
     folders: tuple[str, ...]
 
 
+SAID = msgspec.json.Decoder(Said)
+
+
 class Claim:
     """A claim that this process has put."""
 
@@ -97,7 +100,7 @@ def claims_below(parent: Url, does: Does, *, mine: str | None = None) -> set[str
             old += [key] if age >= 2 * LIFE_S and mine is not None else []
             continue
         try:
-            said = msgspec.json.decode(bytes(bucket.whole(key, MOST_NBYTES).data), type=Said)
+            said = SAID.decode(bytes(bucket.whole(key, MOST_NBYTES).data))
         except StoreError as error:
             if error.errno != errno.ENOENT:
                 raise

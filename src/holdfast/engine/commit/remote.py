@@ -28,14 +28,17 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from typing import Final
 
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, StoreError, detached
 from holdfast.stores.remote.client import Bucket, Taken, bucket_of
+from holdfast.stores.remote.patience import pauses
 from holdfast.stores.remote.url import FILES, Url
 
 __all__ = ["INSIST", "ObjectSave", "PrefixSave", "check_conditions", "save_id"]
@@ -45,6 +48,9 @@ INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"
 
 TRIES = 5
 """How often the index is put while nobody can say whether it is there."""
+
+LOOK_S = 0.25
+"""The first pause before that; each is twice the one before. A store may show late what it has."""
 
 NOBODY: Final = "0" * 16
 """In the name of a claim, where other hidden names have the id of a save."""
@@ -101,18 +107,29 @@ def claimed(bucket: Bucket, key: str, url: Url, *, told: str, force: bool = Fals
     """
     mine = save_id().encode()
 
-    def is_mine() -> bool:
+    def is_mine() -> bool | None:
+        """Whether the claim is; None where there is none, or none to be seen yet."""
         try:
             return bytes(bucket.whole(key, 1 << 10).data) == mine
-        except HoldfastError:
-            return False
+        except HoldfastError as error:
+            return None if isinstance(error, StoreError) and error.errno == errno.ENOENT else False
 
-    try:
-        bucket.put(key, mine, create=not force)
-    except StoreError as error:
-        if not is_mine():
-            message = f"{told}; pass overwrite=True when none is" if isinstance(error, Taken) else error.message
-            raise refusal(message, url, error.errno) from None
+    for pause in islice(pauses(LOOK_S), TRIES):
+        try:
+            bucket.put(key, mine, create=not force)
+            break
+        except StoreError as error:
+            failed = detached(error)
+        held = is_mine()
+        if held:
+            break
+        if held is None and isinstance(failed, Taken):
+            time.sleep(pause)
+            continue
+        message = f"{told}; pass overwrite=True when none is" if isinstance(failed, Taken) else failed.message
+        raise refusal(message, url, failed.errno)
+    else:
+        raise refusal(f"{told}; pass overwrite=True when none is", url, errno.EEXIST)
     keep = False
     try:
         yield
@@ -122,7 +139,7 @@ def claimed(bucket: Bucket, key: str, url: Url, *, told: str, force: bool = Fals
     finally:
         if not keep:
             with suppress(HoldfastError):
-                if is_mine():
+                if is_mine() is not False:
                     bucket.delete([key])
 
 
@@ -177,7 +194,7 @@ class PrefixSave:
         """
         key, last = self._key(self.index), ""
         self.revocable = False
-        for _ in range(TRIES):
+        for pause in islice(pauses(LOOK_S), TRIES):
             try:
                 self._bucket.put(key, index, create=self._before is None, match=self._before, attributes=attributes)
                 return
@@ -186,9 +203,9 @@ class PrefixSave:
             try:
                 there = self._bucket.whole(key, max(len(index), 1) + (1 << 20))
             except StoreError as error:
-                if error.errno == errno.ENOENT and self._before is None:
-                    continue  # it is not there; the next try finds out whether it is on its way
-                last = error.message
+                if error.errno != errno.ENOENT or self._before is not None:
+                    last = error.message
+                time.sleep(pause)  # it is not there, or not to be seen yet; the next try finds out
                 continue
             except HoldfastError:
                 raise self._lost() from None  # longer than ours
@@ -340,7 +357,7 @@ class ObjectSave:
 
     def _create(self, content: bytes, attributes: Mapping[str, str]) -> None:
         last: StoreError | None = None
-        for _ in range(TRIES):
+        for pause in islice(pauses(LOOK_S), TRIES):
             try:
                 self._bucket.put(self.url.key, content, create=True, attributes=attributes)
                 return
@@ -351,6 +368,7 @@ class ObjectSave:
             except StoreError as error:
                 if error.errno != errno.ENOENT:
                     last = detached(error)
+                time.sleep(pause)
                 continue
             if there.attributes.get(SAVE) == self._id:
                 return

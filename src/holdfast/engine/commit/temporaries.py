@@ -219,7 +219,8 @@ def _clean_one(files: Files, entry: str, *, name: str, at: int, directories: boo
     found = files.stat(entry, at=at)
     if found is None or found.kind not in ("file", "directory"):
         return
-    if not own and found.changed_s > time.time() - ABANDONED_S and files.is_shared(at):
+    # By the file system's own times, too: the clock of this machine may be ahead.
+    if not own and files.is_shared(at) and found.changed_s > min(time.time(), files.inspect(at).changed_s) - ABANDONED_S:
         return
     directory = found.kind == "directory"
     if directory and not directories:

@@ -85,6 +85,9 @@ class Recorded(msgspec.Struct, forbid_unknown_fields=True):
     sealed: str = msgspec.field(name=SEAL)
 
 
+RECORDS = msgspec.json.Decoder(Recorded)
+
+
 def checksum_file(metadata: bytes) -> bytes:
     """What stands beside this metadata."""
     return seal(msgspec.json.encode({"version": 1, "nbytes": len(metadata), "crc32": f"{crc32(metadata):08x}"}))
@@ -132,7 +135,7 @@ def _read(source: Source) -> Recorded | None:
     with located(file=BESIDE):
         sealed = check_seal(raw, f"{BESIDE}, with the checksum of the index,")
         try:
-            recorded = msgspec.json.decode(raw, type=Recorded)
+            recorded = RECORDS.decode(raw)
         except (ValueError, RecursionError, msgspec.MsgspecError):
             recorded = None
         if sealed and recorded is None:

@@ -20,6 +20,7 @@ from holdfast.core.box import Box
 from holdfast.core.chunk import Chunk, Storage
 from holdfast.core.dtype import DType
 from holdfast.core.opaque import Global, Opaque
+from holdfast.core.printed import check_printable
 from holdfast.core.protocols import Foreign, Source, Stamp, Store
 from holdfast.core.runtime import Sent, renewed
 from holdfast.core.value import plainer
@@ -110,7 +111,7 @@ def inflate(packed: bytearray, most: int, item: Item) -> bytearray:
         import zstandard
     except ImportError:
         raise Unsupported(
-            "items of this checkpoint are compressed with zstd, which takes the package zstandard: pip install 'holdfast[zstd]'",
+            "items of this checkpoint are compressed with zstd, which takes the package zstandard: pip install zstandard",
             file=item.file,
         ) from None
     made = bytearray()
@@ -312,7 +313,9 @@ class Unread(Opaque):
 
     def read(self) -> object:
         """The value: plain data, lazy tensors, and `Opaque` for what is not built."""
-        return self._items.value(self._item, self._name)[0]
+        value = self._items.value(self._item, self._name)[0]
+        check_printable(value, self._items.source.limits)
+        return value
 
     def foreign(self) -> tuple[Foreign, ...]:
         """The globals in its pickle that are not built."""

@@ -138,4 +138,5 @@ def _notes(headers: Sequence[GgufHeader]) -> list[str]:
     if not found:
         return []
     listed = ", ".join(f"{count:,} {name}" for name, count in found.most_common())
-    return [f"{found.total():,} tensors are stored in quantised blocks: {listed}"]
+    how = "convert with dequantize=True writes the numbers that they stand for, `holdfast.dequantize` reads them"
+    return [f"{found.total():,} tensors are stored in quantised blocks: {listed}; {how}"]

@@ -18,6 +18,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +109,11 @@ class Values(Mapping[str, str]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._places
+
+    def __repr__(self) -> str:
+        # Names alone, and few of them: a vocabulary is a value, too.
+        shown = [name[:64] for name in islice(self, 4)] + ["…"] * (len(self) > 4)
+        return f"<{len(self):,} value{'s' * (len(self) != 1)}{': ' * bool(shown)}{', '.join(shown)}>"
 
     def number(self, name: str) -> int | None:
         """A whole number; None where there is no such value, or it is something else."""

@@ -53,7 +53,7 @@ from holdfast.formats.native.schema import (
     StoredTensor,
     encode_manifest,
 )
-from holdfast.formats.recorded import PAIRS, Sharing, find_sharing, sharing_fields
+from holdfast.formats.recorded import PAIRS, Sharing, find_sharing, order_fields, sharing_fields
 from holdfast.formats.safetensors.record import SHARDING_INFO
 from holdfast.formats.safetensors.write import (
     FileLayout,
@@ -407,6 +407,8 @@ def _what_is_kept(state: State) -> _Kept:
         problems += encoded.problems
         notes += encoded.notes
         fields["tree"] = encoded.value
+    else:
+        fields |= order_fields(state.tensors, sharing.aliases)
     if problems:
         raise CannotHold(CANNOT, list(dict.fromkeys(problems)))
     return _Kept(sharing, fields, notes)

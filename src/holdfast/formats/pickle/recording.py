@@ -74,15 +74,15 @@ SIZES = {"?": 1, "b": 1, "B": 1}
 class Seen:
     """One global of a stream and all that was done with it."""
 
-    __slots__ = ("calls", "offset", "shared", "telling", "uses", "what")
+    __slots__ = ("calls", "given", "offset", "shared", "uses", "what")
 
     def __init__(self, what: Global, offset: int) -> None:
         self.what = what
         self.offset = offset
         self.uses: set[str] = {"mention"}
         self.calls: list[Opaque] = []
-        self.telling = False
-        """Whether `__new__` got text, or a call more than one word or number: something that code could act on."""
+        self.given = False
+        """Whether `__new__` got arguments: then it is called with what the file gives it, as a constructor is."""
         self.shared: Made | None = None
 
 
@@ -163,11 +163,10 @@ class RecordingTable(Table):
             return self._make(what, args, "result")
         if place == GETATTR and len(args) in (2, 3) and type(args[0]) is Global and type(args[1]) is str:
             # The same as a dotted name, and judged as one.
-            cls = args[0]
-            name = f"{cls.name}.{args[1]}"
-            if len(name) <= LONG_KEY:
+            cls, attribute = args[0], args[1]
+            if len(cls.name) + len(attribute) < LONG_KEY:
                 self._named(*place).uses.add("resolved")
-                return self.find(cls.module, name)
+                return self.find(cls.module, f"{cls.name}.{attribute}")
         if place == ("builtins", "type") and len(args) == 1:
             return self._named(*place).what  # the type of None and its like, as every writer has it
         if place in ENCODE:
@@ -194,8 +193,8 @@ class RecordingTable(Table):
 
     def new(self, cls: object, args: tuple[object, ...], kwargs: dict[str, object] | None) -> object:
         made = self._make(cls, args, "new")
-        if isinstance(made, Made) and not made.root.telling:
-            made.root.telling = any(isinstance(a, str | bytes | bytearray | Global) for a in args[:64]) or len(args) > 64
+        if isinstance(made, Made) and (args or kwargs):
+            made.root.given = True
         return made
 
     def build(self, obj: object, state: object) -> object:
@@ -261,8 +260,6 @@ class RecordingTable(Table):
                 self.note(f"a {type(what).__name__} where a class or a function belongs")
             return Unread()
         root.uses.add(use)
-        if use == "call" and not root.telling:
-            root.telling = not _a_word(args)
         place = (root.what.module, root.what.name)
         if len(root.calls) < KEPT:
             made = Made(what, args, root)
@@ -330,14 +327,6 @@ class RecordingTable(Table):
         if nbytes > stop - start:
             raise Truncated("the stream ends inside the elements of an array", offset=stop)
         return nbytes
-
-
-def _a_word(args: tuple[object, ...]) -> bool:
-    """Whether a call has one word or number: how a member of an enumeration is pickled."""
-    if len(args) != 1:
-        return False
-    value = args[0]
-    return type(value) is int or (type(value) is str and len(value) <= 40 and value.replace("-", "_").isidentifier())
 
 
 def _item_nbytes(dtype: object, depth: int) -> int | None:

@@ -199,10 +199,13 @@ class _Meta(msgspec.Struct):
     sizes: list[_Size] = []
 
 
+DOCUMENTS, METAS = msgspec.json.Decoder(_Document), msgspec.json.Decoder(_Meta)
+
+
 def summarise(raw: bytes) -> Program:
     """The summary of a document. Raises `ValueError` (msgspec's, mostly) where it is none that torch writes."""
     try:
-        return _summary(msgspec.json.decode(raw, type=_Document))
+        return _summary(DOCUMENTS.decode(raw))
     except RecursionError:
         raise ValueError("it nests too deeply") from None
 
@@ -255,7 +258,7 @@ def _value(name: str, tensors: Mapping[str, msgspec.Raw]) -> TensorValue:
     raw = tensors.get(name)
     if raw is None:
         return TensorValue(name)
-    meta = msgspec.json.decode(raw, type=_Meta)
+    meta = METAS.decode(raw)
     return TensorValue(name, SCALARS.get(meta.dtype, "unknown dtype"), tuple(map(_size, meta.sizes)))
 
 

@@ -130,10 +130,15 @@ class _Config(msgspec.Struct):
     config: dict[str, _Payload]
 
 
+CONFIGS = msgspec.json.Decoder(_Config)
+"""Made here, as all decoders are made where their module is imported: msgspec compiles and executes the annotations of a class when
+it first needs them, and that shall not be when a file is opened."""
+
+
 def _usual(raw: bytes) -> dict[str, Entry] | None:
     """The names of a document that is as torch writes it; None for any other one, also where one of its values is wrong."""
     try:
-        document = msgspec.json.decode(raw, type=_Config)
+        document = CONFIGS.decode(raw)
     except (ValueError, RecursionError):
         return None
     # Deleting spaces can only make two documents equal that differ in spaces; a name that has these in it goes the long way.

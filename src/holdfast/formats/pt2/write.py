@@ -36,7 +36,10 @@ from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, Identity
 from holdfast.formats.zip.writer import Payload, lay_out_zip
 from holdfast.plan.saves import Data, FilePlan, Late, SavePlan
 
-__all__ = ["Part", "Pickled", "Placed", "lay_out_pt2", "models_of", "place_weights"]
+__all__ = ["MODEL", "Part", "Pickled", "Placed", "lay_out_pt2", "models_of", "place_weights"]
+
+MODEL = "model"
+"""What torch calls a program that is given without a name, and the one that `torch.export.load` looks for."""
 
 NUMBERS = {name: number for number, name in SCALARS.items()}
 
@@ -132,7 +135,16 @@ def lay_out_pt2(
         if part.sample_inputs is not None:
             records.append(_named(f"data/sample_inputs/{model}.pt", part.sample_inputs))
     records += [_named(f"extra/{key}", content) for key, content in (extra or {}).items()]
-    return lay_out_records(name, records, (*weights.notes, *constants.notes))
+    return lay_out_records(name, records, (*weights.notes, *constants.notes, *_unlooked_for(models)))
+
+
+def _unlooked_for(models: Mapping[str, Part]) -> Iterator[str]:
+    """That `torch.export.load` fails on programs of these names (torch 2.13: `KeyError: 'model'`), and what loads them."""
+    programs = [model for model, part in models.items() if part.program is not None]
+    if programs and MODEL not in programs:
+        # Their names stay as they are, since `load_pt2` gives the programs back by them.
+        way = f"torch.export.pt2_archive._package.load_pt2(path).exported_programs[{programs[0]!r}]"
+        yield f"torch.export.load loads a program named {MODEL!r}, and there is none; these are loaded by {way}"
 
 
 def _named(record: str, content: bytes | Data) -> tuple[str, Payload]:

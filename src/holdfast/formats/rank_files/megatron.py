@@ -26,12 +26,12 @@ Names and cuts as of `megatron/training/checkpointing.py` and `megatron/core/ten
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Mapping, Sequence
 
 from holdfast.core.box import Box
 from holdfast.core.opaque import Opaque
+from holdfast.core.patterns import matcher
 from holdfast.core.placement_rules import Rule, parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
@@ -273,12 +273,12 @@ class _Iteration:
     def _check_rules(self, names: Mapping[str, object]) -> None:
         """A rule of the caller that matches nothing is a mistake."""
         for rule in self.own:
-            if not any(fnmatch.fnmatchcase(name, rule.pattern) for name in names):
+            if not any(map(matcher(rule.pattern), names)):
                 raise BadPlacement(f"rule {rule.pattern!r} matches no tensor")
 
     def _tensor(self, name: str, copies: Sequence[Copies]) -> LazyTensor:
         tensors = [pair for each in copies for pair in each.tensors]
-        rule = next((rule for rule in self.rules if fnmatch.fnmatchcase(name, rule.pattern)), None)
+        rule = next((rule for rule in self.rules if matcher(rule.pattern)(name)), None)
         if rule is None or not rule.axes or self.tp == 1:
             return self.assembly.replica(name, [(rank.file.rank, tensor) for rank, tensor in tensors])
         with located(tensor=name):

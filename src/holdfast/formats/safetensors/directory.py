@@ -11,12 +11,8 @@ How they go together: every tensor comes from exactly one file, or from several 
 (`record`) and whose pieces tile the whole. Anything else would depend on the order in which a reader happens to go
 through the files.
 
-The index is `model.safetensors.index.json`, as `transformers` and torch write it.
-
-    {"metadata": {"total_size": 58}, "weight_map": {"a": "model-00001-of-00002.safetensors", …}}
-
-`metadata` may be missing, and its `total_size` is a float in some files on the hub; no reader depends on it. Holdfast
-writes a record in there (`record`), as text: a checksum, and what there is to say beyond which file has which tensor. Where ranks
+The index is `model.safetensors.index.json`, as `transformers` and torch write it (`formats/index_file.py`). Holdfast writes a
+record into its `metadata` (`record`), as text: a checksum, and what there is to say beyond which file has which tensor. Where ranks
 have saved pieces of tensors to a bucket, `metadata` lists all files (`holdfast.files`): a name is mapped to one of them alone.
 """
 
@@ -28,132 +24,19 @@ from holdfast.core.columns import Columns, joined_columns
 from holdfast.core.dtype import DType
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
-from holdfast.core.value import Value
-from holdfast.errors import (
-    Corrupted,
-    HeaderError,
-    LimitExceeded,
-    MetadataError,
-    StoreError,
-    UnknownFormat,
-    UnsafePath,
-    Unsupported,
-    located,
-)
+from holdfast.errors import Corrupted, UnknownFormat, located
+from holdfast.formats.index_file import INDEX, check_mapped, choose_index, claimed_twice, other_copies, read_index, some
 from holdfast.formats.recorded import Recorded, restore
 from holdfast.formats.safetensors.read import Header, HeaderTensors, read_header, refuse_orphans
-from holdfast.formats.safetensors.record import FILES, RECORD, SHARDING_INFO, About, Record, join, read_record, saved_offsets
-from holdfast.formats.strict_json import kind, parse, pointer, quoted
+from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, Record, join, read_record, saved_offsets
 
-__all__ = ["INDEX_SUFFIX", "SUFFIX", "SafetensorsDirectory", "choose_index", "read_index"]
-
-
-INDEX_SUFFIX = ".safetensors.index.json"
-USUAL_INDEX = "model.safetensors.index.json"
-WEIGHT_MAP = "weight_map"
-SHOWN_FILES = 5
-"""Names of missing files that an error lists."""
-
-
-class Index(Value, frozen=True):
-    """What an index says."""
-
-    weight_map: dict[str, str]
-    """The file of every tensor, in the order of the index."""
-    record: object
-    """Holdfast's record; None where there is none."""
-    texts: dict[str, object]
-    """What `metadata` has beside it."""
-
-    @property
-    def files(self) -> list[str]:
-        """Every file that counts, once."""
-        more = self.texts.get(FILES)
-        return list(dict.fromkeys([*self.weight_map.values(), *(more if isinstance(more, list) else ())]))
-
-
-def choose_index(keys: Sequence[str], directory: str) -> str | None:
-    """The index that counts: `model.safetensors.index.json`, else the only one at the top; None where there is none.
-
-    Raises `Unsupported` where there are several and none has the usual name (variants of one model, as diffusers
-    keeps them).
-    """
-    found = [key for key in keys if key.endswith(INDEX_SUFFIX) and "/" not in key and not key.startswith(".")]
-    if USUAL_INDEX in found:
-        return USUAL_INDEX
-    if len(found) > 1:
-        raise Unsupported(
-            f"this directory has {len(found)} indexes ({', '.join(map(quoted, found[:SHOWN_FILES]))}): several "
-            "checkpoints in one place; open one safetensors file, or give one index and its files a directory",
-            file=directory,
-            found=tuple(found),
-        )
-    return found[0] if found else None
-
-
-def read_index(source: Source, key: str) -> Index:
-    """The file of every tensor. Every file is there, and none has a name that leads away.
-
-    Raises `HeaderError`, `LimitExceeded`, `UnsafePath` for a name that is not plain and relative, or `StoreError` for
-    files that are missing.
-    """
-    size = source.store.size(key)
-    if size > source.limits.index_nbytes:
-        raise LimitExceeded(
-            f"an index of {size:,} bytes is more than Limits(index_nbytes={source.limits.index_nbytes:,})",
-            file=key,
-            expected=source.limits.index_nbytes,
-            found=size,
-        )
-    document = parse(source.bytes(key, 0, size), source.limits, file=key)
-    if not isinstance(document, dict):
-        raise HeaderError(f"at $: expected an object, found {kind(document)}", file=key)
-    if WEIGHT_MAP not in document:
-        raise HeaderError(f"at $: the field {WEIGHT_MAP} is missing", file=key)
-    weight_map = document[WEIGHT_MAP]
-    if not isinstance(weight_map, dict):
-        raise HeaderError(f"at {pointer(WEIGHT_MAP)}: expected an object, found {kind(weight_map)}", file=key)
-    present = set(source.store.list())
-    plain: set[str] = set()
-    missing: dict[str, None] = {}
-    metadata = document.get("metadata")
-    beside = metadata if isinstance(metadata, dict) else {}
-    more = beside.get(FILES, [])
-    if not isinstance(more, list):
-        raise HeaderError(f"at {pointer('metadata', FILES)}: expected a list, found {kind(more)}", file=key)
-    for name, file in (*weight_map.items(), *((FILES, file) for file in more)):
-        if not isinstance(file, str):
-            raise HeaderError(f"at {pointer(WEIGHT_MAP, name)}: expected text, found {kind(file)}", file=key, tensor=name)
-        if file not in plain:
-            _check_plain(file, name, key)
-            plain.add(file)
-            if file not in present:
-                missing[file] = None
-    if missing:
-        shown = ", ".join(quoted(file) for file in list(missing)[:SHOWN_FILES])
-        more = f" and {len(missing) - SHOWN_FILES:,} more" if len(missing) > SHOWN_FILES else ""
-        raise StoreError(f"the index names files that are not there: {shown}{more}", file=key, found=tuple(missing))
-    return Index(weight_map, beside.get(RECORD), {name: value for name, value in beside.items() if name != RECORD})
-
-
-def _check_plain(file: str, name: str, key: str) -> None:
-    """Raise `UnsafePath` for anything but a relative path of ordinary names."""
-    if "\\" in file or "\0" in file or any(part in ("", ".", "..") for part in file.split("/")):
-        raise UnsafePath(
-            f"at {pointer(WEIGHT_MAP, name)}: {quoted(file)} is not the plain name of a file inside the directory",
-            file=key,
-            tensor=name,
-            found=file,
-        )
-
+__all__ = ["INDEX_SUFFIX", "SUFFIX", "SafetensorsDirectory"]
 
 SUFFIX = ".safetensors"
+INDEX_SUFFIX = SUFFIX + INDEX
 
 PIECES = "sharded/"
 """The folder of torch's `HuggingFaceStorageWriter` for what is to be consolidated (torch 2.8 and later)."""
-
-SHOWN_NAMES = 5
-"""Names that a message lists before it says how many more there are."""
 
 
 class DirectoryTensors(Mapping[str, LazyTensor]):
@@ -231,16 +114,24 @@ class SafetensorsDirectory:
         places = _places(headers, source)
         notes: list[str] = []
         if weight_map is not None and index is not None:
-            places = _mapped(places, weight_map, headers, index=index, notes=notes)
+            check_mapped(weight_map, {key: header.entries for key, header in headers.items()}, index)
+            left_out = [name for name in places if name not in weight_map]
+            if left_out:
+                # transformers passes over them in silence.
+                shown = some(left_out)
+                notes.append(f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {shown}")
+            places = {name: places[name] for name in weight_map}
             others = [key for key in _at_the_top(keys) if key not in headers]
             if others:
-                notes.append(f"{index!r} does not name {_some(others)}; not read")
+                notes.append(f"{index!r} does not name {some(others)}; not read")
+        notes += other_copies(keys)
         metadata = _common_metadata(headers.values(), notes)
         stored = DirectoryTensors(places, source)
         with located(file=index):
             record = Record()
             if listed is not None:
-                record = read_record(listed.record, About(listed.weight_map, listed.texts), source.limits)
+                texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
+                record = read_record(listed.metadata.get(RECORD), About(listed.weight_map, texts), source.limits)
             alone = next(iter(headers.values())) if listed is None and len(headers) == 1 else None
             recorded = _together(headers.values(), record, stored, alone=alone, notes=notes)
             tensors, tree = restore(stored, recorded, source)
@@ -290,7 +181,7 @@ def _together(
         if not recorded.flat:
             trees.append(header.key)
     if trees:
-        notes.append(f"a tree is recorded in {_some(trees)}; open one alone to see it")
+        notes.append(f"a tree is recorded in {some(trees)}; open one alone to see it")
     return Recorded(aliases, pairs=frozenset(pairs))
 
 
@@ -318,40 +209,9 @@ def _places(headers: Mapping[str, Header], source: Source) -> dict[str, Header |
             continue
         pieces = [(header, begin) for header in holding if (begin := offsets[header.key].get(name)) is not None]
         if len(pieces) != len(holding):
-            raise MetadataError(
-                f"{_some([header.key for header in holding])} all claim this tensor, and do not say that they "
-                "hold pieces of it; open one of them alone",
-                file=holding[-1].key,
-                tensor=name,
-                found=tuple(header.key for header in holding),
-            )
+            raise claimed_twice(name, [header.key for header in holding])
         places[name] = join(name, pieces, source)
     return places
-
-
-def _mapped(
-    places: Mapping[str, Header | LazyTensor],
-    weight_map: Mapping[str, str],
-    headers: Mapping[str, Header],
-    *,
-    index: str,
-    notes: list[str],
-) -> dict[str, Header | LazyTensor]:
-    """What the index names, in its order. Raises where a file lacks it; what the index leaves out becomes a note."""
-    for name, key in weight_map.items():
-        if name not in headers[key].entries:
-            raise MetadataError(
-                f"at {pointer('weight_map', name)}: {quoted(key)} has no such tensor",
-                file=index,
-                tensor=name,
-                found=key,
-            )
-    left_out = [name for name in places if name not in weight_map]
-    if left_out:
-        # transformers passes over them in silence.
-        shown = _some(left_out)
-        notes.append(f"{len(left_out):,} tensors are in the files and not in {index!r}, so not listed: {shown}")
-    return {name: places[name] for name in weight_map}
 
 
 def _common_metadata(headers: Iterable[Header], notes: list[str]) -> dict[str, str]:
@@ -363,11 +223,5 @@ def _common_metadata(headers: Iterable[Header], notes: list[str]) -> dict[str, s
     values.pop(SHARDING_INFO, None)
     differing = [key for key, texts in values.items() if len(texts) > 1]
     if differing:
-        notes.append(f"the files differ in their __metadata__ under {_some(differing)}; open one to see its own")
+        notes.append(f"the files differ in their __metadata__ under {some(differing)}; open one to see its own")
     return {key: texts.pop() for key, texts in values.items() if len(texts) == 1}
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first few of a list of names from a file, in words."""
-    shown = ", ".join(map(quoted, names[:SHOWN_NAMES]))
-    return f"{shown} and {len(names) - SHOWN_NAMES:,} more" if len(names) > SHOWN_NAMES else shown

@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CRC_DIGITS",
-    "FILES",
     "MANIFEST",
     "RECORD",
     "SHARDING_INFO",
@@ -266,9 +265,6 @@ def _checksums(digits: object, names: Mapping[str, object]) -> dict[str, int]:
     numbers = np.frombuffer(bytes.fromhex(digits), ">u4").tolist()
     return dict(zip(names, numbers, strict=True))
 
-
-FILES = "holdfast.files"
-"""Where the metadata of an index lists all files, where some have no more than pieces of tensors (`directory`)."""
 
 SHARDING_INFO = "DCP_SHARDING_INFO"
 """The key in `__metadata__`."""

@@ -29,8 +29,9 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.core.value import Value
 from holdfast.errors import CannotHold
+from holdfast.formats.index_file import FILES
 from holdfast.formats.recorded import PAIRS, find_sharing, sharing_fields
-from holdfast.formats.safetensors.record import CRC_DIGITS, FILES, RECORD, RecordText, checksum_digits, fingerprint
+from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
 from holdfast.formats.tree_json import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
@@ -327,8 +328,11 @@ def index_file(
 
 def _order_notes(state: State, files: list[FileLayout], fields: Mapping[str, object]) -> list[str]:
     """Tensors lie in the order that all writers of the format have, by dtype and name; only a recorded tree remembers another."""
-    written = {name: None for file in files for name in file.places}
-    return [] if "tree" in fields else file_order_notes(list(written), [name for name in state.tensors if name in written])
+    if "tree" in fields:
+        return []
+    aliases = fields.get("aliases", ())
+    assert isinstance(aliases, Mapping | tuple)  # names that a reader puts last
+    return file_order_notes([*(name for file in files for name in file.places), *aliases], list(state.tensors))
 
 
 def file_order_notes(written: list[str], given: list[str]) -> list[str]:

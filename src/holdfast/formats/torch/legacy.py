@@ -13,17 +13,17 @@ from __future__ import annotations
 
 from holdfast.core.chunk import Storage
 from holdfast.core.opaque import Global
-from holdfast.core.protocols import Description, Source
+from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor, Traits
-from holdfast.core.tree import name_tensors
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
 from holdfast.formats.pickle.table import Table
 from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id, storage_dtype
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, strided_view
+from holdfast.formats.torch.zip import SavedFile, SavedFormat
 
-__all__ = ["MAGIC", "StorageIds", "TorchLegacy", "TorchTar", "Window", "begins_like_tar", "locate_storages"]
+__all__ = ["MAGIC", "StorageIds", "TorchLegacy", "TorchTar", "Window", "begins_like_tar", "locate_storages", "refuse_tar"]
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
@@ -33,21 +33,18 @@ WINDOW_NBYTES = 1 << 20
 """Bytes read at first; most objects pickle to less. It grows fourfold while a stream asks for more."""
 
 
-class TorchLegacy:
+class TorchLegacy(SavedFormat):
     """The stream container."""
 
     name = "torch-legacy"
 
-    def matches(self, source: Source) -> bool:
+    def begins(self, source: Source, key: str) -> bool:
         """The magic number, whatever protocol wrote it, is among the first bytes."""
-        key = source.store.single
-        if key is None:
-            return False
         head = source.bytes(key, 0, min(64, source.store.size(key)))
         return MAGIC_BYTES in head or str(MAGIC).encode() in head
 
-    def describe(self, source: Source) -> Description:
-        (key,) = source.store.list()
+    def read(self, source: Source, key: str) -> SavedFile:
+        refuse_tar(source, key, self.name)
         window = Window(source, key)
         magic, at = window.stream(0, Table(), "pickle 1")
         if magic.value != MAGIC:
@@ -73,9 +70,8 @@ class TorchLegacy:
             return pid[1] if _is_module(pid) else storages.persistent(pid)  # type: ignore[index]  # _is_module checked it
 
         built, stop = window.stream(begin, TorchTable(source, persistent), "pickle 4")
-        named = name_tensors(built.value, source.limits, stop - begin)
-        notes = [f"the file carries the source text of {len(ids.modules)} classes"] if ids.modules else []
-        return Description(self.name, named.tensors, built.value, built.foreign, (*notes, *named.notes))
+        notes = (f"the file carries the source text of {len(ids.modules)} classes",) if ids.modules else ()
+        return SavedFile(self.name, built.value, stop - begin, built.foreign, notes)
 
 
 class Window:
@@ -174,7 +170,7 @@ SMALL_PICKLE_NBYTES = 4096
 """The pickles between the numbers hold a count or three short texts."""
 
 
-class TorchTar:
+class TorchTar(SavedFormat):
     """The tar container.
 
         storages   pickle(count); for each: pickle((key, location, storage class)), int64 element count, elements;
@@ -189,15 +185,13 @@ class TorchTar:
 
     name = "torch-tar"
 
-    def matches(self, source: Source) -> bool:
-        key = source.store.single
-        if key is None or source.store.size(key) < BLOCK_NBYTES:
+    def begins(self, source: Source, key: str) -> bool:
+        if source.store.size(key) < BLOCK_NBYTES:
             return False
         head = source.bytes(key, 0, BLOCK_NBYTES)
         return head[257:262] == b"ustar" or (head.split(b"\0", 1)[0].decode("latin-1") in MEMBERS and _checksum_ok(head))
 
-    def describe(self, source: Source) -> Description:
-        (key,) = source.store.list()
+    def read(self, source: Source, key: str) -> SavedFile:
         members = read_members(source, key)
         missing = [name for name in MEMBERS if name not in members]
         if missing:
@@ -221,8 +215,7 @@ class TorchTar:
         done = interpret_whole(
             source.bytes(key, start, stop), TorchTable(source, persistent), limits=source.limits, stream="pickle"
         )
-        named = name_tensors(done.value, source.limits, stop - start)
-        return Description(self.name, named.tensors, done.value, done.foreign, tuple(named.notes))
+        return SavedFile(self.name, done.value, stop - start, done.foreign)
 
 
 def read_members(source: Source, key: str) -> dict[str, tuple[int, int]]:
@@ -281,6 +274,16 @@ def begins_like_tar(head: bytes) -> bool:
     unsigned = sum(head[:148]) + 256 + sum(head[156:BLOCK_NBYTES])
     signed = unsigned - 256 * sum(c > 127 for c in head[:148] + head[156:BLOCK_NBYTES])
     return int(field, 8) in (unsigned, signed)
+
+
+def refuse_tar(source: Source, key: str, format: str) -> None:
+    """Raise `FormatError` for a file that torch would load as a tar, whatever else it is: a header is told by a checksum alone."""
+    if begins_like_tar(source.bytes(key, 0, min(source.store.size(key), BLOCK_NBYTES))):
+        raise FormatError(
+            f"the file is {format} and a tar at once, and torch would load the tar: it was made to show one thing and load "
+            "another; `holdfast scan` shows what both would do",
+            file=key,
+        )
 
 
 class Cursor:

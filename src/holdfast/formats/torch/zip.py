@@ -11,19 +11,23 @@ Reading: the directory of the zip, the small text records, the pickles. Storages
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
+
+from msgspec import field
 
 from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Description, Foreign, Source
 from holdfast.core.tree import name_tensors
+from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, MetadataError, PickleError, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import Rows, StorageId, Storages
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.zip.reader import Archive, Record, read_archive
 
-__all__ = ["Payloads", "PickleReader", "TorchZip", "begins_like_zip", "record_bytes", "saved_archive"]
+__all__ = ["Payloads", "PickleReader", "SavedFile", "SavedFormat", "TorchZip", "record_bytes", "saved_archive"]
 
 
 TEXT_NBYTES = 64
@@ -33,23 +37,63 @@ VERSIONS = range(1, 11)
 """What torch's reader accepts; `torch.save` writes 3."""
 
 
-class TorchZip:
+class SavedFile(Value, frozen=True):
+    """What one file of `torch.save` holds; nothing of it was executed, and no tensor read."""
+
+    format: str
+    tree: object
+    nbytes: int
+    """Bytes of its pickle."""
+    foreign: tuple[Foreign, ...] = ()
+    notes: tuple[str, ...] = ()
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+class SavedFormat:
+    """A container of `torch.save`, in a store of its own or as one file of a folder."""
+
+    name: str
+
+    def begins(self, source: Source, key: str) -> bool:
+        """Whether a file begins like this container."""
+        raise NotImplementedError
+
+    def read(self, source: Source, key: str) -> SavedFile:
+        """What a file holds. Its tensors lie in the store of the source, under the key of the file."""
+        raise NotImplementedError
+
+    def matches(self, source: Source) -> bool:
+        key = source.store.single
+        return key is not None and self.begins(source, key)
+
+    def describe(self, source: Source) -> Description:
+        (key,) = source.store.list()
+        saved = self.read(source, key)
+        named = name_tensors(saved.tree, source.limits, saved.nbytes)
+        notes = (*saved.notes, *named.notes)
+        return Description(saved.format, named.tensors, saved.tree, saved.foreign, notes, saved.metadata)
+
+
+class TorchZip(SavedFormat):
     """`torch.save`'s container."""
 
     name = "torch-zip"
 
-    def matches(self, source: Source) -> bool:
-        return begins_like_zip(source)
+    def begins(self, source: Source, key: str) -> bool:
+        return source.store.size(key) >= 4 and source.bytes(key, 0, 4) == b"PK\3\4"
 
-    def describe(self, source: Source) -> Description:
-        (key,) = source.store.list()
+    def read(self, source: Source, key: str) -> SavedFile:
         archive = saved_archive(source, key)
-        if archive.get("constants.pkl") is not None:
-            return describe_script(source, key, archive)
         reader = PickleReader(source, key, archive)
         tree, nbytes = reader.read("data.pkl", "data/")
-        named = name_tensors(tree, source.limits, nbytes)
-        return Description(self.name, named.tensors, tree, reader.foreign(), (*reader.notes, *named.notes), reader.metadata)
+        if archive.get("constants.pkl") is None:
+            return SavedFile(self.name, tree, nbytes, reader.foreign(), tuple(reader.notes), reader.metadata)
+        # The attributes of a scripted module have the names that its `state_dict()` has; its constants stand beside them.
+        constants, more = reader.read("constants.pkl", "constants/")
+        whole = tree if isinstance(constants, tuple) and not constants else {"module": tree, "constants": constants}
+        code = sum(1 for name in archive.records if "/code/" in name)
+        note = f"a TorchScript archive: its {code} code records are listed and never run; the tensors are read as data"
+        return SavedFile(TorchScript.name, whole, nbytes + more, reader.foreign(), (note, *reader.notes), reader.metadata)
 
 
 def saved_archive(source: Source, key: str) -> Archive:
@@ -67,25 +111,6 @@ class TorchScript(TorchZip):
     """A TorchScript archive, read as data: named for those who list formats; `TorchZip` recognises it."""
 
     name = "torchscript"
-
-
-def begins_like_zip(source: Source) -> bool:
-    key = source.store.single
-    return key is not None and source.store.size(key) >= 4 and source.bytes(key, 0, 4) == b"PK\3\4"
-
-
-def describe_script(source: Source, key: str, archive: Archive) -> Description:
-    """The attributes of a scripted module under the names that its `state_dict()` has, and its constants beside."""
-    reader = PickleReader(source, key, archive)
-    tree, nbytes = reader.read("data.pkl", "data/")
-    constants, more = reader.read("constants.pkl", "constants/")
-    whole = tree if isinstance(constants, tuple) and not constants else {"module": tree, "constants": constants}
-    named = name_tensors(whole, source.limits, nbytes + more)
-    code = sum(1 for name in archive.records if "/code/" in name)
-    note = f"a TorchScript archive: its {code} code records are listed and never run; the tensors are read as data"
-    return Description(
-        TorchScript.name, named.tensors, whole, reader.foreign(), (note, *reader.notes, *named.notes), reader.metadata
-    )
 
 
 def record_bytes(source: Source, key: str, record: Record, most: int | None = None) -> bytes:

@@ -7,6 +7,6 @@ rows              there, with very many tensors
 from __future__ import annotations
 
 from holdfast.formats.tree_json.decode import DecodedTree, decode_tree, json_limits
-from holdfast.formats.tree_json.encode import EncodedTree, encode_tree
+from holdfast.formats.tree_json.encode import EncodedTree, encode_tree, flat_tree
 
-__all__ = ["DecodedTree", "EncodedTree", "decode_tree", "encode_tree", "json_limits"]
+__all__ = ["DecodedTree", "EncodedTree", "decode_tree", "encode_tree", "flat_tree", "json_limits"]

@@ -30,7 +30,7 @@ from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultD
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.tree_json import scalars
 
-__all__ = ["TAG", "EncodedTree", "Encoder", "encode_tree", "encoded_by"]
+__all__ = ["TAG", "EncodedTree", "Encoder", "encode_tree", "encoded_by", "flat_tree"]
 
 TAG = "$"
 """The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
@@ -55,6 +55,12 @@ PROBLEM_CHARACTERS = 4 << 20
 
 FILLERS = {made: name for name, made in PLAIN_TYPES.items()} | {OrderedDict: "OrderedDict"}
 """What fills a defaultdict, and its name."""
+
+
+def flat_tree(names: Iterable[str]) -> object:
+    """The tree of a plain dict of tensors under their own names."""
+    entries = {name: {TAG: "tensor", "name": name} for name in names}
+    return {TAG: "dict", "entries": entries} if any(name.startswith(TAG) for name in entries) else entries
 
 
 class EncodedTree(Value, frozen=True):

@@ -218,9 +218,9 @@ def _no_end(source: Source, key: str, start: int, *, stop: int) -> ZipError | Tr
     """Why the last 22 bytes are no end record: the two reasons ask for different things to be done."""
     near = max(start, stop - COMMENT_REACH)
     found = source.bytes(key, near, stop).rfind(b"PK\5\6")
-    if found < 0:
+    if found < 0 or near + found > stop - END.size:  # none, or one that is cut
         return Truncated(
-            "zip archive: there is no end record; the file was cut short or never finished, get or save it again",
+            "zip archive: there is no whole end record; the file was cut short or never finished, get or save it again",
             file=key,
             offset=stop,
         )

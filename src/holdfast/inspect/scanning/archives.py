@@ -184,7 +184,7 @@ def _zstd_pieces(span: Span, most: int) -> Iterator[bytes]:
     try:
         import zstandard
     except ImportError:
-        raise Unpacking("compressed with zstd, which takes the package zstandard: pip install 'holdfast[zstd]'") from None
+        raise Unpacking("compressed with zstd, which takes the package zstandard: pip install zstandard") from None
     reader = cast(IO[bytes], _Reader(span))
     stream = zstandard.ZstdDecompressor(max_window_size=WINDOW_NBYTES).stream_reader(reader, read_across_frames=True)
     try:

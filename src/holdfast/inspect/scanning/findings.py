@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import translate
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from holdfast.core.opaque import Global, Opaque
+from holdfast.core.patterns import Glob, glob
 from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.text import clip
 from holdfast.core.value import Value, replace
-from holdfast.errors import StoreError
+from holdfast.errors import NoSuchPath, StoreError
 from holdfast.formats.pickle.recording import Seen
 from holdfast.inspect.brief import brief, root_global
 from holdfast.inspect.severity import ORDER, Severity, judge
 from holdfast.stores.paths import local_path
 
-__all__ = ["Allowed", "Finding", "Findings", "gather"]
+__all__ = ["Allowed", "Finding", "Findings", "places_of"]
 
 
 MOST_FINDINGS = 10_000
@@ -79,7 +79,7 @@ class Findings:
 
     def seen(self, seen: Seen, stream: str, begin: int, *, ordinary: str = "") -> Severity:
         """One global of a stream that begins at byte `begin`; with a reason why it is ordinary after all, if it is."""
-        severity, reason = judge(seen.what, seen.uses, telling=seen.telling)
+        severity, reason = judge(seen.what, seen.uses, given=seen.given)
         if ordinary:
             severity, reason = "known", ordinary
         if severity == "safe":
@@ -104,7 +104,7 @@ MOST_NBYTES = 1 << 20
 class Allowed(Value, frozen=True):
     """Patterns; none by default.
 
-    What a person said is known to them: patterns for `module.name`, as in file names.
+    What a person said is known to them: globs of `module.name`, each for the whole of it.
 
         # one a line; empty lines and what follows a # do not count
         mymodel.*
@@ -114,7 +114,7 @@ class Allowed(Value, frozen=True):
     carries (Python source, native code, several formats in one) has no module and cannot be allowed.
     """
 
-    patterns: tuple[re.Pattern[str], ...] = ()
+    patterns: tuple[Glob, ...] = ()
 
     @classmethod
     def given(cls, allow: str | os.PathLike[str] | Iterable[str] | None) -> Allowed:
@@ -123,7 +123,7 @@ class Allowed(Value, frozen=True):
             return cls()
         lines = _lines(allow) if isinstance(allow, str | os.PathLike) else list(allow)
         texts = [line.partition("#")[0].strip() for line in lines]
-        return cls(tuple(re.compile(translate(text)) for text in texts if text))
+        return cls(tuple(glob(text) for text in texts if text))
 
     def mark(self, findings: tuple[Finding, ...]) -> tuple[Finding, ...]:
         """The findings, those that fit marked as allowed."""
@@ -132,7 +132,7 @@ class Allowed(Value, frozen=True):
         return tuple(replace(f, allowed=True) if f.uses and self._fits(f.what) else f for f in findings)
 
     def _fits(self, what: str) -> bool:
-        return any(pattern.match(what) for pattern in self.patterns)
+        return any(pattern.matches(what) for pattern in self.patterns)
 
 
 def _lines(given: str | os.PathLike[str]) -> list[str]:
@@ -141,26 +141,18 @@ def _lines(given: str | os.PathLike[str]) -> list[str]:
         with open(path, encoding="utf-8") as file:
             text = file.read(MOST_NBYTES + 1)
     except (OSError, UnicodeDecodeError) as error:
-        raise StoreError(f"the list of what is allowed cannot be read: {error}", file=path) from None
+        kind = NoSuchPath if isinstance(error, FileNotFoundError) else StoreError
+        raise kind(f"the list of what is allowed cannot be read: {error}", file=path) from None
     if len(text) > MOST_NBYTES:
         raise StoreError(f"a list of what is allowed of more than {MOST_NBYTES:,} characters", file=path)
     return text.splitlines()
 
 
 KEPT = 3
-"""Calls and places of one global that are kept: enough to see what it does."""
+"""Places of one global that are kept: enough to find it."""
 
 
-class Evidence(Struct):
-    """What the tree says about one global."""
-
-    calls: list[str] = field(default_factory=list)
-    """`os.system('echo hi')`: objects that would have come out of a call, in short."""
-    arguments: bool = False
-    """Whether any of these has arguments."""
-    paths: list[str] = field(default_factory=list)
-    nested: list[bytes] = field(default_factory=list)
-    """Arguments of bytes: streams inside the stream, for the loaders that take one."""
+KEY_CHARACTERS = 200
 
 
 class Place(Struct):
@@ -174,54 +166,42 @@ class Place(Struct):
         step: Place | None = self
         while step is not None and len(parts) < 100:
             if step.key:
-                parts.append(step.key)
+                # Cut, since many objects may have one long key above them.
+                parts.append(clip(step.key, KEY_CHARACTERS))
             step = step.before
         return ".".join(reversed(parts))
 
 
-def gather(tree: object) -> dict[Global, Evidence]:
-    """The evidence for every global in a tree.
+def places_of(tree: object) -> dict[str, tuple[str, ...]]:
+    """The first few places in a tree of every global, and of the objects that would have come out of one.
 
     A walk over everything that a pickle left behind, attributes and arguments included, each object once, without
-    recursion.
+    recursion. A reference to something costs the same whatever that is.
     """
-    found: dict[Global, Evidence] = {}
+    found: dict[Global, list[str]] = {}
     seen: set[int] = set()
     # Values stay referenced by the tree while this runs, so an id belongs to one of them.
     waiting: list[tuple[object, Place]] = [(tree, Place("", None))]
     while waiting:
         value, place = waiting.pop()
         if isinstance(value, Global):
-            _note(found.setdefault(value, Evidence()), place)
+            _note(found.setdefault(value, []), place)
             continue
         if not isinstance(value, dict | list | tuple | set | frozenset | Opaque | Composite | LazyTensor) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, Opaque):
-            _note_object(found, value, place)
+        root = root_global(value) if isinstance(value, Opaque) else None
+        if root is not None:
+            _note(found.setdefault(root, []), place)
         waiting += reversed([(inside, Place(key, place)) for key, inside in _inside(value)])
-    return found
+    return {str(what): tuple(paths) for what, paths in found.items()}
 
 
-def _note(evidence: Evidence, place: Place) -> None:
-    if len(evidence.paths) < KEPT:
+def _note(paths: list[str], place: Place) -> None:
+    if len(paths) < KEPT:
         text = place.text()
-        if text and text not in evidence.paths:
-            evidence.paths.append(text)
-
-
-def _note_object(found: dict[Global, Evidence], value: Opaque, place: Place) -> None:
-    root = root_global(value)
-    if root is None:
-        return
-    evidence = found.setdefault(root, Evidence())
-    _note(evidence, place)
-    evidence.arguments = evidence.arguments or bool(value.args or value.kwargs)
-    evidence.nested += [a for a in value.args if isinstance(a, bytes)]
-    if len(evidence.calls) < KEPT:
-        call = brief(value, 80)
-        if call not in evidence.calls:
-            evidence.calls.append(call)
+        if text and text not in paths:
+            paths.append(text)
 
 
 def _inside(value: object) -> Iterator[tuple[str, object]]:

@@ -128,7 +128,7 @@ function makeScale(measure) {
     return { measure, kind: "category", swatch: (value, palette) => of(palette)[value % of(palette).length], zero: () => false };
   }
   const log = measure.scale === "log";
-  const healthy = measure.key === SICK; // where none is NaN, zero is well and not worth a mark
+  const healthy = measure.key === SICK || measure.key === APPEARED; // where none is NaN, zero is well and not worth a mark
   const toScale = log ? (value) => Math.log10(Math.abs(value)) : (value) => value;
   const usable = measure.values.filter((value) => !Number.isNaN(value) && (!log || value !== 0));
   let { low, high, below, above } = ends(usable.map(toScale));

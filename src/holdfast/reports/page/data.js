@@ -4,6 +4,7 @@
 
 const STATES = ["same", "changed", "added", "removed", "renamed", "not comparable"];
 const SICK = "nonfinite";
+const APPEARED = "appeared"; // of a diff: elements that became NaN or infinite
 
 async function readDocument() {
   const packed = atob(byId("holdfast-data").textContent.trim());
@@ -63,7 +64,7 @@ function makeModel(doc) {
   const ties = groupsOf(tensors.tie);
   const nbytes = Float64Array.from(tensors.nbytes);
   const measures = allMeasures(doc);
-  const sickness = measures.find((measure) => measure.key === SICK);
+  const sickness = measures.filter(({ key }) => key === SICK || key === APPEARED);
   // Bytes that several names share are drawn once, at the name that has most of them.
   const area = nbytes.slice();
   for (const members of ties.values()) {
@@ -87,7 +88,7 @@ function makeModel(doc) {
     expert: tensors.expert ? Int32Array.from(tensors.expert) : new Int32Array(count).fill(-1),
     roles: tensors.role.labels,
     state: tensors.state || null,
-    sick: Uint8Array.from({ length: count }, (_, at) => (sickness && sickness.values[at] > 0 ? 1 : 0)),
+    sick: Uint8Array.from({ length: count }, (_, at) => (sickness.some(({ values }) => values[at] > 0) ? 1 : 0)),
     dtype: (at) => tensors.dtype.labels[tensors.dtype.at[at]],
     shape: (at) => tensors.shape.labels[tensors.shape.at[at]],
     file: (at) => tensors.file.labels[tensors.file.at[at]],
@@ -111,7 +112,7 @@ function measureText(measure, value) {
 
 // What the chosen measure says of a tensor, with its name.
 function measured(model, measure, at) {
-  const sick = model.sick[at] && measure.key !== SICK ? ", has NaN or Inf" : "";
+  const sick = model.sick[at] && measure.key !== SICK && measure.key !== APPEARED ? ", has NaN or Inf" : "";
   return `${measure.label}: ${measureText(measure, measure.values[at])}${sick}`;
 }
 

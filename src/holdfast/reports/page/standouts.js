@@ -1,4 +1,4 @@
-// What a person would look for first, found by the numbers: NaN and Inf, tensors that are all zero, tensors far from the others of
+// What a person would look for first, found by the numbers: NaN and Inf, those that appeared before all others, tensors that are all zero, tensors far from the others of
 // their role, and those that did not change while their siblings did. Each is a line with a link; few, the worst first.
 
 const MOST = 6; // lines of one kind
@@ -58,10 +58,17 @@ function findStandouts(model) {
   const everyone = Array.from({ length: model.count }, (_, at) => at);
   const found = [];
   const add = (kind, tensors, text) => tensors.length && found.push({ kind, tensors, text });
+  const appeared = measureOf(APPEARED);
+  if (appeared)
+    add(
+      "NaN or Inf appeared",
+      everyone.filter((at) => appeared.values[at] > 0).sort((a, b) => appeared.values[b] - appeared.values[a]),
+      (at) => plural(appeared.values[at], "element"),
+    );
   const sick = measureOf(SICK);
   add(
     "NaN or Inf",
-    everyone.filter((at) => model.sick[at]),
+    everyone.filter((at) => sick && sick.values[at] > 0),
     (at) => {
       return sick.scale === "share" ? measureText(sick, sick.values[at]) : plural(sick.values[at], "element");
     },
@@ -116,7 +123,7 @@ function drawStandouts(page) {
   const { model } = page;
   const list = empty(byId("standouts-list"));
   for (const { kind, tensors, text } of page.standouts) {
-    const line = make("li", "", make("span", kind === "NaN or Inf" ? "flag NaN" : "flag", kind));
+    const line = make("li", "", make("span", kind.startsWith("NaN") ? "flag NaN" : "flag", kind));
     tensors.slice(0, MOST).forEach((at) => {
       const link = button(clipped(model.names[at], 80), "link", () => page.open(at, link));
       const said = text(at);

@@ -4,6 +4,7 @@
 const ROW = 29; // pixels; page.css says the same
 const BEFORE = 8; // rows above and below the window, so that fast scrolling shows no gap
 const PRINTED = 400; // rows on paper
+const natural = new Intl.Collator("en", { numeric: true }); // layer 2 before layer 10
 
 function classOf(column) {
   return ["number", "wide", "extra", "sized", "roomy", "loose", "name"].filter((key) => column[key]).join(" ");
@@ -67,6 +68,7 @@ function makeTable(host, { label, columns, open, height = 14 }) {
       order.sort((a, b) => {
         const [left, right] = [keys.get(a), keys.get(b)];
         if (none(left) || none(right)) return none(left) - none(right);
+        if (typeof left === "string") return sign * natural.compare(left, right);
         return left < right ? -sign : left > right ? sign : 0;
       });
     }

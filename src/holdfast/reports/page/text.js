@@ -118,8 +118,64 @@ function globSet(chars, from) {
   return { takes: (char) => ranges.some(([low, high]) => low <= char && char <= high) !== not, stop: at + 1 };
 }
 
-// A glob as on the command line, with *, ? and […]: a test of names.
+const MOST_GLOBS = 2000; // that the braces of one may stand for
+
+// The globs without braces that a glob stands for, as on the command line: {a,b} and {0..19}. Braces that are not closed, or are
+// around one thing, are characters; so are those of a glob that would stand for too many.
+function globsOf(pattern) {
+  const numbers = /^\{([0-9]{1,15})\.\.([0-9]{1,15})\}/;
+  const step = (at) => {
+    const set = pattern[at] === "[" && /^\[!?\]?[^\]]*\]/.exec(pattern.slice(at));
+    return set ? set[0].length : 1;
+  };
+  const pairs = new Map(); // from a brace to what is in it: where it and its commas are
+  const open = [];
+  for (let at = 0; at < pattern.length; at += step(at)) {
+    if (pattern[at] === "{") open.push([at]);
+    else if (pattern[at] === "," && open.length) open[open.length - 1].push(at);
+    else if (pattern[at] === "}" && open.length) {
+      const own = [...open.pop(), at];
+      if (own.length > 2) pairs.set(own[0], own);
+    }
+  }
+  let many = 1;
+  const read = (from, to) => {
+    let made = [""];
+    for (let at = from; at < to; ) {
+      const range = numbers.exec(pattern.slice(at, to));
+      const places = pairs.get(at);
+      let next = [pattern.slice(at, at + step(at))];
+      let stop = at + step(at);
+      if (range) {
+        const [low, high] = [range[1], range[2]].sort((a, b) => a - b);
+        const width = [low, high].some((text) => /^0./.test(text)) ? Math.max(low.length, high.length) : 0;
+        many *= high - low + 1;
+        if (many > MOST_GLOBS) return null;
+        next = Array.from({ length: high - low + 1 }, (_, n) => String(Number(low) + n).padStart(width, "0"));
+        stop = at + range[0].length;
+      } else if (places) {
+        const parts = places.slice(1).map((place, n) => read(places[n] + 1, place));
+        if (parts.includes(null)) return null;
+        next = parts.flat();
+        many *= next.length;
+        if (many > MOST_GLOBS) return null;
+        stop = places[places.length - 1] + 1;
+      }
+      made = made.flatMap((one) => next.map((other) => one + other));
+      at = stop;
+    }
+    return made;
+  };
+  return read(0, pattern.length) ?? [pattern];
+}
+
+// A glob as on the command line, with *, ?, […], {a,b} and {0..19}: a test of names. A name in full always means itself.
 function globTest(pattern) {
+  const tests = globsOf(pattern).map(globWithoutBraces);
+  return (name) => name === pattern || tests.some((test) => test(name));
+}
+
+function globWithoutBraces(pattern) {
   const chars = Array.from(pattern);
   const steps = [];
   for (let at = 0; at < chars.length;) {
@@ -163,7 +219,7 @@ function globMatches(steps, text) {
 // without a wildcard is looked for anywhere. Where words are told apart by case, so they are here.
 function nameFilter(typed) {
   const words = typed.split(/\s+/).filter((word) => word && word !== "!");
-  const asTest = (word) => (/[*?[]/.test(word) ? globTest(word) : (name) => name.includes(word));
+  const asTest = (word) => (/[*?[{]/.test(word) ? globTest(word) : (name) => name.includes(word));
   const wanted = words.filter((word) => word[0] !== "!").map(asTest);
   const unwanted = words.filter((word) => word[0] === "!").map((word) => asTest(word.slice(1)));
   if (!words.length) return null;

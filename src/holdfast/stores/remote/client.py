@@ -1,12 +1,16 @@
 """`Bucket`: every request to an object store, and what its answers mean.
 
 1. A range is asked for together with the etag of what was opened: another object under the same key is `Replaced`, not a mixture.
-2. obstore repeats what may be repeated (server errors, lost connections) with growing pauses. A body that ends too early, or a
-   range that is not the one that was asked for, is asked for again here, a few times.
-3. A request that takes much longer than others of its size is sent a second time (`patience`); the first answer counts.
-4. A put that has a condition may succeed and lose its answer: obstore repeats it, and is told that something is there already. So
-   nobody concludes anything from such an answer; whoever puts with a condition reads back what is there (engine/commit/remote).
-5. Messages have the URL of the object and what the server meant. Never what obstore says, which may have signed URLs in it.
+2. What changes nothing when it is done twice is asked again by one rule (`_again`), whatever it is: a range, what there is to say
+   of an object, a page of a list, an object without a condition, a deletion, a copy. After a failure that may pass (5xx, a lost
+   connection, a body that breaks off, a range that is not the one that was asked for), with growing pauses, at most `RETRIES` times
+   and for three minutes. obstore repeats most of these by itself, and says how often: that counts.
+3. What is not repeated: a put with a condition, and the beginning and the end of an upload in parts. Such a put may succeed and
+   lose its answer; sent again, it is told that something is there already. So nobody concludes anything from such an answer;
+   whoever puts with a condition, or ends an upload, looks what is there (engine/commit/remote).
+4. A request that takes much longer than others of its size is sent a second time (`patience`); the first answer counts.
+5. Messages have the URL of the object, what the server meant, and how often it was asked. Never what obstore says, which may have
+   signed URLs in it.
 """
 
 from __future__ import annotations
@@ -14,22 +18,24 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.core.runtime import at_fork, renewed
 from holdfast.core.value import Value
-from holdfast.errors import HoldfastError, LimitExceeded, Replaced, StoreError, Truncated, Unsupported
-from holdfast.stores.remote.patience import Patience
+from holdfast.errors import HoldfastError, LimitExceeded, NotCommitted, StoreError, Truncated, Unsupported
+from holdfast.stores.remote import loop
+from holdfast.stores.remote.failures import Taken, may_pass, reason, refused, repeated
+from holdfast.stores.remote.loop import answered, given_back, lent, until, waited
+from holdfast.stores.remote.patience import AGAIN_S, FIRST_S, LONGEST_S, Patience, pauses
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
 
 if TYPE_CHECKING:
-    from obstore import GetOptions, GetResult, ObjectMeta, PutMode, WritableFile
+    from obstore import AsyncWritableFile, GetOptions, GetResult, ObjectMeta, PutMode
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 __all__ = ["Bucket", "Found", "Got", "Taken", "Upload", "bucket_of"]
@@ -38,10 +44,10 @@ T = TypeVar("T")
 Buffer = bytes | memoryview
 
 RETRIES = 8
-"""How often the client repeats a request that may be repeated."""
+"""How often a request that may be repeated is: by obstore, by us, and in all."""
 
-TRIES = 4
-"""How often an answer that is not what was asked for is asked for again."""
+LISTED = 1000
+"""Keys of a list that are taken at a time: as many as S3 puts on a page."""
 
 PARTS = 10_000
 """Parts that an upload may have."""
@@ -53,10 +59,6 @@ PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"
 """Set in the environment, this lets requests to S3 go without checksums, for a server that refuses them."""
 
 ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
-
-
-class Taken(StoreError):
-    """A condition that a put had did not hold: something else is there, or is there by now."""
 
 
 class Found(Value, frozen=True):
@@ -80,20 +82,36 @@ class Got(Value, frozen=True):
 class Upload:
     """What an object is written to, from front to back."""
 
-    def __init__(self, bucket: Bucket, key: str) -> None:
-        self._bucket, self._key = bucket, key
-        self.file: WritableFile | None = None
+    def __init__(self, bucket: Bucket, key: str, file: AsyncWritableFile) -> None:
+        self._bucket, self._key, self._file = bucket, key, file
+        self._lent: list[memoryview] = []
+        """What the client has not uploaded yet, as far as anybody looked."""
         self.nbytes = 0
 
     def write(self, data: Buffer, /) -> int:
-        assert self.file is not None
+        whole = memoryview(data)
+        for start in range(0, whole.nbytes, PART_NBYTES):
+            self._lent = [one for one in self._lent if not given_back(one)]
+            self._lent.append(whole[start : start + PART_NBYTES])
+            self._bucket.once(self._write, self._key, "uploading it")
+        self.nbytes += whole.nbytes
+        return whole.nbytes
+
+    async def _write(self) -> None:
+        # What is half written cannot be given up: who is interrupted here goes, and this is waited for before that.
+        await asyncio.shield(answered(self._file.write(self._lent[-1])))
+
+    async def end(self, *, whole: bool) -> None:
+        """Make an object of what was written, or nothing."""
         try:
-            for start in range(0, memoryview(data).nbytes, PART_NBYTES):
-                self.file.write(memoryview(data)[start : start + PART_NBYTES])
-        except Exception as error:
-            raise self._bucket.refused(error, self._key, "uploading it") from None
-        self.nbytes += memoryview(data).nbytes
-        return memoryview(data).nbytes
+            await answered(self._file.close() if whole else self._file.__aexit__(NotCommitted, None, None))
+        finally:
+            await self.drop()
+
+    async def drop(self) -> None:
+        """Stop, wherever it is."""
+        self.__dict__.pop("_file", None)
+        await until(lambda: self._bucket.keeps or all(map(given_back, self._lent)))
 
 
 class Bucket:
@@ -102,6 +120,8 @@ class Bucket:
     def __init__(self, root: str, client: ObjectStore) -> None:
         self.root = root
         self.client = client
+        self.keeps = type(client).__name__ == "MemoryStore"
+        """Whether what is put is not sent anywhere, but kept where it is."""
         self.patience = Patience()
         self.conditions: bool | None = None
         """Whether the store keeps the conditions of a put, once somebody has tried."""
@@ -134,14 +154,14 @@ class Bucket:
         """What there is to say of an object."""
         import obstore
 
-        return _found(self._run(lambda: obstore.head_async(self.client, key), key, "looking at it"))
+        return _found(self._run(lambda: answered(obstore.head_async(self.client, key)), key, "looking at it"))
 
     def described(self, key: str) -> Got:
         """What there is to say of an object, with its attributes and without its content."""
         import obstore
 
         async def ask() -> Got:
-            result = await obstore.get_async(self.client, key, options={"head": True})
+            result = await answered(obstore.get_async(self.client, key, options={"head": True}))
             attributes = {str(name): value for name, value in result.attributes.items()}
             return Got(memoryview(b""), 0, _found(result.meta), attributes)
 
@@ -151,21 +171,42 @@ class Bucket:
         """All objects whose keys begin with a prefix that ends with a slash (or all), sorted by key."""
         import obstore
 
-        async def collect() -> list[Found]:
-            rows: list[Found] = []
-            async for batch in obstore.list(self.client, prefix.rstrip("/") or None, chunk_size=1000):
-                rows += map(_found, batch)
+        rows: list[Found] = []
+        pages: AsyncIterator[Sequence[ObjectMeta]] | None = None
+
+        async def page() -> Sequence[ObjectMeta]:
+            """The next; none at the end. After a failure the list goes on behind what came, or anew where it has no order."""
+            nonlocal pages
+            if pages is None:
+                keys = [one.key for one in rows]
+                if keys != sorted(keys):
+                    rows.clear()
+                last = rows[-1].key if rows else None
+                pages = aiter(obstore.list(self.client, prefix.rstrip("/") or None, offset=last, chunk_size=LISTED))
+            try:
+                return await answered(anext(pages))
+            except StopAsyncIteration:
+                return ()
+            except BaseException:
+                pages = None
+                raise
+
+        async def collect() -> None:
+            while found := await self._again(page, prefix, "listing it", RETRIES):
+                rows.extend(map(_found, found))
                 if len(rows) > most:
                     raise LimitExceeded(f"more objects than Limits(files={most})", file=self.url(prefix), expected=most)
-            return rows
 
-        return sorted(self._run(collect, prefix, "listing it"), key=lambda found: found.key)
+        self._run(collect, prefix, "listing it", again=False)
+        return sorted(rows, key=lambda found: found.key)
 
     def folders(self, prefix: str) -> tuple[list[str], list[Found]]:
         """What lies right below a prefix: names of further prefixes, and objects."""
         import obstore
 
-        found = self._run(lambda: obstore.list_with_delimiter_async(self.client, prefix.rstrip("/") or None), prefix, "listing it")
+        found = self._run(
+            lambda: answered(obstore.list_with_delimiter_async(self.client, prefix.rstrip("/") or None)), prefix, "listing it"
+        )
         return sorted(found["common_prefixes"]), [_found(one) for one in found["objects"]]
 
     def put(
@@ -182,14 +223,14 @@ class Bucket:
 
         mode: PutMode = "create" if create else {"e_tag": match} if match is not None else "overwrite"
         self.requests += 1
-        result = self._run(
-            lambda: obstore.put_async(
-                self.client, key, data, mode=mode, use_multipart=False, attributes=dict(attributes) if attributes else None
-            ),
-            key,
-            "writing it",
-        )
-        return result["e_tag"]
+        given = dict(attributes) if attributes else None
+
+        async def ask() -> str | None:
+            async with lent(data, kept=self.keeps) as view:
+                put = obstore.put_async(self.client, key, view, mode=mode, use_multipart=False, attributes=given)
+                return (await answered(put))["e_tag"]
+
+        return self._run(ask, key, "writing it", again=mode == "overwrite")
 
     @contextmanager
     def uploading(
@@ -200,24 +241,28 @@ class Bucket:
         It is there, all of it, when the block ends; a block that fails leaves nothing.
         """
         import obstore
-        import obstore.exceptions as theirs
 
         part = PART_NBYTES
         while part * PARTS < nbytes:
             part *= 2
         self.requests += max(1, -(-nbytes // part))
-        upload = Upload(self, key)
-        _loop()  # not in a fork
+        given, at_once = dict(attributes) if attributes else None, parts or UPLOADING
+        file = obstore.open_writer_async(self.client, key, buffer_size=part, max_concurrency=at_once, attributes=given)
+        upload = Upload(self, key, file)
+        del file
+        loop.unfinished[upload] = upload.drop
         try:
-            given = dict(attributes) if attributes else None
-            with obstore.open_writer(
-                self.client, key, buffer_size=part, max_concurrency=parts or UPLOADING, attributes=given
-            ) as upload.file:  # fmt: skip
+            try:
                 yield upload
-        except HoldfastError:
-            raise
-        except (theirs.BaseError, OSError) as error:
-            raise self.refused(error, key, "uploading it") from None
+            except BaseException:
+                with suppress(HoldfastError):
+                    self.once(lambda: upload.end(whole=False), key, "uploading it")
+                raise
+            self.once(lambda: upload.end(whole=True), key, "uploading it")
+        except OSError as error:
+            raise refused(error, self.url(key), "uploading it") from None
+        finally:
+            loop.unfinished.pop(upload, None)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete objects; those that are gone already are no matter."""
@@ -227,7 +272,7 @@ class Bucket:
             some = list(keys[first : first + 1000])
 
             def ask(some: list[str] = some) -> Awaitable[None]:
-                return obstore.delete_async(self.client, some)
+                return answered(obstore.delete_async(self.client, some))
 
             try:
                 self._run(ask, some[0], "deleting it")
@@ -240,18 +285,12 @@ class Bucket:
         import obstore
 
         self.requests += 1
-        self._run(lambda: obstore.copy_async(self.client, key, to), key, "copying it")
+        self._run(lambda: answered(obstore.copy_async(self.client, key, to)), key, "copying it")
 
     def _asked(self, key: str, options: GetOptions, etag: str | None, *, nbytes: int, most: int | None = None) -> Got:
         if etag is not None:
             options = {**options, "if_match": etag}
-        for left in reversed(range(TRIES)):
-            try:
-                return self._run(lambda: self._hedged(key, options, nbytes, most), key, "reading it")
-            except Truncated:
-                if not left:
-                    raise
-        raise AssertionError("unreachable")
+        return self._run(lambda: self._hedged(key, options, nbytes, most), key, "reading it")
 
     async def _hedged(self, key: str, options: GetOptions, nbytes: int, most: int | None) -> Got:
         """One answer, of the first request or of a second one that was sent when the first was late."""
@@ -278,7 +317,7 @@ class Bucket:
         import obstore
 
         self.requests += 1
-        result: GetResult = await obstore.get_async(self.client, key, options=options)
+        result: GetResult = await answered(obstore.get_async(self.client, key, options=options))
         found = _found(result.meta)
         if most is not None and found.nbytes > most:
             raise LimitExceeded(
@@ -288,7 +327,7 @@ class Bucket:
                 found=found.nbytes,
             )
         start, stop = result.range
-        data = memoryview(await result.bytes_async())
+        data = memoryview(await answered(result.bytes_async()))
         wanted = options.get("range")
         if data.nbytes != stop - start or (isinstance(wanted, tuple) and start != wanted[0]):
             raise Truncated(
@@ -298,75 +337,29 @@ class Bucket:
             )
         return Got(data, start, found, {str(name): value for name, value in result.attributes.items()})
 
-    def _run(self, ask: Callable[[], Awaitable[T]], key: str, doing: str) -> T:
-        """Wait for a request; its errors are ours."""
+    def _run(self, ask: Callable[[], Awaitable[T]], key: str, doing: str, *, again: bool = True) -> T:
+        """Wait for a request, and ask again where that helps and does no harm; its errors are ours."""
+        return waited(lambda: self._again(ask, key, doing, RETRIES)) if again else self.once(ask, key, doing)
 
-        async def asked() -> T:
-            return await ask()
+    def once(self, ask: Callable[[], Awaitable[T]], key: str, doing: str) -> T:
+        """Wait for what is not asked again, of one upload."""
+        return waited(lambda: self._again(ask, key, doing, 0))
 
-        try:
-            return _loop().run(asked())
-        except HoldfastError:
-            raise
-        except Exception as error:
-            raise self.refused(error, key, doing) from None
-
-    def refused(self, error: BaseException, key: str, doing: str) -> BaseException:
-        """What a failure of obstore means."""
-        import obstore.exceptions as theirs
-
-        if isinstance(error, HoldfastError) or not isinstance(error, Exception):
-            return error
-        url = self.url(key)
-        kind, code, message = StoreError, errno.EIO, f"{doing} failed: {_reason(error)}"
-        if isinstance(error, FileNotFoundError):
-            code, message = errno.ENOENT, "no such object" if "NoSuchBucket" not in str(error) else "there is no such bucket"
-        elif isinstance(error, theirs.AlreadyExistsError):
-            kind, code, message = Taken, errno.EEXIST, "there is an object already"
-        elif isinstance(error, theirs.PreconditionError | theirs.NotModifiedError):
-            if doing == "reading it":
-                kind, message = Replaced, "the object was replaced while the checkpoint was open; open it again"
-            else:
-                kind, code, message = Taken, errno.EEXIST, "the object is another by now"
-        elif isinstance(error, theirs.PermissionDeniedError | theirs.UnauthenticatedError) or DENIED.search(str(error)):
-            code, message = errno.EACCES, f"{doing}: access denied; check the credentials, and whether they have expired"
-        elif isinstance(error, theirs.NotSupportedError):
-            return Unsupported(f"{doing}: the store does not support it", file=url)
-        elif isinstance(error, theirs.UnknownConfigurationKeyError | ValueError):
-            code, message = errno.EINVAL, f"{doing}: the client cannot be set up so"
-        elif PAST_THE_END.search(str(error)):
-            return Truncated("the object ends before what was to be read", file=url)
-        elif OTHER_RANGE.search(str(error)):
-            return Truncated("the store answered with another range than the one that was asked for, or with none", file=url)
-        raised = kind(message, file=url)
-        raised.errno = code
-        return raised
-
-
-STATUS = re.compile(
-    r"status code: (\d{3}[^:<{]*)|(timed? ?out|dns|connect(?:ion)?[a-z ]*(?:refused|reset|closed|error))", re.IGNORECASE
-)
-OTHER_RANGE = re.compile(r"non-partial response when range requested|Requested \d+\.\.\d+, got \d+")
-DENIED = re.compile(r"status code: 40[13]|<Code>(?:ExpiredToken|AccessDenied|InvalidAccessKeyId)</Code>")
-"""How it is said of a list, for which the client has no kind of error."""
-
-CODE = re.compile(r"<Code>([A-Za-z]+)</Code>")
-PAST_THE_END = re.compile(r"status code: 416|<Code>InvalidRange</Code>|Wanted range starting at \d+|Range started at \d+")
-CREDENTIALS = re.compile(r"credential|InstanceMetadata|169\.254|metadata\.google", re.IGNORECASE)
-
-
-def _reason(error: Exception) -> str:
-    """Why a request failed, in words that were chosen here: what the client says may have a signed URL in it."""
-    text = str(error)
-    if CREDENTIALS.search(text) and "status code" not in text:
-        return "no credentials were found; set those of the store in the environment, or give a client with store="
-    code, status = CODE.search(text), STATUS.search(text)
-    told = " ".join(part for part in (status and (status[1] or status[2]), code and f"({code[1]})") if part).strip()
-    if not told and ("error sending request" in text or "HTTP error" in text):
-        told = "the server cannot be reached, or broke off the connection"
-    if not told and "body" in text:
-        told = "the answer broke off"
-    return f"{told or type(error).__name__}; it was tried again as often as makes sense"
+    async def _again(self, ask: Callable[[], Awaitable[T]], key: str, doing: str, retries: int) -> T:
+        begun, asked = time.monotonic(), 0
+        for pause in pauses():
+            try:
+                return await ask()
+            except Exception as error:
+                passes, raised = may_pass(error), refused(error, self.url(key), doing)
+                asked += 1 + repeated(error, doing, RETRIES)
+            took = time.monotonic() - begun
+            if not passes or asked > retries or took + pause > AGAIN_S:
+                break
+            await asyncio.sleep(pause)
+        if passes and isinstance(raised, HoldfastError):
+            raised.message += f"; asked {asked} times in {took:.1f} s" if asked > 1 else "; asked once"
+        raise raised from None
 
 
 def _found(meta: ObjectMeta) -> Found:
@@ -376,64 +369,19 @@ def _found(meta: ObjectMeta) -> Found:
     return Found(meta["path"], meta["size"], quoted, meta["last_modified"])
 
 
-class Loop:
-    """An event loop on a thread of its own, on which all requests wait for their answers."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        start(self._loop.run_forever, name="object-store requests", daemon=True)
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-
 _lock = renewed(threading.Lock())
-_running: list[Loop] = []
 _buckets: dict[tuple[object, ...], Bucket] = {}
-
-
-def _left_behind(file: str) -> Unsupported:
-    told = "this process was forked from one that had used object stores, and their client does not survive that"
-    return Unsupported(f"{told}; start processes by 'spawn' or 'forkserver', or fork before the first URL", file=file)
-
-
-def _loop() -> Loop:
-    if _forked:
-        raise _left_behind("")
-    with _lock:
-        if not _running:
-            _running.append(Loop())
-        return _running[0]
-
-
-_forked: list[bool] = []
-"""Something, in a process that was forked from one that had used the client."""
-
-
-def _in_child() -> None:
-    # The loop's thread stayed in the parent, and so did the client's, without which no answer ever comes.
-    if _running or _buckets:
-        _forked.append(True)
-    _running.clear()
-    _buckets.clear()
-
-
-at_fork(after_in_child=_in_child)
+at_fork(after_in_child=_buckets.clear)
 
 
 def bucket_of(url: Url) -> Bucket:
     """The bucket of a URL, with the client that came with it or one that is made from the environment."""
-    if _forked:
-        raise _left_behind(url)
+    if loop.is_forked():
+        raise loop.left_behind(url)
     try:
         import obstore.store  # noqa: F401
     except ImportError:
-        message = f"{url.scheme}:// needs the client of object stores: pip install 'holdfast[cloud]'"
+        message = f"{url.scheme}:// needs the client of object stores, the package obstore: pip install obstore"
         raise Unsupported(message, file=str(url)) from None
     if url.client is not None:
         return _kept((url.root, id(url.client)), lambda: Bucket(url.root, url.client))  # type: ignore[arg-type]  # obstore checks it
@@ -444,6 +392,7 @@ def bucket_of(url: Url) -> Bucket:
 def _kept(key: tuple[object, ...], make: Callable[[], Bucket]) -> Bucket:
     with _lock:
         if key not in _buckets:
+            loop.used()
             _buckets[key] = make()
         return _buckets[key]
 
@@ -464,8 +413,8 @@ def _made(url: Url) -> ObjectStore:
         options["allow_http"] = True
     retry: RetryConfig = {
         "max_retries": RETRIES,
-        "retry_timeout": timedelta(minutes=3),
-        "backoff": {"init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=10), "base": 2},
+        "retry_timeout": timedelta(seconds=AGAIN_S),
+        "backoff": {"init_backoff": timedelta(seconds=FIRST_S), "max_backoff": timedelta(seconds=LONGEST_S), "base": 2},
     }
     try:
         if url.scheme == "az":
@@ -475,5 +424,5 @@ def _made(url: Url) -> ObjectStore:
             return stores.from_url(url.root, client_options=options, retry_config=retry, checksum_algorithm="SHA256")
         return stores.from_url(url.root, client_options=options, retry_config=retry)
     except Exception as error:
-        message = f"no client for {url.root}: {_reason(error)}"
+        message = f"no client for {url.root}: {reason(error)}"
         raise StoreError(message, file=str(url)) from None

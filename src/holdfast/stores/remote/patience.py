@@ -1,19 +1,23 @@
-"""`Patience`: when has an answer taken so long that a second request is worth its price?
+"""`Patience`: when has an answer taken so long that a second request is worth its price? `pauses`: and when it was a failure?
 
 Of many requests one is always slow: its server is busy, its packets were lost. Whoever waits for all of them waits for that one.
 So a request that takes several times as long as others of its size is sent again, and the first answer counts. That costs few
 requests more, since few are that slow.
+
+A request that failed and may be sent again is sent after a pause, which doubles each time.
 """
 
 from __future__ import annotations
 
+import random
 import threading
 from collections import deque
+from collections.abc import Iterator
 from statistics import median
 
 from holdfast.core.runtime import renewed
 
-__all__ = ["Patience"]
+__all__ = ["AGAIN_S", "FIRST_S", "LONGEST_S", "Patience", "pauses"]
 
 KNOWN = 16
 """Answers that are remembered of each size."""
@@ -29,6 +33,20 @@ LEAST_S = 0.5
 
 TIMES = 4.0
 """How many times as long as usual is too long."""
+
+
+FIRST_S, LONGEST_S = 0.05, 10.0
+"""The first pause after a failure, and the longest."""
+
+AGAIN_S = 180.0
+"""How long a request is sent again and again, in all."""
+
+
+def pauses(first: float = FIRST_S) -> Iterator[float]:
+    """Growing pauses. Each is shortened at random: those who failed at once do not come back at once."""
+    while True:
+        yield random.uniform(first / 2, first)
+        first = min(2 * first, LONGEST_S)
 
 
 class Patience:

@@ -22,7 +22,7 @@ from holdfast.core.keys import beside, check_key
 from holdfast.core.limits import Limits
 from holdfast.core.protocols import BaseStore, Stamp
 from holdfast.core.runtime import renewed
-from holdfast.errors import Closed, LimitExceeded, MetadataError, Replaced, StoreError, Truncated
+from holdfast.errors import Closed, LimitExceeded, MetadataError, NoSuchPath, Replaced, StoreError, Truncated
 from holdfast.stores.files import is_temporary
 from holdfast.stores.remote.client import Bucket, Found, Got, bucket_of
 from holdfast.stores.remote.url import FILES, Url
@@ -72,9 +72,7 @@ class RemoteStore(BaseStore):
         for way in (*ways, self._is_prefix):
             if way():
                 return
-        missing = StoreError("no such object, and nothing below it", file=self.name)
-        missing.errno = errno.ENOENT
-        raise missing
+        raise NoSuchPath("no such object, and nothing below it", file=self.name)
 
     def _is_native(self) -> bool:
         try:

@@ -31,7 +31,7 @@ from holdfast.engine.write import Progress
 from holdfast.errors import BadArgumentType, CannotHold
 from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
-from holdfast.formats.pt2.write import Part, Pickled, lay_out_pt2
+from holdfast.formats.pt2.write import MODEL, Part, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
 from holdfast.rewrite.formats import check_archive_name
 from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields
@@ -40,9 +40,6 @@ from holdfast.stores.paths import local_path
 from holdfast.torch import versions
 
 __all__ = ["package_program"]
-
-MODEL = "model"
-"""What torch calls a program that is given without a name, and what `torch.export.load` looks for."""
 
 PROTOCOL = 2
 """Of the pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
@@ -65,11 +62,12 @@ def package_program(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Saved:
-    """Save exported programs with their weights, so that `torch.export.load` and `torch.export.pt2_archive.load_pt2` load them.
+    """Save exported programs with their weights, so that stock torch loads them.
 
-    One program is called `model`. Storages that several programs share are written once. With `sample_inputs=False` the inputs that
-    a program was exported with stay out of the file. Raises `CannotHold` with every weight that cannot be written or that a program
-    lacks, by model and name; nothing is written then.
+    A program that is given by itself is called `model`, and `torch.export.load` loads the one of that name. Those of other names
+    torch's `load_pt2` gives; a note says so where `torch.export.load` has nothing to load. Storages that several
+    programs share are written once. With `sample_inputs=False` the inputs that a program was exported with stay out of the file.
+    Raises `CannotHold` with every weight that cannot be written or that a program lacks, by model and name; nothing is written.
     """
     versions.PT2_ARCHIVE.require("package_program")
     target = local_path(dst)

@@ -12,7 +12,7 @@ nothing to fill; what that takes is judged here.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from functools import cache
 
 import torch
@@ -25,6 +25,7 @@ from holdfast.core.tree import Path, dotted, step
 from holdfast.core.value import Value
 from holdfast.errors import BadArgumentType
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed, tied_note
+from holdfast.torch.modules.wrappers import names_taken_off
 from holdfast.torch.ranks.shards import is_sharded
 from holdfast.torch.tensors.allocate import CPU
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -78,18 +79,24 @@ class Targets(Struct):
     """Modules that load themselves, by prefix."""
     listeners: list[nn.Module] = field(default_factory=list)
     """Modules with hooks that run after loading, children first."""
+    taken_off: frozenset[str] = frozenset()
+    """Names of wrappers that the checkpoint does not have (`wrappers`)."""
     doubles: list[str] = field(default_factory=list)
     """Names that two tensors have."""
 
 
-def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent) -> Targets:
-    """List what is to be filled. `is_current(prefix, module)` says whether a versioned module of torch's needs no update."""
+def find_targets(into: nn.Module | Mapping[str, object], is_current: IsCurrent, there: Container[str]) -> Targets:
+    """List what is to be filled. `is_current(prefix, module)` says whether a versioned module of torch's needs no update.
+
+    `there` are the names of the checkpoint: what DDP or `torch.compile` puts in front of a name is left out where they are without.
+    """
     targets = Targets()
     if isinstance(into, nn.Module):
+        targets.taken_off = names_taken_off(into, [slot.name for slot in all_slots(into)], there.__contains__)
         if type(into).load_state_dict is not nn.Module.load_state_dict:
             targets.selves[""] = into
         else:
-            _walk_module(into, "", targets=targets, is_current=is_current)
+            _walk_module(into, "", "", targets=targets, is_current=is_current)
     elif isinstance(into, Mapping):
         targets.slots += _walk_values(into, (), frozenset())
     else:
@@ -118,7 +125,8 @@ def all_slots(module: nn.Module) -> Iterator[Slot]:
         yield from module_slots(child, f"{name}." if name else "")
 
 
-def _walk_module(module: nn.Module, prefix: str, *, targets: Targets, is_current: IsCurrent) -> None:
+def _walk_module(module: nn.Module, raw: str, prefix: str, *, targets: Targets, is_current: IsCurrent) -> None:
+    """`raw` is what stands before the names of the module in the target, `prefix` without the names of wrappers."""
     if _loads_itself(module, prefix, is_current):
         targets.selves[prefix] = module
         return
@@ -127,7 +135,8 @@ def _walk_module(module: nn.Module, prefix: str, *, targets: Targets, is_current
         targets.extras[prefix + EXTRA] = module
     for name, child in module._modules.items():
         if child is not None:
-            _walk_module(child, f"{prefix}{name}.", targets=targets, is_current=is_current)
+            inner = prefix if raw + name in targets.taken_off else f"{prefix}{name}."
+            _walk_module(child, f"{raw}{name}.", inner, targets=targets, is_current=is_current)
     if module._load_state_dict_post_hooks:
         targets.listeners.append(module)
 

@@ -38,6 +38,7 @@ from holdfast.torch.arguments import device as device_given
 from holdfast.torch.arguments import dtype as float_dtype
 from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slots, find_targets, fit, module_slots, wrapped_problem
 from holdfast.torch.modules.match import Names
+from holdfast.torch.modules.wrappers import names_put_back, plain_name, renamed
 from holdfast.torch.tensors.allocate import Want, make_fresh, read_tensors
 from holdfast.torch.tensors.fill import Fill, Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
@@ -152,7 +153,7 @@ class Load:
         self._choice = choice
         self._names = Names(checkpoint, prefix)
         self._versions: Versions | None = None
-        self._targets = find_targets(into, self._is_current)
+        self._targets = find_targets(into, self._is_current, self._names)
 
     def run(self, *, strict: bool, progress: Progress | None) -> Loaded:
         found = fit(self._targets, self._names, self._choice, strict=strict)
@@ -277,12 +278,12 @@ class Load:
     def _still_meta(self) -> list[str]:
         """What has no elements yet. Of a module everything is looked at, what a state dict would not list as well."""
         if not isinstance(self._into, nn.Module):
-            return [slot.name for slot in find_targets(self._into, self._is_current).slots if slot.tensor.is_meta]
+            return [slot.name for slot in find_targets(self._into, self._is_current, self._names).slots if slot.tensor.is_meta]
         found = []
         for prefix, module in self._into.named_modules(remove_duplicate=False):
             held = {**module._parameters, **module._buffers, **vars(module)}
             tensors = [name for name, value in held.items() if isinstance(value, torch.Tensor) and value.is_meta]
-            found += [f"{prefix}.{name}" if prefix else name for name in tensors]
+            found += [plain_name(f"{prefix}.{name}" if prefix else name, self._targets.taken_off) for name in tensors]
         return found
 
 
@@ -368,7 +369,9 @@ def load_self(
     before = list(all_slots(module))
     _refuse_wrapped(before, prefix, checkpoint)
     state = _state(checkpoint, checkpoint_prefix + prefix, own=own, choice=choice, progress=progress)
-    vars(state)["_metadata"] = Versions(checkpoint, checkpoint_prefix).under(prefix)
+    back = names_put_back(module, state.__contains__)
+    state = renamed(state, back)
+    vars(state)["_metadata"] = renamed(Versions(checkpoint, checkpoint_prefix).under(prefix), back)
     assign = choice.assign or any(slot.tensor.is_meta for slot in before)
     # A parent loads its children without asking for their `load_state_dict`; only the outermost may have one of its own.
     load = module.load_state_dict if not prefix else nn.Module.load_state_dict.__get__(module)
@@ -378,10 +381,11 @@ def load_self(
         name = prefix.removesuffix(".")
         why = f"{name or 'the module'} loads itself, and does not take its part of the checkpoint: {error}; it may have changed"
         raise DoesNotFit(why, mismatched={name: str(error)}, file=checkpoint.path) from error
-    own.missing = [prefix + name for name in getattr(result, "missing_keys", ())]
-    own.unexpected = [checkpoint_prefix + prefix + name for name in getattr(result, "unexpected_keys", ())]
+    plain = {raw: name for name, raw in back.items()}
+    own.missing = [prefix + plain.get(name, name) for name in getattr(result, "missing_keys", ())]
+    own.unexpected = [checkpoint_prefix + prefix + plain.get(name, name) for name in getattr(result, "unexpected_keys", ())]
     missing = set(own.missing)
-    own.names = [prefix + slot.name for slot in before if prefix + slot.name not in missing]
+    own.names = [name for slot in before if (name := prefix + plain.get(slot.name, slot.name)) not in missing]
     for slot in before:
         _settle(slot, choice, own)
     return own

@@ -14,7 +14,8 @@
 The end of the program waits for them, and its exit status tells of one that failed unseen.
 
 1. The thread of a save is no daemon, so Python waits for it after the last line, `sys.exit`, an exception or Ctrl-C. SIGTERM waits
-   where the save was begun by the main thread and nobody else has a handler.
+   where the save was begun by the main thread and nobody else has a handler. The default is back when the last save is over and
+   the main thread asks (`wait`, `done`, `durable`); before that, our handler does what the default does.
 2. A save whose failure nobody has looked at (`SaveHandle.wait`) is reported by a warning, and the program ends with status 120:
    what Python itself uses where its last flush of the standard streams fails. So that is how it is done: at the end `sys.stderr`
    is put behind something whose last flush fails. All other handlers of `atexit` run, before and after ours. A process of
@@ -33,12 +34,13 @@ import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from multiprocessing import process, util
 from types import FrameType
 from typing import Literal, TextIO, cast
 
 from holdfast.core.runtime import at_fork, renewed
+from holdfast.core.signals import SignalOverride
 from holdfast.engine.threads import start
 from holdfast.errors import HoldfastWarning, NotCommitted, SaveError
 from holdfast.torch.ranks.saving import SavedShards
@@ -143,10 +145,11 @@ class SaveHandle:
     @property
     def durable(self) -> bool:
         """Whether the checkpoint is complete at its path."""
-        return self._future.done() and self._future.exception() is None
+        return self.done() and self._future.exception() is None
 
     def done(self) -> bool:
         """Whether it has come to its end, good or bad."""
+        _sigterm.give_back()
         return self._future.done()
 
     def wait(self, timeout: float | None = None) -> SavedShards:
@@ -161,6 +164,8 @@ class SaveHandle:
             if self._future.done() and error is self._future.exception():
                 _unseen.discard(self)
             raise
+        finally:
+            _sigterm.give_back()
 
     def _leave_behind(self) -> None:
         """In a fork: the thread that would end it is not here."""
@@ -198,21 +203,22 @@ def ending() -> bool:
 def succeed(handle: SaveHandle, saved: SavedShards) -> None:
     """The save is over; whoever waits goes on."""
     handle._future.set_result(saved)
-    _running.discard(handle)
+    forget(handle)
 
 
 def fail(handle: SaveHandle, error: BaseException) -> None:
     """As `succeed`, for one that failed."""
     _unseen.add(handle)
     handle._future.set_exception(error)
-    _running.discard(handle)
+    forget(handle)
     if _ending:
         _tell()
 
 
 def forget(handle: SaveHandle) -> None:
-    """A save that did not begin."""
+    """A save that is over, or did not begin."""
     _running.discard(handle)
+    _sigterm.give_back()
 
 
 def _own() -> list[SaveHandle]:
@@ -243,14 +249,17 @@ def _flush(number: int, frame: FrameType | None) -> None:
     """SIGTERM: end when the save is over."""
     _wait()
     _warn()
-    signal.signal(number, signal.SIG_DFL)
-    signal.raise_signal(number)
+    _sigterm.pass_on(number, frame)
+
+
+_sigterm = SignalOverride(_flush, wanted=lambda: any(not handle._future.done() for handle in _own()))
 
 
 def _catch_sigterm() -> None:
     """Let a polite end wait for the save. Only where the default handler is in place, and only from the main thread."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _flush)
+    on_main = threading.current_thread() is threading.main_thread()
+    if on_main and signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, _sigterm):
+        _sigterm.put(signal.SIGTERM)
 
 
 class Stderr:
@@ -302,22 +311,6 @@ def _at_end_of_child() -> None:
             raise SystemExit(STATUS)
 
 
-_forking = threading.local()
-
-
-def _before_fork() -> None:
-    """Hold SIGTERM back where it is ours: Python forgets one that comes to a child before it has our handler taken away."""
-    _forking.mask = None
-    if sys.platform != "win32" and signal.getsignal(signal.SIGTERM) is _flush:
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-
-def _after_fork() -> None:
-    mask, _forking.mask = _forking.mask, None
-    if sys.platform != "win32" and mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
 def _in_child() -> None:
     """In a fork."""
     global _ending
@@ -326,10 +319,6 @@ def _in_child() -> None:
         handle._leave_behind()
     _running.clear()
     _unseen.clear()
-    if signal.getsignal(signal.SIGTERM) is _flush:
-        with suppress(ValueError):  # an interpreter that is not the main one has no signals
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _after_fork()
 
 
-at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_in_child)
+at_fork(after_in_child=_in_child)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import pickle
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -204,7 +205,7 @@ def dcp_index(contents: Contents, receipts: Sequence[Receipt], *, path: str) -> 
             storage[m.MetadataIndex(alias, item.offsets, number)] = storage[m.MetadataIndex(base, item.offsets, number)]
     ordered = {name: state[name] for name in contents.paths if name in state}
     planner = dict(contents.paths)
-    metadata = m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=str(path)))
+    metadata = m.Metadata(ordered, planner, storage, m.StorageMeta(checkpoint_id=str(path), save_id=str(uuid.uuid4())))
     if versions.VERSIONED:
         metadata.version = "1.0.0"
     return pickled_index(metadata)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -42,7 +43,10 @@ from holdfast.core.arguments import one_of, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.crc import crc32
 from holdfast.core.notebook import Shown
+from holdfast.core.opaque import AnyValue
+from holdfast.core.protocols import Request
 from holdfast.core.runtime import resting_collector
+from holdfast.engine.checks import check_first
 from holdfast.engine.source import OpenSource
 from holdfast.errors import DoesNotFit, Replaced
 from holdfast.formats.dcp.lazy import ItemStorage
@@ -55,11 +59,13 @@ from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match
-from holdfast.torch.tensors.fill import Fill, fill
+from holdfast.torch.tensors.fill import NO_ARRAY, Fill, fill
 
-__all__ = ["LoadedShards", "load_full", "load_sharded", "marked", "spread", "unmarked"]
+__all__ = ["LoadedShards", "load_full", "load_guarded", "load_sharded", "marked", "spread", "unmarked"]
 
 Replicated = Literal["auto", "read", "broadcast"]
+
+Guard = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +83,7 @@ class LoadedShards(Shown):
     """Bytes of the elements that this rank needed."""
     read_nbytes: int
     """Bytes that were read for them."""
-    values: Mapping[str, object]
+    values: Mapping[str, AnyValue]
     """What the checkpoint holds for the leaves that are no tensors. They are in the state as well, where it can change."""
     notes: tuple[str, ...] = ()
     """What a person should know."""
@@ -148,9 +154,37 @@ def load_sharded(
     own collectives (`"broadcast"`); by default the latter where they are on several machines, the checkpoint in an object store or
     the tensors on GPUs. Tensors on a GPU are read through at most `max_host_memory` bytes of page-locked memory (1 GiB unless said
     otherwise). `path` may be a URL (`s3://bucket/step-1000`), or a key in a `store` that the caller has made.
+    A damaged file is found while it is read: the error says that tensors have been written to by then.
     """
     state, path = state_and_path(state, path)
-    where = place_of(path, store)
+    return load_guarded(
+        place_of(path, store), state, group=group, strict=strict, prefix=prefix, per_rank=per_rank, cast=cast, verify=verify,
+        replicated=replicated, threads=threads, progress=progress, max_host_memory=max_host_memory, deadline=deadline,
+    )  # fmt: skip
+
+
+def load_guarded(
+    where: str,
+    state: Stateful | Mapping[str, object],
+    *,
+    group: dist.ProcessGroup | None,
+    strict: bool,
+    prefix: str = "",
+    per_rank: PerRank,
+    cast: bool,
+    verify: bool = True,
+    replicated: Replicated = "auto",
+    threads: int | None,
+    progress: Callable[[int], None] | None = None,
+    max_host_memory: int | None = None,
+    deadline: float,
+    unharmed: Guard = nullcontext,
+    check: bool = False,
+) -> LoadedShards:
+    """As `load_sharded`. With `check`, nothing is changed anywhere unless all that any rank reads whole has its checksum.
+
+    `unharmed` is entered around what changes nothing yet, and may say more of what is raised there.
+    """
     far = isinstance(where, Url)
     ranks = ranks_of(group, doing=f"load (replicated={replicated})", deadline=deadline)
     checkpoint: Checkpoint | None = None
@@ -160,7 +194,8 @@ def load_sharded(
         problem: BaseException | None = None
         local: bytes | BaseException
         try:
-            checkpoint = open_checkpoint(where, verify=verify, threads=threads or ranks.threads())
+            with unharmed():
+                checkpoint = open_checkpoint(where, verify=verify, threads=threads or ranks.threads())
             with resting_collector():
                 names = Names(checkpoint, prefix)
                 place = {"rank": ranks.rank, "size": ranks.size}
@@ -173,7 +208,7 @@ def load_sharded(
         except Exception as error:
             local = error
         answer = ranks.agree(local, lambda messages: _judge(unmarked(messages), replicated, far=far or ranks.apart()))
-        verdict = msgspec.msgpack.decode(answer, type=Verdict)
+        verdict = VERDICTS.decode(answer)
         asked = np.unpackbits(np.frombuffer(verdict.used, np.uint8))
         assert names is not None  # or this rank would have failed, and with it all of them
         unexpected = [name for name, used in zip(names.offered, asked.tolist(), strict=False) if not used]
@@ -185,11 +220,18 @@ def load_sharded(
             ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
         shares = verdict.shares
         needed = read = 0
+        elsewhere = {id(wanted.whole[name]) for name, owner in shares.items() if owner != ranks.rank}
+        mine = [one for one in wanted.fills if id(one) not in elsewhere]
+        if check:
+            try:
+                with unharmed():
+                    check_first([Request(one.lazy, NO_ARRAY) for one in mine])
+            except Exception as error:
+                problem = error
+            ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
         otherwise = "the load failed, and some tensors have been changed"
         try:
             needed = sum(one.lazy.nbytes for one in wanted.fills)
-            elsewhere = {id(wanted.whole[name]) for name, owner in shares.items() if owner != ranks.rank}
-            mine = [one for one in wanted.fills if id(one) not in elsewhere]
             wanted.notes += fill(mine, progress, max_host_memory=max_host_memory)
             read = _read_nbytes(mine)
         except Exception as error:
@@ -221,7 +263,7 @@ def load_sharded(
 
 
 @understood(device=device_given)
-def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None = None, store: object | None = None) -> object:
+def load_full(path: str | os.PathLike[str], *, device: torch.device | str | None = None, store: object | None = None) -> AnyValue:
     """The whole state of a checkpoint in one process: its tree, with every tensor in one piece."""
     from holdfast.torch.tensors.open import open as open_torch
 
@@ -238,7 +280,7 @@ def _read_nbytes(fills: list[Fill]) -> int:
 def _judge(messages: Sequence[bytes], replicated: Replicated, *, far: bool) -> list[bytes]:
     """On the first rank: does it all fit, what did nobody ask for, and who reads what."""
     with resting_collector():
-        told = [msgspec.msgpack.decode(message, type=Told) for message in messages]
+        told = [TOLD.decode(message) for message in messages]
     used: dict[bytes, np.ndarray] = {}
     for one in told:
         bits = np.frombuffer(one.used, np.uint8)
@@ -300,6 +342,9 @@ class Offer(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     device: str
     nbytes: int
+
+
+TOLD, VERDICTS = msgspec.msgpack.Decoder(Told), msgspec.msgpack.Decoder(Verdict)
 
 
 def offers(whole: Mapping[str, Fill], group: dist.ProcessGroup | None) -> list[Offer]:

@@ -14,31 +14,35 @@ A background save that failed is raised by the next call on this run, on every r
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar, overload
 
 import msgspec
 import torch.distributed as dist
 
 from holdfast.core.arguments import one_of, patterns, understood
-from holdfast.core.quantities import Size, byte_count
-from holdfast.errors import HoldfastError, HoldfastWarning
+from holdfast.core.opaque import AnyValue
+from holdfast.core.quantities import Size, byte_count, seconds
+from holdfast.errors import Corrupted, FormatError, HoldfastError, HoldfastWarning, RanksFailed
 from holdfast.ranks.write import AsStep
 from holdfast.rewrite.state import Stateful
 from holdfast.rewrite.step_seal import stamp
 from holdfast.runs.export import Export
+from holdfast.runs.fill import unharmed
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.run import Coming, WhenFull, read_metrics
 from holdfast.runs.run import Run as PlainRun
+from holdfast.runs.signals import read_run_signals
 from holdfast.runs.steps import Step, step_name
 from holdfast.runs.view import read_step
 from holdfast.stores.remote.url import join
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
-from holdfast.torch.ranks.load_sharded import load_full, load_sharded
+from holdfast.torch.ranks.load_sharded import load_full, load_guarded
 from holdfast.torch.ranks.save_sharded import begin_asked, save_asked
 from holdfast.torch.ranks.saving import Asked, SavedShards
 from holdfast.torch.ranks.wanted import PerRank
@@ -48,6 +52,8 @@ __all__ = ["Run"]
 
 ASK_S, MOST_CALLS = 1.0, 100_000
 """How often the ranks ask each other whether a signal came, in seconds; and after how many calls at the latest."""
+
+T = TypeVar("T", bound=Stateful | Mapping[str, object])
 
 
 class Asking(msgspec.Struct):
@@ -70,13 +76,19 @@ class Answer(msgspec.Struct):
     nbytes: int
 
 
+ASKED, ANSWERS = msgspec.msgpack.Decoder(Asking), msgspec.msgpack.Decoder(list[Answer])
+
+
 class Run(PlainRun):
     """A `holdfast.Run` of all ranks of a group (the default one), or of a process without one.
 
     As `holdfast.Run`; `group` and `deadline` are those of `save_sharded`.
     """
 
-    @understood(keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count)
+    @understood(
+        keep=lambda value, name: read_rules(value), when_full=one_of("error", "evict", "pause"), budget=byte_count,
+        signals=lambda value, name: read_run_signals(value), grace=seconds,
+    )  # fmt: skip
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -88,12 +100,15 @@ class Run(PlainRun):
         share: bool = True,
         durable: bool = True,
         store: object | None = None,
+        signals: bool | signal.Signals | Iterable[signal.Signals] = False,
+        grace: float | str | None = None,
         group: dist.ProcessGroup | None = None,
         deadline: float = DEADLINE,
     ) -> None:
         super().__init__(
-            path, keep=keep, budget=budget, when_full=when_full, export=export, share=share, durable=durable, store=store
-        )
+            path, keep=keep, budget=budget, when_full=when_full, export=export, share=share, durable=durable, store=store,
+            signals=signals, grace=grace,
+        )  # fmt: skip
         self.group = group
         self.deadline = deadline
         self._handle: SaveHandle | None = None
@@ -204,6 +219,7 @@ class Run(PlainRun):
 
         Every rank calls it equally often. The ranks ask each other about once a second, and at the other calls nothing is asked.
         """
+        self._check_block()
         if self._guard is None:
             return False
         if not self._stops:
@@ -234,7 +250,7 @@ class Run(PlainRun):
             raw = ranks.agree(b"0" if guard.came_s is None else b"1", decide)
         finally:
             ranks.close()
-        answer = msgspec.msgpack.decode(raw, type=Asking)
+        answer = ASKED.decode(raw)
         self._asked_s, self._calls_asked = now, answer.calls
         return answer
 
@@ -250,8 +266,18 @@ class Run(PlainRun):
         self._settle()
         return None if not self._times else self._folder.get(self._times[-1].step)
 
+    @overload  # type: ignore[override]  # what several ranks need to say in addition
+    def resume(
+        self, into: None = None, *, deep: bool = ..., strict: bool = ..., per_rank: PerRank = ..., cast: bool = ...,
+        threads: int | None = ...,
+    ) -> AnyValue: ...  # fmt: skip
+    @overload
+    def resume(
+        self, into: T, *, deep: bool = ..., strict: bool = ..., per_rank: PerRank = ..., cast: bool = ...,
+        threads: int | None = ...,
+    ) -> T | None: ...  # fmt: skip
     @understood(per_rank=one_of("own", "keep"))
-    def resume(  # type: ignore[override]  # what several ranks need to say in addition
+    def resume(
         self,
         into: Stateful | Mapping[str, object] | None = None,
         *,
@@ -265,25 +291,60 @@ class Run(PlainRun):
 
         The first rank says which step that is. It is loaded as `load_sharded` does, which says what `strict`, `per_rank` and `cast`
         mean: in place, whatever number of ranks saved it. Without a state the whole step is given back, in the memory of each rank.
+        A step that is deleted meanwhile is looked for again. Where bytes do not have their checksums nothing is changed on any
+        rank, and `RanksFailed` is raised; with `deep`, such a step is passed over. Either way what is loaded is read twice.
         """
-        found = self._agreed(deep=deep)
-        if found is None:
-            return None
-        if into is None:
-            state = load_full(found.path)
-        else:
-            load_sharded(
-                found.path,
-                into,
-                group=self.group,
-                deadline=self.deadline,
-                strict=strict,
-                per_rank=per_rank,
-                cast=cast,
-                threads=threads,
-            )
-            state = into
-        self.resumed = found
+        looks = self._looks()
+        while (found := self._agreed(deep=deep)) is not None:
+            try:
+                if into is None:
+                    state = self._whole(found)
+                else:
+                    load_guarded(
+                        found.path, into, group=self.group, deadline=self.deadline, strict=strict, per_rank=per_rank, cast=cast,
+                        threads=threads, unharmed=unharmed, check=not deep,
+                    )  # fmt: skip
+                    state = into
+            except RanksFailed as error:
+                if not self._is_gone_for_all(found, error.__cause__):
+                    raise
+                next(looks)
+                continue
+            self.resumed = found
+            return state
+        return None
+
+    def _is_gone_for_all(self, found: Step, cause: BaseException | None) -> bool:
+        """Whether a step that could not be loaded is not there any more, as the first rank sees it; it notes what is damaged."""
+
+        def decide(messages: list[bytes]) -> list[bytes]:
+            gone = self._is_gone(found)
+            why = next((message.decode() for message in messages if message), "")
+            if why and not gone:
+                self._proofs.damaged(found, why)
+            return [b"1" if gone else b""] * len(messages)
+
+        damage = cause.message.encode("utf-8", "replace") if isinstance(cause, Corrupted | FormatError) else b""
+        ranks = ranks_of(self.group, doing=f"look again in {self.path!r}", deadline=self.deadline)
+        try:
+            return bool(ranks.agree(damage, decide))
+        finally:
+            ranks.close()
+
+    def _whole(self, found: Step) -> object:
+        """The whole step in the memory of this rank; what fails on one rank is raised by all."""
+        ranks = ranks_of(self.group, doing=f"resume {self.path!r}", deadline=self.deadline)
+        state: object = None
+        problem: Exception | None = None
+        try:
+            with unharmed():
+                state = load_full(found.path)
+        except Exception as error:
+            problem = error
+        try:
+            ranks.agree(problem or b"", lambda _: [b""] * ranks.size)
+        finally:
+            ranks.close()
         return state
 
     def prune(self) -> tuple[Step, ...]:
@@ -329,7 +390,7 @@ class Run(PlainRun):
                 one.step, join(self._folder.path, one.name), one.saved,
                 {name: float(value) for name, value in one.metrics.items()}, one.nbytes, one.name,
             )
-            for one in msgspec.msgpack.decode(raw, type=list[Answer])
+            for one in ANSWERS.decode(raw)
         )  # fmt: skip
 
     def _asked(
@@ -346,17 +407,17 @@ class Run(PlainRun):
         threads: int | None,
         progress: Callable[[int], None] | None,
     ) -> Asked:
-        says = stamp(step, metrics)
+        with self._folder.asking():
+            base = self._base(step)
+            says = stamp(step, metrics, self._ran())
 
         def begin(nbytes: int) -> bool:
             with self._folder.asking():
                 self._begin()
                 _, replaced = self._place(step, overwrite=overwrite)
-                self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics))
+                self._make_room(self._expected(nbytes), Coming(step, says.saved, says.metrics, says.ran))
             return replaced
 
-        with self._folder.asking():
-            base = self._base(step)
         return Asked(
             path=self._step_path(step),
             format="native",
@@ -371,7 +432,7 @@ class Run(PlainRun):
             sparse=sparse,
             base=base,
             hashes=self.share,
-            step=AsStep(says, begin, partial(self._folder.attributes, says)),
+            step=AsStep(says, begin, partial(self._folder.attributes, says), self._folder.check),
         )
 
     def _expected(self, nbytes: int) -> int:
@@ -382,14 +443,14 @@ class Run(PlainRun):
         """The step is published: the first rank lets the rules delete. On others its files may not be seen yet."""
         assert asked.step is not None  # `_asked` sets it
         says = asked.step.stamp
-        made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, step_name(says.step))
+        made = Step(says.step, asked.path, says.saved, says.metrics, done.nbytes, step_name(says.step), ran=says.ran)
         if self._lock is None:
             return self._folder.get(says.step) or made
         saved = self._folder.get(says.step) or made
         self._sure.discard(says.step)
         self._new_nbytes = self._new(saved, asked.base) if self.share else None
         self._exports.add(saved)
-        self._retain()
+        self._follow(saved, asked.base, shares=self._new_nbytes is not None and self._new_nbytes < saved.nbytes)
         return saved
 
     def _new(self, saved: Step, base: str | None) -> int:

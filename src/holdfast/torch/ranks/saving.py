@@ -180,6 +180,11 @@ class Task(msgspec.Struct):
     boxes: list[Place]
     values: list[str]
     notes: list[str]
+    whole: bool
+    """Whether the first rank knows of a run that none of its steps is a base."""
+
+
+TASKS, RECEIPTS = msgspec.msgpack.Decoder(Task), msgspec.msgpack.Decoder(list[Receipt])
 
 
 # Described.
@@ -269,13 +274,14 @@ def plan(described: Described) -> Planned:
         publishing.append(opened)
         told, notes = opened.gathering.told, list(together.notes)
         given = zip(together.boxes, together.values, strict=True)
-        return [msgspec.msgpack.encode(Task(told, list(boxes), list(values), notes)) for boxes, values in given]
+        whole = asked.step is not None and asked.base is None
+        return [msgspec.msgpack.encode(Task(told, list(boxes), list(values), notes, whole)) for boxes, values in given]
 
     answer = job.ranks.agree(_with_sums(described), decide)
     part = Part(job.ranks.rank, job.ranks.size, (), described.state.metadata)
     planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
-        task = msgspec.msgpack.decode(answer, type=Task)
+        task = TASKS.decode(answer)
         tensors = described.state.tensors
         boxes = [BoxToWrite.cut(name, tensors[name], Box(start, stop)) for name, start, stop in task.boxes]
         values = {name: described.archives.get(name) or described.flat.values[name].archive() for name in task.values}
@@ -283,7 +289,8 @@ def plan(described: Described) -> Planned:
             rehearse_value(name, archive)
         part = replace(part, boxes=boxes, values=values)
         into = publishing[0].gathering if publishing else join_gathering(task.told, job.place, durable=asked.durable)
-        return replace(planned, part=part, gathering=into, notes=(*planned.notes, *task.notes))
+        job = replace(job, asked=replace(asked, base=None if task.whole else asked.base))
+        return replace(planned, job=job, part=part, gathering=into, notes=(*planned.notes, *task.notes))
     except Exception as error:
         return replace(planned, failed=error)
 
@@ -334,7 +341,7 @@ def write(planned: Planned) -> SavedShards:
 
     def decide(messages: list[bytes]) -> list[bytes]:
         assert planned.publishing is not None  # it is the first rank that decides
-        delivered = [msgspec.msgpack.decode(told, type=list[Receipt]) for told in messages]
+        delivered = [RECEIPTS.decode(told) for told in messages]
         publish(planned.publishing, delivered, dcp_index=partial(dcp_index, path=job.asked.path))
         return [b""] * len(messages)
 

@@ -32,6 +32,7 @@ from holdfast.formats.dcp.lazy import Unread
 from holdfast.ranks.per_rank import marked, rank_key, size_in
 from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
+from holdfast.torch.modules.wrappers import plainly_named
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 from holdfast.torch.tensors.fill import Fill
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
@@ -133,10 +134,12 @@ class Matching:
         return found
 
     def _enter(self, value: Stateful, at: Path, above: frozenset[int], *, found: list[Leaf]) -> None:
-        inner = _ask(value)
+        under = dotted((*at, ""))
+        named = plainly_named(value, ask=_ask, there=lambda name: under + name in self._names)
+        inner = _ask(named)
         if isinstance(value, torch.optim.Optimizer):
-            make_state(value, inner, self._names.checkpoint, under=self._names.prefix + dotted((*at, "")))
-        self._wanted.stateful.append((at, value, inner))
+            make_state(value, inner, self._names.checkpoint, under=self._names.prefix + under)
+        self._wanted.stateful.append((at, named, inner))
         self._walk(inner, at, above, found=found)
 
     def _walk(self, inner: object, at: Path, above: frozenset[int], *, found: list[Leaf], put: Put | None = None) -> None:

@@ -24,12 +24,14 @@ import torch
 from torch.serialization import LoadEndianness
 
 from holdfast.core.limits import Limits
+from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import resting_collector
 from holdfast.core.value import replace
 from holdfast.engine.threads import default_threads
 from holdfast.errors import HoldfastError, MetadataError, Refused, Replaced, Truncated, ZipError
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.zip import PICKLE, record_bytes
+from holdfast.formats.zip.directory import END
 from holdfast.formats.zip.layout import Archive
 from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.platform import MAP_SHARED
@@ -78,7 +80,7 @@ def load(
     verify: bool = True,
     max_host_memory: int | None = None,
     **pickle_load_args: object,
-) -> object:
+) -> AnyValue:
     """Load what `torch.save` wrote, as `torch.load` does.
 
     With `weights_only` (the default) nothing in the file is run and no content of it makes this hang, crash or allocate more
@@ -258,8 +260,12 @@ def _archive(file: Opened) -> Archive:
         return read_archive(file.source, file.key, start=file.start)
     except (ZipError, Truncated) as error:
         reason = error.message.removeprefix("zip archive: ")
-        cut = "failed finding central directory: " if isinstance(error, Truncated) else ""
-        raise broken_archive(f"failed reading zip archive: {cut}{reason}", file=file.path, offset=error.offset) from error
+        # The words of torch for each, which programs look for.
+        if not isinstance(error, Truncated):
+            words = "invalid header or archive is corrupted"
+        else:
+            words = "not a ZIP archive" if file.nbytes < END.size else "failed finding central directory"
+        raise broken_archive(f"failed reading zip archive: {words}: {reason}", file=file.path, offset=error.offset) from error
 
 
 def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> bytes | None:

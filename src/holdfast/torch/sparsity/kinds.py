@@ -255,6 +255,8 @@ class BaseStructuredSparsifier(BaseSparsifier):
     For rows the bias is masked as well, unless the setting `prune_bias` is False.
     """
 
+    FAKE = FakeStructuredSparsity
+
     def __init__(self, defaults: Mapping[str, object] | None = None, patterns: None = None) -> None:
         if patterns is not None:
             raise Unsupported("patterns are for rewriting the sizes of modules, which is not done here")
@@ -281,7 +283,7 @@ class BaseStructuredSparsifier(BaseSparsifier):
 
     def _put(self, placed: Placed) -> None:
         group = placed.group
-        fake = FakeStructuredSparsity(placed.mask, group.get("dim", 0))
+        fake = placed.fake(placed.mask, group.get("dim", 0))  # type: ignore[call-arg]  # it is derived from FakeStructuredSparsity
         put_mask(group["module"], group["tensor_name"], fake)
         if _masks_bias(group):
             put_mask(group["module"], "bias", fake)

@@ -18,7 +18,7 @@ import abc
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -61,6 +61,8 @@ class Placed(Value, frozen=True, eq=False):
     weight: Weight
     group: Group
     mask: torch.Tensor
+    fake: type[FakeSparsity]
+    """The parametrization that carries the mask."""
 
 
 class BaseSparsifier(abc.ABC):
@@ -116,8 +118,11 @@ class BaseSparsifier(abc.ABC):
         """A mask that prunes nothing."""
         return torch.ones_like(weight.tensor, requires_grad=False)
 
+    FAKE: ClassVar[type[FakeSparsity]] = FakeSparsity
+    """The parametrization of a tensor whose config names none."""
+
     def _put(self, placed: Placed) -> None:
-        put_mask(placed.weight.module, placed.weight.name, FakeSparsity(placed.mask))
+        put_mask(placed.weight.module, placed.weight.name, placed.fake(placed.mask))
 
     def _take_off(self, group: Group, *, apply: bool) -> None:
         take_mask_off(group["module"], group["tensor_name"], apply=apply)
@@ -135,6 +140,11 @@ class BaseSparsifier(abc.ABC):
         After `load_state_dict` or unpickling, None stands for the tensors that were loaded, and a config has to name the same.
         Nothing has changed where this raises.
         """
+        if hasattr(self, "_prepare"):
+            raise Refused(
+                f"{type(self).__name__} has a method _prepare, which torch.ao.pruning calls and this sparsifier does not: give the "
+                "config a 'parametrization' of your own, or override fresh_mask() or prepare()"
+            )
         if self._phase == "prepared":
             raise Refused("this sparsifier is prepared already: squash_mask() before it is prepared again, or make another one")
         waiting = {group["tensor_fqn"]: group for group in self.groups} if self._phase == "waiting" else {}
@@ -263,8 +273,18 @@ class BaseSparsifier(abc.ABC):
                 mask.copy_(self._given_mask(given, weight, group))
             elif isinstance(loaded := masks.get(weight.fqn), torch.Tensor):
                 mask = mask.copy_(loaded) if is_binary(loaded) else loaded.to(mask.device, copy=True)
-            placed[weight.place] = Placed(weight, group, mask)
+            placed[weight.place] = Placed(weight, group, mask, self._fake_for(weight, group))
         return list(placed.values())
+
+    def _fake_for(self, weight: Weight, group: Group) -> type[FakeSparsity]:
+        """The class of a tensor's parametrization; torch's setting `parametrization` names another one."""
+        found = group.get("parametrization", self.FAKE)
+        if not isinstance(found, type) or not issubclass(found, self.FAKE):
+            raise TypeError(
+                f"the parametrization of {weight.fqn!r} has to be a class derived from holdfast.torch.sparsity."
+                f"{self.FAKE.__name__}, which is made with a mask; found {found!r}"
+            )
+        return found
 
     def _given_mask(self, mask: object, weight: Weight, group: Group) -> torch.Tensor:
         if not isinstance(mask, torch.Tensor):
@@ -331,6 +351,11 @@ class BaseSparsifier(abc.ABC):
             return
         if prepared:
             self._check_whole("load_state_dict")
+        # A class is not saved: those of the model's config go on.
+        classes = {group["tensor_fqn"]: group["parametrization"] for group in self.groups if "parametrization" in group}
+        for group in groups:
+            if group["tensor_fqn"] in classes:
+                group["parametrization"] = classes[group["tensor_fqn"]]
         groups = self._fitting(model, state, groups, strict=strict)
         own = {(id(group["module"]), group["tensor_name"]) for group in self.groups} if prepared else ()
         masks = {fqn: known.get("mask") for fqn, known in state.items()}

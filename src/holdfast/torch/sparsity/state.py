@@ -40,7 +40,7 @@ __all__ = [
 Group = dict[str, Any]
 """The settings of one tensor. Any, for it holds a module, names and whatever a sparsifier is set by, as torch's does."""
 
-PLACE = ("module", "module_fqn", "tensor_name")
+PLACE = ("module", "module_fqn", "tensor_name", "parametrization")
 """What of a group follows from the model and `tensor_fqn`, and is not saved."""
 
 

@@ -24,6 +24,7 @@ import torch
 from holdfast.core.arguments import patterns, understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
+from holdfast.core.opaque import AnyValue
 from holdfast.core.runtime import renewed
 from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import HoldfastWarning
@@ -159,14 +160,14 @@ class TorchCheckpoint(Mapping[str, torch.Tensor]):
         return made
 
     @property
-    def tree(self) -> object:
+    def tree(self) -> AnyValue:
         """The whole nested state with torch tensors in it; read anew each time, as by `read_tree()`."""
         return self.read_tree()
 
     @understood(dtype=float_dtype, device=device_given)
     def read_tree(
         self, *, device: Place | None = None, dtype: torch.dtype | None = None, max_host_memory: int | None = None
-    ) -> object:
+    ) -> AnyValue:
         """The whole nested state with torch tensors in it: parameters are parameters, and what shares a storage still does.
 
         Objects of classes that are not built stay `Opaque`; tensors inside of them stay lazy. `max_host_memory` is as in `read`.

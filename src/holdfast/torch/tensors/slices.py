@@ -92,6 +92,9 @@ class Slices(Mapping[str, Slice]):
     def __len__(self) -> int:
         return len(self._names)
 
+    def __repr__(self) -> str:
+        return f"<Slices {self._checkpoint.path!r}, {len(self):,} tensors>"
+
     def __enter__(self) -> Self:
         return self
 

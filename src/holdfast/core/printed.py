@@ -1,0 +1,227 @@
+"""How much text a tree is when it is written out, as `print` does it: what is referred to from many places stands in each of them.
+
+A list of ten references to one list, forty deep, takes 500 bytes in a pickle, and its `repr` more characters than there is memory.
+Whoever opens a file types `print(ckpt.tree)` first, so such a tree is refused when it is opened (`Limits.tree_nbytes`).
+
+1. Each container is looked at once, and takes what its children take together. So the cost is linear in what is stored.
+2. `repr` of an object that was not built, of a tensor and of an array is bounded, and they count as that. What they hold is handed
+   out as well (`args`, `state`, …), and is counted by itself; so are the attributes of an `OrderedDict`.
+3. `repr` writes `[...]` where a container stands inside of itself, and writes it again everywhere else. So containers that contain
+   each other are written along every path from one to the next. These paths are followed one by one, from each such container on,
+   as long as an allowance of steps lasts.
+
+Characters are estimated: a text has its length and no escapes, a number is short. What is printed may be a few times as much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+from msgspec import Struct, field
+
+from holdfast.core.limits import Limits
+from holdfast.core.opaque import Device, Global, Opaque
+from holdfast.core.tensor import Composite, LazyTensor
+from holdfast.core.text import clip, escape
+from holdfast.core.tree import dotted, step
+from holdfast.errors import LimitExceeded
+
+__all__ = ["check_printable"]
+
+SMALL = 4
+"""A number or a pair of brackets; or what stands between two values."""
+
+RECORD = 48
+"""What is written of an object, a tensor or an array besides names and elements."""
+
+NUMBERS = frozenset({int, float, bool, complex, type(None)})
+TEXT = frozenset({str})
+
+CONTAINERS = (dict, list, tuple, set, frozenset)
+
+WHOLE, EDGES = 1000, 6
+"""numpy writes arrays of up to so many elements; of larger ones so many of every dimension."""
+
+STEP_CHARACTERS = 256
+"""For so many characters that are allowed, one step along containers that contain each other is followed."""
+
+PLACE_CHARACTERS = 200
+
+Link = tuple["Link", object] | None
+"""The way to a value: the way to what holds it, and the key. A path each would be quadratic where objects nest deep."""
+
+Children = Iterator[tuple[object, object]]
+"""Each with its key."""
+
+
+class Counted(Struct):
+    """A container whose children are being counted."""
+
+    owner: object
+    link: Link
+    size: int
+    children: Children
+    around: list[int] = field(default_factory=list)
+    """Children from which a cycle is reached."""
+
+
+class Cyclic(Struct):
+    """A container from which a cycle is reached."""
+
+    link: Link
+    size: int
+    """Without those children that lead to one."""
+    around: list[int]
+
+
+def check_printable(tree: object, limits: Limits) -> None:
+    """Raise `LimitExceeded` where a tree, or what an object in it holds, takes more than `limits.tree_nbytes` when written out."""
+    sizes = Sizes(limits.tree_nbytes)
+    sizes.apart.append((tree, None))
+    while sizes.apart:
+        sizes.count(*sizes.apart.pop())
+    sizes.follow()
+
+
+class Sizes:
+    """What the values of one tree take, by their identity: the tree keeps all of them alive."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._entered: set[int] = set()
+        self._known: dict[int, int] = {}
+        self._cyclic: dict[int, Cyclic] = {}
+        self.apart: list[tuple[object, Link]] = []
+        """What is handed out by something that does not write it out, and is still to be counted."""
+
+    def count(self, root: object, link: Link) -> None:
+        """Find the size of a value and of everything in it."""
+        known, entered = self._known, self._entered
+        top = Counted(None, link, 0, iter([(None, root)]))
+        levels = [top]
+        while levels:
+            for key, child in top.children:
+                if not isinstance(child, CONTAINERS):
+                    top.size += SMALL + self._leaf(child, top.link, key)
+                elif id(child) in known:
+                    top.size += SMALL + known[id(child)]
+                elif id(child) in entered:
+                    top.around.append(id(child))
+                else:
+                    place = link if top.owner is None else (top.link, key)
+                    size, children = self._content(child, place)
+                    if children is not None:
+                        entered.add(id(child))
+                        top = Counted(child, place, size, children)
+                        levels.append(top)
+                        break
+                    self._check(size, place)
+                    known[id(child)] = size
+                    top.size += SMALL + size
+            else:
+                done = levels.pop()
+                if not levels:
+                    return
+                top = levels[-1]
+                self._check(done.size, done.link)
+                if done.around:
+                    self._cyclic[id(done.owner)] = Cyclic(done.link, done.size, done.around)
+                    top.around.append(id(done.owner))
+                else:
+                    known[id(done.owner)] = done.size
+                    top.size += SMALL + done.size
+
+    def follow(self) -> None:
+        """Go along the containers that contain each other, as `repr` would from each of them."""
+        steps = self._most // STEP_CHARACTERS
+        for entry, first in self._cyclic.items():
+            size = first.size
+            levels = [(entry, iter(first.around))]
+            above = {entry}
+            while levels:
+                child = next(levels[-1][1], None)
+                if child is None:
+                    above.remove(levels.pop()[0])
+                    continue
+                steps -= 1
+                size += SMALL
+                if child not in above:
+                    size += self._cyclic[child].size
+                    self._check(size if steps >= 0 else self._most + 1, first.link)
+                    above.add(child)
+                    levels.append((child, iter(self._cyclic[child].around)))
+
+    def _content(self, owner: Any, link: Link) -> tuple[int, Children | None]:  # noqa: ANN401  # a container of anything
+        """The size of a container without the children that have to be looked at one by one, and these."""
+        if not isinstance(owner, dict):
+            alike = self._alike(owner, link)
+            return SMALL * (1 + len(owner)) + (alike or 0), enumerate(owner) if alike is None else None
+        if type(owner) is not dict and getattr(owner, "__dict__", None):
+            self.apart.append((vars(owner), link))
+        keys, values = self._alike(owner, link), self._alike(owner.values(), link)
+        children: Children | None = iter(owner.items()) if values is None else None
+        if keys is None:
+            children = chain(children or (), zip(owner, owner, strict=True))
+        return SMALL * (1 + 2 * len(owner)) + (keys or 0) + (values or 0), children
+
+    def _alike(self, values: Any, link: Link) -> int | None:  # noqa: ANN401  # a collection of anything
+        """What values take that are all numbers, or texts, or tensors; None where each of them has to be looked at."""
+        kinds = set(map(type, values))
+        if kinds == TEXT:
+            return sum(map(len, values))
+        if kinds <= NUMBERS:
+            return SMALL * len(values)
+        if not all(issubclass(kind, LazyTensor) for kind in kinds):
+            return None
+        self.apart += [(tensor.traits.state, link) for tensor in values if tensor.traits.state is not None]
+        return RECORD * len(values) + sum([len(tensor.name) for tensor in values])
+
+    def _leaf(self, value: object, link: Link, key: object) -> int:
+        """What is written of a value that has no children, or does not show them."""
+        if type(value) in NUMBERS:
+            return SMALL
+        if isinstance(value, str | bytes | bytearray):
+            return len(value)
+        if isinstance(value, LazyTensor):
+            if value.traits.state is not None:
+                self.apart.append((value.traits.state, (link, key)))
+            return RECORD + len(value.name)
+        if isinstance(value, np.ndarray):
+            shown = value.size if value.size <= WHOLE else math.prod(min(n, EDGES) for n in value.shape)
+            return RECORD + shown * (SMALL + int(value.dtype.itemsize))
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = known = RECORD + self._rare(value, (link, key))
+        return known
+
+    def _rare(self, value: object, link: Link) -> int:
+        """The names in what is left; and what these values hold is to be counted by itself."""
+        if isinstance(value, Opaque):
+            inside = (value.args, value.kwargs, value.state, value.items, value.entries, value.what)
+            self.apart += [(inner, link) for inner in inside if inner is not None]
+            return len(value.module) + len(value.name)
+        if isinstance(value, Composite):
+            self.apart += [(inner, link) for inner in (value.attributes, value.traits.state, *value.parts.values())]
+        if isinstance(value, Global | Device | PurePath | np.dtype):
+            return len(str(value))
+        return value.itemsize if isinstance(value, np.generic) else 0
+
+    def _check(self, size: int, link: Link) -> None:
+        if size <= self._most:
+            return
+        path: list[str | int] = []
+        while link is not None:
+            link, key = link
+            path.append(step(key))
+        place = f"what is at {escape(clip(dotted(tuple(reversed(path))), PLACE_CHARACTERS))!r}" if path else "the tree"
+        raise LimitExceeded(
+            f"{place} takes more than Limits(tree_nbytes={self._most:,}) characters when it is written out, as `print` does: it "
+            "refers to the same values again and again",
+            expected=self._most,
+            found=size,
+        )

@@ -1,0 +1,138 @@
+"""The names of a model inside of DistributedDataParallel or `torch.compile`: a checkpoint has the model's own.
+
+    DistributedDataParallel(model)      module.layers.0.weight          layers.0.weight
+    torch.compile(model)                _orig_mod.layers.0.weight       layers.0.weight
+    a compiled layer of a model         layers.0._orig_mod.weight       layers.0.weight
+
+What a wrapper puts in front is taken off where a state is saved and put back where it is handed over, as torch's
+`get_model_state_dict` and `set_model_state_dict` do. It is known by the object that wraps and never by its name: a model with a
+child that is called `module` keeps it. A file that has the names of the wrapper, as `torch.save(ddp.state_dict())` writes them, is
+read by those: of the ways to name the state, the one counts of which the checkpoint has the most names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from typing import TypeVar, cast
+
+from torch import nn
+
+from holdfast.rewrite.state import Stateful
+
+__all__ = ["names_put_back", "names_taken_off", "plain_name", "plainly_named", "renamed"]
+
+WAYS = (frozenset({"module", "_orig_mod"}), frozenset({"module"}), frozenset({"_orig_mod"}), frozenset[str]())
+"""Which names are taken off; of equally good ways the first."""
+
+SILENT = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+"""Names of wrappers that take them off themselves, in `state_dict()`."""
+
+There = Callable[[str], bool]
+"""Whether a checkpoint has a name."""
+
+T = TypeVar("T")
+
+
+def wrapped_child(module: nn.Module) -> str | None:
+    """What a wrapper calls the module that it wraps; None for any other module."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    # It takes a second to import, and is there wherever something was compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return "_orig_mod" if dynamo is not None and isinstance(module, dynamo.OptimizedModule) else None
+
+
+def names_taken_off(module: nn.Module, names: Collection[str], there: There | None = None) -> frozenset[str]:
+    """The dotted names of all wrapped modules in a module, as its state dict has them: the last part of each is taken off.
+
+    `names` are those of its state dict. Where `there` tells what a checkpoint has, the way of naming them that fits it best.
+    """
+    found: dict[str, str] = {}
+    for path, one in module.named_modules(remove_duplicate=False):
+        child = wrapped_child(one)
+        if child is not None:
+            at = f"{path}.{child}".removeprefix(".")
+            for silent in SILENT:
+                at = at.replace(silent, "")
+            found[at] = child
+    if not found:
+        return frozenset()
+    ways = [frozenset(at for at, child in found.items() if child in way) for way in WAYS]
+    return ways[0] if there is None else max(ways, key=lambda way: sum(there(plain_name(name, way)) for name in names))
+
+
+def plain_name(name: str, taken_off: Collection[str]) -> str:
+    """A name without what wrappers put into it.
+
+    >>> plain_name("module.layers.0._orig_mod.weight", {"module", "module.layers.0._orig_mod"})
+    'layers.0.weight'
+    """
+    if not taken_off:
+        return name
+    steps = name.split(".")
+    return ".".join(step for i, step in enumerate(steps) if ".".join(steps[: i + 1]) not in taken_off)
+
+
+def names_put_back(module: nn.Module, there: There) -> dict[str, str]:
+    """By the plain name, every name of a module's state dict and of the modules in it; empty where nothing is wrapped."""
+    if not has_wrappers(module):
+        return {}
+    names = list(module.state_dict())
+    taken_off = names_taken_off(module, names, there)
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False)]
+    return {plain_name(name, taken_off): name for name in (*paths, *names)}
+
+
+def has_wrappers(module: nn.Module) -> bool:
+    """Whether a module is a wrapper, or has one in it."""
+    return any(wrapped_child(one) for one in module.modules())
+
+
+def plainly_named(
+    value: Stateful, *, ask: Callable[[Stateful], object] = lambda value: value.state_dict(), there: There | None = None
+) -> Stateful:
+    """An object with a state, whose state dict has the names of what is wrapped in it. What wraps nothing is given back itself."""
+    if not isinstance(value, nn.Module) or not has_wrappers(value):
+        return value
+    return PlainlyNamed(value, ask, there)
+
+
+class PlainlyNamed:
+    """A module with wrappers in it, which takes and gives a state dict without their names."""
+
+    def __init__(self, module: nn.Module, ask: Callable[[Stateful], object], there: There | None) -> None:
+        self._module = module
+        self._ask = ask
+        self._there = there
+        self._raw: dict[str, str] = {}
+        """By the plain name: that of the module's own state dict."""
+
+    def state_dict(self) -> object:
+        """The state dict of the module, with plain names."""
+        state = self._ask(cast(Stateful, self._module))
+        if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
+            return state
+        taken_off = names_taken_off(self._module, state, self._there)
+        raw = {plain_name(name, taken_off): name for name in state}
+        if len(raw) != len(state):
+            return state  # the wrapper has something of its own under the same name: nothing may get lost
+        self._raw = raw
+        made = renamed(state, {name: plain for plain, name in raw.items()})
+        versions = getattr(state, "_metadata", None)
+        if isinstance(versions, Mapping):
+            # A wrapper says its version as well; that of what it wraps comes after it, and counts.
+            vars(made)["_metadata"] = OrderedDict((plain_name(str(name), taken_off), version) for name, version in versions.items())
+        return made
+
+    def load_state_dict(self, state: object, /) -> object:
+        """Hand a state dict with plain names to the module; that of `state_dict`, when it is filled."""
+        return self._module.load_state_dict(renamed(cast("dict[str, object]", state), self._raw))
+
+
+def renamed(state: Mapping[str, T], names: Mapping[str, str]) -> OrderedDict[str, T]:
+    """A state dict under other names, with what else it has."""
+    made = OrderedDict((names.get(name, name), value) for name, value in state.items())
+    vars(made).update(getattr(state, "__dict__", {}))
+    return made

@@ -1,0 +1,61 @@
+"""What a stranger is told to type: the name on the package index, the two commands of the README, and the page of the index."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+
+import pytest
+
+import holdfast
+from holdfast.core.version import VERSION
+from tests.pages import PAGES, ROOT, content_of, links
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+SOURCES = [*PAGES, *sorted((ROOT / "src").rglob("*.py")), *sorted((ROOT / "tools").rglob("*.*")), ROOT / "CHANGELOG.md"]
+
+
+def test_nobody_is_told_to_install_another_program():
+    """`holdfast` on the package index is not this one."""
+    wrong = re.compile(r"pip install[^\n`.]*?\bholdfast(?!-checkpoint)(\[|\b(?![-./\w]))")
+    assert wrong.search("pip install 'holdfast[cloud]'")
+    assert wrong.search("`pip install holdfast`")
+    told = {str(path.relative_to(ROOT)) for path in SOURCES if wrong.search(path.read_bytes().decode(errors="replace"))}
+    assert told == set()
+
+
+def test_a_missing_library_is_called_by_its_own_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(holdfast.errors.Unsupported, match=r"pip install obstore"):
+        holdfast.open("s3://bucket/model.safetensors")
+
+
+def test_the_distribution():
+    assert PROJECT["name"] == "holdfast-checkpoint"
+    assert {"torch", "cloud", "zstd"} <= set(PROJECT["optional-dependencies"])
+    assert PROJECT["dynamic"] == ["version"]
+    assert {f"Programming Language :: Python :: 3.{minor}" for minor in range(11, 15)} <= set(PROJECT["classifiers"])
+    assert not {"authors", "maintainers", "urls"} & set(PROJECT), "addresses and people are not made up"
+    assert re.search(rf"^## \[{re.escape(VERSION)}\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_page_of_the_index_needs_no_repository():
+    page = content_of(ROOT / PROJECT["readme"])
+    assert links(page) == []
+    assert "<img" not in page
+
+
+def test_the_readme_begins_with_what_sets_itself_up():
+    first_screen = "\n".join(content_of(ROOT / "README.md").splitlines()[:25])
+    for command in ("make demo", "make test"):
+        assert re.search(rf"^\| `{command}` \| .{{40,}} \| .*minute.* \|$", first_screen, re.MULTILINE), command
+
+
+def test_ci_runs_what_the_readme_says():
+    lines = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if not line.startswith(("#", "set "))] == ["make test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = re.search(r"^test:.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    assert recipe is not None
+    assert "browser || echo" in recipe[1], "the browser is part of it, and skipped with a word where it may not be installed"
