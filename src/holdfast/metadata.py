@@ -226,7 +226,7 @@ def _dtype(dtype: object) -> DType | Global:
 # The tensors and values of a checkpoint.
 
 
-class Placed(Protocol):
+class PlacedChunk(Protocol):
     """A chunk, ours or torch's."""
 
     @property
@@ -254,11 +254,11 @@ class Places:
     __slots__ = ("_at", "_chunks", "_count")
 
     def __init__(self) -> None:
-        self._chunks: Sequence[Placed] | None = None
+        self._chunks: Sequence[PlacedChunk] | None = None
         self._count = -1
         self._at: dict[tuple[int, ...], int] = {}
 
-    def find(self, chunks: Sequence[Placed], index: Sought) -> int | None:
+    def find(self, chunks: Sequence[PlacedChunk], index: Sought) -> int | None:
         """The position of the chunk that the index's hint points at, or of the first at its offset; None if there is none."""
         if index.offset is None:
             return None

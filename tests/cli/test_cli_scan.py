@@ -8,7 +8,8 @@ import pickle
 
 from holdfast.cli.scan import scan_lines
 from holdfast.cli.text import plain
-from holdfast.inspect.scan import FileReport, Finding, ScanReport
+from holdfast.inspect.scan import FileReport, ScanReport
+from holdfast.inspect.scanning.findings import Finding
 
 
 def test_clean_dangerous_and_error(run, golden_dir):

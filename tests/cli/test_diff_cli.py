@@ -10,7 +10,9 @@ import numpy as np
 from holdfast.cli.diff import diff_document, diff_lines
 from holdfast.cli.document import dumps
 from holdfast.cli.text import plain
-from holdfast.inspect.diff import ABSENT, Content, Diff, Rename, TensorChange, ValueChange
+from holdfast.engine.compare import Content
+from holdfast.inspect.compare_values import ValueChange
+from holdfast.inspect.diff import ABSENT, Diff, Rename, TensorChange
 from holdfast.rewrite.save import save
 
 

@@ -11,9 +11,10 @@ from msgspec.structs import force_setattr
 
 from holdfast.cli.document import document, dumps
 from holdfast.cli.outline import ranges
-from holdfast.cli.show import LINES, matcher, show_table, show_tree
+from holdfast.cli.show import LINES, show_table, show_tree
 from holdfast.cli.text import plain
 from holdfast.core.opaque import Global, Opaque
+from holdfast.core.patterns import matcher
 from holdfast.core.protocols import Foreign
 from holdfast.core.tensor import Composite, Traits
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli.text import clip, count, escape, nbytes, percent, width
+from holdfast.cli.text import width
+from holdfast.core.text import clip, count, escape, nbytes, percent
 
 HOSTILE = {
     "ansi": ("\x1b[2J", r"\x1b[2J"),

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from holdfast.engine.commit.transactions import recover
+from holdfast.engine.commit.temporaries import recover
 from holdfast.stores.files import OsFiles, is_temporary
 from tests.crash.writers import WRITERS, Writer, read_toy, toy
 

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast.stores.files import Entry, is_temporary
+from holdfast.stores.files import FileEntry, is_temporary
 
 ROOT = "/w"
 """The one directory that exists at first."""
@@ -412,20 +412,20 @@ class Model:
         with self._turn:
             return self.locks.setdefault(self.open_descriptors[descriptor], descriptor) == descriptor
 
-    def stat(self, name: str, *, at: int) -> Entry | None:
+    def stat(self, name: str, *, at: int) -> FileEntry | None:
         with self._turn:
             node = self._at(at).entries.get(name)
             return None if node is None else self._found(node)
 
-    def inspect(self, descriptor: int) -> Entry:
+    def inspect(self, descriptor: int) -> FileEntry:
         with self._turn:
             return self._found(self.open_descriptors[descriptor])
 
-    def _found(self, node: int) -> Entry:
+    def _found(self, node: int) -> FileEntry:
         what = self.nodes[node]
         if isinstance(what, File):
-            return Entry("file", (1, node), what.mode, len(what.data))
-        return Entry("directory", (1, node), what.mode, 0)
+            return FileEntry("file", (1, node), what.mode, len(what.data))
+        return FileEntry("directory", (1, node), what.mode, 0)
 
     def is_shared(self, descriptor: int) -> bool:
         return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-from holdfast.engine.commit.transactions import recover
+from holdfast.engine.commit.temporaries import recover
 from tests.crash.model import ROOT, Model, Tree, freeze, materialise, temporaries
 
 OLD, NEW, NEXT = 1, 2, 3

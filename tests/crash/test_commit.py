@@ -17,10 +17,10 @@ import pytest
 
 from holdfast.core.value import replace
 from holdfast.engine.commit import new_file, replaced, temporaries
-from holdfast.engine.commit.temporaries import temporary_name
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, recover
+from holdfast.engine.commit.temporaries import recover, temporary_name
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.errors import DurabilityUncertain, NotCommitted, SaveError, StoreError, Truncated
-from holdfast.stores.files import Entry, OsFiles, is_temporary
+from holdfast.stores.files import FileEntry, OsFiles, is_temporary
 
 DEAD = ".model.0123456789abcdef.tmp"
 ASIDE = ".model.0123456789abcdef.old"
@@ -653,7 +653,7 @@ class Owners(OsFiles):
             raise PermissionError(errno.EPERM, "Operation not permitted")
         self.given.append((user, group))
 
-    def stat(self, name: str, *, at: int) -> Entry | None:
+    def stat(self, name: str, *, at: int) -> FileEntry | None:
         found = super().stat(name, at=at)
         return None if found is None else replace(found, owner=(7, 8))
 

@@ -12,12 +12,13 @@ from functools import cache
 import pytest
 
 from holdfast.errors import HoldfastError
-from holdfast.rewrite.planned import Writing, write_plan
+from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.step_seal import Stamp, with_seal
+from holdfast.rewrite.writing import Writing
 from holdfast.runs import directory
 from holdfast.runs.delete import clean, hide
 from holdfast.runs.directory import RunDirectory, open_for_writing
-from holdfast.runs.record import Kept, pin_step, read_pins, unpin_step
+from holdfast.runs.record import RunRules, pin_step, read_pins, unpin_step
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Every, Latest, Rule
 from holdfast.runs.steps import step_name
@@ -42,7 +43,7 @@ def save(files: Files, number: int, *, version: int | None = None, overwrite: bo
 def turn(files: Files, number: int, rules: Iterable[Rule] = RULES, **how: object) -> None:
     """Everything that a run does in its directory for one step."""
     folder = RunDirectory(ROOT, files)
-    lock = open_for_writing(folder, Kept(tuple(rules)), durable=True)
+    lock = open_for_writing(folder, RunRules(tuple(rules)), durable=True)
     try:
         save(files, number, **how)
         retain(folder, tuple(rules), check=lambda step: True)

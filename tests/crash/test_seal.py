@@ -13,9 +13,10 @@ from holdfast.engine.file_digest import digest_of
 from holdfast.errors import DurabilityUncertain, NotCommitted
 from holdfast.formats.seal import SEAL, Seal, SealedFile, beside, encode_seal, parse_seal
 from holdfast.rewrite import renewal
-from holdfast.rewrite.planned import Writing, write_plan
+from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.renewal import Known, Renewal
 from holdfast.rewrite.seal import write_seal
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files, write_all
 from tests.crash.model import ROOT, File, Model, Tree, temporaries
 from tests.crash.proof import Death, Mortal

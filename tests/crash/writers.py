@@ -31,9 +31,10 @@ from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.base import open_base
 from holdfast.rewrite.companions import Companions
 from holdfast.rewrite.formats import Options, format_for, plan_save
-from holdfast.rewrite.planned import Writing, write_plan
+from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.renewal import Known, Renewal
 from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.files import Files, OsFiles
 from holdfast.stores.memory import MemoryStore
 from holdfast.torch.serialization.save import plan_object

@@ -20,7 +20,8 @@ from holdfast.core.opaque import Device, Global, Opaque, Size
 from holdfast.core.tensor import Composite, Traits
 from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataError
 from holdfast.formats.strict_json import paid_nbytes, parse, parse_own
-from holdfast.formats.tree_json import decode_tree, encode_tree, json_limits
+from holdfast.formats.tree_json.decode import decode_tree, json_limits
+from holdfast.formats.tree_json.encode import encode_tree
 from holdfast.formats.tree_json.scalars import is_unicode
 
 LIMITS = json_limits(Limits())

@@ -23,9 +23,10 @@ from holdfast.core.value import replace
 from holdfast.engine import compare
 from holdfast.engine.compare import Tally, blocks, tally
 from holdfast.errors import CannotHold, LimitExceeded, NoSuchTensor, Unsupported
-from holdfast.inspect.compare_values import Kind, ValueChange, compare_values
+from holdfast.inspect.compare_values import ValueChange, compare_values
 from holdfast.inspect.diff import ABSENT, COMPARISONS, Comparison, Rename, diff, match_names
 from holdfast.inspect.side import Side
+from holdfast.inspect.structure import ContainerKind
 from holdfast.rewrite.save import save
 from holdfast.rewrite.state import describe_state
 from holdfast.stores.local import LocalStore
@@ -310,7 +311,9 @@ def test_hostile_trees_end():
     again = copy.deepcopy({"loop": loop, "shared": shared}) | {"deep": [1]}
     for _ in range(4999):
         again["deep"] = [again["deep"]]
-    assert compare_values(tree, again | {"deep": [again["deep"]]})[0] == (ValueChange(("deep", *(0,) * 5000), 1, Kind("list")),)
+    assert compare_values(tree, again | {"deep": [again["deep"]]})[0] == (
+        ValueChange(("deep", *(0,) * 5000), 1, ContainerKind("list")),
+    )
     assert compare_values(tree, again)[0] == ()
 
 

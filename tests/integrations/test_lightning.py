@@ -21,7 +21,7 @@ lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402 (where Lightning is there)
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO  # noqa: E402
 
-from holdfast.integrations.lightning import Copies, HoldfastIO  # noqa: E402
+from holdfast.integrations.lightning import HoldfastIO, StateCopies  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -167,7 +167,7 @@ def test_what_is_saved_in_the_background_is_what_there_was(tmp_path: Path):
 def test_copies_share_what_the_originals_share():
     weight = torch.arange(6.0)
     inner = {"w": weight}
-    made = Copies().of({"a": inner, "b": inner, "t": (weight[1:], None)})
+    made = StateCopies().of({"a": inner, "b": inner, "t": (weight[1:], None)})
     assert made["a"] is made["b"]
     made["a"]["w"][1] = 9
     assert made["t"][0][0] == 9

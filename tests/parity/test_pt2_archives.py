@@ -26,7 +26,7 @@ from holdfast.core.opaque import Opaque
 from holdfast.engine.source import OpenSource
 from holdfast.formats.pt2.read import Pt2Reader
 from holdfast.formats.pt2.replace import lay_out_replaced
-from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
+from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
 from holdfast.formats.zip.reader import read_archive
 from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.state import describe_state
@@ -373,7 +373,7 @@ def parts_of(path, exported, model="model", **changed):
     archive = zipfile.ZipFile(path)
     prefix = archive.namelist()[0].partition("/")[0]
     state = describe_state({"w": dict(changed.get("weights", exported.state_dict)), "c": dict(exported.constants)})
-    return Part(
+    return ModelWeights(
         state.tree["w"], state.tree["c"], archive.read(f"{prefix}/models/{model}.json"),
         archive.read(f"{prefix}/data/sample_inputs/{model}.pt"),
     )  # fmt: skip
@@ -417,7 +417,7 @@ def test_models_share_what_they_have_in_common(folder, tmp_path):
     programs = contents.exported_programs
     encoder = {n: t for n, t in programs["head2"].state_dict.items() if n.startswith("encoder")}
     state = describe_state({model: {**exported.state_dict, **encoder} for model, exported in programs.items()})
-    models = {model: Part(state.tree[model], {}, *_program(folder / "several.pt2", model)) for model in programs}
+    models = {model: ModelWeights(state.tree[model], {}, *_program(folder / "several.pt2", model)) for model in programs}
     write_plan(lay_out_pt2(models, name="shared"), str(tmp_path / "shared.pt2"))
     names = zipfile.ZipFile(tmp_path / "shared.pt2").namelist()
     assert sum("weight_" in name and "config" not in name for name in names) == 6

@@ -24,7 +24,7 @@ from holdfast.pruning import select as prune_select
 from holdfast.pruning.keys import Magnitudes, RandomOrder, mean_squares, random_keys
 from holdfast.pruning.masked import Loss, Masked, Tally, loss_of, loss_of_counts, prune_values
 from holdfast.pruning.masks import BlockMask, GroupMask, RandomMask, ThresholdMask, group_keep
-from holdfast.pruning.select import Counts, select
+from holdfast.pruning.select import KeyCounts, select
 
 WIDTHS = {15: np.uint16, 31: np.uint32, 63: np.uint64}
 
@@ -160,7 +160,7 @@ def test_what_is_lost_is_a_plain_sum(monkeypatch, dtype):
     assert found.lost == pytest.approx(math.fsum(wide[finite & ~kept] ** 2))
     if np.dtype(dtype).itemsize == 2:
         keys = prune_keys.magnitude_keys(values, np.dtype(dtype).name)
-        counts = Counts(np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15))
+        counts = KeyCounts(np.bincount(keys, minlength=1 << 15), np.bincount(keys[~kept], minlength=1 << 15))
         counted = loss_of_counts(counts, np.dtype(dtype).name)
         assert (counted.pruned, counted.zeros, counted.nonfinite) == (found.pruned, found.zeros, found.nonfinite)
         assert (counted.squares, counted.lost) == (pytest.approx(found.squares), pytest.approx(found.lost))

@@ -32,7 +32,7 @@ from holdfast.errors import (
     SaveError,
 )
 from holdfast.runs.sweep import sweep
-from holdfast.stores.remote.client import Bucket, Found, bucket_of
+from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
 from holdfast.stores.remote.url import url_of
 from tests.remote.servers import Asked, Fault, Proxy, environment
 
@@ -251,9 +251,9 @@ def later(hours: float) -> Iterator[None]:
     """The store's clock, so many hours on: objects that are put and asked for one by one are of then."""
     real = Bucket.head
 
-    def head(self: Bucket, key: str) -> Found:
+    def head(self: Bucket, key: str) -> RemoteObject:
         found = real(self, key)
-        return Found(found.key, found.nbytes, found.etag, found.changed + timedelta(hours=hours))
+        return RemoteObject(found.key, found.nbytes, found.etag, found.changed + timedelta(hours=hours))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "head", head)

@@ -433,9 +433,9 @@ def aged(store: MemoryStore) -> Iterator[None]:
     """What is there now was written two days ago."""
     old, real = {f"run/{key}" for key in keys(store)}, client._found
 
-    def found(meta: dict[str, object]) -> client.Found:
+    def found(meta: dict[str, object]) -> client.RemoteObject:
         one = real(meta)  # type: ignore[arg-type]
-        return client.Found(one.key, one.nbytes, one.etag, one.changed - timedelta(days=2)) if one.key in old else one
+        return client.RemoteObject(one.key, one.nbytes, one.etag, one.changed - timedelta(days=2)) if one.key in old else one
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(client, "_found", found)

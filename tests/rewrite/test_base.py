@@ -20,7 +20,7 @@ import holdfast
 from holdfast.core.content_hash import HASH, hash_bytes
 from holdfast.errors import BadArgument, HeaderError, NotAPath, NotCommitted, Unsupported
 from holdfast.formats.native import base as base_of
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.strict_json import seal
 from holdfast.rewrite.planned import Saved
 from holdfast.stores.files import OsFiles

@@ -16,10 +16,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.rewrite.planned import Writing, write_plan
+from holdfast.rewrite.planned import write_plan
 from holdfast.rewrite.step_seal import Stamp, with_seal
+from holdfast.rewrite.writing import Writing
 from holdfast.runs.directory import RunDirectory, open_for_writing
-from holdfast.runs.record import Kept, pin_step
+from holdfast.runs.record import RunRules, pin_step
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Best, Every, Latest, Rule, Within
 from holdfast.runs.steps import step_name
@@ -138,7 +139,7 @@ class World:
 
     def turn(self, files: Files, number: int, known: Known) -> None:
         folder = RunDirectory(ROOT, files)
-        lock = open_for_writing(folder, Kept(self.rules), durable=True)
+        lock = open_for_writing(folder, RunRules(self.rules), durable=True)
         publish(files, number, known.saved, known.loss, known.ran)
         retain(folder, self.rules, check=lambda step: True)
         lock.close()

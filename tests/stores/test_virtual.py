@@ -18,7 +18,7 @@ from holdfast.errors import StoreError, Unsupported
 from holdfast.plan.saves import FilePlan, Literal
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.stores.virtual import Entry, Kept, Virtual, tensor_stamp
+from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile, tensor_stamp
 from tests.stores.conformance import StoreConformance
 
 BYTES = DTYPES.name("uint8")
@@ -38,7 +38,7 @@ class TestVirtual(StoreConformance):
         def make(content):
             store = Virtual("<made>")
             for key, data in content.items():
-                store.put(Entry(len(data), partial(copied, data)), key)
+                store.put(VirtualFile(len(data), partial(copied, data)), key)
             return store
 
         return make
@@ -50,7 +50,7 @@ class TestVirtualOfAnUnknownLength(StoreConformance):
         def make(content):
             store = Virtual("<made>")
             for key, data in content.items():
-                store.put(Entry(partial(len, data), partial(copied, data)), key)
+                store.put(VirtualFile(partial(len, data), partial(copied, data)), key)
             return store
 
         return make
@@ -82,7 +82,7 @@ class TestWhatIsAdded(StoreConformance):
         def make(content):
             store = Virtual(over=MemoryStore({"file": b"file"}))
             for key, data in content.items():
-                store.put(Entry(len(data), partial(copied, data)), key)
+                store.put(VirtualFile(len(data), partial(copied, data)), key)
             return store
 
         return make
@@ -153,7 +153,7 @@ def test_the_stamp_of_what_is_computed_is_that_of_its_file(tmp_path):
 def test_entries_travel_with_the_store_below_and_not_alone(tmp_path):
     (tmp_path / "x").write_bytes(b"below")
     store = Virtual(over=LocalStore(tmp_path / "x"))
-    store.put(Entry(5, partial(copied, b"above")), "y")
+    store.put(VirtualFile(5, partial(copied, b"above")), "y")
     arrived = pickle.loads(pickle.dumps(store))
     for key, expected in (("x", b"below"), ("y", b"above")):
         out = bytearray(5)
@@ -178,14 +178,14 @@ def test_two_stores_over_one_are_different_places():
     below = MemoryStore({"x": b"below"})
     one, other = Virtual(over=below), Virtual(over=below)
     for store in (one, other):
-        store.put(Entry(5, partial(copied, b"above")), "y")
+        store.put(VirtualFile(5, partial(copied, b"above")), "y")
     assert one.place("x") == other.place("x") == below.place("x")
     assert one.place("y") != other.place("y")
     assert one.place() != other.place() != below.place()
 
 
 def test_what_was_made_last_is_kept_within_bounds():
-    kept = Kept(100)
+    kept = ContentCache(100)
     for i in range(5):
         kept.put(i, np.full(40, i, np.uint8))
     assert (kept.get(2), kept.nbytes) == (None, 80)

@@ -6,8 +6,6 @@ import argparse
 
 from holdfast.cli.planned import add_place, add_writing, carry_out, writing
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Write a checkpoint again without the bytes that no tensor reaches, such as the rest of a large tensor of which a few rows were
 saved. What is tied stays tied."""
@@ -29,7 +27,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.cli.text import nbytes
+    from holdfast.core.text import nbytes
     from holdfast.rewrite.share import plan_compact
 
     planned = plan_compact(options.src, options.dst, in_place=options.in_place, writing=writing(options))

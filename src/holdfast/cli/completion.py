@@ -17,8 +17,6 @@ from collections.abc import Iterator
 from holdfast.cli.flags import options_of, verbs_of
 from holdfast.core.value import Value
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "SHELLS", "add_arguments", "script"]
-
 DESCRIPTION = """\
 Print a script that teaches a shell to complete holdfast's commands and options.
 """

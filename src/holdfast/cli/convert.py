@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from holdfast.rewrite.planned import Saved
     from holdfast.rewrite.transform import Edits
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "add_edits", "conversion_fields", "edits_of", "rate", "run"]
-
 DESCRIPTION = """\
 Write a checkpoint in another format: torch (.pt, .pth, .bin, .ckpt), safetensors, or a native directory (no suffix).
 It is streamed, never held in memory; checked against its own checksums, read back, and put in place in one step. If anything
@@ -115,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
 
 def rate(done: Saved, seconds: float) -> str:
     """How fast it was."""
-    from holdfast.cli.text import nbytes
+    from holdfast.core.text import nbytes
 
     return f", {nbytes(int(done.nbytes / max(seconds, 1e-3)))}/s"
 

@@ -8,8 +8,6 @@ from holdfast.cli import values
 from holdfast.cli.convert import rate
 from holdfast.cli.planned import add_writing, carry_out, writing
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Copy a checkpoint of any format as it is, byte for byte, with all files of its folder: between disks and object stores. Where it
 records checksums, they are compared on the way. Inside of a bucket the store copies by itself."""

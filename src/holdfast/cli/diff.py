@@ -7,15 +7,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.cli.progress import bar
-from holdfast.cli.text import Line, clip, count, escape, plural, print_lines, width
+from holdfast.cli.text import Line, print_lines, width
 from holdfast.core.order import in_order
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import clip, count, escape, plural
+from holdfast.engine.compare import Content
 from holdfast.inspect.brief import brief
-from holdfast.inspect.diff import Absent, Comparison, Content, Diff, TensorChange, ValueChange
+from holdfast.inspect.compare_values import Absent, ValueChange
+from holdfast.inspect.diff import Comparison, Diff, TensorChange
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.side import chosen_sides
-
-__all__ = ["diff_document", "diff_lines", "run"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
@@ -162,9 +163,9 @@ def _value(change: ValueChange) -> tuple[str, str, str, list[str]]:
 
 
 def _text(value: object) -> str:
-    from holdfast.inspect.compare_values import Kind
+    from holdfast.inspect.structure import ContainerKind
 
-    return escape(str(value) if isinstance(value, Kind) else brief(value))
+    return escape(str(value) if isinstance(value, ContainerKind) else brief(value))
 
 
 def diff_document(found: Diff, *, sort: str = "file", top: int | None = None) -> dict[str, object]:

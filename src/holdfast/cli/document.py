@@ -12,15 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from holdfast.cli.outline import Branch, Leaf, leaves, outline
-from holdfast.cli.text import clip
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Chunk
 from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import clip
 from holdfast.core.tree import FREE_CHARACTERS
 from holdfast.inspect.survey import survey
-
-__all__ = ["SCHEMA", "document", "dumps", "print_json"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""

@@ -8,8 +8,6 @@ from holdfast.cli.convert import add_edits, conversion_fields, edits_of, rate
 from holdfast.cli.planned import add_place, add_writing, carry_out, copy_config, writing
 from holdfast.cli.values import pair
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Rename, drop, keep and cast tensors and values, and set metadata: a new checkpoint, or, with --in-place, one in
 place of the old. A reader sees the old one or the new one, never a half; a failed edit leaves the old one.

@@ -13,8 +13,6 @@ from collections.abc import Collection, Iterator
 
 from holdfast.cli.parser import Parser
 
-__all__ = ["FLAGS", "in_flags", "options_of", "verbs_of"]
-
 FLAGS = {
     "bins": "--bins", "constants": "--constants", "copy_config": "--copy-config",
     "deduplicate": "--content", "dequantize": "--dequantize", "digest": "--digest", "drop": "--drop", "dry_run": "--dry-run",

@@ -22,10 +22,9 @@ from typing import NoReturn
 
 from holdfast.cli import values
 from holdfast.cli.parser import Help, Parser
-from holdfast.cli.text import clip, escape, print_lines
+from holdfast.cli.text import print_lines
 from holdfast.cli.values import positive
-
-__all__ = ["main", "parse", "parser"]
+from holdfast.core.text import clip, escape
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,8 +39,6 @@ from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief, scalar
 from holdfast.inspect.survey import LookAlikes, Survey
 
-__all__ = ["Branch", "Leaf", "Node", "arrange", "fold", "leaves", "outline", "ranges", "total"]
-
 DEEPEST = 100
 """Levels that are walked. `Limits(depth=64)` holds for what was stored; this is room for that and for dotted names."""
 
@@ -108,7 +106,7 @@ def outline(checkpoint: Checkpoint, found: Survey | None = None, *, split: bool 
     """
     tree = checkpoint.tree if found is None or not checkpoint.flat else LookAlikes(found)
     room = NAME_CHARACTERS_A_BYTE * checkpoint.stored_nbytes + FREE_CHARACTERS
-    root = _Walk({} if found is None else found.ties, split, room=room).node(tree, "", "", depth=0)
+    root = _OutlineWalk({} if found is None else found.ties, split, room=room).node(tree, "", "", depth=0)
     if isinstance(root, Leaf):
         root.label = root.name = LONE_TENSOR_NAME
         root = Branch("", "", "dict", children=[root])
@@ -149,7 +147,7 @@ def leaves(branch: Branch) -> Iterator[Leaf]:
             yield child
 
 
-class _Walk(Struct):
+class _OutlineWalk(Struct):
     """One pass over a tree that remembers where each container was met."""
 
     ties: Mapping[str, str]

@@ -9,8 +9,6 @@ import time
 from holdfast.cli import values
 from holdfast.cli.planned import add_writing, carry_out, writing
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Write the weights of several models into one package (.pt2) or native directory (no suffix); what they share is stored once.
 With --replace, put other weights into the program of a .pt2: names, dtypes and shapes must be those that it has."""

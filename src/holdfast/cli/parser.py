@@ -7,9 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from holdfast.cli.text import escape, print_lines, terminal_width
-
-__all__ = ["Help", "Parser"]
+from holdfast.cli.text import print_lines, terminal_width
+from holdfast.core.text import escape
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

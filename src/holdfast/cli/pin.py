@@ -6,8 +6,6 @@ import argparse
 
 from holdfast.cli import values
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "add_place", "run", "say"]
-
 DESCRIPTION = """\
 Keep a step of a run, whatever its rules say, and note why. The run may be going on."""
 
@@ -49,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 def say(text: str) -> None:
     """Print a line."""
-    from holdfast.cli.text import clip, escape, print_lines
+    from holdfast.cli.text import print_lines
+    from holdfast.core.text import clip, escape
 
     print_lines([[(escape(clip(text, 600)), "")]])

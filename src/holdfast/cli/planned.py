@@ -18,22 +18,10 @@ from holdfast.cli.values import positive, size
 
 if TYPE_CHECKING:
     from holdfast.cli.text import Line
-    from holdfast.rewrite.planned import Planned, Saved, Writing
+    from holdfast.rewrite.planned import Planned, Saved
+    from holdfast.rewrite.writing import Writing
 
     R = TypeVar("R", bound=Saved)
-
-__all__ = [
-    "FORMATS",
-    "SCHEMA",
-    "add_folder",
-    "add_place",
-    "add_sparse",
-    "add_writing",
-    "carry_out",
-    "copy_config",
-    "say",
-    "writing",
-]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
@@ -89,7 +77,7 @@ def add_sparse(verb: argparse.ArgumentParser) -> None:
 
 def writing(options: argparse.Namespace, *, resume: bool = False) -> Writing:
     """Those options, for the library."""
-    from holdfast.rewrite.planned import Writing
+    from holdfast.rewrite.writing import Writing
 
     budget = BUDGET if options.rewrites else None
     return Writing(
@@ -152,14 +140,15 @@ def _written_fields(done: Saved, seconds: float) -> dict[str, object]:
 
 def say(text: str) -> None:
     """Print text that may have names out of a file in it."""
-    from holdfast.cli.text import clip, escape, print_lines
+    from holdfast.cli.text import print_lines
+    from holdfast.core.text import clip, escape
 
     print_lines([(escape(clip(line, 2000)), "")] for line in text.split("\n"))
 
 
 def written_lines(done: Saved, more: str) -> Iterable[Line]:
     """What was written, in a line, and what a person should know about it."""
-    from holdfast.cli.text import clip, escape, nbytes, plural
+    from holdfast.core.text import clip, escape, nbytes, plural
 
     yield [
         ("wrote ", "clean"),
@@ -173,7 +162,7 @@ def written_lines(done: Saved, more: str) -> Iterable[Line]:
 
 def note_lines(done: Saved) -> Iterable[Line]:
     """What a person should know."""
-    from holdfast.cli.text import clip, escape
+    from holdfast.core.text import clip, escape
 
     for note in done.notes:
         yield [("  note  ", "note"), (escape(clip(in_flags(note, FLAGS.values()), 600)), "")]

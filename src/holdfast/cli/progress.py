@@ -19,12 +19,10 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from holdfast.cli.text import escape
+from holdfast.core.text import escape
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
-
-__all__ = ["Bar", "bar"]
 
 PATIENCE_S = 0.4
 """How long something takes before it gets a bar."""

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from holdfast.cli.text import Line
     from holdfast.pruning.prune import Pruned
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Set weights to zero by rules and write the result, in any format, streamed. The first rule that matches a name decides; what no
 rule matches stays as it is. All that is wrong with the rules is said before anything is written."""
@@ -93,8 +91,9 @@ def run(options: argparse.Namespace) -> int:
 
 def report_lines(done: Pruned, seconds: float, most: int | None) -> Iterator[Line]:
     """What is printed: a line a tensor, and what was written."""
-    from holdfast.cli.text import clip, count, escape, nbytes, plural, width
+    from holdfast.cli.text import width
     from holdfast.core.order import in_order
+    from holdfast.core.text import clip, count, escape, nbytes, plural
 
     shown = in_order(done.tensors, lambda row: row.name)[:most]
     names = [escape(clip(row.name, 70)) for row in shown]

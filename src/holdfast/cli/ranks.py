@@ -15,14 +15,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from holdfast.cli.show import matcher, short_dtype
-from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
+from holdfast.cli.show import short_dtype
+from holdfast.cli.text import Line, print_lines
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.order import in_order, natural
+from holdfast.core.patterns import matcher
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import clip, escape, nbytes, plural
 from holdfast.inspect.open import open as open_checkpoint
-
-__all__ = ["run"]
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
 WIDTH, HEIGHT = 32, 8

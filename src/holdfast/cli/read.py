@@ -28,33 +28,18 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 
-from holdfast.cli.show import matcher
-from holdfast.cli.text import Line, escape, line_width, nbytes, plural, print_lines
+from holdfast.cli.text import Line, line_width, print_lines
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.order import in_order
+from holdfast.core.patterns import matcher
 from holdfast.core.tensor import LazyTensor
+from holdfast.core.text import escape, nbytes, plural
 from holdfast.errors import BadIndex, BadTarget, Unsupported, located
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.stores.platform import ALWAYS, NO_LINK, sync
 
 if TYPE_CHECKING:
     from holdfast.cli.outline import Leaf
-
-__all__ = [
-    "Item",
-    "as_text",
-    "choose",
-    "find_values",
-    "parse_slice",
-    "plain_array",
-    "run",
-    "show_tensors",
-    "show_values",
-    "widens",
-    "write_npy",
-    "write_npz",
-    "write_tensors",
-]
 
 
 def run(path: Path, names: Sequence[str], *, index: str | None, output: Path | None, raw: bool) -> int:

@@ -12,8 +12,6 @@ from holdfast.cli import values
 if TYPE_CHECKING:
     from holdfast.reports.report import Asked
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Write a page to look at: what is in a checkpoint, how large, where in which file, and what is odd about it; with OTHER, what
 differs; of a run's directory, its steps over time. It is one HTML file that needs nothing else and loads nothing. No tensor data
@@ -77,7 +75,8 @@ def asked_of(options: argparse.Namespace) -> Asked:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
-    from holdfast.cli.text import clip, escape, nbytes, print_lines
+    from holdfast.cli.text import print_lines
+    from holdfast.core.text import clip, escape, nbytes
     from holdfast.errors import BadArgument
     from holdfast.reports.report import Report, page_target, prepared
 

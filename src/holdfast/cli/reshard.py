@@ -8,8 +8,6 @@ import math
 from holdfast.cli import values
 from holdfast.cli.planned import add_writing, carry_out, writing
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Write a checkpoint as a native directory with one data file for each rank of a mesh, cut by rules. Streams; any format in.
 
@@ -40,7 +38,7 @@ def add_arguments(verb: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
-    from holdfast.cli.text import plural
+    from holdfast.core.text import plural
     from holdfast.rewrite.reshard import parse_mesh, plan_reshard
 
     lines = options.plan.read_text("utf-8").splitlines() if options.plan else []

@@ -15,7 +15,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines, width
+from holdfast.cli.text import Line, print_lines, width
+from holdfast.core.text import clip, escape, nbytes, plural
 
 if TYPE_CHECKING:
     from holdfast.runs.place import RunPlace
@@ -23,9 +24,7 @@ if TYPE_CHECKING:
     from holdfast.runs.rules import Rule
     from holdfast.runs.steps import Step
     from holdfast.runs.sweep import Swept
-    from holdfast.runs.table import Row, Table
-
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
+    from holdfast.runs.table import RunRow, RunTable
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
@@ -156,7 +155,7 @@ def swept_lines(done: Swept) -> Iterator[Line]:
     yield [(escape(clip(done.path, 400)), "title"), (told + young, "dim")]
 
 
-def lines(table: Table) -> Iterator[Line]:
+def lines(table: RunTable) -> Iterator[Line]:
     """The table."""
     yield from _head(table)
     metrics = _columns([row.step for row in table.rows if row.step is not None])
@@ -179,7 +178,7 @@ def lines(table: Table) -> Iterator[Line]:
             yield [(_aligned(cell[:-1], wide), ""), (f"  {cell[-1]}", "error" if goes else "dim")]
 
 
-def _head(table: Table) -> Iterator[Line]:
+def _head(table: RunTable) -> Iterator[Line]:
     whole = sum(row.step is not None for row in table.rows)
     told = f"  {plural(whole, 'step')}, {nbytes(table.total_nbytes)}"
     rules = ", ".join(map(str, table.rules))
@@ -205,7 +204,7 @@ def _columns(steps: Sequence[Step]) -> list[str]:
     return sorted(counts, key=lambda name: (-counts[name], name))[:METRICS]
 
 
-def _cells(row: Row, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
+def _cells(row: RunRow, metrics: Sequence[str], *, shares: bool, now: float) -> list[str]:
     step = row.step
     if step is None:
         return []
@@ -235,7 +234,7 @@ def age(seconds: float) -> str:
     return f"{seconds / 86400:.1f} d"
 
 
-def plan_lines(table: Table) -> Iterator[Line]:
+def plan_lines(table: RunTable) -> Iterator[Line]:
     """What the rules would do."""
     yield from _head(table)
     going = 0
@@ -264,7 +263,7 @@ def gone_lines(path: str, gone: Sequence[Step], notes: Sequence[str]) -> Iterato
     yield [(escape(clip(path, 400)), "title"), (f"  {plural(len(gone), 'step')} deleted", "dim")]
 
 
-def document(table: Table, gone: Sequence[Step]) -> dict[str, object]:
+def document(table: RunTable, gone: Sequence[Step]) -> dict[str, object]:
     """The same as values that JSON has."""
     return {
         "schema": SCHEMA,
@@ -279,7 +278,7 @@ def document(table: Table, gone: Sequence[Step]) -> dict[str, object]:
     }
 
 
-def _row_document(row: Row) -> dict[str, object]:
+def _row_document(row: RunRow) -> dict[str, object]:
     step, fate = row.step, row.fate
     return {
         "name": row.found.name,

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
 from urllib.parse import quote
 
-from holdfast.cli.text import Line, clip, escape, plural, print_lines
-from holdfast.inspect.scan import FileReport, Finding, ScanReport, Verdict, scan
+from holdfast.cli.text import Line, print_lines
+from holdfast.core.text import clip, escape, plural
+from holdfast.inspect.scan import FileReport, ScanReport, Verdict, scan
+from holdfast.inspect.scanning.findings import Finding
 from holdfast.stores.remote.url import is_url
-
-__all__ = ["EXIT", "run", "sarif_document", "scan_document", "scan_lines"]
 
 SCHEMA = 2
 """Raised when a field changes its meaning or goes away."""

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
+from holdfast.cli.text import Line, print_lines
 from holdfast.cli.values import positive
+from holdfast.core.text import clip, escape, nbytes, plural
 
 if TYPE_CHECKING:
     from holdfast.formats.seal import Seal
     from holdfast.rewrite.seal import Sealed
-
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "seal_fields", "seal_lines", "sealed_words"]
 
 DESCRIPTION = """\
 Seal a folder that another trainer has written to its end, or one file: holdfast.seal.json has every file with its size and digest,

@@ -18,19 +18,18 @@ from pathlib import Path
 
 from holdfast.cli.outline import Branch, Leaf, Node, arrange, fold, leaves, outline, total
 from holdfast.cli.seal import seal_lines
-from holdfast.cli.text import Line, clip, count, escape, guides, line_width, nbytes, percent, plural, print_lines, width
+from holdfast.cli.text import Line, guides, line_width, print_lines, width
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.chunk import Storage
 from holdfast.core.dtype import DType
 from holdfast.core.order import in_order
 from holdfast.core.patterns import matcher
 from holdfast.core.sparse.storage import packing_of
+from holdfast.core.text import clip, count, escape, nbytes, percent, plural
 from holdfast.core.value import Value
 from holdfast.errors import UnknownFormat
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.survey import Survey, survey
-
-__all__ = ["LINES", "matcher", "run", "short_dtype", "show_table", "show_tree"]
 
 LINES = 200
 """Lines that are shown unless `--all` is given: a few screens."""
@@ -41,7 +40,7 @@ WIDEST_NAME = 70
 PIECES = ("├─ ", "└─ ", "│  ", "   ")
 
 
-class Row(Value, frozen=True):
+class OutlineRow(Value, frozen=True):
     """One line before its columns are aligned."""
 
     lead: str
@@ -120,7 +119,7 @@ def show_table(checkpoint: Checkpoint, pattern: str, *, everything: bool = False
     ]
     everywhere = leaves(outline(checkpoint, found, split=False))
     values = in_order((leaf for leaf in everywhere if leaf.kind != "tensor" and wanted(leaf.name)), lambda leaf: leaf.name)
-    rows += [Row("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
+    rows += [OutlineRow("", [*_named(leaf.name), *_value(leaf)]) for leaf in values]
     size = nbytes(sum(tensor.nbytes for tensor in tensors.values()))
     yield [
         (escape(checkpoint.path), "title"),
@@ -206,7 +205,7 @@ def _footer(checkpoint: Checkpoint) -> Iterator[Line]:
         yield [(f"note      … {len(checkpoint.notes) - 10:,} more notes: see --json", "note")]
 
 
-def _rows(branch: Branch, lead: str, depth: int, *, pieces: tuple[str, str, str, str]) -> Iterator[Row]:
+def _rows(branch: Branch, lead: str, depth: int, *, pieces: tuple[str, str, str, str]) -> Iterator[OutlineRow]:
     tee, corner, bar, gap = pieces
     for position, child in enumerate(branch.children):
         last = position == len(branch.children) - 1
@@ -218,10 +217,10 @@ def _rows(branch: Branch, lead: str, depth: int, *, pieces: tuple[str, str, str,
         elif child.tensor is not None:
             yield _tensor_row(here, child)
         else:
-            yield Row(here, [*_named(child.label), *_value(child)])
+            yield OutlineRow(here, [*_named(child.label), *_value(child)])
 
 
-def _tensor_row(lead: str, leaf: Leaf) -> Row:
+def _tensor_row(lead: str, leaf: Leaf) -> OutlineRow:
     if leaf.tensor is None:
         raise ValueError("a row of a tensor needs one")
     shape = str(list(leaf.tensor.shape))
@@ -238,7 +237,7 @@ def _tensor_row(lead: str, leaf: Leaf) -> Row:
     if packing is not None:
         part = f" {percent(packing.stored_nbytes, leaf.tensor.nbytes)}" if leaf.times == 1 else ""
         remark.append((f"stored as {packing.text}{part}", "note"))
-    return Row(
+    return OutlineRow(
         lead,
         _named(leaf.label),
         short_dtype(leaf.tensor.dtype),
@@ -249,18 +248,18 @@ def _tensor_row(lead: str, leaf: Leaf) -> Row:
     )
 
 
-def _branch_row(lead: str, branch: Branch) -> Row:
+def _branch_row(lead: str, branch: Branch) -> OutlineRow:
     name: Line = [(_plain_text(branch.label), "group")]
     if branch.kind in ("object", "module"):
         name.append((f"  {_plain_text(branch.text, 80)}", "foreign"))
     elif branch.kind not in ("group", "dict", "list", "tuple"):
         shape = branch.text if branch.times == 1 else f"{branch.times:,} × {branch.text}"
         size = nbytes(branch.nbytes * branch.times)
-        return Row(lead, name, branch.kind, shape, size, [(_plain_text(branch.remark), "dim")])
+        return OutlineRow(lead, name, branch.kind, shape, size, [(_plain_text(branch.remark), "dim")])
     inside = plural(branch.tensors, "tensor") if branch.tensors else plural(sum(child.times for child in branch.children), "item")
     if branch.times > 1:
         inside = f"{branch.times:,} × {inside}"
-    return Row(lead, name, "", inside, nbytes(branch.nbytes * branch.times) if branch.tensors else "")
+    return OutlineRow(lead, name, "", inside, nbytes(branch.nbytes * branch.times) if branch.tensors else "")
 
 
 def _named(label: str) -> Line:
@@ -278,7 +277,7 @@ def _plain_text(text: str, limit: int = 200) -> str:
     return escape(clip(text, limit))
 
 
-def _aligned(rows: list[Row]) -> Iterator[Line]:
+def _aligned(rows: list[OutlineRow]) -> Iterator[Line]:
     """Rows as lines, each column as wide as its widest cell."""
     columns = line_width(sys.stdout) or 0
     lefts = [width(row.lead) + sum(width(text) for text, _ in row.name) for row in rows]

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli import values
-from holdfast.cli.text import Line, clip, escape, guides, plural, print_lines, width
+from holdfast.cli.text import Line, guides, print_lines, width
 from holdfast.core.order import in_order
+from holdfast.core.text import clip, escape, plural
 
 if TYPE_CHECKING:
     from holdfast.inspect.sparsity import TensorSparsity
     from holdfast.inspect.stats import TensorStats
-
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "draw", "run", "run_sparsity"]
 
 DESCRIPTION = """\
 Say what the numbers of each tensor look like. Every tensor is read, in parallel and in bounded memory. NaN and infinities are
@@ -67,7 +66,7 @@ def _bins(text: str) -> int:
 def run(options: argparse.Namespace) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
-    from holdfast.cli.show import matcher
+    from holdfast.core.patterns import matcher
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.stats import measure, reading_nbytes
 
@@ -146,7 +145,8 @@ def _number(value: float | None) -> float | None:
 def run_sparsity(path: Path, *, pattern: str | None, everything: bool, as_json: bool) -> int:
     """The command; returns its exit code."""
     from holdfast.cli.progress import bar
-    from holdfast.cli.show import LINES, matcher
+    from holdfast.cli.show import LINES
+    from holdfast.core.patterns import matcher
     from holdfast.inspect.open import open as open_checkpoint
     from holdfast.inspect.sparsity import find_zeros
 

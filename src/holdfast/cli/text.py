@@ -18,25 +18,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from holdfast.core.text import clip, count, escape, nbytes, percent, plural
-
-__all__ = [
-    "Line",
-    "Span",
-    "clip",
-    "count",
-    "escape",
-    "guides",
-    "line_width",
-    "nbytes",
-    "percent",
-    "plain",
-    "plural",
-    "print_lines",
-    "terminal_width",
-    "width",
-]
-
 NARROWEST = 20
 """Columns below which lines are not broken any further."""
 

@@ -12,8 +12,6 @@ from holdfast.cli.planned import add_place, add_writing, carry_out, say, writing
 if TYPE_CHECKING:
     from holdfast.rewrite.share import Tied
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Find tensors that hold the same, byte by byte, and write a checkpoint in which they are tied: stored once, under all their names.
 With --dry-run, only say how many bytes could be saved."""

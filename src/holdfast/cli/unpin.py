@@ -6,8 +6,6 @@ import argparse
 
 from holdfast.cli.pin import add_place, say
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = "Leave a pinned step to the rules again."
 
 EXAMPLES = """\

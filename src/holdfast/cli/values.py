@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-__all__ = ["file", "pair", "path", "positive", "size", "target"]
-
 
 def pair(text: str) -> tuple[str, str]:
     """OLD=NEW."""

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from holdfast.cli.progress import bar
 from holdfast.cli.seal import seal_fields, sealed_words
-from holdfast.cli.text import Line, clip, escape, nbytes, plural, print_lines
+from holdfast.cli.text import Line, print_lines
+from holdfast.core.text import clip, escape, nbytes, plural
 from holdfast.inspect.sealed import is_sealed
 from holdfast.inspect.verify import Damage, Problem, VerifyReport, verify
-
-__all__ = ["run", "size_of", "verify_document", "verify_lines"]
 
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""

@@ -6,8 +6,6 @@ import argparse
 
 from holdfast.cli.report import add_asked, asked_of
 
-__all__ = ["DESCRIPTION", "EXAMPLES", "add_arguments", "run"]
-
 DESCRIPTION = """\
 Look at a checkpoint in the browser: the page of `holdfast report`, which reads histograms and pictures of single tensors when they
 are asked for. It is served on 127.0.0.1 and nowhere else, under an address with a token; Ctrl-C ends it."""

@@ -38,8 +38,6 @@ from holdfast.errors import BadArgument, BadArgumentType
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["READERS", "AnyDType", "Reader", "dtype", "one_of", "pairs", "patterns", "rules", "understood"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["AnyDType", "Bools", "Ints", "are_apart", "byte_row", "inner"]
-
 Ints = npt.NDArray[np.int64]
 """Offsets, lengths, counts: whatever may pass 2^31."""
 

@@ -18,8 +18,6 @@ import numpy.typing as npt
 
 from holdfast.core.value import Value
 
-__all__ = ["BLOCKS", "BlockType"]
-
 Bytes = npt.NDArray[np.uint8]
 """Blocks, a row for each."""
 Floats = npt.NDArray[np.float32]

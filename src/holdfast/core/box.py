@@ -11,8 +11,6 @@ from operator import sub
 
 from holdfast.core.value import Value
 
-__all__ = ["Box", "run_boxes"]
-
 
 class Box(Value, frozen=True, gc=False):
     """The points p with `start[d] <= p[d] < stop[d]` in every dimension d."""

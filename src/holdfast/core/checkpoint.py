@@ -23,8 +23,6 @@ from holdfast.errors import BadArgumentType, NoSuchTensor, Unsupported
 if TYPE_CHECKING:
     from holdfast.metadata import Metadata
 
-__all__ = ["Alias", "Checkpoint"]
-
 
 class Alias(Value, frozen=True):
     """Names that share one storage: tied weights, or views of one buffer."""

@@ -22,8 +22,6 @@ from holdfast.core.box import Box
 from holdfast.core.dtype import DType
 from holdfast.core.value import Value, replace
 
-__all__ = ["Chunk", "Storage", "c_strides", "in_c_order"]
-
 
 class Extent(Value, frozen=True):
     """A range of bytes in one file, and what is known of it: all of a storage but its home."""

@@ -32,11 +32,6 @@ from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import PLAIN, LazyTensor, Part
 from holdfast.core.value import Value
 
-__all__ = [
-    "FEW", "NO_CRC", "Columned", "Columns", "columns_in", "columns_of", "joined_columns", "ordinary_limits", "outlines", "place_of",
-    "read_mapping", "read_tensors",
-]  # fmt: skip
-
 FEW = 16
 """Fewer tensors are read as objects: to make rows takes as long as they would."""
 

@@ -25,8 +25,6 @@ from xxhash import xxh3_128, xxh3_128_digest, xxh3_128_intdigest
 
 from holdfast.core.crc import Sums, crc32
 
-__all__ = ["HASH", "HEAD_NBYTES", "PIECE_NBYTES", "ContentHash", "Hashed", "hash_bytes", "head_bytes"]
-
 HASH = "xxh3-128/1MiB"
 """What the manifest calls it."""
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 from isal import isal_zlib
 
-__all__ = ["Sums", "combine", "crc32", "crc32_each", "have_crcs", "rest_of"]
-
 KEPT_NBYTES = 5 << 10
 """What is longer is summed without the interpreter lock (isal_zlibmodule.c, as CPython's zlib does it)."""
 

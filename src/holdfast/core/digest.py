@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from holdfast.core.dtype import DTYPES, DType
 from holdfast.core.value import Value
 
-__all__ = ["Digest", "canonical", "combined"]
-
 NO_DATA = "meta"
 """What stands in place of a checksum where there is no data."""
 

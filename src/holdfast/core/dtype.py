@@ -18,8 +18,6 @@ import numpy as np
 from holdfast.core.value import Value
 from holdfast.errors import Unsupported
 
-__all__ = ["DTYPES", "SHORT", "DType"]
-
 
 class DType(Value, frozen=True, eq=False):
     """One element type. There is one instance a row.

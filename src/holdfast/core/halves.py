@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-__all__ = ["as_float32", "as_float64"]
-
 MISSING_EXPONENT = np.float32(2.0**112)
 """Between the least normal float16 and the least normal float32."""
 

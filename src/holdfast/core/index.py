@@ -14,8 +14,6 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.value import Value
 from holdfast.errors import BadIndex
 
-__all__ = ["Selection", "narrowed", "select"]
-
 
 class Take(Value, frozen=True, gc=False):
     """One coordinate of a dimension; the dimension disappears."""

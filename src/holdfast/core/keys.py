@@ -6,8 +6,6 @@ import re
 
 from holdfast.errors import UnsafePath
 
-__all__ = ["DATA", "beside", "check_key"]
-
 DATA = re.compile(r"data-([0-9a-f]{16})-[0-9]{5,}-of-[0-9]{5,}(?:-[0-9]{5,})?\.safetensors", re.ASCII)
 """What a save to an object store calls its data, with the id of the save: nobody else has given such a name."""
 

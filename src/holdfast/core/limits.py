@@ -7,8 +7,6 @@ from msgspec.structs import force_setattr
 from holdfast.core.quantities import byte_count, whole_number
 from holdfast.core.value import Value
 
-__all__ = ["DEFAULTS", "Limits"]
-
 MIB = 1 << 20
 
 

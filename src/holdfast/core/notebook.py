@@ -19,8 +19,6 @@ from holdfast.core.order import in_order
 from holdfast.core.text import clip, escape, nbytes
 from holdfast.core.value import Value
 
-__all__ = ["Bar", "Bars", "Cell", "Shown", "card", "table"]
-
 ROWS = 50
 """Rows of a table."""
 

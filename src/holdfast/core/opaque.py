@@ -10,8 +10,6 @@ from typing import Any
 
 from holdfast.core.value import Value
 
-__all__ = ["AnyValue", "Device", "Global", "Opaque", "Size"]
-
 AnyValue = Any
 """What somebody saved, and what a program that loads it knows: `ckpt.tree["step"] + 1`. No type of ours can say what a file holds.
 

@@ -16,8 +16,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-__all__ = ["in_order", "natural"]
-
 T = TypeVar("T")
 
 DIGITS = re.compile("([0-9]+)")

@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from holdfast.errors import BadArgument
 
-__all__ = ["Glob", "Renames", "glob", "matcher", "rename_problems", "renamer", "unmatched"]
-
 Renames = Sequence[tuple[str, str]]
 
 MOST = 10_000

@@ -17,8 +17,6 @@ from collections.abc import Mapping
 from holdfast.core.value import Value
 from holdfast.errors import BadPlacement
 
-__all__ = ["Rule", "default_axes", "parse_rule"]
-
 REPLICATE = "replicate"
 
 
@@ -36,7 +34,7 @@ BY_COLUMNS = frozenset({"o_proj", "down_proj", "out_proj", "fc2", "w2", "wo"})
 """Modules whose inputs tp spreads: their weights are cut along dimension 1, and every rank has the bias."""
 
 
-class Rule(Value, frozen=True):
+class PlacementRule(Value, frozen=True):
     """Names, and which dimension each axis of the mesh shards."""
 
     pattern: str
@@ -44,7 +42,7 @@ class Rule(Value, frozen=True):
     """From the name of a mesh axis to the dimension of the tensor; axes that are not here replicate."""
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> PlacementRule:
     """A rule from text.
 
     >>> parse_rule("*.weight: tp=0, dp=1")
@@ -61,7 +59,7 @@ def parse_rule(text: str) -> Rule:
             axes[name.strip()] = int(dimension)
     if not colon or not pattern.strip():
         raise BadPlacement(f"a rule is written like '*.weight: tp=0' or 'norm.*: replicate', not {text!r}")
-    return Rule(pattern.strip(), axes)
+    return PlacementRule(pattern.strip(), axes)
 
 
 def default_axes(name: str, shape: tuple[int, ...], mesh: Mapping[str, int]) -> dict[str, int]:

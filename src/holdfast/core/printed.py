@@ -31,8 +31,6 @@ from holdfast.core.text import clip, escape
 from holdfast.core.tree import dotted, step
 from holdfast.errors import LimitExceeded
 
-__all__ = ["check_printable"]
-
 SMALL = 4
 """A number or a pair of brackets; or what stands between two values."""
 

@@ -21,25 +21,8 @@ from holdfast.errors import Corrupted
 
 if TYPE_CHECKING:
     from holdfast.core.dtype import DType
-    from holdfast.core.placement_rules import Rule
+    from holdfast.core.placement_rules import PlacementRule
     from holdfast.core.tensor import LazyTensor
-
-__all__ = [
-    "BaseStore",
-    "Description",
-    "Foreign",
-    "Format",
-    "Ints",
-    "Noted",
-    "Outlined",
-    "Request",
-    "Source",
-    "Stamp",
-    "State",
-    "Store",
-    "by_source",
-]
-
 
 Stamp = tuple[object, ...]
 """What changes when content does: of a file its length and the time of the last write, of an object its etag. Plain values, which
@@ -181,7 +164,7 @@ class Source(Protocol):
         """What a file may cost."""
 
     @property
-    def rules(self) -> Sequence[str | Rule]:
+    def rules(self) -> Sequence[str | PlacementRule]:
         """How tensors were cut, by their names, for a format that does not say so itself (`open(…, rules=…)`)."""
 
     @property

@@ -17,8 +17,6 @@ from typing import SupportsFloat, SupportsIndex
 
 from holdfast.errors import BadArgument, BadArgumentType, Unsupported
 
-__all__ = ["Size", "byte_count", "seconds", "share", "shown", "whole_number"]
-
 Size = SupportsIndex | float | str
 """What is taken as a number of bytes."""
 

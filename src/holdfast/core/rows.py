@@ -16,8 +16,6 @@ from holdfast.core.protocols import Source
 from holdfast.core.tensor import PLAIN, Deferred, LazyTensor, Traits
 from holdfast.core.value import Value
 
-__all__ = ["RowKind", "RowTensor"]
-
 
 class RowKind(Value, frozen=True, eq=False):
     """What tensors of one kind have in common."""

@@ -14,8 +14,6 @@ from types import MethodType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakSet, proxy, ref
 
-__all__ = ["Sent", "at_exit", "at_fork", "memories_at", "memory_at", "renewed", "resting_collector", "start", "weakly"]
-
 
 def start(run: Callable[[], None], *, name: str, daemon: bool | None = None) -> threading.Thread | None:
     """Call something on a thread of its own. None, and nothing done, where no thread can be started."""

@@ -26,8 +26,6 @@ from holdfast.core.dtype import DType
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
-__all__ = ["Island", "Span", "View", "groups", "identity", "islands", "overlaps", "twins"]
-
 T = TypeVar("T")
 
 View = tuple[DType, tuple[int, ...], tuple[Chunk, ...], bool, bool]

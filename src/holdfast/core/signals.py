@@ -20,8 +20,6 @@ from weakref import WeakSet
 
 from holdfast.core.runtime import at_fork
 
-__all__ = ["SignalOverride"]
-
 Before = Callable[[int, FrameType | None], object] | int
 
 

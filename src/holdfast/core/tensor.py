@@ -32,10 +32,6 @@ from holdfast.errors import BadArgument, BadIndex, BadTarget, LimitExceeded, Uns
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "PLAIN", "AliasView", "Composite", "Deferred", "LazyTensor", "Part", "Traits", "select", "set_name",
-]  # fmt: skip
-
 
 class Composite(Value, frozen=True, eq=False):
     """A tensor made of plain parts. In a checkpoint's mapping its parts stand under `name.part`."""

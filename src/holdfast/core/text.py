@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["clip", "count", "escape", "nbytes", "percent", "plural"]
-
 INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Letters and marks (to Unicode, and so to `str.isprintable`) that take no room: the default-ignorable ones of
 categories L and M.

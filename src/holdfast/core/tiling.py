@@ -38,8 +38,6 @@ import numpy.typing as npt
 
 from holdfast.core.box import Box
 
-__all__ = ["common_axis", "covers", "first_overlap", "joined_shape", "surrounding", "tiles"]
-
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     """The positions of two boxes that share a point, or None. A sweep along the axis with the most distinct starts.

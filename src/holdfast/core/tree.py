@@ -31,25 +31,6 @@ from holdfast.core.opaque import Opaque
 from holdfast.core.tensor import Composite, LazyTensor, set_name
 from holdfast.errors import LimitExceeded
 
-__all__ = [
-    "FREE_CHARACTERS",
-    "HELD_NBYTES",
-    "NAME_CHARACTERS_A_BYTE",
-    "Contents",
-    "Named",
-    "Path",
-    "contents",
-    "dotted",
-    "leaf_paths",
-    "levels",
-    "module_contents",
-    "name_tensors",
-    "rebuilt",
-    "refilled",
-    "step",
-    "values_inside",
-]
-
 Path = tuple[str | int, ...]
 
 FREE_STEPS = 10_000

@@ -27,8 +27,6 @@ from typing import Any, TypeVar
 from msgspec import Struct
 from msgspec.structs import asdict
 
-__all__ = ["Value", "plainer", "replace"]
-
 V = TypeVar("V")
 S = TypeVar("S", bound=Struct)
 

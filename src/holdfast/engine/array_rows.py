@@ -18,8 +18,6 @@ from holdfast.core.dtype import DTYPES, DType
 from holdfast.plan.rows import BATCH, RowKind, TensorRows
 from holdfast.plan.saves import Memory
 
-__all__ = ["TYPES", "Ask", "ask_arrays"]
-
 TYPES = (np.ndarray,)
 
 Ask = Callable[[list[object]], TensorRows | None]

@@ -13,8 +13,6 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import Unsupported
 from holdfast.stores.memory import MemoryStore
 
-__all__ = ["Resident"]
-
 
 class Resident:
     """The memory of one state that is being saved. Its tensors keep every buffer alive that they point at, through their source."""

@@ -28,9 +28,7 @@ from holdfast.core.tensor import AliasView, LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.source import Sourced
 from holdfast.errors import Unsupported
-from holdfast.stores.virtual import Entry, tensor_stamp
-
-__all__ = ["Assembled", "Copy"]
+from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 WIDEST_NBYTES = 16
 """Bytes of the widest element, complex128: what may stick out of a range at either end."""
@@ -76,7 +74,7 @@ class Copy(Value, frozen=True):
         return False
 
 
-class Placed(Value, frozen=True):
+class PlacedBox(Value, frozen=True):
     """A box of a copy, and the byte of the storage where its first element lies."""
 
     index: tuple[slice, ...]
@@ -94,7 +92,7 @@ class Assembled(Sourced):
         """The storage of so many bytes that these are copies of."""
         # Those that are read in long runs first: often they cover all that the others would.
         own = sorted(copies, key=lambda copy: (_strides_up(copy), -copy.tensor.nbytes))
-        key = self.put(Entry(nbytes, partial(_read, own), stamp=partial(_stamp, own)))
+        key = self.put(VirtualFile(nbytes, partial(_read, own), stamp=partial(_stamp, own)))
         self._copies[key] = own
         return Storage(key, 0, nbytes, label=label, home=self)
 
@@ -141,7 +139,7 @@ def _strides_up(copy: Copy) -> bool:
     return strides != sorted(strides, reverse=True)
 
 
-def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator[Placed]:
+def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator[PlacedBox]:
     """The boxes of a copy whose elements touch bytes [start, stop), none larger than a block.
 
     With `once`, of elements that lie in one place because of a stride of 0 the first is enough.
@@ -158,14 +156,14 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
     index = [slice(0, n) for n in shape]
     first, last = start - width + 1, stop + width - 1  # where an element that touches the range may begin and end
 
-    def descend(depth: int, at: int, again: Callable[..., Iterator[Placed]]) -> Iterator[Placed]:
+    def descend(depth: int, at: int, again: Callable[..., Iterator[PlacedBox]]) -> Iterator[PlacedBox]:
         rest = len(order) - depth
         if at + spans[rest] <= start or at >= stop:
             return
         if first <= at and at + spans[rest] <= last and counts[rest] * width <= BLOCK_NBYTES:
             for d in order[depth:]:
                 index[d] = slice(0, 1 if once and not strides[d] else shape[d])
-            yield Placed(tuple(index), at)
+            yield PlacedBox(tuple(index), at)
             return
         d, below = order[depth], rest - 1
         stride, low, high = strides[d], 0, 1 if once and not strides[d] else shape[d]
@@ -181,7 +179,7 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
                 index[d] = slice(i, inside)
                 for e in order[depth + 1 :]:
                     index[e] = slice(0, 1 if once and not strides[e] else shape[e])
-                yield Placed(tuple(index), at + i * stride)
+                yield PlacedBox(tuple(index), at + i * stride)
                 i = inside
             else:
                 index[d] = slice(i, i + 1)
@@ -192,7 +190,7 @@ def _boxes(copy: Copy, start: int, stop: int, *, once: bool = False) -> Iterator
     yield from descend(0, copy.offset, descend)
 
 
-def _values(copy: Copy, placed: Placed) -> np.ndarray:
+def _values(copy: Copy, placed: PlacedBox) -> np.ndarray:
     """The elements of a box as bytes: its shape, and a last dimension for the bytes of an element."""
     part = copy.tensor[placed.index] if placed.index else copy.tensor
     out = np.empty(part.shape, part.dtype.numpy)
@@ -200,11 +198,11 @@ def _values(copy: Copy, placed: Placed) -> np.ndarray:
     return byte_row(out).reshape(*part.shape, copy.width)
 
 
-def _window(block: np.ndarray, begin: int, copy: Copy, placed: Placed, shape: tuple[int, ...]) -> np.ndarray:
+def _window(block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox, shape: tuple[int, ...]) -> np.ndarray:
     """The bytes of a box's elements inside of a block that begins with byte `begin` of the storage."""
     return np.ndarray(shape, block.dtype, block.data, placed.at - begin, (*copy.strides, 1))
 
 
-def _holds(block: np.ndarray, begin: int, copy: Copy, placed: Placed) -> bool:
+def _holds(block: np.ndarray, begin: int, copy: Copy, placed: PlacedBox) -> bool:
     values = _values(copy, placed)
     return np.array_equal(values, _window(block, begin, copy, placed, values.shape))

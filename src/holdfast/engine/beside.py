@@ -10,8 +10,6 @@ from typing import Generic, Self, TypeVar
 
 from holdfast.core.runtime import start
 
-__all__ = ["Beside"]
-
 T = TypeVar("T")
 
 

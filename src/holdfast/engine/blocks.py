@@ -18,8 +18,6 @@ from holdfast.core.protocols import Request
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
-__all__ = ["Slab", "contiguous_bytes", "mapped_bytes", "pack", "read_slab", "slab_block", "slab_bytes", "slabs"]
-
 
 class Slab(Value, frozen=True):
     """Consecutive elements of a tensor."""

@@ -11,8 +11,6 @@ from holdfast.core.value import Value
 from holdfast.engine.threads import default_threads
 from holdfast.errors import LimitExceeded
 
-__all__ = ["BASE_NBYTES", "Budget", "budget", "reading_threads"]
-
 SMALLEST_BLOCK_NBYTES = 64 << 10
 LARGEST_BLOCK_NBYTES = 4 << 20
 

@@ -25,8 +25,6 @@ from holdfast.core.dtype import DType
 from holdfast.core.halves import as_float32, as_float64
 from holdfast.core.value import Value
 
-__all__ = ["OUTCOMES", "cast", "count_losses", "largest"]
-
 BLOCK_ELEMENTS = 1 << 17
 """Elements at a time: what is computed of them stays near a core, in calls so long that threads do not wait for each other."""
 

@@ -12,8 +12,6 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import Corrupted
 
-__all__ = ["Checks", "check_first", "whole_storages"]
-
 
 def whole_storages(requests: Sequence[Request]) -> dict[Storage, str]:
     """The storages that record a checksum and will be read from end to end, with the tensor that reads them."""

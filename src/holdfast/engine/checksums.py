@@ -22,8 +22,6 @@ from holdfast.engine.transfer import Scratch, Sink, tasks
 from holdfast.errors import HoldfastError, detached, located
 from holdfast.plan.coalesce import SUMS, Parts, Ranges, join_files
 
-__all__ = ["Progress", "Span", "Sweep"]
-
 Progress = Callable[[int], None]
 """Is told how many more bytes are done; may be called from several threads at once."""
 

@@ -26,8 +26,6 @@ from holdfast.engine.transfer import INLINE_NBYTES, TASK_READS, Scratch
 from holdfast.errors import HoldfastError
 from holdfast.plan.coalesce import Policy, coalesce
 
-__all__ = ["fetch", "read_columns"]
-
 SMALL_NBYTES = 16 << 10
 """Above this a call for each is little beside the copy, which other threads can do meanwhile."""
 

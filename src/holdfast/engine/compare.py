@@ -36,8 +36,6 @@ from holdfast.core.value import Value
 from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing
 
-__all__ = ["BLOCK_ELEMENTS", "Content", "Tally", "blocks", "compare_arrays", "compare_block"]
-
 PAIRS = "float4_e2m1fn_x2"
 """Two elements in a byte, which numpy has no type for."""
 

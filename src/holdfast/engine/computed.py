@@ -25,9 +25,7 @@ from holdfast.engine.blocks import contiguous_bytes
 from holdfast.engine.source import OpenSource, Sourced
 from holdfast.engine.threads import computing
 from holdfast.errors import HoldfastError, Unsupported
-from holdfast.stores.virtual import Entry, tensor_stamp
-
-__all__ = ["Computed", "Observe", "flat_boxes", "read_flat"]
+from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 Compute = Callable[[np.ndarray], np.ndarray]
 Observe = Callable[[np.ndarray, np.ndarray], None]
@@ -168,7 +166,9 @@ class Computed(Sourced):
             raise Unsupported(f"elements of {dtype} share bytes and cannot be computed one by one", tensor=original.name)
         nbytes, made = dtype.nbytes(original.size), Computation(original, dtype, compute, observe, Seen())
         # As many elements are read, of another width.
-        entry = Entry(nbytes, made.read, stamp=partial(tensor_stamp, original), read_nbytes=original.dtype.nbytes(original.size))
+        entry = VirtualFile(
+            nbytes, made.read, stamp=partial(tensor_stamp, original), read_nbytes=original.dtype.nbytes(original.size)
+        )
         storage = Storage(self.put(entry), 0, nbytes, label=original.name, home=self)
         tensor = LazyTensor.contiguous(original.name, dtype, original.shape, storage, self.source)
         # The flags for conjugated and negated elements are resolved by reading the original.

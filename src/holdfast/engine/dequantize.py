@@ -20,9 +20,7 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
 from holdfast.errors import BadArgumentType, Unsupported
-from holdfast.stores.virtual import Entry, tensor_stamp
-
-__all__ = ["Dequantized", "dequantize"]
+from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 RUN_ELEMENTS = 1 << 18
 """Elements that are decoded at a time: what lies between the steps stays in the cache."""
@@ -60,7 +58,7 @@ class Dequantized(Sourced):
         if stored.traits.meta:
             return replace(stored, dtype=dtype, shape=shape, traits=traits)
         nbytes = stored.size // blocks.nbytes * blocks.elements * 4
-        entry = Entry(nbytes, Decoding(stored, blocks).read, stamp=partial(tensor_stamp, stored), read_nbytes=stored.nbytes)
+        entry = VirtualFile(nbytes, Decoding(stored, blocks).read, stamp=partial(tensor_stamp, stored), read_nbytes=stored.nbytes)
         storage = Storage(self.put(entry), 0, nbytes, label=stored.name, home=self)
         return replace(LazyTensor.contiguous(stored.name, dtype, shape, storage, self.source), traits=traits)
 

@@ -23,8 +23,6 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 
-__all__ = ["recorded_crc", "tensor_crcs"]
-
 SLAB_NBYTES = 8 << 20
 """Bytes of a slab: enough rows of a strided tensor that neighbouring runs are read together."""
 

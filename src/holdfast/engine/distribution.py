@@ -25,9 +25,15 @@ from msgspec import Struct, field
 from holdfast.core.arrays import Ints, inner
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
-from holdfast.engine.numbers import COUNTED_ELEMENTS, STEP_ELEMENTS, Counts, Moments, counts_patterns, pattern_values, widened
-
-__all__ = ["QUANTILES", "Distribution", "Gathering"]
+from holdfast.engine.numbers import (
+    COUNTED_ELEMENTS,
+    STEP_ELEMENTS,
+    BitPatternCounts,
+    Moments,
+    counts_patterns,
+    pattern_values,
+    widened,
+)
 
 QUANTILES = (0.0, 0.001, 0.01, 0.25, 0.5, 0.75, 0.99, 0.999, 1.0)
 
@@ -83,7 +89,7 @@ class Tails(Value, frozen=True):
         return Tails(cubes, fourths)
 
 
-class Part(Struct):
+class BlockSummary(Struct):
     """What one block of elements came to."""
 
     count: int = 0
@@ -141,10 +147,10 @@ class Gathering:
         # Pairs of 4-bit floats are looked at one by one.
         self._norms = Norms(tensor.shape, groups) if groups and tensor.dtype.name != "float4_e2m1fn_x2" else None
         self._counted = not self._few and counts_patterns(tensor)
-        self._counts: Counts | None = None
+        self._counts: BitPatternCounts | None = None
         self._lock = threading.Lock()
 
-    def look(self, start: int, values: np.ndarray) -> Part:
+    def look(self, start: int, values: np.ndarray) -> BlockSummary:
         """Look at the elements from `start` on, in C order."""
         if self._few:
             return self._look_at_few(start, values)
@@ -154,20 +160,20 @@ class Gathering:
                 table, patterns = pattern_squares(values.dtype), values.view(f"u{values.dtype.itemsize}")
                 for at in range(0, values.size, STEP_ELEMENTS):
                     self._norms.add(start + at, table.take(patterns[at : at + STEP_ELEMENTS]))
-            return Part(values.size)
-        made = Part(values.size)
+            return BlockSummary(values.size)
+        made = BlockSummary(values.size)
         for number, wide in enumerate(widened(values)):
             self._look_at_step(made, start + number * STEP_ELEMENTS, wide)
         return made
 
-    def _look_at_few(self, start: int, values: np.ndarray) -> Part:
+    def _look_at_few(self, start: int, values: np.ndarray) -> BlockSummary:
         every = [*widened(values)]
         wide = np.concatenate(every) if every else np.zeros(0)
         if self._norms is not None:
             self._norms.add(start, _squared(wide))
-        return Part(values.size, few=wide)
+        return BlockSummary(values.size, few=wide)
 
-    def _look_at_step(self, made: Part, start: int, wide: Floats) -> None:
+    def _look_at_step(self, made: BlockSummary, start: int, wide: Floats) -> None:
         """The numbers as float64, which are changed."""
         if self._norms is not None:
             self._norms.add(start, _squared(wide))
@@ -186,13 +192,13 @@ class Gathering:
         made.tails = made.tails.plus(Tails.of(wide), made.moments, found)
         made.moments += found
 
-    def _tally(self, dtype: np.dtype[np.generic]) -> Counts:
+    def _tally(self, dtype: np.dtype[np.generic]) -> BitPatternCounts:
         with self._lock:
             if self._counts is None:
-                self._counts = Counts(dtype)
+                self._counts = BitPatternCounts(dtype)
             return self._counts
 
-    def finish(self, parts: Sequence[Part]) -> Distribution:
+    def finish(self, parts: Sequence[BlockSummary]) -> Distribution:
         """What all blocks come to, given in the order of elements."""
         count = sum(part.count for part in parts)
         if self._counted and self._counts is not None:

@@ -23,8 +23,6 @@ from holdfast.engine.transfer import Scratch, Sink, transfer
 from holdfast.errors import HoldfastError, located
 from holdfast.plan.coalesce import SUMS, Parts, Ranges, coalesce, join_files
 
-__all__ = ["Located", "same_bytes", "same_ranges"]
-
 SIDE = replace(SUMS, block=2 << 20)
 """Of each side at a time: two of them take as much cache as one block that is summed."""
 

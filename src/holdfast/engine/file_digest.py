@@ -15,8 +15,6 @@ from holdfast.engine.checksums import Progress
 if TYPE_CHECKING:
     from holdfast.engine.stream import Writer  # and not for `show`, which reads a seal and writes nothing
 
-__all__ = ["Digesting", "digest_of"]
-
 BLOCK = 1 << 20
 """Bytes at a time: they stay in the second-level cache between the reading and the digest."""
 

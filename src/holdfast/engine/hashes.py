@@ -20,8 +20,6 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
 
-__all__ = ["tensor_hashes", "unchanged"]
-
 BLOCK_NBYTES = 4 << 20
 """Bytes that a thread reads or looks at in one task."""
 

@@ -20,8 +20,6 @@ from functools import cache
 
 from holdfast.stores.platform import c_function
 
-__all__ = ["LARGE_NBYTES", "wanted_in_large_pages"]
-
 LARGE_NBYTES = 8 << 20
 """Less memory has too few pages to matter. Of as much one page is tried."""
 

@@ -25,8 +25,6 @@ from holdfast.plan.coalesce import MEMORY, coalesce
 from holdfast.plan.rows import RowKind, TensorRows
 from holdfast.plan.saves import Data
 
-__all__ = ["LAZY_TYPES", "ask_lazy"]
-
 LAZY_TYPES = (LazyTensor, RowTensor)
 
 

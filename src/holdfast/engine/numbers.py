@@ -1,6 +1,6 @@
 """What the numbers of a tensor are, a block at a time: moments, counts of bit patterns, histograms.
 
-1. Elements of one or two bytes have 256 or 65,536 patterns. How often each of them is there (`Counts`) says everything that does
+1. Elements of one or two bytes have 256 or 65,536 patterns. How often each of them is there (`BitPatternCounts`) says all that does
    not depend on places: the least, the moments, every histogram, every quantile; exactly, and from one reading.
 2. Wider ones are looked at as float64, in steps that stay in a core's cache: what is made of a step is never written to memory.
    Each step gives its count, mean and sum of squared deviations, which merge by the formula of Chan, Golub and LeVeque (`Moments`);
@@ -28,8 +28,6 @@ from holdfast.engine.compare import blocks, elements
 from holdfast.engine.threads import computing, default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import located
-
-__all__ = ["Counts", "Moments", "Walk", "countable", "counts_patterns", "histogram", "walk", "walk_ranges", "widened"]
 
 T = TypeVar("T")
 
@@ -172,7 +170,7 @@ def _bin(counts: Ints, wide: np.ndarray, often: Ints | None, *, found: Moments) 
     counts[-1] += made[bins]
 
 
-class Counts:
+class BitPatternCounts:
     """How often each bit pattern of one or two bytes is there. Threads may add at once."""
 
     def __init__(self, dtype: np.dtype[np.generic]) -> None:
@@ -236,7 +234,7 @@ def pattern_values(dtype: np.dtype[np.generic]) -> np.ndarray:
         return np.arange(1 << (8 * dtype.itemsize), dtype=f"u{dtype.itemsize}").view(dtype).astype(np.float64)
 
 
-class Walk(Generic[T]):
+class TensorBlocks(Generic[T]):
     """What is made of the blocks of each tensor, until the tensor is whole."""
 
     def __init__(self, blocks: Sequence[int], finish: Callable[[int, list[T]], None]) -> None:
@@ -288,7 +286,7 @@ def walk_ranges(
     progress: Progress | None = None,
 ) -> None:
     """The same of ranges of each tensor's elements, in ascending order: `look` is told where each begins."""
-    found = Walk([len(own) for own in ranges], finish)
+    found = TensorBlocks([len(own) for own in ranges], finish)
 
     def task(number: int, start: int, stop: int) -> Callable[[], None]:
         tensor = tensors[number]

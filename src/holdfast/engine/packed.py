@@ -25,9 +25,7 @@ from holdfast.engine.computed import read_flat
 from holdfast.engine.source import Sourced
 from holdfast.engine.threads import computing
 from holdfast.errors import StoreError, Unsupported
-from holdfast.stores.virtual import Entry, tensor_stamp
-
-__all__ = ["Counted", "Packed", "groups_of", "read_elements", "run_length"]
+from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 RUN_NBYTES = 1 << 19
 """Dense bytes that are read and packed at once, where groups are smaller than that: what a core's cache holds, in calls long enough
@@ -112,7 +110,7 @@ class Packed(Sourced):
 
     def _part(self, key: str, counted: Counted, dtype: DType, count: int, read: ReadPart) -> LazyTensor:
         nbytes = dtype.nbytes(count)
-        self.put(Entry(nbytes, partial(read, counted), stamp=partial(tensor_stamp, counted.tensor)), key)
+        self.put(VirtualFile(nbytes, partial(read, counted), stamp=partial(tensor_stamp, counted.tensor)), key)
         storage = Storage(key, 0, nbytes, label=counted.tensor.name, home=self)
         return LazyTensor.contiguous(counted.tensor.name, dtype, (count,), storage, self.source)
 

@@ -17,9 +17,7 @@ from collections.abc import Iterable
 
 from holdfast.engine.write import gather, small_bytes
 from holdfast.plan.saves import Data, FilePlan, Gathered, Late, LinkedFile, Literal, Memory, Segment, known_later
-from holdfast.stores.virtual import Entry, Virtual
-
-__all__ = ["PlannedFile", "PlannedStore"]
+from holdfast.stores.virtual import Virtual, VirtualFile
 
 
 class PlannedFile:
@@ -89,9 +87,9 @@ class PlannedStore(Virtual):
         # A checkpoint that is one file has no key for it; a store needs one.
         for plan in plans:
             file = PlannedFile(plan, crcs)
-            self.put(Entry(file.nbytes, file.read), plan.key or "file")
+            self.put(VirtualFile(file.nbytes, file.read), plan.key or "file")
         for one in linked:
-            self.put(Entry(one.nbytes, _zeros), one.key)
+            self.put(VirtualFile(one.nbytes, _zeros), one.key)
 
 
 def _zeros(start: int, out: memoryview) -> None:

@@ -13,9 +13,7 @@ from holdfast.engine.write import Block
 from holdfast.errors import Corrupted, NotCommitted
 from holdfast.plan.saves import Data, FilePlan, Hole
 from holdfast.stores.local import read_at
-from holdfast.stores.virtual import Entry, Virtual
-
-__all__ = ["check_source", "check_written", "file_crcs", "source_changed"]
+from holdfast.stores.virtual import Virtual, VirtualFile
 
 
 def check_source(plan: FilePlan, crcs: Mapping[str, int]) -> None:
@@ -83,7 +81,7 @@ def _covers(plan: FilePlan, blocks: Sequence[Block]) -> bool:
 
 def _same_blocks(descriptor: int, blocks: Sequence[Block], *, nbytes: int, threads: int | None) -> bool:
     written = Virtual("<written>")
-    key = written.put(Entry(nbytes, partial(read_at, descriptor)))
+    key = written.put(VirtualFile(nbytes, partial(read_at, descriptor)))
     sweep = Sweep(written, (Span(key, start, length) for start, length, _ in blocks))
     run_all(sweep.tasks(), threads or default_threads())
     return all(sweep.outcome(number) == crc for number, (_, _, crc) in enumerate(blocks))
@@ -92,7 +90,7 @@ def _same_blocks(descriptor: int, blocks: Sequence[Block], *, nbytes: int, threa
 def file_crcs(plan: FilePlan, descriptor: int, *, threads: int | None = None) -> dict[str, int]:
     """The CRC-32 of every data segment, from the bytes of an open file that has this layout."""
     written = Virtual("<written>")
-    key = written.put(Entry(plan.nbytes, partial(read_at, descriptor)))
+    key = written.put(VirtualFile(plan.nbytes, partial(read_at, descriptor)))
     segments = [
         (s.label, Span(key, offset, s.nbytes))
         for s, offset in zip(plan.segments, plan.offsets(), strict=True)

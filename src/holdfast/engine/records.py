@@ -26,9 +26,6 @@ from holdfast.engine.transfer import Sink, Straight, transfer
 from holdfast.errors import Corrupted, located
 from holdfast.plan.coalesce import RECORDS, join_parts
 
-__all__ = ["RecordRead", "read_records"]
-
-
 FEW_RECORDS = 16
 """Records that are read one by one where they are short as well: to plan for them takes a tenth of a millisecond."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from holdfast.core.columns import Columns
 from holdfast.core.limits import DEFAULTS, Limits
-from holdfast.core.placement_rules import Rule
+from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Request, Store
 from holdfast.core.tensor import LazyTensor, Part
 from holdfast.engine.blocks import Slab, read_slab
@@ -22,8 +22,6 @@ from holdfast.errors import Unsupported
 from holdfast.plan.coalesce import FAR, MEMORY, Policy
 from holdfast.plan.reads import ReadPlan, plan_reads
 from holdfast.stores.virtual import Virtual
-
-__all__ = ["OpenSource", "Sourced"]
 
 
 class OpenSource:
@@ -38,7 +36,7 @@ class OpenSource:
         mapped: bool = False,
         verify: bool = True,
         policy: Policy | None = None,
-        rules: Sequence[str | Rule] = (),
+        rules: Sequence[str | PlacementRule] = (),
     ) -> None:
         self.store = store
         self.rules = tuple(rules)

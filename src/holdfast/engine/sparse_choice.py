@@ -38,8 +38,6 @@ from holdfast.engine.packed import Counted, Packed, groups_of, read_elements, ru
 from holdfast.engine.threads import run_all
 from holdfast.errors import Corrupted, Unsupported, located
 
-__all__ = ["SMALLEST_NBYTES", "Wanted", "choose", "parse_wanted"]
-
 SMALLEST_NBYTES = 4096
 """Dense bytes below which nothing is packed: the entries of the parts in the header would take what is saved."""
 
@@ -63,7 +61,7 @@ TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time."""
 
 
-class Wanted(Value, frozen=True):
+class AllowedEncodings(Value, frozen=True):
     """Which encodings may be used."""
 
     kinds: frozenset[str]
@@ -72,7 +70,7 @@ class Wanted(Value, frozen=True):
     block: tuple[int, int] | None = None
 
 
-def parse_wanted(sparse: str) -> Wanted | None:
+def parse_wanted(sparse: str) -> AllowedEncodings | None:
     """What a caller asks for: `never`, `auto`, `bitmap`, `nm`, `block`, a pattern (`2:4`) or a block shape (`16x16`).
 
     >>> parse_wanted("2:4").pattern, parse_wanted("never")
@@ -82,16 +80,16 @@ def parse_wanted(sparse: str) -> Wanted | None:
     if found is not None:
         pair = int(found[1]), int(found[3])
         if found[2] == "x" and min(pair) > 0:
-            return Wanted(frozenset({"block"}), block=pair)
+            return AllowedEncodings(frozenset({"block"}), block=pair)
         if found[2] == ":" and 1 <= pair[0] < pair[1] <= LARGEST_M:
-            return Wanted(frozenset({"nm"}), pattern=pair)
+            return AllowedEncodings(frozenset({"nm"}), pattern=pair)
     match sparse:
         case "never":
             return None
         case "auto":
-            return Wanted(frozenset({"bitmap", "nm", "block"}))
+            return AllowedEncodings(frozenset({"bitmap", "nm", "block"}))
         case "bitmap" | "nm" | "block":
-            return Wanted(frozenset({sparse}))
+            return AllowedEncodings(frozenset({sparse}))
     known = "never, auto, bitmap, nm, block, a pattern of at most 16 such as 2:4, or a block shape such as 16x16"
     raise Unsupported(f"sparse={sparse!r} is none of {known}", found=sparse)
 
@@ -110,7 +108,7 @@ class BitCounts(Struct):
 
 def choose(
     tensors: Mapping[str, LazyTensor],
-    wanted: Wanted,
+    wanted: AllowedEncodings,
     *,
     smallest: int = SMALLEST_NBYTES,
     worth: float = LARGEST_SHARE,
@@ -154,7 +152,7 @@ def _possible(tensor: LazyTensor, smallest: int) -> bool:
     return not tensor.dtype.packed and not traits.meta and tensor.size > 0 and tensor.nbytes >= smallest
 
 
-def _run(work: Sequence[Task], workers: int) -> None:
+def _run(work: Sequence[TileTask], workers: int) -> None:
     """Run pieces of work; a few small ones at once, which takes less time than to start threads."""
     if workers > 1 and sum(task.nbytes for task in work) > TASK_NBYTES // 8:
         run_all(work, workers)
@@ -163,7 +161,7 @@ def _run(work: Sequence[Task], workers: int) -> None:
         task()
 
 
-class Task(Value, frozen=True):
+class TileTask(Value, frozen=True):
     """Looks at some tiles of a tensor."""
 
     tensor: LazyTensor
@@ -177,14 +175,14 @@ class Task(Value, frozen=True):
                 self.look(number)
 
 
-def _tasks(count: int, nbytes: int, look: Callable[[int], None], tensor: LazyTensor) -> list[Task]:
+def _tasks(count: int, nbytes: int, look: Callable[[int], None], tensor: LazyTensor) -> list[TileTask]:
     """Calls of `look` with 0 to `count`, each of which reads `nbytes`, as pieces of work that are worth a hand-over."""
     step = max(TASK_NBYTES // nbytes, 1)
     ranges = [range(first, min(first + step, count)) for first in range(0, count, step)]
-    return [Task(tensor, look, numbers, min(len(numbers) * nbytes, tensor.nbytes)) for numbers in ranges]
+    return [TileTask(tensor, look, numbers, min(len(numbers) * nbytes, tensor.nbytes)) for numbers in ranges]
 
 
-def _count_tasks(found: BitCounts, wanted: Wanted) -> list[Task]:
+def _count_tasks(found: BitCounts, wanted: AllowedEncodings) -> list[TileTask]:
     tensor = found.tensor
     patterns = [wanted.pattern[1]] if wanted.pattern else list(PATTERNS)
     found.most = {m: [1] for m in patterns if "nm" in wanted.kinds and tensor.shape and tensor.shape[-1] % m == 0}
@@ -206,7 +204,7 @@ def _count_tasks(found: BitCounts, wanted: Wanted) -> list[Task]:
     return _tasks(-(-tensor.size // size), tensor.dtype.nbytes(size), look, tensor)
 
 
-def _block_tasks(found: BitCounts, most: int | None) -> list[Task]:
+def _block_tasks(found: BitCounts, most: int | None) -> list[TileTask]:
     """Look at the tiles of a tensor that were not looked at; at no more than `most`, from all over it."""
     tensor = found.tensor
     rows, columns = matrix_shape(tensor.shape)
@@ -262,7 +260,7 @@ def count_blocks(marked: np.ndarray, most: tuple[int, int]) -> dict[tuple[int, i
     return {shape: count for shape, count in counts.items() if shape[0] <= most[0] and shape[1] <= most[1]}
 
 
-def _candidates(found: BitCounts, wanted: Wanted) -> Iterable[tuple[int, Encoding]]:
+def _candidates(found: BitCounts, wanted: AllowedEncodings) -> Iterable[tuple[int, Encoding]]:
     """Encodings with the bytes that they would take."""
     tensor = found.tensor
     filled = sum(found.filled.values())

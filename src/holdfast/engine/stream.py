@@ -30,8 +30,6 @@ from holdfast.engine.write import GATHER_NBYTES, fetch_small, gather, small_byte
 from holdfast.errors import SaveError, located
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, known_later
 
-__all__ = ["FAR_BLOCK_NBYTES", "Told", "Writer", "write_stream"]
-
 BLOCK_NBYTES = 4 << 20
 FAR_BLOCK_NBYTES = 8 << 20
 """Of what is far away, what is asked for at a time."""

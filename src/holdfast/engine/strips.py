@@ -18,9 +18,7 @@ from holdfast.core.dtype import DType
 from holdfast.core.protocols import Store
 from holdfast.engine.checks import Checks
 from holdfast.engine.transfer import Sink, Straight, transfer
-from holdfast.plan.reads import Batch, FileReads, ReadPlan, Strip, tooth_chunk, tooth_index
-
-__all__ = ["execute", "place"]
+from holdfast.plan.reads import FileReads, ReadBatch, ReadPlan, Strip, tooth_chunk, tooth_index
 
 FEW_READS = 4
 """Up to so many are looked at one by one: numpy would take longer to find those that belong together."""
@@ -34,7 +32,7 @@ def execute(plan: ReadPlan, store: Store, threads: int, checks: Checks) -> None:
 class Strips(Sink):
     """The fetches of one file, of which each has teeth of one or several strips."""
 
-    def __init__(self, batch: Batch, file: FileReads, checks: Checks) -> None:
+    def __init__(self, batch: ReadBatch, file: FileReads, checks: Checks) -> None:
         self._strips, self._file, self._checks = batch.strips, file, checks
 
     def name(self, number: int) -> str:

@@ -21,8 +21,6 @@ import numpy as np
 
 from holdfast.core.runtime import renewed, start
 
-__all__ = ["computing", "default_threads", "run_all", "start"]
-
 
 def default_threads(processes: int = 1) -> int:
     """Enough to keep the memory bus busy and some reads waiting; more only contend. Of as many processes as share the machine."""

@@ -32,8 +32,6 @@ from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, located
 from holdfast.plan.coalesce import Reads
 
-__all__ = ["TASK_NBYTES", "Scratch", "Sink", "Straight", "cached_nbytes", "run_reads", "tasks", "transfer"]
-
 TASK_NBYTES = 8 << 20
 """Work that one thread takes at a time: large enough to forget the hand-over, small enough to share a tensor."""
 
@@ -143,11 +141,11 @@ def tasks(
     while first < len(reach):
         last = int(np.searchsorted(reach, before + nbytes, side="right"))
         last = min(max(last, first + 1), first + TASK_READS)
-        yield Task(store, reads, sink, first, last, scratch, step).run
+        yield ReadTask(store, reads, sink, first, last, scratch, step).run
         first, before = last, int(reach[last - 1])
 
 
-class Task(Struct):
+class ReadTask(Struct):
     """Reads [first, last) of a file."""
 
     store: Store

@@ -29,8 +29,6 @@ from holdfast.errors import HoldfastError, located
 from holdfast.plan.coalesce import MEMORY, coalesce
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY, Data, FilePlan, Gathered, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["Block", "Progress", "Receipt", "Sink", "fetch_small", "gather", "small_bytes", "write_file"]
-
 BLOCK_NBYTES = 4 << 20
 """Bytes that one thread reads, sums and writes at a time, at the most: few threads take less, which is still in the cache then."""
 

@@ -8,8 +8,6 @@ from holdfast.core.printed import check_printable
 from holdfast.core.protocols import Description, Format, Source
 from holdfast.errors import FormatError, StoreError, UnknownFormat
 
-__all__ = ["describe", "detect", "formats", "unknown"]
-
 
 def formats() -> Iterator[Format]:
     """The formats, in the order in which they are tried. Each is imported when its turn comes: to open a `.pt` takes one."""

@@ -19,8 +19,6 @@ from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, StoreError, UnsafePath, Unsupported
 from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
-__all__ = ["FILES", "INDEX", "Index", "check_mapped", "choose_index", "claimed_twice", "other_copies", "read_index", "some"]
-
 INDEX = ".index.json"
 """What the name of an index ends with, behind the suffix of the files that it names."""
 

@@ -24,10 +24,8 @@ from holdfast.core.value import Value, replace
 from holdfast.errors import HeaderError, MetadataError
 from holdfast.formats.safetensors.schema import ADDRESSABLE
 from holdfast.formats.strict_json import kind, pointer, quoted
-from holdfast.formats.tree_json import decode_tree, flat_tree
-
-__all__ = ["FIELDS", "PAIRS", "Recorded", "Sharing", "find_sharing", "order_fields", "parse_recorded", "restore", "sharing_fields"]
-
+from holdfast.formats.tree_json.decode import decode_tree
+from holdfast.formats.tree_json.encode import flat_tree
 
 LARGEST_STORAGE_RATIO = 2
 """A strided tensor that is alone keeps its strides where its storage has at most this many times its bytes."""

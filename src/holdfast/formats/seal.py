@@ -35,22 +35,6 @@ from holdfast.formats.strict_json import HEX, check_seal, kind, paid_nbytes, par
 from holdfast.formats.strict_json import SEAL as SELF
 from holdfast.formats.strict_json import seal as with_checksum
 
-__all__ = [
-    "DIGESTS",
-    "FORMAT",
-    "LARGEST",
-    "RAN",
-    "SEAL",
-    "SUFFIX",
-    "VERSION",
-    "Seal",
-    "SealedFile",
-    "beside",
-    "encode_seal",
-    "misfits",
-    "parse_seal",
-]
-
 SEAL = "holdfast.seal.json"
 """The name of the file, in the directory that it seals."""
 

@@ -28,26 +28,6 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded
 
-__all__ = [
-    "CLOSING",
-    "HEX",
-    "SEAL",
-    "SEAL_NBYTES",
-    "as_keys",
-    "check_seal",
-    "hexadecimal",
-    "kind",
-    "paid_nbytes",
-    "parse",
-    "parse_own",
-    "parse_parts",
-    "pointer",
-    "quoted",
-    "seal",
-    "sealing",
-]
-
-
 BLOCK_NBYTES = 1 << 20
 """Bytes that the depth count looks at in one go: its masks stay in the cache, whatever the document's size."""
 

@@ -19,8 +19,6 @@ from holdfast.engine.checksums import Progress
 from holdfast.engine.equal import Located, same_ranges
 from holdfast.plan.coalesce import Ranges
 
-__all__ = ["Alike", "find_alike"]
-
 Tensors = Mapping[str, LazyTensor]
 
 

@@ -18,8 +18,6 @@ from holdfast.core.dtype import DType
 from holdfast.core.opaque import Device, Global, Opaque
 from holdfast.core.tensor import Composite, LazyTensor
 
-__all__ = ["brief", "printable", "root_global", "scalar"]
-
 ITEMS = 6
 """Items of one container that are shown."""
 

@@ -16,8 +16,6 @@ from holdfast.engine.threads import default_threads
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import HoldfastError, located
 
-__all__ = ["Pair", "compare_tensors"]
-
 SMALL_NBYTES = 16 << 10
 """Tensors up to this length are read by the hundred."""
 

@@ -21,11 +21,7 @@ from holdfast.core.runtime import resting_collector
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import Path, dotted
 from holdfast.core.value import Value
-from holdfast.inspect.structure import Edge, Kind, Spent, edges, label, same_leaf
-
-__all__ = [
-    "ABSENT", "Absent", "Compared", "Kind", "TreeTensor", "ValueChange", "compare_metadata", "compare_trees", "compare_values",
-]  # fmt: skip
+from holdfast.inspect.structure import ContainerKind, Edge, Spent, edges, label, same_leaf
 
 SHOWN = 3
 """Places that a note names."""
@@ -59,10 +55,10 @@ class ValueChange:
         return dotted(self.path)
 
 
-class Place(Value, frozen=True, eq=False):
+class ValuePath(Value, frozen=True, eq=False):
     """Where a value stands, as a chain back to the top: paths are written out only where something is said."""
 
-    above: Place | None
+    above: ValuePath | None
     edge: Edge
 
     def path(self) -> Path:
@@ -83,7 +79,7 @@ class Place(Value, frozen=True, eq=False):
 class TreeTensor(Value, frozen=True, eq=False):
     """A tensor of a tree, and where it stands there."""
 
-    place: Place
+    place: ValuePath
     tensor: LazyTensor
 
 
@@ -125,7 +121,7 @@ def compare_trees(a: object, b: object, *, settled: Settled | None = None) -> Co
 
     Tensors at one place that are `settled` are not among the pairs.
     """
-    walk = Walk(settled)
+    walk = ValueComparison(settled)
     # A walk makes many small things that live until it ends; a collector that walks through them each time costs more than it.
     with resting_collector():
         walk.run(a, b)
@@ -134,12 +130,12 @@ def compare_trees(a: object, b: object, *, settled: Settled | None = None) -> Co
 
 Settled = Callable[[LazyTensor, LazyTensor], bool]
 
-TOP = Place(None, Edge(None, None, None, None))
+TOP = ValuePath(None, Edge(None, None, None, None))
 
 SEQUENCES = frozenset({"list", "tuple", "Size"})
 
 
-class Walk:
+class ValueComparison:
     """One comparison."""
 
     def __init__(self, settled: Settled | None) -> None:
@@ -152,12 +148,12 @@ class Walk:
         """What was made for the walk; its identity must not be taken by something else."""
 
     def run(self, a: object, b: object) -> None:
-        waiting: list[tuple[Place, object, object]] = [(TOP, a, b)]
+        waiting: list[tuple[ValuePath, object, object]] = [(TOP, a, b)]
         while waiting:
             place, one, other = waiting.pop()
             waiting.extend(reversed(list(self._pair(place, one, other))))
 
-    def _pair(self, place: Place, a: object, b: object) -> Iterator[tuple[Place, object, object]]:
+    def _pair(self, place: ValuePath, a: object, b: object) -> Iterator[tuple[ValuePath, object, object]]:
         """Compare two values by themselves, and give what is in both."""
         if isinstance(a, Absent) or isinstance(b, Absent):
             self._alone(place, *((b, 1) if isinstance(a, Absent) else (a, 0)))
@@ -182,7 +178,7 @@ class Walk:
                 return
         yield from self._inside(place, a, b)
 
-    def _inside(self, place: Place, a: object, b: object) -> Iterator[tuple[Place, object, object]]:
+    def _inside(self, place: ValuePath, a: object, b: object) -> Iterator[tuple[ValuePath, object, object]]:
         mine, theirs = edges(a, self._spent), {edge.token: edge for edge in edges(b, self._spent)}
         if not isinstance(a, dict | list | tuple):
             self._kept.append((mine, [*theirs.values()]))
@@ -192,7 +188,7 @@ class Walk:
             if [e.token for e in both] != [token for token in theirs if token in keys]:
                 self.found.reordered.append(place.path())
         for edge in mine:
-            here = Place(place, edge)
+            here = ValuePath(place, edge)
             if edge.token in theirs:
                 yield here, edge.value, theirs.pop(edge.token).value
             elif isinstance(a, dict) and _is_attribute(edge):
@@ -203,9 +199,9 @@ class Walk:
             if isinstance(b, dict) and _is_attribute(edge):
                 self.found.attributes.append(place.path())
             else:
-                yield Place(place, edge), ABSENT, edge.value
+                yield ValuePath(place, edge), ABSENT, edge.value
 
-    def _tensors(self, place: Place, a: LazyTensor, b: LazyTensor) -> Iterator[tuple[Place, object, object]]:
+    def _tensors(self, place: ValuePath, a: LazyTensor, b: LazyTensor) -> Iterator[tuple[ValuePath, object, object]]:
         if self._settled is None or not self._settled(a, b):
             self.found.pairs.append((TreeTensor(place, a), TreeTensor(place, b)))
         for name, one, other in (
@@ -213,11 +209,11 @@ class Walk:
             ("<attributes>", a.traits.state, b.traits.state),
         ):
             if one is not None and other is not None:
-                yield Place(place, Edge(name, name, name, None)), one, other
+                yield ValuePath(place, Edge(name, name, name, None)), one, other
             elif one is not other:
                 self.found.attributes.append(place.path())
 
-    def _alone(self, place: Place, value: object, side: int) -> None:
+    def _alone(self, place: ValuePath, value: object, side: int) -> None:
         """List what only one side has: the leaves of a container, or the container itself where there are none."""
         before = self._count(side)
         waiting = [(place, value)]
@@ -239,17 +235,17 @@ class Walk:
                 self._only(here, kind, side)
             elif not inside:
                 self._only(here, one, side)
-            waiting += [(Place(here, edge), edge.value) for edge in reversed(inside)]
+            waiting += [(ValuePath(here, edge), edge.value) for edge in reversed(inside)]
         if self._count(side) == before:
             self._only(place, label(value) or value, side)  # a loop, or something that is listed elsewhere
 
     def _count(self, side: int) -> int:
         return len(self.found.changes) + len(self.found.alone[side])
 
-    def _only(self, place: Place, value: object, side: int) -> None:
+    def _only(self, place: ValuePath, value: object, side: int) -> None:
         self._change(place, *((value, ABSENT) if side == 0 else (ABSENT, value)))
 
-    def _change(self, place: Place, a: object, b: object) -> None:
+    def _change(self, place: ValuePath, a: object, b: object) -> None:
         self.found.changes.append(ValueChange(place.path(), a, b))
 
     def _join(self, a: object, b: object) -> bool:
@@ -269,7 +265,7 @@ class Walk:
 
 
 def _is_row(kind: object) -> bool:
-    return isinstance(kind, Kind) and kind.name in SEQUENCES
+    return isinstance(kind, ContainerKind) and kind.name in SEQUENCES
 
 
 def _is_attribute(edge: Edge) -> bool:

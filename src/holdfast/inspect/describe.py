@@ -32,8 +32,6 @@ from holdfast.metadata import (
     TensorStorageMetadata,
 )
 
-__all__ = ["metadata_of"]
-
 LONE_VALUE_NAME = "value"
 """The name of a value that was saved by itself, with nothing around it."""
 

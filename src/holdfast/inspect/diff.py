@@ -40,25 +40,10 @@ from holdfast.engine.compare import Content
 from holdfast.engine.digest import recorded_crc, tensor_crcs
 from holdfast.inspect.alike import Alike, find_alike
 from holdfast.inspect.compare_pairs import Pair, compare_tensors
-from holdfast.inspect.compare_values import ABSENT, Absent, Kind, TreeTensor, ValueChange, compare_metadata, compare_trees
+from holdfast.inspect.compare_values import ABSENT, TreeTensor, ValueChange, compare_metadata, compare_trees
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.side import Side, chosen_sides, same_view
-
-__all__ = [
-    "ABSENT",
-    "COMPARISONS",
-    "ORDERS",
-    "Absent",
-    "Comparison",
-    "Content",
-    "Diff",
-    "Rename",
-    "TensorChange",
-    "ValueChange",
-    "diff",
-    "match_names",
-]
-
+from holdfast.inspect.structure import ContainerKind
 
 COMPARISONS = 20_000
 """Pairs of names that are compared as text, in all: about a second."""
@@ -405,8 +390,8 @@ def _names_only(side: Side) -> bool:
     return (side.flat or flat) and side.format.startswith(("safetensors", "dcp"))
 
 
-def _kind(tensor: LazyTensor) -> Kind:
-    return Kind(f"tensor {tensor.dtype} {list(tensor.shape)}")
+def _kind(tensor: LazyTensor) -> ContainerKind:
+    return ContainerKind(f"tensor {tensor.dtype} {list(tensor.shape)}")
 
 
 def _candidates(old: Iterable[LazyTensor], new: Iterable[LazyTensor]) -> tuple[list[LazyTensor], list[LazyTensor]]:

@@ -16,7 +16,7 @@ from holdfast.core.arguments import understood
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.columns import read_tensors
 from holdfast.core.limits import Limits
-from holdfast.core.placement_rules import Rule
+from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Source, Store
 from holdfast.core.quantities import shown
 from holdfast.core.runtime import resting_collector
@@ -39,8 +39,6 @@ from holdfast.stores.memory import FileObjectStore, MemoryStore
 from holdfast.stores.paths import check_binary, place_of
 from holdfast.stores.remote.url import Url
 
-__all__ = ["Openable", "open", "opened", "read"]
-
 T = TypeVar("T")
 
 Openable = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
@@ -52,7 +50,7 @@ TRIES = 10
 """How often a folder is opened again because it was replaced meanwhile; once is already a rare accident."""
 
 
-@understood(rules=rules_of(Rule))
+@understood(rules=rules_of(PlacementRule))
 def open(
     path: Openable,
     *,
@@ -61,7 +59,7 @@ def open(
     limits: Limits | None = None,
     threads: int | None = None,
     store: object | None = None,
-    rules: str | Rule | Iterable[str | Rule] = (),
+    rules: str | PlacementRule | Iterable[str | PlacementRule] = (),
 ) -> Checkpoint:
     """Open a checkpoint of any known format without running anything in it, and without reading tensor data.
 
@@ -74,7 +72,7 @@ def open(
     before those that it has for Megatron's own layers.
     """
     limits = limits or Limits()
-    given = tuple(cast("tuple[str | Rule, ...]", rules))
+    given = tuple(cast("tuple[str | PlacementRule, ...]", rules))
 
     def look(store: Store) -> Checkpoint:
         source = OpenSource(store, limits=limits, threads=threads, mapped=mmap, verify=verify, rules=given)
@@ -160,7 +158,7 @@ def _local(path: str, limits: Limits) -> LocalStore:
             if error.errno != errno.ENOENT:
                 raise
             missing = detached(error)
-        from holdfast.engine.commit.transactions import recover
+        from holdfast.engine.commit.temporaries import recover
 
         kept = recover(path)
         # A directory that is replaced in two steps has no name between them, and may have one by the time we look.

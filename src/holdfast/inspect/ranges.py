@@ -25,8 +25,6 @@ from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.storage_rows import NONE, Rows, among, storage_rows
 from holdfast.plan.coalesce import Ranges
 
-__all__ = ["NPZ", "Range", "Storages", "add_records", "find_storages", "fold_into_records", "gaps", "ranges_of"]
-
 NPZ = "npz"
 
 
@@ -44,7 +42,7 @@ class Range(Struct):
     """Length after inflating, for a compressed record."""
 
 
-class Storages(Struct):
+class StorageRanges(Struct):
     """The storages of all tensors, each once."""
 
     names: Sequence[str]
@@ -61,7 +59,7 @@ class Storages(Struct):
         return sorted(used | {at.span.key for at in self.others.values() if at.store is store})
 
 
-def find_storages(tensors: Mapping[str, LazyTensor], source: Source, *, rows: bool) -> Storages:
+def find_storages(tensors: Mapping[str, LazyTensor], source: Source, *, rows: bool) -> StorageRanges:
     """The storages of tensors in the files of a source; with `rows=False`, all of them as objects."""
     names = list(tensors)
     found = storage_rows(tensors, names, source) if rows else NONE
@@ -72,7 +70,7 @@ def find_storages(tensors: Mapping[str, LazyTensor], source: Source, *, rows: bo
         known = {place for place, at in others.items() if at.store is source.store}
         shared = among(found.ranges, known)
         if not shared.any():
-            return Storages(names, found.some(found.ranges.nbytes > 0), others, lost)
+            return StorageRanges(names, found.some(found.ranges.nbytes > 0), others, lost)
         # An object uses the storage of a row: then all of its names are entered, in their order.
         found = found.some(~shared)
 
@@ -115,7 +113,7 @@ def _store_of(storage: Storage, tensor: LazyTensor) -> Store:
     return store.below(storage.key) or store
 
 
-def add_records(storages: Storages, source: Source, key: str, *, arrays: bool) -> None:
+def add_records(storages: StorageRanges, source: Source, key: str, *, arrays: bool) -> None:
     """Add records of a zip that are no tensor's storage. Tensors of an .npz end their records, and their checksums cover them."""
     archive = read_archive(source, key, fold_case=not arrays)
     ranges, rows = storages.others, storages.rows.ranges

@@ -33,19 +33,18 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, UnknownFormat, Unsupported
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.dcp.read import DATA_SUFFIX
-from holdfast.formats.native.schema import MANIFEST
-from holdfast.formats.pickle import PlainTable, interpret
+from holdfast.formats.pickle.machine import interpret
+from holdfast.formats.pickle.plain import PlainTable
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.open import store_of
 from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.scanning.findings import Allowed, Finding, places_of
 from holdfast.inspect.scanning.model_code import beside_weights, is_config, look_at_config
-from holdfast.inspect.scanning.walk import WHOLE, Walk
+from holdfast.inspect.scanning.walk import WHOLE, FileScan
 from holdfast.inspect.severity import Severity
 from holdfast.stores.paths import found_path, place_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["FileReport", "Finding", "ScanReport", "Verdict", "scan"]
 
 Verdict = Literal["dangerous", "suspicious", "unknown", "error", "nothing scanned", "clean"]
 
@@ -319,7 +318,7 @@ def _guarded(path: Place, look: Callable[[], FileReport]) -> FileReport:
         return FileReport(str(path), "", error=f"{type(error).__name__}: {error}")
 
 
-def _keeping(walk: Walk, look: Callable[[], T]) -> T | None:
+def _keeping(walk: FileScan, look: Callable[[], T]) -> T | None:
     """Go on with what was found where something unforeseen breaks a walk off, which is an error of the file."""
     try:
         return look()
@@ -337,7 +336,7 @@ def _scan_bytes(path: Place, limits: Limits) -> FileReport:
         source = OpenSource(store, limits=limits, threads=1, mapped=False)
         (key,) = store.list()
         span = Span(source, key, 0, store.size(key))
-        walk = Walk(_for_index(limits) if is_index(_name(path)) else limits, span.nbytes)
+        walk = FileScan(_for_index(limits) if is_index(_name(path)) else limits, span.nbytes)
         _keeping(walk, lambda: walk.look(span, WHOLE))
         if is_config(_name(path)) and _keeping(walk, lambda: look_at_config(span, _name(path), walk.found)):
             walk.kinds.add("config")
@@ -354,7 +353,7 @@ def _for_index(limits: Limits) -> Limits:
     return replace(limits, pickle_nbytes=max(limits.pickle_nbytes, limits.dcp_metadata_nbytes))
 
 
-class Opened(Value, frozen=True):
+class OpenOutcome(Value, frozen=True):
     """What `open` says of a file."""
 
     format: str = ""
@@ -373,20 +372,20 @@ TEMPLATE_REASON = (
 )
 
 
-def _open(path: Place, limits: Limits) -> Opened:
+def _open(path: Place, limits: Limits) -> OpenOutcome:
     try:
         with open_checkpoint(_openable(path), limits=limits) as checkpoint:
             paths = places_of(checkpoint.tree) if checkpoint.foreign else {}
             paths |= {str(item.what): item.paths for item in checkpoint.foreign if item.paths}
             templates = tuple(name for name in checkpoint.metadata if TEMPLATE in name) if checkpoint.format == "gguf" else ()
-            return Opened(checkpoint.format, None, paths, templates)
+            return OpenOutcome(checkpoint.format, None, paths, templates)
     except UnknownFormat:
-        return Opened()
+        return OpenOutcome()
     except HoldfastError as error:
-        return Opened("", str(error), other=isinstance(error, Unsupported))
+        return OpenOutcome("", str(error), other=isinstance(error, Unsupported))
 
 
-def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
+def _paths_of_pickle(walk: FileScan, span: Span) -> dict[str, tuple[str, ...]]:
     """Places in the tree of a bare pickle, where it can be read as data."""
     if "pickle" not in walk.kinds or span.nbytes > walk.limits.pickle_nbytes:
         return {}
@@ -397,7 +396,7 @@ def _paths_of_pickle(walk: Walk, span: Span) -> dict[str, tuple[str, ...]]:
     return places_of(done.value)
 
 
-def _report(path: Place, walk: Walk, opened: Opened, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
+def _report(path: Place, walk: FileScan, opened: OpenOutcome, *, paths: dict[str, tuple[str, ...]]) -> FileReport:
     for name in opened.templates:
         walk.found.tell("unknown", name, TEMPLATE_REASON, stream=WHOLE)
     findings = walk.found.sorted(paths)
@@ -427,7 +426,7 @@ def _scan_folder(folder: Place, limits: Limits) -> FileReport:
     found = _sizes(folder)
     native = MANIFEST in found
     sizes = {name: nbytes for name, nbytes in found.items() if native or _belongs(name)}
-    walk = Walk(limits, sum(sizes.values()))
+    walk = FileScan(limits, sum(sizes.values()))
     stores = []
     spans: dict[str, Span] = {}
     try:
@@ -465,7 +464,7 @@ def _sizes(folder: Place) -> dict[str, int]:
     return {entry.name: entry.stat().st_size for entry in sorted(os.scandir(folder), key=lambda e: e.name) if entry.is_file()}
 
 
-def _scan_items(walk: Walk, spans: dict[str, Span]) -> None:
+def _scan_items(walk: FileScan, spans: dict[str, Span]) -> None:
     """What the index points at, where that is not one of the archives that were found in the data files."""
     budget = 2 * sum(span.nbytes for span in spans.values())
     done: set[tuple[object, object, object]] = set()

@@ -22,20 +22,6 @@ from holdfast.stores.files import is_temporary
 from holdfast.stores.folder import OpenFile, open_folder, plain
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = [
-    "Compared",
-    "Misfit",
-    "check_digests",
-    "check_sizes",
-    "compared",
-    "extra_files",
-    "is_part",
-    "is_sealed",
-    "is_whole",
-    "read_seal",
-    "seal_path",
-]
-
 LOCKS = (".lock",)
 """How names of lock files end: they say who works here, and are no part of what is kept."""
 

@@ -21,8 +21,6 @@ from typing import Literal
 
 from holdfast.core.opaque import Global
 
-__all__ = ["ORDER", "Severity", "judge"]
-
 Severity = Literal["dangerous", "suspicious", "unknown", "known", "safe"]
 
 ORDER: tuple[Severity, ...] = ("dangerous", "suspicious", "unknown", "known", "safe")

@@ -19,8 +19,6 @@ from holdfast.core.tree import dotted, leaf_paths, refilled
 from holdfast.core.value import Value, replace
 from holdfast.errors import CannotHold, NoSuchTensor, Unsupported
 
-__all__ = ["Side", "chosen_sides", "same_view"]
-
 
 class Side(Value, frozen=True):
     """What is compared."""

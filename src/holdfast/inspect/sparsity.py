@@ -35,8 +35,6 @@ from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
 from holdfast.inspect.stats import TensorRows
 
-__all__ = ["SparsityReport", "TensorSparsity", "find_zeros", "sparsity"]
-
 GROUPS = (2, 4, 8, 16)
 """The `m` of patterns that are looked for."""
 
@@ -159,7 +157,7 @@ def _task(
                 values = np.stack([read_flat(tensor, r * columns + left, r * columns + right) for r in range(top, bottom)])
         zero = np.asarray(values == 0)
         zeros = int(np.count_nonzero(zero))
-        counts = Counts(zero)
+        counts = BlockCounts(zero)
         groups = [m for m in GROUPS if tensor.shape and tensor.shape[-1] % m == 0]
         most = {m: m - int(counts.of(1, m).min()) if zeros else m for m in groups}
         explained = _explained(counts, matrix_shape(tensor.shape)) if zeros else {}
@@ -178,7 +176,7 @@ def _task(
     return run
 
 
-class Counts:
+class BlockCounts:
     """How many are set in each block of a tile, for sides that are powers of two; each is made of two of half its size."""
 
     def __init__(self, tile: np.ndarray) -> None:
@@ -195,7 +193,7 @@ class Counts:
         return self._made[height, width]
 
 
-def _explained(counts: Counts, whole: tuple[int, int]) -> dict[tuple[int, int], int]:
+def _explained(counts: BlockCounts, whole: tuple[int, int]) -> dict[tuple[int, int], int]:
     """For each block shape that fits into the whole, the zeros in blocks that are all zeros."""
     rows, columns = counts.shape
     explained = {}

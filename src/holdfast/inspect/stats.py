@@ -25,11 +25,9 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.engine.budget import reading_threads
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import BLOCK_ELEMENTS
-from holdfast.engine.numbers import Counts, Moments, countable, counts_patterns, histogram, walk
+from holdfast.engine.numbers import BitPatternCounts, Moments, countable, counts_patterns, histogram, walk
 from holdfast.errors import located
 from holdfast.inspect.open import Openable, opened
-
-__all__ = ["StatsReport", "TensorRows", "TensorStats", "measure", "reading_nbytes", "stats"]
 
 T = TypeVar("T")
 
@@ -150,14 +148,14 @@ class _Rows:
         self._tensors, self._bins = tensors, bins
         self.moments = [Moments() for _ in tensors]
         self.counts: list[Ints | None] = [None for _ in tensors]
-        self._begun: dict[int, Counts] = {}
+        self._begun: dict[int, BitPatternCounts] = {}
         self._lock = threading.Lock()
 
     def look(self, number: int, values: np.ndarray) -> Moments:
         tensor = self._tensors[number]
         if counts_patterns(tensor):
             with self._lock:
-                counts = self._begun.get(number) or self._begun.setdefault(number, Counts(values.dtype))
+                counts = self._begun.get(number) or self._begun.setdefault(number, BitPatternCounts(values.dtype))
             counts.add(values)
             return Moments()
         found = Moments.of(values)

@@ -18,8 +18,6 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.plan.coalesce import Ranges
 
-__all__ = ["NONE", "Rows", "among", "storage_rows"]
-
 FEW = 64
 """Fewer tensors are objects: to make rows takes as long as they would."""
 

@@ -31,13 +31,11 @@ from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded
 from holdfast.inspect.brief import brief
 
-__all__ = ["Edge", "Kind", "Spent", "edges", "label", "same_leaf", "token"]
-
 STEPS = 1_000_000
 """Things inside keys and members that are looked at again, because a container that leads back out of itself is met again."""
 
 
-class Kind(Value, frozen=True):
+class ContainerKind(Value, frozen=True):
     """What a container is, as a value that can be compared and shown."""
 
     name: str
@@ -60,27 +58,27 @@ class Edge(NamedTuple):
     value: object
 
 
-def label(value: object) -> Kind | Global | None:
+def label(value: object) -> ContainerKind | Global | None:
     """What a container is; None for a leaf."""
     match value:
         case defaultdict():
-            return Kind(f"defaultdict({_filler(value)})")
+            return ContainerKind(f"defaultdict({_filler(value)})")
         case Counter():
-            return Kind("Counter")
+            return ContainerKind("Counter")
         case dict():
-            return Kind("dict")
+            return ContainerKind("dict")
         case list():
-            return Kind("list")
+            return ContainerKind("list")
         case Size():
-            return Kind("Size")
+            return ContainerKind("Size")
         case tuple():
-            return Kind("tuple" if type(value) is tuple else type(value).__name__)
+            return ContainerKind("tuple" if type(value) is tuple else type(value).__name__)
         case Opaque():
-            return value.what if isinstance(value.what, Global) else Kind("object")
+            return value.what if isinstance(value.what, Global) else ContainerKind("object")
         case Composite():
-            return Kind(f"{value.kind} tensor {list(value.shape)}")
+            return ContainerKind(f"{value.kind} tensor {list(value.shape)}")
         case np.ndarray() if value.dtype.hasobject:
-            return Kind(f"array {value.dtype} {list(value.shape)}")
+            return ContainerKind(f"array {value.dtype} {list(value.shape)}")
         case _:
             return None
 
@@ -248,7 +246,7 @@ class Spent(Struct):
     """Values whose identity is remembered, so that no other can take it."""
 
 
-class Frame(Struct):
+class OpenContainer(Struct):
     """A container whose digest is being made."""
 
     value: object
@@ -299,12 +297,12 @@ def _digest(value: object, spent: Spent) -> bytes:
             frames.append(_frame(inside, frames, spent))
 
 
-def _frame(value: object, around: list[Frame], spent: Spent) -> Frame:
+def _frame(value: object, around: list[OpenContainer], spent: Spent) -> OpenContainer:
     name, inside, ordered = _content(value, spent)
     again = id(value) in spent.entered or (bool(around) and around[-1].again)
     spent.entered.add(id(value))
     spent.kept.append(value)
-    return Frame(value, name, inside, ordered, len(around), again)
+    return OpenContainer(value, name, inside, ordered, len(around), again)
 
 
 def _content(value: object, spent: Spent) -> tuple[str, Iterator[tuple[bytes, object]], bool]:
@@ -328,7 +326,7 @@ def _prefix(token: Hashable) -> bytes:
     return _hashed(b"edge", [repr(token).encode("utf-8", "surrogatepass")])  # positions and names of attributes, never keys
 
 
-def _sealed(frame: Frame) -> bytes:
+def _sealed(frame: OpenContainer) -> bytes:
     return _hashed(frame.label.encode("utf-8", "surrogatepass"), frame.parts if frame.ordered else sorted(frame.parts))
 
 

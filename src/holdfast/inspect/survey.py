@@ -22,8 +22,6 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.inspect.storage_rows import among, storage_rows
 
-__all__ = ["LookAlikes", "Survey", "survey"]
-
 
 class Survey(Value, frozen=True):
     """The tensors of a checkpoint, and how they share storages."""

@@ -30,12 +30,10 @@ from holdfast.core.limits import Limits
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HoldfastError, Replaced, StoreError, UnknownFormat
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import LARGEST
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.verify import SUFFIXES
-
-__all__ = ["Found", "looks_like_a_step", "recognised", "torn"]
 
 TRAINER_STATE = "trainer_state.json"
 INCOMPLETE = "checkpoint-is-incomplete.txt"
@@ -57,7 +55,7 @@ AT_THE_TOP = ("global_step", "step", "iteration", "trainer.global_step", "train_
 """Where programs of people's own keep the step."""
 
 
-class Found(Value, frozen=True):
+class TrainerFolder(Value, frozen=True):
     """What was found out about a folder or file."""
 
     writer: str
@@ -67,7 +65,7 @@ class Found(Value, frozen=True):
     notes: tuple[str, ...] = ()
 
 
-def recognised(path: str, names: Sequence[str], limits: Limits) -> Found:
+def recognised(path: str, names: Sequence[str], limits: Limits) -> TrainerFolder:
     """Who wrote a folder with these files, or a file (`names` is its own then), and at which step. Asked of what is not torn."""
     base = os.path.basename(os.path.abspath(path))
     named = _step_in(base)
@@ -78,19 +76,19 @@ def recognised(path: str, names: Sequence[str], limits: Limits) -> Found:
         return _of_trainer(os.path.join(path, TRAINER_STATE), named)
     if "latest" in there or any(name.endswith(("_optim_states.pt", "_model_states.pt")) for name in there):
         tag = _tag(os.path.join(path, "latest")) if "latest" in there else None
-        return Found("deepspeed", named if named is not None else _step_in(tag or ""))
+        return TrainerFolder("deepspeed", named if named is not None else _step_in(tag or ""))
     if any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in there):
         counted = COUNTED.fullmatch(base)
         notes = (f"step {int(counted[1])} is the number of the save, which is all that accelerate notes",) if counted else ()
-        return Found("accelerate", named, notes=notes)
+        return TrainerFolder("accelerate", named, notes=notes)
     writer = "dcp" if ".metadata" in there else "holdfast" if MANIFEST in there else ""
     if named is not None or not writer:
-        return Found(writer, named)
+        return TrainerFolder(writer, named)
     try:
         with open_checkpoint(path, limits=limits) as checkpoint:
-            return Found(writer, _step_of(checkpoint))
+            return TrainerFolder(writer, _step_of(checkpoint))
     except HoldfastError:
-        return Found(writer, None)
+        return TrainerFolder(writer, None)
 
 
 def looks_like_a_step(name: str, *, folder: bool) -> bool:
@@ -202,7 +200,7 @@ def _tag(path: str) -> str | None:
     return tag if tag and "/" not in tag and "\\" not in tag and tag not in (".", "..") else None
 
 
-def _of_trainer(path: str, named: int | None) -> Found:
+def _of_trainer(path: str, named: int | None) -> TrainerFolder:
     """transformers' Trainer: its state is JSON, in which NaN may stand."""
     try:
         state = _json(path)
@@ -217,7 +215,7 @@ def _of_trainer(path: str, named: int | None) -> Found:
     metrics, at = _evaluation(log if isinstance(log, list) else [])
     if metrics and at != step:
         notes.append(f"the metrics are of the last evaluation, at step {at:,}" if _is_step(at) else "the evaluation has no step")
-    return Found("transformers", step, metrics, tuple(notes))
+    return TrainerFolder("transformers", step, metrics, tuple(notes))
 
 
 def _integer(digits: str) -> int:
@@ -250,7 +248,7 @@ def _is_step(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
-def _single(path: str, named: int | None, limits: Limits) -> Found:
+def _single(path: str, named: int | None, limits: Limits) -> TrainerFolder:
     """One file: what Lightning writes, or another state with a step in it."""
     try:
         with open_checkpoint(path, limits=limits) as checkpoint:
@@ -259,11 +257,11 @@ def _single(path: str, named: int | None, limits: Limits) -> Found:
             step = _step_of(checkpoint)
             metrics = _scores(tree) if isinstance(tree, dict) and lightning else {}
     except HoldfastError:
-        return Found("", named)
+        return TrainerFolder("", named)
     notes: tuple[str, ...] = ()
     if step is not None and named is not None and step != named:
         notes = (f"the name says step {named:,}, and the file says {step:,}, which counts",)
-    return Found("lightning" if lightning else "", named if step is None else step, notes=notes, metrics=metrics)
+    return TrainerFolder("lightning" if lightning else "", named if step is None else step, notes=notes, metrics=metrics)
 
 
 def _step_of(checkpoint: Checkpoint) -> int | None:

@@ -34,18 +34,16 @@ from holdfast.engine.source import OpenSource
 from holdfast.engine.transfer import run_reads
 from holdfast.errors import BadPath, Corrupted, FormatError, HoldfastError, Replaced, UnknownFormat, detached, located
 from holdfast.formats.detect import describe, detect
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import SEAL, SUFFIX, Seal
 from holdfast.formats.torch.zip import TorchZip
 from holdfast.formats.zip.reader import inflated_crc, read_archive
 from holdfast.inspect.open import TRIES, Openable, store_of
-from holdfast.inspect.ranges import NPZ, Range, Storages, add_records, find_storages, fold_into_records, gaps, ranges_of
+from holdfast.inspect.ranges import NPZ, Range, StorageRanges, add_records, find_storages, fold_into_records, gaps, ranges_of
 from holdfast.inspect.sealed import compared, seal_path
 from holdfast.plan.coalesce import Ranges
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url, is_url, join
-
-__all__ = ["Damage", "Problem", "VerifyReport", "verify"]
 
 SUFFIXES = (".bin", ".ckpt", ".gguf", ".npy", ".npz", ".pt", ".pt2", ".pth", ".pth.tar", ".safetensors", ".th")
 """Files in a directory that are checkpoints by their names."""
@@ -387,7 +385,9 @@ class Verification:
         else:
             self._problems.append(Problem(file, error.message, type(error).__name__, (name,)))
 
-    def _sweep(self, source: OpenSource, tensors: Mapping[str, LazyTensor], found: Storages, *, keys: list[str], path: str) -> None:
+    def _sweep(
+        self, source: OpenSource, tensors: Mapping[str, LazyTensor], found: StorageRanges, *, keys: list[str], path: str
+    ) -> None:
         """Read all of these files, and enter what is not as it was written."""
         store, rows = source.store, found.rows
         known = [at for at in found.others.values() if at.content_nbytes is None and at.store is store]
@@ -429,7 +429,7 @@ class Verification:
         self,
         sweep: Sweep,
         tensors: Mapping[str, LazyTensor],
-        found: Storages,
+        found: StorageRanges,
         *,
         outcomes: list[tuple[Range, int | HoldfastError]],
         path: str,

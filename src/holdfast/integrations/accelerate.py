@@ -35,8 +35,6 @@ from holdfast.rewrite.seal import seal, unseal
 from holdfast.runs.rules import Latest
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["check_whole", "guard", "load_state", "save_state"]
-
 NAMED = re.compile(r"checkpoint_(\d+)")
 """What accelerate calls its folders by itself."""
 

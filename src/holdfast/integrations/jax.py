@@ -39,8 +39,6 @@ from holdfast.inspect.open import Openable, opened, read
 from holdfast.rewrite.state import MOST_VISITS, describe_state
 from holdfast.rewrite.transform import Casts, Edits, casts_of, transform
 
-__all__ = ["load"]
-
 Where: TypeAlias = "Sharding | jax.Device | None"
 """Where an array goes; None is JAX's default device."""
 
@@ -96,7 +94,7 @@ def load(
         return _mapped(state, depth, lambda name, tensor: arrays[wanted[name]])
 
 
-class Wanted(Value, frozen=True, eq=False):
+class WantedArray(Value, frozen=True, eq=False):
     """One array that is to be made, under one name or several."""
 
     lazy: LazyTensor
@@ -162,11 +160,11 @@ class _Mapped:
         return value
 
 
-def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, Wanted]:
+def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> dict[str, WantedArray]:
     """The array of every name. Tied tensors that go to one place are one array, and read once."""
     patterns = [(matcher(pattern), to) for pattern, to in casts]
-    once: dict[object, Wanted] = {}
-    found: dict[str, Wanted] = {}
+    once: dict[object, WantedArray] = {}
+    found: dict[str, WantedArray] = {}
     for name, lazy in tensors.items():
         to = next((to for means, to in patterns if means(name)), None) if lazy.dtype.kind == "float" else None
         if to is not None and _held(to) != to.numpy:
@@ -175,13 +173,13 @@ def _placed(tensors: Mapping[str, LazyTensor], choose: Choose, casts: Casts) -> 
         sharding = where if isinstance(where, Sharding) else SingleDeviceSharding(where or _default_device())
         _held(lazy.dtype, name)
         dtype = to or lazy.dtype
-        found[name] = once.setdefault((identity(lazy), sharding, dtype), Wanted(lazy, sharding, dtype))
+        found[name] = once.setdefault((identity(lazy), sharding, dtype), WantedArray(lazy, sharding, dtype))
     return found
 
 
-def _planned(wanted: Iterable[Wanted], path: str) -> dict[Wanted, dict[Box, LazyTensor]]:
+def _planned(wanted: Iterable[WantedArray], path: str) -> dict[WantedArray, dict[Box, LazyTensor]]:
     """What is read for each. Raises `DoesNotFit` with all shardings that do not fit."""
-    planned: dict[Wanted, dict[Box, LazyTensor]] = {}
+    planned: dict[WantedArray, dict[Box, LazyTensor]] = {}
     wrong: dict[str, str] = {}
     for one in wanted:
         try:
@@ -194,15 +192,15 @@ def _planned(wanted: Iterable[Wanted], path: str) -> dict[Wanted, dict[Box, Lazy
     return planned
 
 
-def _made(planned: Mapping[Wanted, dict[Box, LazyTensor]]) -> Iterator[tuple[Wanted, jax.Array]]:
+def _made(planned: Mapping[WantedArray, dict[Box, LazyTensor]]) -> Iterator[tuple[WantedArray, jax.Array]]:
     for batch in _batches(planned):
         arrays = iter(read([part for one in batch for part in planned[one].values()]))
         for one in batch:
             yield one, one.make({box: _as(next(arrays), part, one.dtype) for box, part in planned[one].items()})
 
 
-def _batches(planned: Mapping[Wanted, dict[Box, LazyTensor]]) -> Iterator[list[Wanted]]:
-    batch: list[Wanted] = []
+def _batches(planned: Mapping[WantedArray, dict[Box, LazyTensor]]) -> Iterator[list[WantedArray]]:
+    batch: list[WantedArray] = []
     room = BATCH_NBYTES
     for one, parts in planned.items():
         nbytes = sum(part.nbytes for part in parts.values())

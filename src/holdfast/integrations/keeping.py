@@ -14,8 +14,6 @@ from holdfast.runs.rules import Latest, Rule, read_rules
 from holdfast.runs.run import Run
 from holdfast.stores.paths import AnyPath, local_path
 
-__all__ = ["Keep", "keep_by", "newest_whole", "ran_here", "rules_of"]
-
 Keep = int | Rule | str | Collection[Rule | str] | None
 """How many, or which: `3` is `Latest(3)`; None for all."""
 

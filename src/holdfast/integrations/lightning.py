@@ -31,15 +31,12 @@ try:
 except ImportError:  # the older packages, each by itself
     from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 
-from holdfast.core.runtime import at_fork
-from holdfast.engine.threads import start
+from holdfast.core.runtime import at_fork, start
 from holdfast.rewrite.seal import unseal
 from holdfast.stores.files import make_parents
 from holdfast.stores.paths import local_path
 from holdfast.torch.serialization.load import MapLocation, load
 from holdfast.torch.serialization.save import save
-
-__all__ = ["HoldfastIO"]
 
 Where = str | os.PathLike[str]
 
@@ -66,7 +63,7 @@ class HoldfastIO(CheckpointIO):  # type: ignore[misc]  # Lightning may not be th
             return
         _ask_us_first()
         self._queue.check()
-        copied, target = Copies().of(checkpoint), os.path.join(os.getcwd(), target)
+        copied, target = StateCopies().of(checkpoint), os.path.join(os.getcwd(), target)
         self._queue.put(lambda: self._write(copied, target), target)
 
     def load_checkpoint(self, path: Where, map_location: MapLocation = None, weights_only: bool | None = None) -> dict[str, object]:
@@ -219,7 +216,7 @@ def _wait_for(path: Where) -> None:
         queue.wait_for(path)
 
 
-class Copies:
+class StateCopies:
     """Copies of a state that share what the originals share; those of tensors on a GPU are in the memory of the host."""
 
     def __init__(self) -> None:

@@ -19,8 +19,6 @@ from torch import nn
 
 from holdfast.integrations.weights import Options
 
-__all__ = ["HoldfastLoader"]
-
 
 class HoldfastLoader(DefaultModelLoader):  # type: ignore[misc]  # SGLang is not there when types are checked
     """Loads the weights of a model from a checkpoint of any format. `weights` says what `model_loader_extra_config` may hold."""

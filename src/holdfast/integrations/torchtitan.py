@@ -30,8 +30,8 @@ from torchtitan.components.checkpointer.base import DATALOADER, LR_SCHEDULER, MO
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.protocols.state_dict_adapter import BaseStateDictAdapter
 
+from holdfast.core.runtime import start
 from holdfast.engine.commit.temporaries import temporary_name
-from holdfast.engine.threads import start
 from holdfast.errors import BadArgument, DoesNotFit, HoldfastError, NotCommitted
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.convert import convert
@@ -39,8 +39,6 @@ from holdfast.rewrite.state import Stateful
 from holdfast.torch.ranks.background import SaveHandle
 from holdfast.torch.ranks.load_sharded import load_sharded
 from holdfast.torch.ranks.save_sharded import async_save_sharded, save_sharded
-
-__all__ = ["Checkpointer"]
 
 T = TypeVar("T")
 STEP = re.compile(r"step-(\d+)")

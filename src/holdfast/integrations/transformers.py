@@ -27,8 +27,6 @@ from holdfast.integrations.keeping import Keep, keep_by, newest_whole, ran_here,
 from holdfast.rewrite.seal import seal, unseal
 from holdfast.stores.paths import AnyPath
 
-__all__ = ["SealCallback", "latest_whole"]
-
 CHECKPOINT = re.compile(r"checkpoint-\d+")
 """How the Trainer calls its folders."""
 

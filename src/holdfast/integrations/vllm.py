@@ -25,8 +25,6 @@ from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
 from holdfast.integrations.weights import Options
 
-__all__ = ["HoldfastLoader", "register"]
-
 NAME = "holdfast"
 
 

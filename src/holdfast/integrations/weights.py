@@ -18,8 +18,6 @@ from holdfast.errors import BadArgument
 from holdfast.stores.paths import local_path
 from holdfast.torch.tensors.slices import slices
 
-__all__ = ["Options"]
-
 KNOWN = {"path": text, "prefix": text, "mmap": flag, "verify": flag}
 
 

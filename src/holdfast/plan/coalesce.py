@@ -21,22 +21,6 @@ import numpy as np
 from holdfast.core.arrays import Bools, Ints
 from holdfast.core.value import Value, replace
 
-__all__ = [
-    "FAR",
-    "HEADERS",
-    "MEMORY",
-    "PAGE_LOCKED",
-    "RECORDS",
-    "SUMS",
-    "Parts",
-    "Policy",
-    "Ranges",
-    "Reads",
-    "coalesce",
-    "join_files",
-    "join_parts",
-]
-
 
 class Policy(Value, frozen=True):
     """How far reads may be joined. As it is made, for what is read to memory."""

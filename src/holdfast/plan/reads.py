@@ -25,9 +25,6 @@ from holdfast.core.value import Value
 from holdfast.plan.coalesce import MEMORY, Policy, Reads, coalesce
 from holdfast.plan.runs import Comb, comb
 
-__all__ = ["Batch", "FileReads", "ReadPlan", "Strip", "cut", "plan_reads", "tooth_chunk", "tooth_index"]
-
-
 MAX_TEETH = 1 << 18
 """Teeth that are planned together: a few arrays of 2 MiB."""
 
@@ -53,7 +50,7 @@ class FileReads(Reads, frozen=True):
     """The number of each tooth in its strip."""
 
 
-class Batch(Value, frozen=True):
+class ReadBatch(Value, frozen=True):
     """Strips and the reads that fill them."""
 
     strips: tuple[Strip, ...]
@@ -63,7 +60,7 @@ class Batch(Value, frozen=True):
 class ReadPlan(Value, frozen=True):
     """Every read that fills the requests. `explain()` says it in words."""
 
-    batches: tuple[Batch, ...]
+    batches: tuple[ReadBatch, ...]
     wanted_nbytes: int
     """Bytes that the requested elements take in the files."""
 
@@ -169,7 +166,7 @@ def _batched(strips: Iterable[Strip]) -> Iterator[list[Strip]]:
         yield batch
 
 
-def _plan_batch(strips: list[Strip], policy: Policy) -> Batch:
+def _plan_batch(strips: list[Strip], policy: Policy) -> ReadBatch:
     by_key: dict[str, list[int]] = {}
     for i, strip in enumerate(strips):
         by_key.setdefault(strip.chunk.storage.key, []).append(i)
@@ -181,7 +178,7 @@ def _plan_batch(strips: list[Strip], policy: Policy) -> Batch:
         heads = coalesce(starts, stops, policy)
         reach = np.maximum.reduceat(stops, heads) if len(heads) else stops
         files.append(FileReads(key, starts[heads], reach, np.append(heads, len(starts)), owners, numbers))
-    return Batch(tuple(strips), tuple(files))
+    return ReadBatch(tuple(strips), tuple(files))
 
 
 def _teeth(strips: list[Strip], members: list[int]) -> tuple[Ints, Ints, Ints, Ints]:

@@ -21,8 +21,6 @@ from holdfast.core.dtype import DType
 from holdfast.core.value import Value
 from holdfast.plan.saves import Data, Gathered, Memory, Segment
 
-__all__ = ["BATCH", "BLOCK_NBYTES", "SMALL_NBYTES", "Piece", "RowKind", "TensorRows", "joined", "packed_segments", "runs"]
-
 Piece = bytes | memoryview
 
 SMALL_NBYTES = 64 << 10

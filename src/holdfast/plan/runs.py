@@ -21,8 +21,6 @@ from holdfast.core.chunk import Chunk
 from holdfast.core.dtype import DType
 from holdfast.core.value import Value
 
-__all__ = ["Comb", "comb"]
-
 
 class Comb(Value, frozen=True, gc=False):
     """A chunk as teeth of equal length: for every point of the outer dimensions, one dense stretch of bits."""

@@ -23,25 +23,6 @@ from msgspec.structs import force_setattr
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
-__all__ = [
-    "HASH_KEY",
-    "HEAD_KEY",
-    "MISTAKEN_KEY",
-    "Data",
-    "FilePlan",
-    "Gathered",
-    "Hashing",
-    "Hole",
-    "Late",
-    "LinkedFile",
-    "Literal",
-    "Memory",
-    "SavePlan",
-    "Segment",
-    "known_later",
-    "without_hashes",
-]
-
 HASH_KEY, HEAD_KEY = "\udc00hash", "\udc00head"
 """What is put behind the label of data for its hash and its head, which stand among the checksums; the head is 0 for data that has
 none (`core.content_hash`). Half of a surrogate pair: no name that is saved has one."""

@@ -23,21 +23,6 @@ from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing
 from holdfast.pruning.order import INFINITY_BITS, SPLITMIX, nan_key
 
-__all__ = [
-    "ORDERS",
-    "PIECE_ELEMENTS",
-    "BlockScores",
-    "Keys",
-    "Magnitudes",
-    "RandomOrder",
-    "common_order",
-    "magnitude_keys",
-    "pieces",
-    "random_keys",
-    "split",
-    "top_counts",
-]
-
 PIECE_ELEMENTS = 1 << 19
 """Elements at a time: 4 MiB as 64-bit numbers. With fewer, threads wait for each other's turn at the interpreter; more only take
 memory."""

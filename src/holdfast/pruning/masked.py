@@ -32,10 +32,8 @@ from holdfast.pruning import keys as prune_keys
 from holdfast.pruning.keys import ORDERS, pieces
 from holdfast.pruning.masks import Mask, keep_range, zero_out
 from holdfast.pruning.order import INFINITY_BITS
-from holdfast.pruning.select import Counts
-from holdfast.stores.virtual import Entry, tensor_stamp
-
-__all__ = ["Loss", "Masked", "Tally", "loss_of", "loss_of_counts", "prune_values", "weighing"]
+from holdfast.pruning.select import KeyCounts
+from holdfast.stores.virtual import VirtualFile, tensor_stamp
 
 STEP_ELEMENTS = 1 << 18
 """Elements that are pruned and weighed at a time: near what a core's cache holds, in calls long enough that threads do not wait for
@@ -153,7 +151,7 @@ def _cut(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def loss_of_counts(counts: Counts, order: str) -> Loss:
+def loss_of_counts(counts: KeyCounts, order: str) -> Loss:
     """What goes of values that were counted, each by its key."""
     (floats, bits), infinity = ORDERS[order], INFINITY_BITS[order]
     wide = np.arange(infinity, dtype=bits).view(floats).astype(np.float64)
@@ -274,5 +272,5 @@ class Masked(Sourced):
         return LazyTensor.contiguous(name, row, (count,), Storage(self._add(content), 0, count, home=self), self.source)
 
     def _add(self, content: Content) -> str:
-        entry = Entry(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))
+        entry = VirtualFile(content.nbytes, content.read, stamp=partial(tensor_stamp, content.tensor))
         return self.put(entry)

@@ -25,20 +25,7 @@ from holdfast.engine.computed import read_flat
 from holdfast.engine.threads import computing, run_all
 from holdfast.pruning.keys import BlockScores, Magnitudes, Parted, RandomOrder, magnitude_keys, pieces
 from holdfast.pruning.order import pruned_count
-from holdfast.pruning.select import Counts, Progress, hold, select
-
-__all__ = [
-    "BlockMask",
-    "GroupMask",
-    "Mask",
-    "RandomMask",
-    "ThresholdMask",
-    "block_mask",
-    "group_keep",
-    "keep_range",
-    "threshold_masks",
-    "zero_out",
-]
+from holdfast.pruning.select import KeyCounts, Progress, hold, select
 
 HELD_SCORES = 1 << 22
 """Scores of blocks that are held, 32 MiB; those of a tensor with more blocks are summed up again in each pass."""
@@ -78,7 +65,7 @@ class ThresholdMask(Value, frozen=True, eq=False):
     keys: Magnitudes | RandomOrder
     key: int
     cut: int
-    counts: Counts | None = None
+    counts: KeyCounts | None = None
     """How often each key is there, where that is known of this tensor alone."""
     align = row = 1
 

@@ -20,8 +20,6 @@ import numpy as np
 from holdfast.core.arrays import Ints
 from holdfast.core.value import Value
 
-__all__ = ["INFINITY_BITS", "SORTED_KEYS", "SPLITMIX", "Narrowed", "nan_key", "narrow", "pruned_count"]
-
 INFINITY_BITS = {"float16": 0x7C00, "bfloat16": 0x7F80, "float32": 0x7F80_0000, "float64": 0x7FF0_0000_0000_0000}
 """The key of infinity, by the float whose bits are the keys."""
 

@@ -40,13 +40,24 @@ from holdfast.pruning.keys import PIECE_ELEMENTS, Magnitudes, RandomOrder, commo
 from holdfast.pruning.masked import Loss, Masked, loss_of_counts, weighing
 from holdfast.pruning.masks import GroupMask, Mask, RandomMask, block_mask, threshold_masks
 from holdfast.pruning.order import pruned_count
-from holdfast.pruning.rules import Block, Global, Groups, Job, Magnitude, Random, Rule, assign, conflicts, parse_rule, tensor_seed
+from holdfast.pruning.rules import (
+    Block,
+    Global,
+    Groups,
+    Job,
+    Magnitude,
+    PruningRule,
+    Random,
+    assign,
+    conflicts,
+    parse_rule,
+    tensor_seed,
+)
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, check_sparse, format_for, plan_save, rehearse
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state, map_tensors
-
-__all__ = ["MASKS", "MASKS_FILE", "Pruned", "PrunedTensor", "Pruning", "plan_prune", "prune"]
+from holdfast.rewrite.writing import Writing
 
 MASKS = "holdfast.masks"
 """The metadata of a file of masks: JSON, from the name of each tensor to its shape and rule."""
@@ -117,11 +128,11 @@ class Pruned(Saved):
         return sum(tensor.zeros for tensor in self.tensors) / self.size if self.size else 0.0
 
 
-@understood(rules=rules_of(Rule))
+@understood(rules=rules_of(PruningRule))
 def prune(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
-    rules: Sequence[str | Rule],
+    rules: Sequence[str | PruningRule],
     *,
     masks: str | None = None,
     max_shard_size: Size | None = None,
@@ -159,7 +170,7 @@ def prune(
 def plan_prune(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
-    rules: Sequence[str | Rule],
+    rules: Sequence[str | PruningRule],
     *,
     format: str | None = None,
     masks: str | None = None,
@@ -203,10 +214,12 @@ def plan_prune(
     )  # fmt: skip
 
 
-def _jobs(source: Checkpoint, state: State, rules: Sequence[str | Rule], *, masks: str | None, notes: list[str]) -> list[Job]:
+def _jobs(
+    source: Checkpoint, state: State, rules: Sequence[str | PruningRule], *, masks: str | None, notes: list[str]
+) -> list[Job]:
     """What is to be done to which tensor; notes say what a rule leaves alone. Raises `CannotHold` with all that does not fit."""
     problems: list[str] = []
-    parsed: list[Rule] = []
+    parsed: list[PruningRule] = []
     for rule in rules:
         try:
             parsed.append(parse_rule(rule) if isinstance(rule, str) else rule)

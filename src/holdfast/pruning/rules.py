@@ -37,22 +37,6 @@ from holdfast.errors import HoldfastError
 from holdfast.pruning.masked import Loss, Tally
 from holdfast.pruning.masks import Mask
 
-__all__ = [
-    "Block",
-    "Global",
-    "Groups",
-    "Job",
-    "Keep",
-    "Magnitude",
-    "Method",
-    "Random",
-    "Rule",
-    "assign",
-    "conflicts",
-    "parse_rule",
-    "tensor_seed",
-]
-
 
 class Keep(Value, frozen=True):
     """Leave it as it is."""
@@ -95,7 +79,7 @@ class Global(Value, frozen=True):
 Method = Keep | Magnitude | Groups | Block | Random | Global
 
 
-class Rule(Value, frozen=True):
+class PruningRule(Value, frozen=True):
     """Names, and what is done to the tensors of these names."""
 
     pattern: str
@@ -119,7 +103,7 @@ FORM = re.compile(
 """The shortest pattern that leaves something with a meaning: `a: 2:4` is not the name `a: 2` at level 4."""
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str) -> PruningRule:
     """A rule from text. Raises `ValueError` with what is wrong.
 
     >>> parse_rule("*.weight: 2:4").method, parse_rule("a:b: block 4x4 0.9")
@@ -142,7 +126,7 @@ def parse_rule(text: str) -> Rule:
         method = Random(_number(found["part"], text), int(found["seed"] or 0))
     else:
         method = Magnitude(_number(found["level"], text))
-    return Rule(found["pattern"], method, " ".join(found["text"].split()))
+    return PruningRule(found["pattern"], method, " ".join(found["text"].split()))
 
 
 def _number(text: str, rule: str) -> float:
@@ -184,7 +168,7 @@ class Job:
 
     tensor: LazyTensor
     names: list[str]
-    rule: Rule
+    rule: PruningRule
     mask: Mask | None = None
     tally: Tally = field(init=False)
 
@@ -202,7 +186,7 @@ class Job:
         return self.tally.whole() or Loss()
 
 
-def conflicts(rules: Sequence[Rule]) -> list[str]:
+def conflicts(rules: Sequence[PruningRule]) -> list[str]:
     """What contradicts itself, whatever the checkpoint."""
     seen: dict[str, str] = {}
     problems = []
@@ -226,7 +210,7 @@ SHOWN = 3
 """Tensors that a note names."""
 
 
-def _left_alone(name: str, tensor: LazyTensor, rule: Rule) -> str:
+def _left_alone(name: str, tensor: LazyTensor, rule: PruningRule) -> str:
     """Why a rule does not mean a tensor that it matches; empty where it does."""
     if not isinstance(rule.method, Groups) or name == rule.pattern:
         return ""
@@ -239,7 +223,7 @@ def _left_alone(name: str, tensor: LazyTensor, rule: Rule) -> str:
     return LOOKED_UP if words and not any(word in rule.pattern.lower() for word in words) else ""
 
 
-def assign(state: State, rules: Sequence[Rule], problems: list[str], notes: list[str]) -> list[Job]:
+def assign(state: State, rules: Sequence[PruningRule], problems: list[str], notes: list[str]) -> list[Job]:
     """The tensors that rules apply to, in the order of names. Notes say what N:M leaves alone."""
     whole = _parts(state.tree)
     meant = [matcher(rule.pattern) for rule in rules]
@@ -247,7 +231,7 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str], notes: list
     decided = [0] * len(rules)
     jobs: dict[View, Job] = {}
     left: dict[View, str] = {}
-    aside: dict[View, list[tuple[str, Rule, str]]] = {}
+    aside: dict[View, list[tuple[str, PruningRule, str]]] = {}
     for name in sorted(state.tensors):
         tensor = state.tensors[name]
         numbers = [i for i, means in enumerate(meant) if means(name)]
@@ -300,11 +284,11 @@ def assign(state: State, rules: Sequence[Rule], problems: list[str], notes: list
     return list(jobs.values())
 
 
-def _only_aside(rule: Rule, aside: Iterable[Sequence[tuple[str, Rule, str]]]) -> bool:
+def _only_aside(rule: PruningRule, aside: Iterable[Sequence[tuple[str, PruningRule, str]]]) -> bool:
     return any(one is rule for held in aside for _, one, _ in held)
 
 
-def _asides(alone: Sequence[tuple[str, Rule, str]]) -> list[str]:
+def _asides(alone: Sequence[tuple[str, PruningRule, str]]) -> list[str]:
     """A sentence for each rule that left something alone."""
     found: dict[str, dict[str, list[str]]] = {}
     for name, rule, why in alone:
@@ -326,7 +310,7 @@ def _parts(tree: object) -> dict[View, str]:
     return {identity(part, noted=True): whole.kind for whole in wholes for part in whole.parts.values()}
 
 
-def _unfit(tensor: LazyTensor, rule: Rule, part_of: str | None) -> str:
+def _unfit(tensor: LazyTensor, rule: PruningRule, part_of: str | None) -> str:
     """Why a tensor cannot be pruned by a rule."""
     shape = list(tensor.shape)
     if part_of is not None:

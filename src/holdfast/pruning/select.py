@@ -21,15 +21,13 @@ from holdfast.errors import NotCommitted
 from holdfast.pruning import order
 from holdfast.pruning.keys import TOP_BITS, Keys, split
 
-__all__ = ["Counts", "Held", "Progress", "Threshold", "hold", "select"]
-
 HISTOGRAM_PARTS = 32
 """Histograms of parts of the work: 256 KiB each."""
 
 Progress = Callable[[int], None]
 
 
-class Counts(Value, frozen=True, eq=False):
+class KeyCounts(Value, frozen=True, eq=False):
     """How often each key of 15 bits is there, and how often it goes."""
 
     there: Ints
@@ -41,7 +39,7 @@ class Threshold(Value, frozen=True, eq=False):
 
     key: int
     cuts: tuple[int, ...]
-    counts: Counts | None = None
+    counts: KeyCounts | None = None
     """Where a single histogram was enough."""
 
 
@@ -98,7 +96,7 @@ class Sweep:
         run_all([task(at) for at in range(len(self.work))], self._threads)
 
 
-class Held(Value, frozen=True, eq=False):
+class ComputedKeys(Value, frozen=True, eq=False):
     """Keys that were computed once."""
 
     keys: npt.NDArray[np.uint64]
@@ -128,10 +126,10 @@ class Held(Value, frozen=True, eq=False):
         return split(self.steps(start, stop), low, high)
 
 
-def hold(source: Keys, *, threads: int = 1, progress: Progress | None = None) -> Held:
+def hold(source: Keys, *, threads: int = 1, progress: Progress | None = None) -> ComputedKeys:
     """All keys of a tensor, for further passes."""
     sweep = Sweep([source], threads, progress)
-    held = Held(np.empty(source.count, np.uint64), [(start, stop) for _, start, stop in sweep.work])
+    held = ComputedKeys(np.empty(source.count, np.uint64), [(start, stop) for _, start, stop in sweep.work])
 
     def put(at: int) -> None:
         held.keys[slice(*held.ranges[at])] = sweep.read(at)
@@ -180,10 +178,10 @@ class _Taken:
         return [parts[0] if len(parts) == 1 else np.concatenate(parts or [np.empty(0, np.uint64)]) for parts in self._parts]
 
 
-def _counts(bins: Ints, key: int, ties: int) -> Counts:
+def _counts(bins: Ints, key: int, ties: int) -> KeyCounts:
     gone = np.where(np.arange(len(bins)) < key, bins, 0)
     gone[key] = ties
-    return Counts(bins, gone)
+    return KeyCounts(bins, gone)
 
 
 def _with_prefix(keys: np.ndarray, prefix: int, known: int, *, width: int) -> np.ndarray:

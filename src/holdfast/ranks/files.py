@@ -27,27 +27,13 @@ from holdfast.formats.dcp.index import BESIDE, checksum_file
 from holdfast.formats.dcp.write import lay_out_items
 from holdfast.formats.native.base import Place, Reuse
 from holdfast.formats.native.chunks import in_files
-from holdfast.formats.native.schema import MANIFEST, DataFile, StoredChunk
+from holdfast.formats.native.schema import DataFile, StoredChunk
 from holdfast.formats.native.write import OWN, BoxToWrite, HashAll, Pack, box_file, data_name, lay_out_index, sharding_texts
 from holdfast.formats.recorded import order_fields
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.write import RANK, file_order_notes, index_file, is_flat, name_problem
 from holdfast.formats.seal import SEAL
 from holdfast.plan.saves import FilePlan, Literal
-
-__all__ = [
-    "FORMATS",
-    "PIECES_INDEX",
-    "Contents",
-    "DcpIndex",
-    "Part",
-    "RankFile",
-    "Receipt",
-    "index_files",
-    "is_part",
-    "linked_receipts",
-    "rank_files",
-    "unkept_notes",
-]
 
 FORMATS = ("native", "safetensors", "dcp")
 
@@ -55,7 +41,7 @@ PIECES_INDEX = "model.safetensors.index.json"
 """What publishes safetensors files of ranks in an object store."""
 
 
-class Part(Value, frozen=True):
+class RankOutput(Value, frozen=True):
     """What one rank writes of a checkpoint."""
 
     rank: int
@@ -129,7 +115,7 @@ def is_part(name: str) -> bool:
 
 def rank_files(
     format: str,
-    part: Part,
+    part: RankOutput,
     *,
     files: int = 1,
     pack: Pack | None = None,

@@ -19,8 +19,6 @@ from holdfast.stores.files import make_parents
 from holdfast.stores.local import LocalStore
 from holdfast.stores.path_files import system_files
 
-__all__ = ["FirstFolder", "JoinedFolder"]
-
 
 class BegunFile(Value, frozen=True):
     """A file in the hidden folder."""

@@ -22,8 +22,6 @@ from holdfast.plan.saves import FilePlan, LinkedFile
 from holdfast.ranks.files import Receipt
 from holdfast.stores.remote.url import Url
 
-__all__ = ["Begun", "FirstGathering", "Gathering", "join_gathering", "open_gathering"]
-
 
 class Begun(Protocol):
     """A file of a save that has a place, and is yet to be written."""

@@ -22,22 +22,8 @@ from msgspec import Struct, field
 
 from holdfast.core.arrays import Ints
 from holdfast.core.value import Value
-from holdfast.formats.tree_json import flat_tree
+from holdfast.formats.tree_json.encode import flat_tree
 from holdfast.ranks.state import Catalogue, RankState
-
-__all__ = [
-    "Held",
-    "Merged",
-    "agreed_aliases",
-    "differing",
-    "hold",
-    "merge",
-    "merge_trees",
-    "one_tree",
-    "say_different",
-    "say_ranks",
-    "share_values",
-]
 
 SUMS = msgspec.msgpack.Decoder(dict[str, tuple[int | bytes]])
 
@@ -93,7 +79,7 @@ def _dispute(name: str, holders: dict[Catalogue, list[int]]) -> str:
     return f"{name!r} is {different}; pass per_rank=[{name!r}] where each rank has its own"
 
 
-class Held(Value, frozen=True):
+class RankBoxes(Value, frozen=True):
     """The boxes of one rank, sorted by tensor."""
 
     tensors: Ints
@@ -107,16 +93,16 @@ class Held(Value, frozen=True):
         return columns[..., begin:stop] if self.order is None else columns[..., self.order[begin:stop]]
 
 
-def hold(state: RankState, places: Ints | None) -> Held:
+def hold(state: RankState, places: Ints | None) -> RankBoxes:
     """The boxes of a rank, in terms of the merged catalogue."""
     tensors = state.tensors if places is None else places[state.tensors]
     if len(tensors) < 2 or bool((tensors[1:] >= tensors[:-1]).all()):
-        return Held(tensors, None, state)
+        return RankBoxes(tensors, None, state)
     order = np.argsort(tensors, kind="stable")
-    return Held(tensors[order], order, state)
+    return RankBoxes(tensors[order], order, state)
 
 
-def agreed_aliases(held: Sequence[Held], merged: Merged) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+def agreed_aliases(held: Sequence[RankBoxes], merged: Merged) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
     """Pairs (name, base) that are one tensor on every rank that has any of either; and a note for each pair that is not.
 
     Such a rank must declare the pair, with the same boxes for both. What is stored once comes back tied on all ranks, so one rank
@@ -143,7 +129,7 @@ def agreed_aliases(held: Sequence[Held], merged: Merged) -> tuple[tuple[tuple[st
     return agreed, tuple(notes)
 
 
-def _compare(h: Held, names: Ints, bases: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+def _compare(h: RankBoxes, names: Ints, bases: Ints) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
     """For each pair: whether the rank has any of either, and whether the boxes of both are the same."""
     filled = np.flatnonzero((h.taken(h.state.sizes, 0, h.state.count) > 0).all(axis=0))
     tensors = h.tensors[filled]

@@ -15,8 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from holdfast.core.patterns import matcher
 from holdfast.core.tree import Path, dotted, rebuilt, step
 
-__all__ = ["mark", "marked", "rank_key", "size_in"]
-
 KEY = re.compile(r"rank-(\d{1,9})-of-(\d{1,9})")
 
 

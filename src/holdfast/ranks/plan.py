@@ -50,8 +50,6 @@ from holdfast.ranks.merge import Merged, agreed_aliases, hold, merge, share_valu
 from holdfast.ranks.state import Catalogue, RankState
 from holdfast.ranks.survey import Int32s, Slab, survey
 
-__all__ = ["RankPlan", "deal", "deal_classes", "plan_ranks"]
-
 MAX_NBYTES = 1 << 60
 """Of a whole checkpoint: an exbibyte. Sums of bytes then fit 64 bits."""
 

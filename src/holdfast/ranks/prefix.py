@@ -34,16 +34,14 @@ from holdfast.formats.dcp.index import BESIDE, METADATA, SavedTensor, read_index
 from holdfast.formats.dcp.schema import Item
 from holdfast.formats.index_file import read_index as read_pieces
 from holdfast.formats.native.read import read_manifest
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.plan.saves import FilePlan, LinkedFile
 from holdfast.ranks.files import PIECES_INDEX, Receipt
 from holdfast.rewrite.uploaded import NOTHING, ReplacedObjects
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
-from holdfast.stores.virtual import Entry, Virtual
-
-__all__ = ["INDEXES", "FirstPrefix", "Prefix"]
+from holdfast.stores.virtual import Virtual, VirtualFile
 
 INDEXES = {"native": MANIFEST, "dcp": METADATA, "safetensors": PIECES_INDEX}
 """The object that makes the others a checkpoint, in each format."""
@@ -132,7 +130,7 @@ class FirstPrefix(Prefix):
             folder, name = beside(receipt.key) or (own, receipt.key)
             used += [(folder, name, receipt.nbytes)] if receipt.linked else []
             key = parent.below(f"{folder}/{name}" if folder else name).key
-            store.put(Entry(receipt.nbytes, partial(_read, bucket, key)), receipt.key)
+            store.put(VirtualFile(receipt.nbytes, partial(_read, bucket, key)), receipt.key)
         store.put(_literal(text.getvalue()), last.key)
         check(store)
         if last.key == METADATA:
@@ -197,13 +195,13 @@ def objects_of(url: Url, index: str) -> ReplacedObjects:
     return ReplacedObjects([index, *(name for name in dict.fromkeys(found) if "/" not in name or beside(name))], shared)
 
 
-def _literal(content: bytes) -> Entry:
+def _literal(content: bytes) -> VirtualFile:
     view = memoryview(content)
 
     def read(start: int, out: memoryview) -> None:
         out[:] = view[start : start + out.nbytes]
 
-    return Entry(view.nbytes, read)
+    return VirtualFile(view.nbytes, read)
 
 
 def _read(bucket: Bucket, key: str, start: int, out: memoryview) -> None:

@@ -40,8 +40,6 @@ from holdfast.core.dtype import DTYPES
 from holdfast.core.value import Value
 from holdfast.errors import HeaderError, MetadataError
 
-__all__ = ["Catalogue", "RankState", "decode", "decode_all", "encode"]
-
 MAX_COUNT = 1 << 48
 """Elements of one tensor: half a petabyte of bfloat16. Sums over the tensors that are planned together then fit 64 bits."""
 

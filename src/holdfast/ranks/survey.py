@@ -41,10 +41,8 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.dtype import DTYPES
 from holdfast.core.tiling import covers
 from holdfast.core.value import Value
-from holdfast.ranks.merge import Held, say_ranks
+from holdfast.ranks.merge import RankBoxes, say_ranks
 from holdfast.ranks.state import Catalogue
-
-__all__ = ["Defect", "Int32s", "Slab", "defects", "survey"]
 
 Int32s = npt.NDArray[np.int32]
 
@@ -98,7 +96,7 @@ class _Boxes(Value, frozen=True):
         return offsets, sizes
 
 
-def cut_slabs(held: Sequence[Held], catalogue: Catalogue) -> Ints:
+def cut_slabs(held: Sequence[RankBoxes], catalogue: Catalogue) -> Ints:
     """The places in the catalogue at which slabs begin; one more entry marks the end."""
     boxes = np.zeros(len(catalogue), np.int64)
     for h in held:
@@ -114,7 +112,7 @@ def cut_slabs(held: Sequence[Held], catalogue: Catalogue) -> Ints:
     return np.array([*edges, len(catalogue)], np.int64)
 
 
-def survey(held: Sequence[Held], catalogue: Catalogue, left_out: Bools) -> Iterator[Slab]:
+def survey(held: Sequence[RankBoxes], catalogue: Catalogue, left_out: Bools) -> Iterator[Slab]:
     """Every slab of the catalogue in turn. The tensors that are `left_out` have no boxes and no problems."""
     edges = cut_slabs(held, catalogue)
     cuts = np.array([np.searchsorted(h.tensors, edges) for h in held], np.int64).reshape(len(held), len(edges))
@@ -125,7 +123,7 @@ def survey(held: Sequence[Held], catalogue: Catalogue, left_out: Bools) -> Itera
         yield about.slab(gathered, left_out[begin:stop].copy())
 
 
-def _gather(held: Sequence[Held], begins: Ints, stops: Ints, *, first: int, rank: int) -> _Boxes:
+def _gather(held: Sequence[RankBoxes], begins: Ints, stops: Ints, *, first: int, rank: int) -> _Boxes:
     present = np.flatnonzero(stops > begins)
     if not len(present):
         none, no_columns = np.zeros(0, np.int32), np.zeros((rank, 0), np.int64)

@@ -19,8 +19,6 @@ from holdfast.ranks.merge import differing, one_tree, say_different
 from holdfast.ranks.plan import RankPlan, plan_ranks
 from holdfast.ranks.state import RankState, decode_all, encode
 
-__all__ = ["Description", "Place", "Together", "message", "put_together", "with_sums"]
-
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]
 """A name, and the lowest and the highest corner of a box."""
 

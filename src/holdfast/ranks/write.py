@@ -36,8 +36,8 @@ from holdfast.ranks.files import (
     NOTHING,
     Contents,
     DcpIndex,
-    Part,
     RankFile,
+    RankOutput,
     Receipt,
     index_files,
     linked_receipts,
@@ -48,8 +48,6 @@ from holdfast.ranks.together import Together
 from holdfast.rewrite.formats import Outline, check_holds, described
 from holdfast.rewrite.step_seal import Stamp, digest_of, seal_file
 from holdfast.stores.memory import MemoryStore
-
-__all__ = ["AsStep", "Publishing", "open_publishing", "publish", "rehearse_contents", "rehearse_value", "write_files"]
 
 READ_AS = {"native": ("native",), "dcp": ("dcp",), "safetensors": ("safetensors", "safetensors-dir")}
 """What a finished folder is opened as. One safetensors file in a folder of its own is just that file."""
@@ -66,7 +64,7 @@ def rehearse_contents(format: str, contents: Contents, path: str, *, dcp_index: 
             boxes.append(BoxToWrite(name, Box.whole(shape), tensor, shape))
     # What is no tensor is looked at where it is, by `rehearse_value`.
     values = dict.fromkeys(contents.values, _nothing()) if contents.values else {}
-    files = rank_files(format, Part(0, 1, boxes, contents.metadata, values))
+    files = rank_files(format, RankOutput(0, 1, boxes, contents.metadata, values))
     unknown: Mapping[str, int] = defaultdict(int)
     receipts = [Receipt(file.plan.key, file.plan.nbytes, list(file.chunks(unknown))) for file in files]
     plans = [*(file.plan for file in files), *index_files(format, contents, receipts, dcp_index=dcp_index)]

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from holdfast.core.text import clip, count, escape, plural
 from holdfast.core.value import Value, replace
 from holdfast.engine.checksums import Progress
-from holdfast.inspect.diff import Comparison, Content, Diff
+from holdfast.engine.compare import Content
+from holdfast.inspect.diff import Comparison, Diff
 from holdfast.inspect.side import Side
 from holdfast.reports.document import Document, rounded, short
 from holdfast.reports.structure import Structure, name_of
-
-__all__ = ["ADDED", "CHANGED", "MOVED", "REMOVED", "SAME", "UNLIKE", "Change", "compare"]
 
 SAME, CHANGED, ADDED, REMOVED, MOVED, UNLIKE = range(6)
 """What became of a tensor: the last is one of another shape, or one of which one side has no data."""

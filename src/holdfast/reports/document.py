@@ -16,8 +16,6 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from holdfast.core.opaque import AnyValue
 
-__all__ = ["SCHEMA", "Document", "dumps", "front_coded", "labelled", "rounded", "short"]
-
 SCHEMA = 1
 """Raised when a field changes its meaning or goes away."""
 

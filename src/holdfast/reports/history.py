@@ -15,11 +15,9 @@ from holdfast.reports.structure import iso
 from holdfast.runs.places import place_for
 from holdfast.runs.record import RECORD
 from holdfast.runs.steps import Step
-from holdfast.runs.table import Row, Table, look
+from holdfast.runs.table import RunRow, RunTable, look
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["Norm", "facts", "history", "is_run", "run_at", "sentence"]
 
 STEPS = 5000
 """Steps that are shown: the newest."""
@@ -37,7 +35,7 @@ def _is_url(path: object) -> bool:
     return isinstance(place_of(path), Url)
 
 
-def run_at(path: object) -> Table | None:
+def run_at(path: object) -> RunTable | None:
     """The run at a path; None where there is none."""
     if not isinstance(path, str | os.PathLike):
         return None
@@ -50,7 +48,7 @@ def run_at(path: object) -> Table | None:
     return table if table.rows or kept is not None else None
 
 
-def history(table: Table, norm: Norm | None = None) -> Document:
+def history(table: RunTable, norm: Norm | None = None) -> Document:
     """The steps, the newest last. `norm` is asked for those whose metrics do not name one."""
     rows = table.rows[-STEPS:]
     steps = [row.step for row in table.rows if row.step is not None]
@@ -72,7 +70,7 @@ def _metric(steps: Sequence[Step], word: str) -> str | None:
     return min(counts, key=lambda name: (-counts[name], len(name), name), default=None)
 
 
-def _step(row: Row, table: Table, *, loss: str | None, scale: str | None, norm: Norm | None) -> Document:
+def _step(row: RunRow, table: RunTable, *, loss: str | None, scale: str | None, norm: Norm | None) -> Document:
     step, fate, rules = row.step, row.fate, bool(table.rules)
     metrics: Mapping[str, float] = {} if step is None else step.metrics
     size = metrics.get(scale) if scale is not None else None
@@ -96,7 +94,7 @@ def _step(row: Row, table: Table, *, loss: str | None, scale: str | None, norm: 
     }
 
 
-def facts(table: Table) -> list[list[str]]:
+def facts(table: RunTable) -> list[list[str]]:
     """What there is to say of a run in a word or two each."""
     whole = [row for row in table.rows if row.step is not None]
     shared = sum(row.shared_nbytes for row in whole)
@@ -110,7 +108,7 @@ def facts(table: Table) -> list[list[str]]:
     ]
 
 
-def sentence(table: Table) -> str:
+def sentence(table: RunTable) -> str:
     """A run in a sentence."""
     whole = [row.step for row in table.rows if row.step is not None]
     torn = len(table.rows) - len(whole)

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 from holdfast.core.value import Value
 
-__all__ = ["Place", "places"]
-
 NONE = -1
 
 NUMBER = re.compile(r"[0-9]{1,9}", re.ASCII)
@@ -32,7 +30,7 @@ PARTS = 64
 """Parts of a name that are looked at. Real ones have a dozen."""
 
 
-class Place(Value, frozen=True):
+class MatrixCell(Value, frozen=True):
     """Where a tensor stands in the matrix."""
 
     layer: int
@@ -43,7 +41,7 @@ class Place(Value, frozen=True):
     """The number of the expert; -1 for none."""
 
 
-def places(names: Sequence[str]) -> list[Place]:
+def places(names: Sequence[str]) -> list[MatrixCell]:
     """The place of each name among the others.
 
     >>> places(["h.0.attn.w", "h.1.attn.w"])
@@ -60,12 +58,12 @@ def places(names: Sequence[str]) -> list[Place]:
         if end is not None:
             series.setdefault(end.role, set()).add(end.layer)
     return [
-        place or (end if end is not None and len(series[end.role]) >= FEWEST else Place(NONE, name))
+        place or (end if end is not None and len(series[end.role]) >= FEWEST else MatrixCell(NONE, name))
         for name, place, end in zip(names, found, ends, strict=True)
     ]
 
 
-def _numbered(name: str) -> Place | None:
+def _numbered(name: str) -> MatrixCell | None:
     """By parts that are numbers; None where there is none."""
     parts = name.split(".", PARTS)
     layer = expert = NONE
@@ -77,15 +75,15 @@ def _numbered(name: str) -> Place | None:
             elif layer == NONE:
                 layer, parts[at] = int(part), "*"
         before = part
-    return None if layer == expert == NONE else Place(layer, ".".join(parts), expert)
+    return None if layer == expert == NONE else MatrixCell(layer, ".".join(parts), expert)
 
 
-def _ending(name: str) -> Place | None:
+def _ending(name: str) -> MatrixCell | None:
     """By the first part that ends in a number; None where there is none."""
     parts = name.split(".", PARTS)
     for at, part in enumerate(parts):
         found = ENDING.fullmatch(part)
         if found is not None:
             parts[at] = f"{found[1]}*"
-            return Place(int(found[2]), ".".join(parts))
+            return MatrixCell(int(found[2]), ".".join(parts))
     return None

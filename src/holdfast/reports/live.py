@@ -31,8 +31,6 @@ from holdfast.reports.page import page
 from holdfast.reports.spectrum import singular_values
 from holdfast.reports.tiles import tile
 
-__all__ = ["ADDRESS", "Live"]
-
 ADDRESS = "127.0.0.1"
 """The one address. There is no way to say another."""
 

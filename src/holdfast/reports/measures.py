@@ -18,12 +18,10 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Progress
 from holdfast.engine.compare import blocks
-from holdfast.engine.distribution import Distribution, Gathering, Part
+from holdfast.engine.distribution import BlockSummary, Distribution, Gathering
 from holdfast.engine.numbers import countable, walk_ranges
 from holdfast.errors import LimitExceeded
 from holdfast.reports.document import Document, rounded
-
-__all__ = ["Measured", "detail", "groups_for", "measure", "measured_columns", "reading_nbytes", "sample_ranges"]
 
 SAMPLE_ELEMENTS = 1 << 14
 """Of one block of a sample: 64 KiB of float32, which a disk reads about as quickly as one byte."""
@@ -116,7 +114,7 @@ def measure(
             known = begun.setdefault(at, Gathering(chosen[at], count, sized if count == chosen[at].size else 0))
         return known
 
-    def finish(at: int, parts: list[Part]) -> None:
+    def finish(at: int, parts: list[BlockSummary]) -> None:
         found[read[chosen[at]]] = begun.pop(at).finish(parts)
 
     walk_ranges(

@@ -21,8 +21,6 @@ from importlib.resources import files
 from holdfast.core.text import clip, escape
 from holdfast.reports.document import Document, dumps
 
-__all__ = ["BEGINNING", "page"]
-
 BEGINNING = b'<!doctype html>\n<html lang="en" data-made-by="holdfast">\n'
 """How every page begins, so that a later one may take its place and nothing else is taken for one."""
 

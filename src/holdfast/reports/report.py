@@ -40,10 +40,8 @@ from holdfast.reports.page import BEGINNING, page
 from holdfast.reports.shards import shards
 from holdfast.reports.structure import columns, facts, iso, look, made_at, name_of, scanned, sentence
 from holdfast.runs.steps import Step
-from holdfast.runs.table import Table
+from holdfast.runs.table import RunTable
 from holdfast.stores.paths import local_path
-
-__all__ = ["Asked", "Prepared", "Report", "page_target", "prepared", "report"]
 
 NOTES = 50
 """Notes of a checkpoint that are shown."""
@@ -299,7 +297,7 @@ def _difference(a: _Looked, b: _Looked) -> Prepared:
     return Prepared(planned.nbytes + _reading(planned.found.tensors.values(), asked), make)
 
 
-def _run(table: Table, asked: Asked, stack: ExitStack) -> Prepared:
+def _run(table: RunTable, asked: Asked, stack: ExitStack) -> Prepared:
     steps = [row.step for row in table.rows if row.step is not None]
     newest = steps[-1] if steps else None
     looked = None if newest is None else _Looked(newest.path, stack.enter_context(newest.open()), asked)

@@ -28,8 +28,6 @@ from holdfast.reports.document import Document
 from holdfast.reports.structure import Structure, file_of
 from holdfast.rewrite.reshard import local_box, parse_mesh
 
-__all__ = ["HEADER", "JOINED", "TENSOR", "UNREACHED", "Strip", "mesh_of", "shards", "strips_of"]
-
 TENSOR, HEADER, UNREACHED, JOINED = range(4)
 """What a strip is: of one tensor; of the format; reached by nobody; of several small tensors."""
 

@@ -24,8 +24,6 @@ from holdfast.engine.compare import elements
 from holdfast.engine.numbers import countable
 from holdfast.reports.tiles import plane
 
-__all__ = ["VALUES", "reading_nbytes", "singular_values", "spectral"]
-
 VALUES, BESIDE = 32, 8
 """Singular values that are given, and vectors beyond them that make the last of them right."""
 

@@ -30,8 +30,6 @@ from holdfast.reports.layers import places
 from holdfast.stores.paths import found_path
 from holdfast.stores.remote.url import Url
 
-__all__ = ["Structure", "columns", "dtype_label", "facts", "file_of", "look", "scanned", "sentence"]
-
 FINDINGS = 50
 """Findings of a scan that are listed."""
 

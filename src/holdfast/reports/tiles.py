@@ -18,8 +18,6 @@ from holdfast.core.value import Value
 from holdfast.engine.computed import flat_boxes
 from holdfast.errors import BadArgument
 
-__all__ = ["SIDE", "Tile", "plane", "tile"]
-
 SIDE = 256
 """Pixels of a tile, on each side."""
 

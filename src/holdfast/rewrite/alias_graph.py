@@ -49,8 +49,6 @@ from holdfast.inspect.open import Openable
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.rewrite.state import describe_state
 
-__all__ = ["AliasGraph", "AliasGroup", "AliasMember", "By", "alias_graph", "find_aliases"]
-
 By = Literal["storage", "content"]
 
 ONLY = "model"

@@ -25,13 +25,12 @@ from holdfast.engine.source import OpenSource
 from holdfast.errors import BadArgument, HoldfastError, Unsupported
 from holdfast.formats.native.base import Base, Place, Reuse, recorded_chunks
 from holdfast.formats.native.read import read_manifest
-from holdfast.formats.native.schema import MANIFEST, Parsed
+from holdfast.formats.native.schema import Parsed
 from holdfast.formats.native.write import BoxToWrite
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.inspect.open import store_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["NoBase", "OpenBase", "check_shares", "not_shared", "not_used", "nothing_at", "open_base", "without_hashes"]
 
 
 def check_shares(path: str, format: str, base: str | None, hashes: bool) -> None:

@@ -46,8 +46,6 @@ from holdfast.rewrite.formats import DIRECTORIES, is_replaceable
 from holdfast.stores.paths import place_of, same_place
 from holdfast.stores.remote.url import Url
 
-__all__ = ["Companions", "CopyConfig", "find_companions", "is_companion", "is_model"]
-
 CopyConfig = bool | str | os.PathLike[str]
 """Whether the files beside the weights come along; or the folder that they are taken from instead."""
 

@@ -40,14 +40,13 @@ from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.companions import CopyConfig
 from holdfast.rewrite.formats import Options, format_for, plan_save, without_origin
 from holdfast.rewrite.models import Selection, select
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
 from holdfast.rewrite.small import FEW, plan_small
 from holdfast.rewrite.state import OWN_METADATA, describe_state
 from holdfast.rewrite.transform import Edits, Losses, casts_of, left_out, transform
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["Conversion", "convert", "edit", "lay_out_conversion", "metadata_changes", "plan_conversion", "plan_edit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

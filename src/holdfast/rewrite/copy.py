@@ -33,17 +33,17 @@ from holdfast.errors import CannotHold
 from holdfast.formats.dcp.index import is_index
 from holdfast.formats.index_file import choose_index
 from holdfast.formats.native.read import read_manifest
-from holdfast.formats.native.schema import MANIFEST, made_whole
+from holdfast.formats.native.schema import made_whole
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.torch.directory import FORMAT as TORCH_FOLDER
 from holdfast.formats.torch.directory import weight_files
 from holdfast.inspect.open import Openable, opened, store_of
 from holdfast.plan.saves import Data, FilePlan, LinkedFile, Literal, SavePlan
 from holdfast.rewrite.formats import is_folder
-from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, Writing, check_target, planned_fields
+from holdfast.rewrite.planned import MAX_MEMORY, Planned, Saved, check_target, planned_fields
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of, real_place, same_place
 from holdfast.stores.remote.url import COPIED_NBYTES, Url, join
-
-__all__ = ["Copied", "copy", "plan_copy"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

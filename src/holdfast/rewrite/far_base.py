@@ -17,13 +17,11 @@ from holdfast.engine.threads import run_all
 from holdfast.errors import StoreError
 from holdfast.formats.native.base import Base
 from holdfast.formats.native.read import read_manifest
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import PREFIX_NBYTES
 from holdfast.rewrite.base import OpenBase, not_used, nothing_at, without_hashes
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import Url
-
-__all__ = ["open_far_base"]
 
 SOME_DATA = "data-0000000000000000-00001-of-00001.safetensors"
 """A name that a data object might have."""

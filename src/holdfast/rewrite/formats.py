@@ -38,25 +38,6 @@ from holdfast.rewrite.base import OpenBase
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.stores.remote.url import Url
 
-__all__ = [
-    "DIRECTORIES",
-    "NAMES",
-    "SUFFIXES",
-    "Options",
-    "Outline",
-    "check_archive_name",
-    "check_holds",
-    "check_sparse",
-    "described",
-    "format_for",
-    "is_replaceable",
-    "plan_save",
-    "rehearse",
-    "save_name",
-    "suffix_of",
-    "without_origin",
-]
-
 NAMES = {
     "torch": "torch-zip", "torch-zip": "torch-zip", "pt": "torch-zip", "safetensors": "safetensors",
     "safetensors-dir": "safetensors-dir", "native": "native",

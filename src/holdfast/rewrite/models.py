@@ -21,8 +21,6 @@ from holdfast.errors import CannotHold
 from holdfast.formats.pt2.read import program_names
 from holdfast.rewrite.state import MOST_VISITS
 
-__all__ = ["CONSTANTS", "Selection", "beside_keys", "is_package", "models_in", "programs_of", "select", "state_of", "weights_of"]
-
 CONSTANTS, INPUTS, COMPILED = "constants", "sample_inputs", "aotinductor"
 """What stands beside the weights in the tree of a model; `#2` is added where a weight has the name."""
 

@@ -14,11 +14,10 @@ from holdfast.core.keys import beside
 from holdfast.core.limits import Limits
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.formats.native.schema import MANIFEST, parse_manifest
-from holdfast.stores.remote.client import Found, bucket_of
+from holdfast.formats.native.schema import parse_manifest
+from holdfast.formats.safetensors.record import MANIFEST
+from holdfast.stores.remote.client import RemoteObject, bucket_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["Namings", "listed", "named_by"]
 
 MOST_OBJECTS = 5_000_000
 """Below a prefix."""
@@ -39,10 +38,10 @@ def named_by(raw: bytes) -> tuple[tuple[tuple[str, int], ...], Mapping[str, str]
     return tuple(files), manifest.metadata
 
 
-def listed(url: Url) -> dict[str, dict[str, Found]]:
+def listed(url: Url) -> dict[str, dict[str, RemoteObject]]:
     """Everything below a prefix: for each name in it the objects below that; under '' those in the prefix itself."""
     start = f"{url.key}/" if url.key else ""
-    found: dict[str, dict[str, Found]] = {}
+    found: dict[str, dict[str, RemoteObject]] = {}
     for one in bucket_of(url).below(start, MOST_OBJECTS):
         name, _, rest = one.key.removeprefix(start).partition("/")
         found.setdefault(name if rest else "", {})[rest or name] = one

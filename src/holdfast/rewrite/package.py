@@ -38,7 +38,7 @@ from holdfast.errors import CannotHold, Unsupported
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.pt2.read import Pt2Reader
 from holdfast.formats.pt2.replace import Beside, lay_out_replaced, read_beside
-from holdfast.formats.pt2.write import Part, lay_out_pt2, models_of
+from holdfast.formats.pt2.write import ModelWeights, lay_out_pt2, models_of
 from holdfast.formats.torch.write import archive_name
 from holdfast.formats.zip.reader import read_archive
 from holdfast.inspect.open import Openable
@@ -46,23 +46,12 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.plan.saves import Data, SavePlan
 from holdfast.rewrite.formats import check_archive_name, save_name, suffix_of, without_origin
 from holdfast.rewrite.models import CONSTANTS, beside_keys, models_in, weights_of
-from holdfast.rewrite.planned import (
-    MAX_MEMORY,
-    Destination,
-    Planned,
-    Saved,
-    Writing,
-    check_target,
-    planned_fields,
-    rewritten,
-    stores_of,
-)
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, check_target, planned_fields, rewritten, stores_of
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.share import changed, tie_state
 from holdfast.rewrite.state import MOST_VISITS, describe_state
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import place_of, real_place
-
-__all__ = ["Deduplicate", "package", "plan_package", "plan_replacement", "replace_weights", "share_files"]
 
 Deduplicate = Literal["storage", "content"]
 
@@ -247,7 +236,7 @@ def _plan_pt2(members: _Members, name: str) -> SavePlan:
     for model, beside in members.beside.items():
         part = parts[model]
         problems += [f"{model}: {problem}" for problem in beside.problems]
-        parts[model] = Part(
+        parts[model] = ModelWeights(
             {**beside.weights, **part.weights}, {**part.constants, **beside.constants}, beside.program, beside.sample_inputs
         )
         # Two archives may have extra files of one name. Readers of zip archives ignore case.
@@ -258,7 +247,7 @@ def _plan_pt2(members: _Members, name: str) -> SavePlan:
     return lay_out_pt2(parts, name=name, extra=extra)
 
 
-def _parts(state: State) -> dict[str, Part]:
+def _parts(state: State) -> dict[str, ModelWeights]:
     """The models, with their constants where those of a program belong."""
     if not isinstance(state.tree, dict):
         return models_of(state)

@@ -27,10 +27,11 @@ from holdfast.core.limits import Limits
 from holdfast.core.notebook import Shown
 from holdfast.core.protocols import State, Store
 from holdfast.core.value import Value, replace
+from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.engine.commit.resumable import Staging
 from holdfast.engine.commit.target import open_target, refusal, refuse_existing, refusing
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.engine.readback import check_source, check_written
 from holdfast.engine.write import Progress, write_file
 from holdfast.errors import CannotHold, StoreError, Unsupported
@@ -46,20 +47,6 @@ from holdfast.stores.local import free_nbytes
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import place_of, real_place, same_place
 from holdfast.stores.remote.url import Url
-
-__all__ = [
-    "MAX_MEMORY",
-    "Destination",
-    "Planned",
-    "Saved",
-    "Writing",
-    "check_target",
-    "planned_fields",
-    "rewritten",
-    "stores_of",
-    "unchanged",
-    "write_plan",
-]
 
 ENDLESS = 1 << 62
 """What is free in an object store."""

@@ -16,8 +16,6 @@ from holdfast.core.value import Value, replace
 from holdfast.engine.assembled import Assembled, Copy
 from holdfast.rewrite.state import map_tensors
 
-__all__ = ["Rejoined", "rejoin"]
-
 
 class Rejoined(Value, frozen=True):
     """A state with its storages back."""

@@ -43,8 +43,6 @@ from holdfast.plan.saves import FilePlan, Late, SavePlan
 from holdfast.stores.files import Files
 from holdfast.stores.remote.url import Url
 
-__all__ = ["NOTHING", "Renewal", "find_seals"]
-
 SHOWN = 3
 """Names that a message lists."""
 

@@ -24,7 +24,7 @@ from holdfast.core.box import Box
 from holdfast.core.checkpoint import Checkpoint
 from holdfast.core.limits import Limits
 from holdfast.core.patterns import matcher
-from holdfast.core.placement_rules import Rule, default_axes, parse_rule
+from holdfast.core.placement_rules import PlacementRule, default_axes, parse_rule
 from holdfast.core.protocols import State
 from holdfast.core.quantities import Size
 from holdfast.core.value import replace
@@ -34,10 +34,9 @@ from holdfast.formats.native.write import lay_out_split
 from holdfast.inspect.open import Openable
 from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.formats import save_name
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
 from holdfast.rewrite.state import describe_state
-
-__all__ = ["parse_mesh", "plan_reshard", "reshard"]
+from holdfast.rewrite.writing import Writing
 
 
 def parse_mesh(text: str) -> dict[str, int]:
@@ -56,7 +55,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return mesh
 
 
-def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[Rule], *, save: str = "") -> SavePlan:
+def lay_out_reshard(state: State, mesh: Mapping[str, int], rules: Sequence[PlacementRule], *, save: str = "") -> SavePlan:
     """The plan of a native directory with a file for each rank of the mesh; `save` as for `data_name`."""
     known = ", ".join(mesh)
     problems = [f"rule {r.pattern!r}: the mesh has no axis {a!r}, only {known}" for r in rules for a in r.axes if a not in mesh]
@@ -121,13 +120,13 @@ def local_box(shape: tuple[int, ...], mesh: Mapping[str, int], at: Mapping[str, 
     return Box(tuple(start), tuple(stop))
 
 
-@understood(rules=rules_of(Rule))
+@understood(rules=rules_of(PlacementRule))
 def reshard(
     src: Openable | Checkpoint,
     dst: str | os.PathLike[str],
     *,
     mesh: Mapping[str, int] | str,
-    rules: Sequence[str | Rule] = (),
+    rules: Sequence[str | PlacementRule] = (),
     overwrite: bool = False,
     durable: bool = True,
     read_back: bool = True,
@@ -139,7 +138,7 @@ def reshard(
 ) -> Saved:
     """Write a checkpoint as a native directory with one data file for each rank of a mesh; streams, in bounded memory.
 
-    `mesh` is `{"dp": 2, "tp": 4}` or "dp=2,tp=4", a rule is text like "*.weight: tp=0" (see `Rule`). Without rules, the axes
+    `mesh` is `{"dp": 2, "tp": 4}` or "dp=2,tp=4", a rule is text like "*.weight: tp=0" (`PlacementRule`). Without rules, the axes
     dp and fsdp cut dimension 0, and tp the matrices of a transformer by the names that Hugging Face gives
     them. The notes say how many tensors are cut, and how.
 
@@ -157,7 +156,7 @@ def plan_reshard(
     dst: str | os.PathLike[str],
     *,
     mesh: Mapping[str, int] | str,
-    rules: Sequence[Rule | str],
+    rules: Sequence[PlacementRule | str],
     writing: Writing,
     limits: Limits | None = None,
 ) -> Planned[Saved]:

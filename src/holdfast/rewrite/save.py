@@ -32,13 +32,12 @@ from holdfast.errors import BadArgument, CannotHold, NotCommitted, SaveError
 from holdfast.plan.rows import BLOCK_NBYTES
 from holdfast.rewrite.base import check_shares, not_shared, open_base
 from holdfast.rewrite.formats import DIRECTORIES, NAMES, SUFFIXES, Options, format_for, plan_save, suffix_of
-from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields, stores_of
+from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields, stores_of
 from holdfast.rewrite.small import plan_small
 from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import check_binary, content_and_path, place_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["plan_saving", "save", "to_bytes"]
 
 
 @understood

@@ -32,18 +32,16 @@ from holdfast.errors import LimitExceeded, NoSuchPath, NotCommitted
 from holdfast.formats.seal import DIGESTS, SEAL, SUFFIX, Seal, SealedFile, beside, encode_seal
 from holdfast.inspect.sealed import is_part
 from holdfast.inspect.trainers import recognised, torn
-from holdfast.stores.files import Entry, Files, split_path
+from holdfast.stores.files import FileEntry, Files, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
-
-__all__ = ["Sealed", "seal", "unseal", "write_seal"]
 
 SHOWN = 5
 """Files that a message names."""
 
 NO_STEP = "no step is known: neither a file nor the name says one; pass step= to give it one"
 
-Listing = dict[str, Entry]
+Listing = dict[str, FileEntry]
 """What there is, by relative name."""
 
 
@@ -279,7 +277,7 @@ def _plain_name(name: str, label: str) -> str:
     return name
 
 
-def _plain(entry: Entry | None, label: str) -> Entry:
+def _plain(entry: FileEntry | None, label: str) -> FileEntry:
     """Something whose content is its own."""
     if entry is None:
         raise refusal("there is nothing here to seal", label, errno.ENOENT)
@@ -361,7 +359,7 @@ def _changed(before: Listing, after: Listing, made: Mapping[str, SealedFile]) ->
     )
 
 
-def _stamp(entry: Entry) -> tuple[object, ...]:
+def _stamp(entry: FileEntry) -> tuple[object, ...]:
     return entry.identity, entry.nbytes, entry.changed_s
 
 

@@ -45,11 +45,10 @@ from holdfast.plan.saves import SavePlan
 from holdfast.rewrite.alias_graph import AliasGraph, AliasGroup, find_aliases
 from holdfast.rewrite.formats import Options, format_for, plan_save
 from holdfast.rewrite.models import programs_of, state_of, weights_of
-from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, Writing, planned_fields, rewritten, stores_of
+from holdfast.rewrite.planned import MAX_MEMORY, Destination, Planned, Saved, planned_fields, rewritten, stores_of
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.rewrite.state import describe_state, map_tensors
-
-__all__ = ["Compacted", "Tied", "TiedState", "compact", "plan_compact", "plan_rewrite", "plan_tie", "tie", "tie_state"]
+from holdfast.rewrite.writing import Writing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

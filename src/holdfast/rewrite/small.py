@@ -39,8 +39,6 @@ from holdfast.plan.saves import FilePlan, SavePlan
 from holdfast.rewrite.formats import Options, check_holds, described, plan_save
 from holdfast.rewrite.state import Asking, asking, describe_state
 
-__all__ = ["FEW", "plan_small"]
-
 FEW = 64
 """Fewer are saved as objects: nobody waits for those."""
 

@@ -36,18 +36,6 @@ from holdfast.engine.arrays import Resident
 from holdfast.errors import CannotHold, Unsupported
 from holdfast.stores.paths import content_and_path
 
-__all__ = [
-    "Stateful",
-    "asking",
-    "describe_state",
-    "is_stateful",
-    "map_tensors",
-    "plainly_named",
-    "state_and_path",
-    "state_dicts",
-    "stateful_keys",
-]
-
 MOST_VISITS = 100_000
 """Visits of shared containers, beyond the first of each, while names are given. A file of a few hundred bytes can ask for 2^64."""
 
@@ -84,7 +72,7 @@ def describe_state(
             state, arrays = state.tree, "values"
     else:
         state = state_dicts(state)
-    walk = Walk(_leaf(arrays), limits, _remarks())
+    walk = StateWalk(_leaf(arrays), limits, _remarks())
     tree = walk.convert(state, (), frozenset())
     if walk.problems:
         raise CannotHold("this state cannot be saved", walk.problems)
@@ -151,7 +139,7 @@ def _remarks() -> Remarks:
 PLAIN = (str, bytes, int, float, bool, complex, type(None))
 
 
-class Walk:
+class StateWalk:
     """Rebuilds a nested state, container by container, and collects everything that stands in the way."""
 
     def __init__(self, leaf: Leaf, limits: Limits, remarks: Remarks) -> None:

@@ -15,8 +15,6 @@ from holdfast.core.value import Value, replace
 from holdfast.formats.seal import SEAL, Seal, SealedFile, encode_seal
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
 
-__all__ = ["Stamp", "digest_of", "seal_file", "stamp", "with_seal"]
-
 BLANK = "sha256:" + "0" * 64
 
 

@@ -42,8 +42,6 @@ from holdfast.errors import CannotHold, Unsupported
 from holdfast.inspect.brief import root_global
 from holdfast.rewrite.state import MOST_VISITS, map_tensors
 
-__all__ = ["Cast", "Casts", "Edits", "Losses", "casts_of", "dtype_named", "left_out", "transform"]
-
 SHOWN = 3
 """Tensors that a note names."""
 

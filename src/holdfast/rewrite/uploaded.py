@@ -25,7 +25,8 @@ from holdfast.engine.threads import run_all
 from holdfast.engine.write import Progress
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
 from holdfast.formats.index_file import choose_index, read_index
-from holdfast.formats.native.schema import MANIFEST, parse_manifest
+from holdfast.formats.native.schema import parse_manifest
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.plan.saves import Data, FilePlan, SavePlan
 from holdfast.rewrite.formats import is_replaceable
 from holdfast.rewrite.namings import Namings
@@ -34,8 +35,6 @@ from holdfast.rewrite.renewal import Renewal
 from holdfast.rewrite.writing import Writing
 from holdfast.stores.remote.store import RemoteStore
 from holdfast.stores.remote.url import COPIED_NBYTES, Url
-
-__all__ = ["NOTHING", "ReplacedObjects", "is_checkpoint", "put_plan", "replaced_at"]
 
 METADATA = ".metadata"
 """The index of a distributed checkpoint of torch's."""

@@ -7,8 +7,6 @@ from holdfast.core.value import Value
 from holdfast.engine.budget import BASE_NBYTES, Budget, budget, reading_threads
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING
 
-__all__ = ["Writing"]
-
 
 class Writing(Value, frozen=True, kw_only=True):
     """How a plan is written."""

@@ -17,15 +17,3 @@ export           published steps in another format, in the background; `exported
 fill             a step into a state that is there
 summary          what saves cost, and how often to save
 """
-
-from __future__ import annotations
-
-from holdfast.runs.export import Export
-from holdfast.runs.record import Pin
-from holdfast.runs.retention import Fate
-from holdfast.runs.rules import Best, Every, Latest, Rule, Within
-from holdfast.runs.run import Run
-from holdfast.runs.steps import Step
-from holdfast.runs.summary import Summary
-
-__all__ = ["Best", "Every", "Export", "Fate", "Latest", "Pin", "Rule", "Run", "Step", "Summary", "Within"]

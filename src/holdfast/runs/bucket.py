@@ -30,7 +30,7 @@ from holdfast.core.value import replace
 from holdfast.engine.commit.claims import release
 from holdfast.engine.commit.target import refusal
 from holdfast.errors import HeaderError, HoldfastError, NoSuchStep, SaveError, StoreError
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.rewrite.namings import Namings
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp
@@ -45,12 +45,12 @@ from holdfast.runs.record import (
     PROVED,
     RECORD,
     RECORDS,
-    Kept,
     Pin,
     Pins,
     Proofs,
     Receipts,
-    Record,
+    RunRecord,
+    RunRules,
     Stamps,
     decoded,
     encoded,
@@ -60,10 +60,8 @@ from holdfast.runs.record import (
 )
 from holdfast.runs.steps import Step, step_name
 from holdfast.stores.remote import client
-from holdfast.stores.remote.client import Taken
+from holdfast.stores.remote.failures import Taken
 from holdfast.stores.remote.url import Url
-
-__all__ = ["RunBucket"]
 
 TRIES = 50
 """How often something is written down again because others did as quickly."""
@@ -83,7 +81,7 @@ class MarkedPins(Pins, frozen=True):
     """A name of this text, by which whoever wrote it knows it again."""
 
 
-class WrittenRecord(Record, frozen=True):
+class WrittenRecord(RunRecord, frozen=True):
     """`holdfast.run.json` in a bucket."""
 
     write: str = ""
@@ -148,7 +146,7 @@ class RunBucket(BucketSteps):
         found = self._head(self.identities(step)[file])
         return time.time() if found is None else found.changed.timestamp()
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> RunRules | None:
         _, _, raw = self._said_in(RECORD, WRITTEN)
         return understood_rules(decoded(raw, RECORDS, RECORD)) if raw else None
 
@@ -213,7 +211,7 @@ class RunBucket(BucketSteps):
                 raise
             raise refusal(f"the run cannot be looked at: {error.message}; nothing was published", self.path, error.errno) from None
 
-    def begin(self, kept: Kept, *, durable: bool) -> NoLock:
+    def begin(self, kept: RunRules, *, durable: bool) -> NoLock:
         def write(found: WrittenRecord | None) -> WrittenRecord | None:
             with suppress(HeaderError):
                 if found is not None and understood_rules(found) == kept:
@@ -293,7 +291,7 @@ class RunBucket(BucketSteps):
         found = self._head(self.key(step.name, MANIFEST))
         return None if found is None else found.etag or ""
 
-    def _head(self, key: str) -> client.Found | None:
+    def _head(self, key: str) -> client.RemoteObject | None:
         """What the store says of an object; None where there is none."""
         try:
             return self.bucket.head(key)

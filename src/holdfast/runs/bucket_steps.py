@@ -30,16 +30,14 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.threads import run_all
 from holdfast.errors import HoldfastError, LimitExceeded, StoreError
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import LARGEST
 from holdfast.rewrite.namings import listed, named_by
 from holdfast.rewrite.step_seal import Stamp
-from holdfast.runs.steps import NAMED, Found, Step, step_name
+from holdfast.runs.steps import NAMED, FoundStep, Step, step_name
 from holdfast.stores.remote import client
 from holdfast.stores.remote.client import Bucket, bucket_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["ATTRIBUTE", "METADATA", "BucketSteps", "attributes_of", "metadata_of"]
 
 METADATA = "holdfast.step"
 """Where step, time and metrics stand in the metadata of a manifest."""
@@ -178,9 +176,9 @@ class BucketSteps:
         """All whole steps, the newest last."""
         return [found.whole for found in self.survey() if found.whole is not None]
 
-    def survey(self) -> list[Found]:
+    def survey(self) -> list[FoundStep]:
         """Whatever is published as a step, by number, and what is wrong with each that is none."""
-        rows, gone = list[Found](), -1
+        rows, gone = list[FoundStep](), -1
         for _ in range(LOOKS):
             rows, gone = self._survey()
             # As in `newest`.
@@ -192,7 +190,7 @@ class BucketSteps:
         """None: `holdfast seal` is for folders on a disk."""
         return []
 
-    def _survey(self) -> tuple[list[Found], int]:
+    def _survey(self) -> tuple[list[FoundStep], int]:
         """One look, and the highest number of which the manifest went meanwhile."""
         tree = listed(self.path)
         published = [name for name, below in tree.items() if name and MANIFEST in below]
@@ -206,18 +204,18 @@ class BucketSteps:
         run_all((partial(look, name, number) for number, names in claims.items() for name in names), ASKING)
         keys = {self.key(name, MANIFEST) for name in published}
         self._said = {key: said for key, said in self._said.items() if key in keys}
-        rows: list[Found] = []
+        rows: list[FoundStep] = []
         for number in sorted(claims):
             taken: Step | None = None
             for name in claims[number]:
                 found = seen[name]
                 if isinstance(found, str):
-                    rows.append(Found(name, number, None, found))
+                    rows.append(FoundStep(name, number, None, found))
                 elif found is not None and taken is not None:
-                    rows.append(Found(name, number, None, f"{taken.name} is step {number} already"))
+                    rows.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
                 elif found is not None:
                     taken = found
-                    rows.append(Found(name, number, found))
+                    rows.append(FoundStep(name, number, found))
         return rows, max((number for number, names in claims.items() for name in names if seen[name] is None), default=-1)
 
     def torn(self, step: int) -> bool:
@@ -268,12 +266,12 @@ class BucketSteps:
                 break
         return found
 
-    def _objects(self, folder: str) -> Mapping[str, client.Found]:
+    def _objects(self, folder: str) -> Mapping[str, client.RemoteObject]:
         """What is below a name in the run."""
         start = self.key(folder) + "/"
         return {one.key.removeprefix(start): one for one in self.bucket.below(start, MOST_OBJECTS)}
 
-    def _examine(self, name: str, number: int, folders: Callable[[str], Mapping[str, client.Found]]) -> Step | str | None:
+    def _examine(self, name: str, number: int, folders: Callable[[str], Mapping[str, client.RemoteObject]]) -> Step | str | None:
         """The step of this name, by the objects that are in the folders of the run."""
         objects = folders(name)
         manifest = objects.get(MANIFEST)

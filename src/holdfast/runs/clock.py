@@ -18,8 +18,6 @@ from functools import lru_cache
 
 from holdfast.runs.place import RunPlace
 
-__all__ = ["RunClock", "clock_of"]
-
 
 class RunClock:
     """What one program counts of one run."""

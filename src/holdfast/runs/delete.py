@@ -16,12 +16,10 @@ import errno
 from collections.abc import Collection
 from contextlib import suppress
 
-from holdfast.engine.commit.temporaries import Kept, empty, locked, set_aside, temporary_name
+from holdfast.engine.commit.temporaries import LockedName, empty, locked, set_aside, temporary_name
 from holdfast.engine.commit.temporaries import clean as clean_target
 from holdfast.formats.seal import beside
 from holdfast.stores.files import Files, is_temporary
-
-__all__ = ["Hidden", "clean", "forget_replaced", "hide"]
 
 PREFIX = "deleted~"
 """What the name of a deleted step begins with, after its dot."""
@@ -33,7 +31,7 @@ DEEPEST = 64
 class Hidden:
     """A step that has no name any more, and is ours to remove."""
 
-    def __init__(self, kept: Kept, *, seal: str | None, folder: bool) -> None:
+    def __init__(self, kept: LockedName, *, seal: str | None, folder: bool) -> None:
         self._kept = kept
         self._seal = seal
         self._folder = folder
@@ -76,7 +74,7 @@ def hide(files: Files, name: str, *, at: int) -> Hidden:
     folder = found.kind == "directory"
     descriptor = files.open_directory(name, at=at) if folder else files.open(name, at=at)
     try:
-        kept = Kept(files, name, at=at, descriptor=descriptor)
+        kept = LockedName(files, name, at=at, descriptor=descriptor)
         # A file needs no lock: whoever takes it for a dead process's removes what is to be removed. NFS would refuse it one.
         if (folder and not locked(files, descriptor)) or not kept.in_place():
             raise OSError(errno.EBUSY, "another process writes or deletes it", name)
@@ -106,7 +104,7 @@ def _clean_one(files: Files, name: str, *, at: int) -> None:
     folder = found.kind == "directory"
     descriptor = files.open_directory(name, at=at) if folder else files.open(name, at=at)
     try:
-        kept = Kept(files, name, at=at, descriptor=descriptor)
+        kept = LockedName(files, name, at=at, descriptor=descriptor)
         if not files.lock(descriptor) or not kept.in_place():
             return
         files.sync(at)
@@ -119,7 +117,7 @@ def _clean_one(files: Files, name: str, *, at: int) -> None:
             files.close(descriptor)
 
 
-def _empty(files: Files, folder: Kept, depth: int = 0) -> None:
+def _empty(files: Files, folder: LockedName, depth: int = 0) -> None:
     """Remove a folder with all that is in it. A link goes, not what it leads to."""
     plain: list[str] = []
     for name in files.list(folder.descriptor):
@@ -129,7 +127,7 @@ def _empty(files: Files, folder: Kept, depth: int = 0) -> None:
             continue
         if depth == DEEPEST:
             raise OSError(errno.ELOOP, "too many folders in folders", name)
-        inner = Kept.open(files, name, at=folder.descriptor)
+        inner = LockedName.open(files, name, at=folder.descriptor)
         try:
             _empty(files, inner, depth + 1)
         finally:

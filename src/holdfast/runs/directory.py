@@ -15,9 +15,9 @@ from holdfast.runs.delete import Hidden, clean, forget_replaced, hide
 from holdfast.runs.lock import Holder, RunLock, seen_writing
 from holdfast.runs.place import Choose, Sizes
 from holdfast.runs.record import (
-    Kept,
     Pin,
     Proofs,
+    RunRules,
     Stamps,
     pin_step,
     read_kept,
@@ -31,10 +31,8 @@ from holdfast.runs.record import (
     write_receipts,
 )
 from holdfast.runs.steps import RunFolder, Step
-from holdfast.stores.files import Entry, make_parents
+from holdfast.stores.files import FileEntry, make_parents
 from holdfast.stores.local import free_nbytes
-
-__all__ = ["RunDirectory", "open_for_writing"]
 
 
 class RunDirectory(RunFolder):
@@ -78,9 +76,9 @@ class RunDirectory(RunFolder):
         entry = self._entries(step).get(file)
         return time.time() if entry is None else entry.changed_s
 
-    def _entries(self, step: Step) -> Mapping[str, Entry]:
+    def _entries(self, step: Step) -> Mapping[str, FileEntry]:
         """The files of a step, as far as they are there."""
-        found: dict[str, Entry] = {}
+        found: dict[str, FileEntry] = {}
         with suppress(OSError), self.opened() as (files, at):
             single = files.stat(step.name, at=at)
             if single is None:
@@ -97,7 +95,7 @@ class RunDirectory(RunFolder):
                 files.close(inside)
         return found
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> RunRules | None:
         with self.opened() as (files, at):
             return read_kept(files, at=at)
 
@@ -140,7 +138,7 @@ class RunDirectory(RunFolder):
         """What the file system refuses is told where it happens."""
         return nullcontext()
 
-    def begin(self, kept: Kept, *, durable: bool) -> RunLock:
+    def begin(self, kept: RunRules, *, durable: bool) -> RunLock:
         with refusing("making the run's directory", self.path):
             make_parents(os.path.join(self.path, "step"), durable=durable)
         self._lock = open_for_writing(self, kept, durable=durable)
@@ -204,7 +202,7 @@ class RunDirectory(RunFolder):
                 hide(files, one.name, at=at).remove(durable=durable)
 
 
-def open_for_writing(folder: RunFolder, kept: Kept, *, durable: bool) -> RunLock:
+def open_for_writing(folder: RunFolder, kept: RunRules, *, durable: bool) -> RunLock:
     """Take the run's lock, remove what deletions of dead processes left, and write the rules down."""
     files = folder.files
     lock = RunLock.take(files, folder.path)

@@ -21,9 +21,8 @@ from dataclasses import dataclass
 
 from holdfast.core.arguments import AnyDType
 from holdfast.core.quantities import Size, shown, whole_number
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import renewed, start
 from holdfast.engine.commit.target import refusal
-from holdfast.engine.threads import start
 from holdfast.errors import BadArgument, BadArgumentType, HoldfastWarning, NotCommitted
 from holdfast.rewrite.convert import convert
 from holdfast.rewrite.formats import Options, format_for
@@ -32,8 +31,6 @@ from holdfast.runs.place import RunPlace
 from holdfast.runs.steps import Step, step_name
 from holdfast.stores.paths import place_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["Export", "Exports", "read_exports"]
 
 SUFFIXES = {"torch-zip": ".pt", "safetensors": "/", "safetensors-dir": "/", "native": "/"}
 """What follows the name of an exported step: safetensors are a folder, as other programs look for it."""

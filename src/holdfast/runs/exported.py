@@ -19,15 +19,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from holdfast.errors import HoldfastError, StoreError
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import SEAL
 from holdfast.runs.lock import LOCK
 from holdfast.runs.record import PINS, RECORD, Stamps
 from holdfast.runs.steps import NAMED
 from holdfast.stores.paths import same_place
 from holdfast.stores.remote.url import Url
-
-__all__ = ["look", "misplaced", "place_name"]
 
 TARGET = re.compile(r"step-[0-9]+(?:\.pt)?", re.ASCII)
 """What an exported step may be called."""

@@ -29,8 +29,6 @@ from holdfast.engine.checks import check_first
 from holdfast.errors import Corrupted, DoesNotFit, FormatError, HoldfastError, Unsupported
 from holdfast.rewrite.state import Stateful, is_stateful, plainly_named
 
-__all__ = ["changing", "fill", "loaded", "unharmed"]
-
 
 class Fit(Struct):
     """What was found while two trees were compared."""
@@ -41,7 +39,7 @@ class Fit(Struct):
     mismatched: dict[str, str] = field(default_factory=dict)
 
 
-class Held(Value, frozen=True):
+class HeldState(Value, frozen=True):
     """What an object that keeps a state is to be given."""
 
     into: object
@@ -128,7 +126,7 @@ def _fitted(into: object, found: object, path: Path, fit: Fit) -> object:
     if is_stateful(into):
         keeps = plainly_named(cast(Stateful, into))
         own = keeps.state_dict()
-        return Held(into, keeps, own, _fitted(own, found, path, fit))
+        return HeldState(into, keeps, own, _fitted(own, found, path, fit))
     if hasattr(into, "__dlpack__") and not isinstance(into, np.ndarray | np.generic):
         fit.mismatched[dotted(path)] = f"a {type(into).__name__} is filled by holdfast.torch.Run, not by holdfast.Run"
         return into
@@ -160,7 +158,7 @@ def _ask(into: np.ndarray, found: LazyTensor, path: Path, fit: Fit) -> None:
 
 def _placed(into: object, made: object) -> object:
     """Put what was made into the containers that were given."""
-    if isinstance(made, Held):
+    if isinstance(made, HeldState):
         made.keeps.load_state_dict(cast(dict[str, object], _placed(made.own, made.made)))
         return made.into
     if isinstance(into, MutableMapping) and isinstance(made, dict):

@@ -22,11 +22,9 @@ from contextlib import suppress
 import msgspec
 
 from holdfast.engine.commit.target import refusal, refusing
-from holdfast.engine.commit.temporaries import NO_LOCKS, Kept, locked
+from holdfast.engine.commit.temporaries import NO_LOCKS, LockedName, locked
 from holdfast.errors import NotCommitted
 from holdfast.stores.files import Files, read_all, write_all
-
-__all__ = ["LOCK", "Holder", "RunLock", "seen_writing"]
 
 LOCK = ".holdfast.lock"
 
@@ -58,8 +56,8 @@ HOLDERS = msgspec.json.Decoder(Holder)
 class RunLock:
     """The lock, held. `close` gives it back."""
 
-    def __init__(self, kept: Kept) -> None:
-        self._kept: Kept | None = kept
+    def __init__(self, kept: LockedName) -> None:
+        self._kept: LockedName | None = kept
 
     @classmethod
     def take(cls, files: Files, path: str) -> RunLock:
@@ -108,7 +106,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
     except FileNotFoundError:
         return True
     try:
-        kept = Kept(files, LOCK, at=at, descriptor=descriptor)
+        kept = LockedName(files, LOCK, at=at, descriptor=descriptor)
         try:
             alone = files.lock(descriptor)
         except OSError as error:
@@ -125,7 +123,7 @@ def _is_free(files: Files, at: int, path: str) -> bool:
             files.close(descriptor)
 
 
-def _make(files: Files, at: int) -> Kept | None:
+def _make(files: Files, at: int) -> LockedName | None:
     """The lock file, made and locked; None where another run was faster."""
     try:
         descriptor = files.create(LOCK, at=at)
@@ -135,7 +133,7 @@ def _make(files: Files, at: int) -> Kept | None:
     try:
         if not locked(files, descriptor):
             return None
-        found = Kept(files, LOCK, at=at, descriptor=descriptor)
+        found = LockedName(files, LOCK, at=at, descriptor=descriptor)
         if found.in_place():
             text = msgspec.json.encode(Holder(os.getpid(), platform.node(), time.time()))
             write_all(files, descriptor, text, offset=0)

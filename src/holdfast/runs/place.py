@@ -12,10 +12,8 @@ from typing import Protocol
 from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.step_seal import Stamp
 from holdfast.runs.lock import Holder
-from holdfast.runs.record import Kept, Pin, Proofs, Stamps
-from holdfast.runs.steps import Found, Step
-
-__all__ = ["Choose", "Closing", "RunPlace", "Sizes"]
+from holdfast.runs.record import Pin, Proofs, RunRules, Stamps
+from holdfast.runs.steps import FoundStep, Step
 
 Sizes = dict[Hashable, int]
 """The length of each file, by what tells it from others: two names of one file are one."""
@@ -51,7 +49,7 @@ class RunPlace(Protocol):
     def steps(self) -> list[Step]:
         """All whole steps, the newest last."""
 
-    def survey(self) -> list[Found]:
+    def survey(self) -> list[FoundStep]:
         """Whatever is a step, or would be one, by number; what is wrong with each that is none."""
 
     def unsealed(self) -> list[str]:
@@ -76,7 +74,7 @@ class RunPlace(Protocol):
 
     # What the place says of itself.
 
-    def kept(self) -> Kept | None:
+    def kept(self) -> RunRules | None:
         """The rules that a run wrote down."""
 
     def pins(self) -> Mapping[int, Pin]:
@@ -108,7 +106,7 @@ class RunPlace(Protocol):
     def asking(self) -> AbstractContextManager[None]:
         """A block before anything of a step is published: what the place refuses there is `NotCommitted`."""
 
-    def begin(self, kept: Kept, *, durable: bool) -> Closing:
+    def begin(self, kept: RunRules, *, durable: bool) -> Closing:
         """Open the place for writing: made, locked where that can be, cleaned, and the rules written down."""
 
     def check(self) -> None:

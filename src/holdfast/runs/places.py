@@ -8,8 +8,6 @@ from holdfast.runs.directory import RunDirectory
 from holdfast.runs.place import RunPlace
 from holdfast.stores.remote.url import Url
 
-__all__ = ["place_for"]
-
 
 def place_for(path: str) -> RunPlace:
     """Where the run is that `place_of` gave the path of."""

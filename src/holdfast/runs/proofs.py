@@ -22,10 +22,9 @@ import time
 import warnings
 from collections.abc import Callable
 
-from holdfast.core.runtime import renewed
+from holdfast.core.runtime import renewed, start
 from holdfast.core.value import Value
 from holdfast.engine.checksums import Span, Sweep
-from holdfast.engine.threads import start
 from holdfast.errors import Corrupted, FormatError, HeaderError, HoldfastError, HoldfastWarning
 from holdfast.formats.native.read import read_manifest
 from holdfast.formats.native.schema import Parsed
@@ -34,8 +33,6 @@ from holdfast.runs.place import RunPlace
 from holdfast.runs.record import Doubt, Proofs
 from holdfast.runs.steps import Step
 from holdfast.stores.remote.url import Url
-
-__all__ = ["Found", "Proving"]
 
 SHARE = 16
 """After each save, one part in so many of the step's bytes is read back: all of it in as many saves."""
@@ -50,7 +47,7 @@ BATCH_NBYTES = 64 << 20
 """What is read between two looks whether the share is used up."""
 
 
-class Found(Value, frozen=True):
+class ReadBack(Value, frozen=True):
     """What was read back in the background, and what did not read back, wherever that was found."""
 
     nbytes: int = 0
@@ -94,7 +91,7 @@ class Proving:
         """When each shared file was written, or read back last."""
         self._unwritten = False
         self._told: list[str] = []
-        self._found = Found()
+        self._found = ReadBack()
         self._credit = 0
         self._reading = "", 0
         """The file that is being read, and how far."""
@@ -117,7 +114,7 @@ class Proving:
             known[_key(step)] = why
             self._bad.add(_key(step))
             self._unwritten = True
-            self._found = Found(self._found.nbytes, self._found.at, (*self._found.damaged, f"step {step.step}: {why}"))
+            self._found = ReadBack(self._found.nbytes, self._found.at, (*self._found.damaged, f"step {step.step}: {why}"))
 
     def failed(self, step: Step, error: HoldfastError) -> None:
         """A step could not be loaded; whether it is damaged, the error says."""
@@ -137,7 +134,7 @@ class Proving:
                 self._known()[_key(step)] = "it has not been read back"
                 self._unwritten = True
 
-    def found(self) -> Found:
+    def found(self) -> ReadBack:
         """What was found so far."""
         with self._turn:
             return self._found
@@ -282,7 +279,7 @@ class Proving:
         """So many bytes were read: wait until they may be, and end where nobody wants more."""
         with self._turn:
             self._credit -= nbytes
-            self._found = Found(self._found.nbytes + nbytes, time.time(), self._found.damaged)
+            self._found = ReadBack(self._found.nbytes + nbytes, time.time(), self._found.damaged)
         if self._stop.wait(nbytes / RATE) or not threading.main_thread().is_alive():
             raise Stopped
 

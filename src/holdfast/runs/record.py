@@ -28,38 +28,6 @@ from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.steps import RunFolder
 from holdfast.stores.files import Files, read_all
 
-__all__ = [
-    "EXPORTS",
-    "MOST_NBYTES",
-    "PINS",
-    "PROOFS",
-    "PROVED",
-    "RECORD",
-    "Doubt",
-    "Kept",
-    "Pin",
-    "Pins",
-    "Proofs",
-    "Receipts",
-    "Record",
-    "Stamps",
-    "decoded",
-    "encoded",
-    "pin_step",
-    "read_kept",
-    "read_pins",
-    "read_proofs",
-    "read_receipts",
-    "receipts_of",
-    "record_of",
-    "turn",
-    "understood_rules",
-    "unpin_step",
-    "write_kept",
-    "write_proofs",
-    "write_receipts",
-]
-
 RECORD, PINS, PROOFS, EXPORTS = "holdfast.run.json", "holdfast.pins.json", "holdfast.proofs.json", "holdfast.exports.json"
 
 Stamps = list[tuple[str, int, str]]
@@ -75,7 +43,7 @@ PATIENCE_S, PAUSE_S = 30.0, 0.02
 """How long another process's turn is waited for, and between looks. A turn is a few renames."""
 
 
-class Record(msgspec.Struct, frozen=True):
+class RunRecord(msgspec.Struct, frozen=True):
     """`holdfast.run.json`."""
 
     format: str
@@ -127,17 +95,17 @@ class Receipts(msgspec.Struct, frozen=True):
     """What was published at a target, the latest last."""
 
 
-class Kept(msgspec.Struct, frozen=True):
+class RunRules(msgspec.Struct, frozen=True):
     """The rules of a run, and how many bytes it may have."""
 
     rules: tuple[Rule, ...]
     budget: int | None = None
 
 
-Document = Record | Pins | Proofs | Receipts
+Document = RunRecord | Pins | Proofs | Receipts
 D = TypeVar("D", bound=Document)
 
-RECORDS, PINNED = msgspec.json.Decoder(Record), msgspec.json.Decoder(Pins)
+RECORDS, PINNED = msgspec.json.Decoder(RunRecord), msgspec.json.Decoder(Pins)
 PROVED, EXPORTED = msgspec.json.Decoder(Proofs), msgspec.json.Decoder(Receipts)
 
 
@@ -174,21 +142,21 @@ def _write(files: Files, path: str, content: Document, *, durable: bool) -> None
         single.commit()
 
 
-def read_kept(files: Files, *, at: int) -> Kept | None:
+def read_kept(files: Files, *, at: int) -> RunRules | None:
     """The rules that a run wrote down; None where it has none. Raises `HeaderError` where they cannot be understood."""
     found = _read(files, RECORD, RECORDS, at=at)
     return None if found is None else understood_rules(found)
 
 
-def understood_rules(found: Record) -> Kept:
+def understood_rules(found: RunRecord) -> RunRules:
     """The rules of a record. Raises `HeaderError` where they cannot be understood."""
     try:
-        return Kept(read_rules(found.keep), found.budget)
+        return RunRules(read_rules(found.keep), found.budget)
     except BadArgument as error:
         raise HeaderError(error.message, file=RECORD) from None
 
 
-def write_kept(files: Files, path: str, kept: Kept, *, at: int, durable: bool) -> None:
+def write_kept(files: Files, path: str, kept: RunRules, *, at: int, durable: bool) -> None:
     """Write the rules of a run down, where others or none stand there."""
     with suppress(HeaderError):
         if read_kept(files, at=at) == kept:
@@ -196,9 +164,9 @@ def write_kept(files: Files, path: str, kept: Kept, *, at: int, durable: bool) -
     _write(files, os.path.join(path, RECORD), record_of(kept), durable=durable)
 
 
-def record_of(kept: Kept) -> Record:
+def record_of(kept: RunRules) -> RunRecord:
     """What is written down of these rules."""
-    return Record("holdfast.run", 1, [str(rule) for rule in kept.rules], kept.budget)
+    return RunRecord("holdfast.run", 1, [str(rule) for rule in kept.rules], kept.budget)
 
 
 def read_pins(files: Files, *, at: int) -> Mapping[int, Pin]:

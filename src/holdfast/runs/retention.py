@@ -25,8 +25,6 @@ from holdfast.runs.record import Pin
 from holdfast.runs.rules import Facts, Rule, kept_by
 from holdfast.runs.steps import Step
 
-__all__ = ["Deleted", "Fate", "ReadBack", "decide", "read_back", "retain"]
-
 NO_PINS: Mapping[int, Pin] = {}
 
 ReadBack = Callable[[Step], bool]

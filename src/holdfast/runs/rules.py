@@ -25,8 +25,6 @@ from typing import Literal, Protocol
 from holdfast.core.quantities import seconds, shown, whole_number
 from holdfast.errors import BadArgument, BadArgumentType
 
-__all__ = ["Best", "Every", "Facts", "Latest", "Rule", "Within", "kept_by", "read_rule", "read_rules"]
-
 
 class Facts(Protocol):
     """What rules know of a step."""

@@ -51,13 +51,14 @@ from holdfast.errors import (
 )
 from holdfast.rewrite.base import NoBase
 from holdfast.rewrite.formats import Options
-from holdfast.rewrite.planned import Planned, Saved, Writing
+from holdfast.rewrite.planned import Planned, Saved
 from holdfast.rewrite.save import plan_saving
 from holdfast.rewrite.step_seal import Stamp, stamp
+from holdfast.rewrite.writing import Writing
 from holdfast.runs.export import Export, Exports, read_exports
 from holdfast.runs.fill import fill, loaded, unharmed
 from holdfast.runs.place import Closing
-from holdfast.runs.record import Kept
+from holdfast.runs.record import RunRules
 from holdfast.runs.retention import retain
 from holdfast.runs.rules import Rule, read_rules
 from holdfast.runs.signals import GRACE_S, SignalGuard, read_run_signals, read_signals
@@ -69,8 +70,6 @@ from holdfast.stores.remote.url import join
 
 if TYPE_CHECKING:
     from holdfast.runs.sweep import Swept
-
-__all__ = ["Coming", "Run", "WhenFull", "read_metrics"]
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What a save is told when there is no room after all."""
@@ -441,7 +440,7 @@ class Run(RunView):
         if self._lock is not None:
             self._folder.check()
             return
-        self._lock = self._folder.begin(Kept(self.keep, self.budget), durable=self.durable)
+        self._lock = self._folder.begin(RunRules(self.keep, self.budget), durable=self.durable)
         self._held.callback(self._lock.close)
         self._held.callback(self._proofs.stop)
 

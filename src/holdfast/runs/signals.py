@@ -31,8 +31,6 @@ from holdfast.core.quantities import shown, whole_number
 from holdfast.core.signals import SignalOverride
 from holdfast.errors import BadArgument, SaveError
 
-__all__ = ["GRACE_S", "SignalGuard", "read_run_signals", "read_signals"]
-
 GRACE_S = 30.0
 """From SIGTERM until the program is killed: KillWait of Slurm, terminationGracePeriodSeconds of Kubernetes."""
 

@@ -14,8 +14,6 @@ from holdfast.engine.commit.replaced import wait_for_room
 from holdfast.runs.place import RunPlace, Sizes
 from holdfast.runs.steps import Step
 
-__all__ = ["Sizes", "Space"]
-
 
 class Space(Struct):
     """How much a run may have."""

@@ -31,14 +31,12 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.engine.commit.temporaries import set_aside
 from holdfast.errors import HoldfastError, NoSuchPath, StoreError
-from holdfast.formats.native.schema import MANIFEST
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.seal import LARGEST, SEAL, SUFFIX, Seal, misfits, parse_seal
 from holdfast.inspect.open import open as open_checkpoint
 from holdfast.inspect.trainers import looks_like_a_step
-from holdfast.stores.files import Entry, Files, read_all
+from holdfast.stores.files import FileEntry, Files, read_all
 from holdfast.stores.path_files import system_files
-
-__all__ = ["Found", "RunFolder", "Step", "step_name"]
 
 NAMED = re.compile(r"step-([0-9]{1,19})", re.ASCII)
 ASIDE = re.compile(r"\.(step-[0-9]{1,19})\.[0-9a-f]{16}\.old", re.ASCII)
@@ -94,7 +92,7 @@ class Step:
         return f"step {self.step}{told}  {self.path}"
 
 
-class Found(Value, frozen=True):
+class FoundStep(Value, frozen=True):
     """Something in the directory that is a step, or would be one."""
 
     name: str
@@ -165,9 +163,9 @@ class RunFolder:
                 self._seals.clear()  # most are those of steps that were deleted
             return found
 
-    def survey(self) -> list[Found]:
+    def survey(self) -> list[FoundStep]:
         """Whatever is a step, or would be one, by number; what is wrong with each that is none."""
-        found: list[Found] = []
+        found: list[FoundStep] = []
         with self._looking() as look:
             if look is None:
                 return []
@@ -176,13 +174,13 @@ class RunFolder:
                 for name in look.claims[number]:
                     seen = look.examine(name, number)
                     if isinstance(seen, str):
-                        found.append(Found(name, number, None, seen))
+                        found.append(FoundStep(name, number, None, seen))
                     elif taken is not None:
-                        found.append(Found(name, number, None, f"{taken.name} is step {number} already"))
+                        found.append(FoundStep(name, number, None, f"{taken.name} is step {number} already"))
                     else:
                         taken = seen
-                        found.append(Found(name, number, seen))
-            found += [Found(name, None, None, why) for name, why in look.others.items()]
+                        found.append(FoundStep(name, number, seen))
+            found += [FoundStep(name, None, None, why) for name, why in look.others.items()]
         return found
 
     def unsealed(self) -> list[str]:
@@ -376,7 +374,7 @@ class _Look:
             return f"{file}: {wrong}"
         return Step(number, self._path(name), seal.saved, seal.metrics, sum(sizes.values()), name, tuple(sizes), seal.ran)
 
-    def _by_manifest(self, name: str, number: int, manifest: Entry) -> Step | str:
+    def _by_manifest(self, name: str, number: int, manifest: FileEntry) -> Step | str:
         with open_checkpoint(self._path(name)) as checkpoint:
             if checkpoint.format != "native":
                 return f"it has no seal and is {checkpoint.format}; `holdfast seal` makes it a step"

@@ -10,9 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.runs.proofs import Found
-
-__all__ = ["SaveTimes", "Summary", "summarize"]
+from holdfast.runs.proofs import ReadBack
 
 MTBF_S = 24 * 3600.0
 """What is assumed where nobody says: one failure a day."""
@@ -68,10 +66,10 @@ class Summary:
 
 
 def summarize(
-    times: Sequence[SaveTimes], *, failed: int, deleted: int, mtbf_s: float = MTBF_S, found: Found | None = None
+    times: Sequence[SaveTimes], *, failed: int, deleted: int, mtbf_s: float = MTBF_S, found: ReadBack | None = None
 ) -> Summary:
     """The summary of some saves."""
-    count, found = len(times), found or Found()
+    count, found = len(times), found or ReadBack()
     stalled = sum(one.stalled_s for one in times) / count if count else 0.0
     return Summary(
         saves=count,

@@ -36,10 +36,8 @@ from holdfast.errors import BadArgument, StoreError
 from holdfast.rewrite.namings import Namings, listed
 from holdfast.stores.files import is_temporary
 from holdfast.stores.paths import place_of
-from holdfast.stores.remote.client import Bucket, Found, bucket_of
+from holdfast.stores.remote.client import Bucket, RemoteObject, bucket_of
 from holdfast.stores.remote.url import Url
-
-__all__ = ["GRACE_S", "Swept", "sweep"]
 
 GRACE_S = 24 * 3600.0
 
@@ -113,7 +111,7 @@ def _is_trace(folder: str, name: str) -> bool:
     return folder == CLAIMS or ("/" not in name and (PROBE.fullmatch(name) is not None or is_temporary(name)))
 
 
-def _now(bucket: Bucket, url: Url, seen: Iterable[Found], *, dry_run: bool) -> datetime:
+def _now(bucket: Bucket, url: Url, seen: Iterable[RemoteObject], *, dry_run: bool) -> datetime:
     """The time, by the store's clock. Who may not write there gets that of the newest object, which is earlier."""
     probe = "/".join(part for part in (url.key, f"sweep.holdfast-probe-{save_id()}") if part)
     try:

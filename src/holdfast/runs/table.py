@@ -7,20 +7,18 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from holdfast.runs.lock import Holder
-from holdfast.runs.place import RunPlace
+from holdfast.runs.place import RunPlace, Sizes
 from holdfast.runs.retention import Fate, decide
 from holdfast.runs.rules import Rule
-from holdfast.runs.space import Sizes, Space
-from holdfast.runs.steps import Found, Step
-
-__all__ = ["Row", "Table", "look"]
+from holdfast.runs.space import Space
+from holdfast.runs.steps import FoundStep, Step
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class RunRow:
     """One step, or what would be one."""
 
-    found: Found
+    found: FoundStep
     fate: Fate | None
     new_nbytes: int
     """Bytes of files that no earlier step has."""
@@ -32,11 +30,11 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class RunTable:
     """A run as it is now."""
 
     path: str
-    rows: Sequence[Row]
+    rows: Sequence[RunRow]
     rules: Sequence[Rule]
     writer: Holder | None
     now: float
@@ -56,7 +54,7 @@ class Table:
         )
 
 
-def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool) -> Table:
+def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool) -> RunTable:
     """What is in a run's directory now; `path` is what it is called."""
     survey = folder.survey()
     steps = [found.whole for found in survey if found.whole is not None]
@@ -69,5 +67,5 @@ def look(folder: RunPlace, rules: Collection[Rule], path: str, *, recorded: bool
         new = sum(size for identity, size in own.items() if identity not in seen)
         seen.update(own)
         fate = fates.get(found.whole.step) if found.whole is not None else None
-        rows.append(Row(found, fate, new, sum(own.values()) - new))
-    return Table(path, rows, tuple(rules), writer, now, sum(seen.values()), recorded, () if recorded else folder.unsealed())
+        rows.append(RunRow(found, fate, new, sum(own.values()) - new))
+    return RunTable(path, rows, tuple(rules), writer, now, sum(seen.values()), recorded, () if recorded else folder.unsealed())

@@ -23,8 +23,6 @@ from holdfast.runs.rules import Best, Rule
 from holdfast.runs.steps import Step
 from holdfast.stores.paths import place_of
 
-__all__ = ["LOOKS", "RunView", "read_step"]
-
 LOOKS = 20
 """How often a step is looked for again that was deleted before it could be read. Each time a newer one was there."""
 

@@ -30,20 +30,6 @@ from holdfast.errors import Truncated
 from holdfast.stores import platform
 from holdfast.stores.platform import ABSENT, ALWAYS, DIRECTORY, HOLD, NO_LINK, NO_WAIT
 
-__all__ = [
-    "Buffer",
-    "Entry",
-    "Files",
-    "OsFiles",
-    "copy_all",
-    "entry_of",
-    "is_temporary",
-    "make_parents",
-    "read_all",
-    "split_path",
-    "write_all",
-]
-
 Buffer = bytes | bytearray | memoryview
 Kind = Literal["file", "directory", "link", "other"]
 Names = list[str]
@@ -67,7 +53,7 @@ overlayfs, vfat, exfat, ntfs. What is not listed may be shared."""
 TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}\.(tmp|old|lock)", re.DOTALL)
 
 
-class Entry(Value, frozen=True, gc=False):
+class FileEntry(Value, frozen=True, gc=False):
     """What there is under a name, or behind a descriptor."""
 
     kind: Kind
@@ -151,10 +137,10 @@ class Files(Protocol):
     def lock(self, descriptor: int) -> bool:
         """Take the exclusive lock (flock) without waiting; False where someone else has it. It goes with the descriptor."""
 
-    def stat(self, name: str, *, at: int) -> Entry | None:
+    def stat(self, name: str, *, at: int) -> FileEntry | None:
         """What is under a name (a link is itself), or None."""
 
-    def inspect(self, descriptor: int) -> Entry:
+    def inspect(self, descriptor: int) -> FileEntry:
         """What is behind a descriptor."""
 
     def is_shared(self, descriptor: int) -> bool:
@@ -275,14 +261,14 @@ class OsFiles:
             _open[descriptor] = True
         return True
 
-    def stat(self, name: str, *, at: int) -> Entry | None:
+    def stat(self, name: str, *, at: int) -> FileEntry | None:
         self._check()
         try:
             return entry_of(os.stat(name, dir_fd=at, follow_symlinks=False))
         except FileNotFoundError:
             return None
 
-    def inspect(self, descriptor: int) -> Entry:
+    def inspect(self, descriptor: int) -> FileEntry:
         self._check()
         return entry_of(os.fstat(descriptor))
 
@@ -388,7 +374,7 @@ def split_path(path: str) -> tuple[str, str]:
     return os.path.split(path)
 
 
-def entry_of(status: os.stat_result) -> Entry:
+def entry_of(status: os.stat_result) -> FileEntry:
     """What the system says of something, in our words."""
     mode = status.st_mode
     kind: Kind = "other"
@@ -399,7 +385,7 @@ def entry_of(status: os.stat_result) -> Entry:
     elif stat.S_ISLNK(mode):
         kind = "link"
     owner = (status.st_uid, status.st_gid)
-    return Entry(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
+    return FileEntry(kind, (status.st_dev, status.st_ino), stat.S_IMODE(mode), status.st_size, owner, status.st_mtime)
 
 
 def make_parents(path: str, *, durable: bool) -> None:

@@ -21,8 +21,6 @@ from holdfast.errors import LimitExceeded, Replaced, UnsafePath
 from holdfast.stores.files import is_temporary
 from holdfast.stores.platform import ALWAYS, DIRECTORY, NO_LINK, NO_WAIT, OPENS_DIRECTORIES
 
-__all__ = ["ALIVE", "GONE", "READ", "Folder", "OpenFile", "PathFolder", "open_folder", "plain"]
-
 Keys = list[str]
 
 ALIVE: set[int] = set()

@@ -36,9 +36,6 @@ from holdfast.stores import platform
 from holdfast.stores.folder import ALIVE, GONE, READ, Folder, OpenFile, open_folder, plain
 from holdfast.stores.paths import local_path
 
-__all__ = ["DescriptorStore", "Ints", "LocalStore", "free_nbytes", "gather", "read_at"]
-
-
 WINDOW_NBYTES = 8 << 20
 """File that is mapped at a time: what is mapped counts as memory of the process, although nobody else has to do without it."""
 

@@ -14,9 +14,6 @@ from holdfast.core.protocols import BaseStore
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, HoldfastError, StoreError, Truncated, Unsupported
 
-__all__ = ["FileObjectStore", "MemoryStore"]
-
-
 LARGE = 64 << 10
 """From this many bytes on, other threads should not wait for a copy."""
 

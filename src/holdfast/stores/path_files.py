@@ -29,10 +29,8 @@ from contextlib import suppress
 from msgspec import Struct
 
 from holdfast.stores import platform
-from holdfast.stores.files import Entry, Files, Names, OsFiles, entry_of
+from holdfast.stores.files import FileEntry, Files, Names, OsFiles, entry_of
 from holdfast.stores.platform import ALWAYS
-
-__all__ = ["PathFiles", "system_files"]
 
 PAUSES_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32)
 """Between tries to replace or remove what somebody has open."""
@@ -49,7 +47,7 @@ def system_files() -> Files:
     return OsFiles() if platform.OPENS_DIRECTORIES else PathFiles()
 
 
-class Opened(Struct):
+class OpenFile(Struct):
     """What a number stands for."""
 
     path: str
@@ -59,7 +57,7 @@ class Opened(Struct):
     """The descriptor of its lock file, and where that is."""
 
 
-_opened: dict[int, Opened] = {}
+_opened: dict[int, OpenFile] = {}
 """What saves of this process have open: directories under numbers below zero, files under their descriptors."""
 
 _numbers = itertools.count(-2, -1)  # -1 is what a failed call of C's gives, and stands for nothing
@@ -76,7 +74,7 @@ class PathFiles(OsFiles):
         if not stat.S_ISDIR(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), whole)
         number = next(_numbers)
-        _opened[number] = Opened(whole, entry_of(found).identity)
+        _opened[number] = OpenFile(whole, entry_of(found).identity)
         return number
 
     def open(self, name: str, *, at: int) -> int:
@@ -96,7 +94,7 @@ class PathFiles(OsFiles):
         descriptor = os.open(path, flags | ALWAYS, 0o666)
         try:
             # By path and not by descriptor: what the two say of identity is not the same in every Python. It is open, and stays.
-            _opened[descriptor] = Opened(path, entry_of(os.lstat(path)).identity, bool(flags & os.O_RDWR))
+            _opened[descriptor] = OpenFile(path, entry_of(os.lstat(path)).identity, bool(flags & os.O_RDWR))
         except BaseException:
             os.close(descriptor)
             raise
@@ -187,13 +185,13 @@ class PathFiles(OsFiles):
                     os.unlink(os.path.join(folder, other))
         return True
 
-    def stat(self, name: str, *, at: int) -> Entry | None:
+    def stat(self, name: str, *, at: int) -> FileEntry | None:
         try:
             return entry_of(os.lstat(self._path(name, at)))
         except FileNotFoundError:
             return None
 
-    def inspect(self, descriptor: int) -> Entry:
+    def inspect(self, descriptor: int) -> FileEntry:
         self._check()
         return entry_of(os.lstat(_known(descriptor).path))
 
@@ -227,7 +225,7 @@ class PathFiles(OsFiles):
         return os.path.join(folder.path, name) if name else folder.path
 
 
-def _known(number: int) -> Opened:
+def _known(number: int) -> OpenFile:
     known = _opened.get(number)
     if known is None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))

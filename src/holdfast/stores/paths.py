@@ -27,8 +27,6 @@ from holdfast.errors import BadArgumentType, BadPath, NotAPath
 from holdfast.stores.platform import DRIVES
 from holdfast.stores.remote.url import Url, is_url, url_of
 
-__all__ = ["AnyPath", "check_binary", "content_and_path", "found_path", "local_path", "place_of", "real_place", "same_place"]
-
 AnyPath = str | os.PathLike[str]
 
 SCHEME = re.compile(r"[^/\\]*:(?=[/\\]|$)")

@@ -30,44 +30,6 @@ from types import ModuleType
 
 from holdfast.core.runtime import renewed
 
-__all__ = [
-    "ABSENT",
-    "ALWAYS",
-    "DIRECTORY",
-    "DRIVES",
-    "HOLD",
-    "MAP_PRIVATE",
-    "MAP_SHARED",
-    "NO_LINK",
-    "NO_WAIT",
-    "OPENS_DIRECTORIES",
-    "READS_AT",
-    "REMOVES_OPEN_FILES",
-    "begin_sync",
-    "c_function",
-    "called",
-    "change_mode",
-    "change_owner",
-    "copy_range",
-    "exchange",
-    "file_system",
-    "free",
-    "lock",
-    "longest_name",
-    "map_private",
-    "most_open_files",
-    "own_memory",
-    "read_block",
-    "read_blocks",
-    "read_some",
-    "rename_new",
-    "reserve",
-    "sync",
-    "sync_directory",
-    "unlock",
-    "write_some",
-]
-
 ABSENT = frozenset({errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What a kernel or a file system answers that does not know a call, or a flag of it (NFS and overlayfs: EINVAL)."""
 

@@ -21,10 +21,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Closed, StoreError, Truncated, Unsupported
 
-__all__ = ["Entry", "Kept", "Virtual", "tensor_stamp"]
 
-
-class Entry(Value, frozen=True, eq=False):
+class VirtualFile(Value, frozen=True, eq=False):
     """What is under one key."""
 
     nbytes: int | Callable[[], int]
@@ -46,16 +44,16 @@ class Virtual(BaseStore):
     def __init__(self, name: str = "<virtual>", *, over: Store | None = None) -> None:
         self.name = name if over is None else over.name
         self._over = over
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, VirtualFile] = {}
         self._closed = False
 
-    def put(self, entry: Entry, key: str | None = None) -> str:
+    def put(self, entry: VirtualFile, key: str | None = None) -> str:
         """Add an entry, or put another in its place. Its key: a number where none is given."""
         key = str(len(self._entries)) if key is None else key
         self._entries[key] = entry
         return key
 
-    def entry(self, key: str) -> Entry:
+    def entry(self, key: str) -> VirtualFile:
         """What is under a key here."""
         if self._closed:
             raise Closed("the checkpoint was closed; open it again to read from it", file=self.name)
@@ -161,7 +159,7 @@ class Virtual(BaseStore):
         return self.__dict__
 
 
-class Kept:
+class ContentCache:
     """Content that was made last, as much of it as fits beside the very last: what is read in pieces is made once."""
 
     def __init__(self, most_nbytes: int) -> None:
@@ -202,7 +200,7 @@ class Kept:
 
     def __reduce__(self) -> tuple[object, ...]:
         """What is kept stays in this process."""
-        return Kept, (self._most_nbytes,)
+        return ContentCache, (self._most_nbytes,)
 
 
 def tensor_stamp(tensor: LazyTensor) -> Stamp:

@@ -26,6 +26,8 @@ if importlib.util.find_spec("torch") is None:
         name="torch",
     )
 
+from torch.serialization import LoadEndianness, SourceChangeWarning, StorageType
+
 from holdfast.torch import versions as versions  # first: it refuses a torch that is too old
 from holdfast.torch.cuda.stage import free_host_memory
 from holdfast.torch.modules.load_into import Loaded, load_into
@@ -51,9 +53,6 @@ from holdfast.torch.serialization.settings import (
     MAGIC_NUMBER,
     PROTOCOL_VERSION,
     STORAGE_KEY_SEPARATOR,
-    LoadEndianness,
-    SourceChangeWarning,
-    StorageType,
     check_module_version_greater_or_equal,
     get_crc32_options,
     get_default_load_endianness,

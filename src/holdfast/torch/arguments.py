@@ -10,8 +10,6 @@ from holdfast.core.quantities import shown
 from holdfast.errors import BadArgument, BadArgumentType
 from holdfast.torch import versions
 
-__all__ = ["device", "dtype"]
-
 
 def device(value: object, name: str) -> torch.device:
     """A device that is there, or what torch makes one of: "cuda:0", 0."""

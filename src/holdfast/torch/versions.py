@@ -25,31 +25,6 @@ import torch
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastWarning, Unsupported
 
-__all__ = [
-    "CHANGES",
-    "HERE",
-    "NEWEST",
-    "OLDEST",
-    "Change",
-    "allowed_globals",
-    "check_version",
-    "config",
-    "dtensor_module",
-    "dtype",
-    "is_custom_object",
-    "is_fake",
-    "is_faking",
-    "local",
-    "mark_changed",
-    "ordered_set",
-    "parsed",
-    "rebuild",
-    "serialize_program",
-    "set_strides",
-    "strides_of",
-    "withdrawn_globals",
-]
-
 Version = tuple[int, int]
 
 OLDEST: Version = (2, 4)
@@ -304,8 +279,10 @@ class _Config:
 
 
 if TYPE_CHECKING:
-    from torch.serialization import _serialization_tls as local
-    from torch.utils.serialization import config
+    import torch.utils.serialization
+
+    config = torch.utils.serialization.config
+    local = torch.serialization._serialization_tls
 else:
     config = importlib.import_module("torch.utils.serialization").config if CONFIG else _Config()
     local = torch.serialization._serialization_tls if THREAD_LOCAL else _Local()

@@ -6,7 +6,7 @@ import os
 
 from holdfast.core.dtype import DType
 from holdfast.errors import Unsupported
-from holdfast.formats.dcp.schema import Item, Metadata, Place, StorageNote, StoredBox, StoredBytes, StoredTensor
+from holdfast.formats.dcp.schema import Item, ItemIndex, Metadata, StorageNote, StoredBox, StoredBytes, StoredTensor
 from holdfast.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -42,7 +42,7 @@ def to_metadata(parsed: Metadata) -> Described:
             item.file, item.offset, item.length, list(item.transforms) or None
         )
         for place, item in parsed.items.items()
-        if isinstance(place, Place) and isinstance(item, Item)
+        if isinstance(place, ItemIndex) and isinstance(item, Item)
     }
     version = parsed.version if isinstance(parsed.version, str) else None
     return Described(tensors, _paths(parsed.planner), items, None if parsed.note is None else _note(parsed.note), version)

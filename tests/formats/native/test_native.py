@@ -35,7 +35,7 @@ from holdfast.errors import (
 from holdfast.formats.native.schema import parse_exact, parse_fast, parse_manifest
 from holdfast.formats.native.write import lay_out_native
 from holdfast.formats.strict_json import seal
-from holdfast.formats.tree_json import json_limits
+from holdfast.formats.tree_json.decode import json_limits
 
 MANIFEST = "holdfast.json"
 

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from holdfast.core.limits import Limits
 from holdfast.errors import HoldfastError
-from holdfast.formats.pickle import PlainTable, interpret, interpret_whole
+from holdfast.formats.pickle.machine import interpret, interpret_whole
+from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.rare import RARE
 
 VALUE = {

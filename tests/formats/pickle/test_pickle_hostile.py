@@ -14,7 +14,8 @@ import pytest
 from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated
-from holdfast.formats.pickle import PlainTable, interpret, interpret_whole
+from holdfast.formats.pickle.machine import interpret, interpret_whole
+from holdfast.formats.pickle.plain import PlainTable
 
 P2 = b"\x80\x02"
 SYSTEM = b"cos\nsystem\n"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.limits import Limits
-from holdfast.formats.pickle import PlainTable, interpret, interpret_whole
+from holdfast.formats.pickle.machine import interpret, interpret_whole
+from holdfast.formats.pickle.plain import PlainTable
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 LIMITS, TABLE = Limits(), PlainTable()

@@ -18,7 +18,8 @@ from tests.formats.zip.test_zip_reader import assert_like_zipfile
 from tests.support import torch_bytes
 
 from holdfast.errors import LimitExceeded, Truncated, ZipError
-from holdfast.formats.zip.reader import Archive, read_archive
+from holdfast.formats.zip.layout import Archive
+from holdfast.formats.zip.reader import read_archive
 
 MAX32 = 0xFFFFFFFF
 A, B = Item("m/a", b"first"), Item("m/b", b"second")

@@ -19,7 +19,8 @@ from tests.support import torch_bytes
 
 from holdfast.core.limits import Limits
 from holdfast.errors import LimitExceeded, Truncated, ZipError
-from holdfast.formats.zip.reader import Archive, read_archive
+from holdfast.formats.zip.layout import Archive
+from holdfast.formats.zip.reader import read_archive
 
 
 def read(content: bytes, **where: int) -> Archive:

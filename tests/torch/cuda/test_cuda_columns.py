@@ -16,7 +16,8 @@ from holdfast.torch.cuda.columns import fill_ordinary, read_small, rows_of
 from holdfast.torch.cuda.kinds import views
 from holdfast.torch.tensors import fill as filling
 from holdfast.torch.tensors.allocate import read_tensors
-from holdfast.torch.tensors.fill import Fill, fill
+from holdfast.torch.tensors.fill import fill
+from holdfast.torch.tensors.scratch import Fill
 
 CPU = torch.device("cpu")
 DTYPES = [

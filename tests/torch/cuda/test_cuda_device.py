@@ -19,7 +19,8 @@ from holdfast.torch.cuda import load as gpu_load
 from holdfast.torch.cuda import rows as gpu_rows
 from holdfast.torch.tensors import fill as filling
 from holdfast.torch.tensors import rows as row_tensors
-from holdfast.torch.tensors.fill import Fill, fill
+from holdfast.torch.tensors.fill import fill
+from holdfast.torch.tensors.scratch import Fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -11,20 +11,6 @@ import numpy as np
 
 from holdfast.errors import MetadataError
 
-__all__ = [
-    "Elements",
-    "Octets",
-    "are_set",
-    "count_set",
-    "element_type",
-    "fill",
-    "marks_of",
-    "set_bits",
-    "taken",
-    "translate",
-    "unequal",
-]
-
 Elements = np.ndarray
 """One dimension of unsigned integers, or of 16-byte records; little-endian as stored."""
 

@@ -22,24 +22,6 @@ from holdfast.core.sparse.elements import Elements, Octets, are_set, count_set, 
 from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 
-__all__ = [
-    "BAND_ELEMENTS",
-    "LARGEST_M",
-    "Bitmap",
-    "Blocks",
-    "Encoding",
-    "Pattern",
-    "encoding_of",
-    "group_count",
-    "group_rows",
-    "matrix_shape",
-    "most_set",
-    "position_bits",
-    "spread",
-    "where_total",
-]
-
-
 BITMAP_ELEMENTS = 1 << 16
 """Elements of a group: little enough that a slice unpacks hardly more than it needs, and that all of it stays in a cache."""
 

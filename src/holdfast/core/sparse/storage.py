@@ -8,8 +8,6 @@ from holdfast.core.sparse.encoding import Encoding
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 
-__all__ = ["Packing", "SparseParts", "SparseStorage", "packing_of"]
-
 
 class SparseStorage(Storage, frozen=True, kw_only=True, eq=False):
     """The dense bytes of one chunk, under a key that is no file and no other chunk's; `crc32` and `nbytes` are theirs."""

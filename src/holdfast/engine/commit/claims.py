@@ -41,8 +41,6 @@ from holdfast.errors import DurabilityUncertain, HoldfastError, StoreError
 from holdfast.stores.remote.client import bucket_of
 from holdfast.stores.remote.url import Url
 
-__all__ = ["CLAIMS", "LIFE_S", "Claim", "Does", "Released", "claiming", "claims_below", "commit_sharing", "release"]
-
 CLAIMS = "holdfast.claims"
 """The folder of the claims, beside the checkpoints that they speak of."""
 

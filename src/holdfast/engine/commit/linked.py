@@ -16,8 +16,6 @@ from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.target import refusal
 from holdfast.stores.files import Files
 
-__all__ = ["NO_LINKS", "linked_or_copied"]
-
 NO_LINKS = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
 """What link(2) answers on a file system without hard links."""
 

@@ -20,8 +20,6 @@ from holdfast.engine.commit.target import not_committed
 from holdfast.errors import NotCommitted
 from holdfast.stores.files import Buffer, Files, copy_all, write_all
 
-__all__ = ["NewFile"]
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 STRETCH_NBYTES = 32 << 20

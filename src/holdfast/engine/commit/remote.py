@@ -37,11 +37,10 @@ from typing import Final
 from holdfast.engine.commit.target import refusal
 from holdfast.engine.stream import Writer
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted, StoreError, detached
-from holdfast.stores.remote.client import Bucket, Taken, bucket_of
+from holdfast.stores.remote.client import Bucket, bucket_of
+from holdfast.stores.remote.failures import Taken
 from holdfast.stores.remote.patience import pauses
 from holdfast.stores.remote.url import FILES, Url
-
-__all__ = ["INSIST", "ObjectSave", "PrefixSave", "check_conditions", "save_id"]
 
 INSIST: Final = "HOLDFAST_WITHOUT_CONDITIONS"
 """Set in the environment, this lets saves go to a store that ignores conditions."""
@@ -314,7 +313,7 @@ class ObjectSave:
         """
         attributes: Mapping[str, str] = {SAVE: self._id}
         if not self._overwrite and nbytes <= self.AT_ONCE:
-            gathered = Gathered()
+            gathered = SmallObject()
             write(gathered)
             before_commit()
             with self._last_look():
@@ -389,7 +388,7 @@ class ObjectSave:
             raise refusal(f"{error.message}; what was there is there still", self.url, error.errno) from None
 
 
-class Gathered:
+class SmallObject:
     """The content of a short object."""
 
     def __init__(self) -> None:

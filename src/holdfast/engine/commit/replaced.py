@@ -16,8 +16,6 @@ from typing import Self
 from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.stores.files import Files
 
-__all__ = ["Replaced", "wait_for_room"]
-
 LARGE_NBYTES = 16 << 20
 """Less is freed in 3 ms, beside which a thread is not worth it."""
 
@@ -25,7 +23,7 @@ MOST_HELD = 64
 """Files that are held open at once. Further ones are freed where they lose their name."""
 
 
-class Replaced:
+class ReplacedFiles:
     """Files that are about to lose their names, in a block at the end of which they are let go of."""
 
     def __init__(self, files: Files) -> None:

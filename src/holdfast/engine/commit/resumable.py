@@ -14,8 +14,9 @@ import json
 import os
 from collections.abc import Callable, Mapping
 
+from holdfast.engine.commit.new_file import NewFile
 from holdfast.engine.commit.target import refusing
-from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction, NewFile
+from holdfast.engine.commit.transactions import DirectoryTransaction, FileTransaction
 from holdfast.engine.readback import file_crcs
 from holdfast.errors import HoldfastError
 from holdfast.plan.saves import Data, FilePlan, SavePlan
@@ -23,8 +24,6 @@ from holdfast.stores.files import Files, split_path
 from holdfast.stores.local import LocalStore
 from holdfast.stores.path_files import system_files
 from holdfast.stores.virtual import tensor_stamp
-
-__all__ = ["Staging", "fingerprint"]
 
 RECEIPT = ".receipt"
 

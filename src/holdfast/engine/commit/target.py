@@ -1,4 +1,4 @@
-"""`Target`: the name that a save is for, and the words for why a save could not have it.
+"""`TargetName`: the name that a save is for, and the words for why a save could not have it.
 
 A path is followed through every link to the real place, once; its parent is opened, and from then on every name is relative to that
 descriptor. What no save could ever end at (a missing folder, a name that is too long, links in a circle, a name that looks like one
@@ -13,11 +13,9 @@ from contextlib import suppress
 from types import TracebackType
 
 from holdfast.core.value import Value
-from holdfast.engine.commit.temporaries import OVERHEAD, SURE_NBYTES, Kept, is_due, repair
+from holdfast.engine.commit.temporaries import OVERHEAD, SURE_NBYTES, LockedName, is_due, repair
 from holdfast.errors import DurabilityUncertain, HoldfastError, NotCommitted
-from holdfast.stores.files import Entry, Files, is_temporary, split_path
-
-__all__ = ["Target", "not_committed", "open_target", "refusal", "refuse_existing", "refusing", "uncertain"]
+from holdfast.stores.files import FileEntry, Files, is_temporary, split_path
 
 ADVICE = {
     errno.ENOSPC: "the disk is full; make room or save elsewhere",
@@ -78,7 +76,7 @@ class refusing:  # noqa: N801  # a block, said as one; a generator would take as
             raise refusal("the path has a character that the file system cannot hold", self._path, errno.EINVAL) from error
 
 
-def refuse_existing(found: Entry | None, path: str, *, directory: bool, overwrite: bool) -> None:
+def refuse_existing(found: FileEntry | None, path: str, *, directory: bool, overwrite: bool) -> None:
     """Raise `NotCommitted` where what is there cannot be replaced: it is of another kind, may not be, or is marked read-only."""
     if found is None:
         return
@@ -99,7 +97,7 @@ NOT_GIVEN = frozenset({errno.EPERM, errno.EACCES, errno.EINVAL, errno.ENOSYS, er
 """What chown(2) answers to those who may not, for a user that this namespace does not have, and without owners at all."""
 
 
-class Target(Value, frozen=True):
+class TargetName(Value, frozen=True):
     """The name that a save is for."""
 
     files: Files
@@ -110,12 +108,12 @@ class Target(Value, frozen=True):
     """The parent directory, open."""
     longest: int
     """How many bytes a name may have there, or fewer where that is enough for this one's temporaries."""
-    existing: Entry | None
+    existing: FileEntry | None
     """What there was when the save began."""
     listed: bool = True
     """Whether this save looks for what dead processes left (`temporaries`)."""
 
-    def holds(self, temporary: Kept) -> bool:
+    def holds(self, temporary: LockedName) -> bool:
         """Whether the name stands for what was to be published now, or cannot be looked at."""
         try:
             found = self.files.stat(self.name, at=self.at)
@@ -123,7 +121,7 @@ class Target(Value, frozen=True):
             return True
         return found is not None and found.identity == temporary.identity
 
-    def keep_access(self, descriptor: int, like: Entry | None, *, found: Entry | None = None) -> None:
+    def keep_access(self, descriptor: int, like: FileEntry | None, *, found: FileEntry | None = None) -> None:
         """Give what is to replace something its user, its group and its permission bits, as far as we may.
 
         Nobody may do more with it than before: where the group cannot be kept, it may do what everybody may. A directory keeps the
@@ -142,7 +140,7 @@ class Target(Value, frozen=True):
             if found.mode & bits != wanted:
                 self.files.chmod(descriptor, wanted)
 
-    def _give(self, descriptor: int, found: Entry, like: Entry) -> bool:
+    def _give(self, descriptor: int, found: FileEntry, like: FileEntry) -> bool:
         """Whether it has the group of what it replaces, after trying to give it that and the user."""
         user, group = like.owner
         for one in (user, -1):  # a user is given by root alone, a group by each of its members
@@ -161,7 +159,7 @@ class Target(Value, frozen=True):
             self.files.close(self.at)
 
 
-def open_target(files: Files, path: str, *, replaces: bool = False) -> Target:
+def open_target(files: Files, path: str, *, replaces: bool = False) -> TargetName:
     """Find the real target, undo what a crash left half-done there, and refuse what no save could end at.
 
     What surely `replaces` a file, whatever is there, need not list a large folder every time.
@@ -190,11 +188,11 @@ def _opening(parent: str) -> str:
     return f"opening the folder to save into ({parent or '.'})"
 
 
-def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: bool) -> Target | None:
+def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: bool) -> TargetName | None:
     """The target of this name in a folder; None where that is a link."""
     with refusing(_opening(split_path(path)[0]), path):
         at = files.open_directory(parent)
-    made: Target | None = None
+    made: TargetName | None = None
     try:
         with refusing("looking at the target", path):
             nbytes = len(name.encode("utf-8", "surrogateescape"))
@@ -210,7 +208,7 @@ def _looked_at(files: Files, path: str, parent: str, *, name: str, replaces: boo
                 if listed and existing is None:
                     repair(files, name, at=at, longest=longest)
                     existing = files.stat(name, at=at)
-                made = Target(files, path, name, at, longest, existing, listed)
+                made = TargetName(files, path, name, at, longest, existing, listed)
     finally:
         if made is None:
             with suppress(OSError):

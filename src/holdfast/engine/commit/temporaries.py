@@ -26,12 +26,10 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from holdfast.engine.commit.replaced import Replaced
-from holdfast.stores.files import Entry, Files, is_temporary, split_path
+from holdfast.engine.commit.replaced import ReplacedFiles
+from holdfast.stores.files import FileEntry, Files, is_temporary, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
-
-__all__ = ["Kept", "claim", "clean", "is_due", "recover", "repair", "temporary_name", "unfinished"]
 
 ATTEMPTS = 100
 """How often a temporary is made again because a cleaner took it; once is already a rare accident."""
@@ -108,7 +106,7 @@ def _ours(name: str, *, suffix: str, longest: int) -> re.Pattern[str]:
     return re.compile(rf"\.{re.escape(_stem(name, longest))}\.[0-9a-f]{{16}}\.{suffix}")
 
 
-class Kept:
+class LockedName:
     """A name in a directory, open and locked: ours for as long as the descriptor is."""
 
     def __init__(self, files: Files, name: str, *, at: int, descriptor: int) -> None:
@@ -121,7 +119,7 @@ class Kept:
         self.identity = self.found.identity
 
     @classmethod
-    def open(cls, files: Files, name: str, *, at: int) -> Kept:
+    def open(cls, files: Files, name: str, *, at: int) -> LockedName:
         """Open a directory under its name; locking it is the next thing to do."""
         descriptor = files.open_directory(name, at=at)
         try:
@@ -151,7 +149,7 @@ def locked(files: Files, descriptor: int) -> bool:
         raise
 
 
-def claim(files: Files, name: str, *, at: int, directory: bool, private: bool, longest: int) -> Kept:
+def claim(files: Files, name: str, *, at: int, directory: bool, private: bool, longest: int) -> LockedName:
     """Make a temporary for a target, locked and certainly still there."""
     for _ in range(ATTEMPTS):
         temporary = temporary_name(name, longest=longest)
@@ -161,7 +159,7 @@ def claim(files: Files, name: str, *, at: int, directory: bool, private: bool, l
     raise OSError(errno.EAGAIN, f"other processes removed {ATTEMPTS} temporaries while they were made")
 
 
-def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -> Kept | None:
+def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -> LockedName | None:
     descriptor = None
     try:
         if directory:
@@ -173,7 +171,7 @@ def _make(files: Files, name: str, *, at: int, directory: bool, private: bool) -
         else:
             descriptor = files.create(name, at=at, private=private)
         if locked(files, descriptor):
-            made = Kept(files, name, at=at, descriptor=descriptor)
+            made = LockedName(files, name, at=at, descriptor=descriptor)
             if made.in_place():
                 return made
         # A cleaner locked it first, and removes it or has done so already.
@@ -229,7 +227,7 @@ def _clean_one(files: Files, entry: str, *, name: str, at: int, directories: boo
     try:
         if not files.lock(descriptor):
             return
-        kept = Kept(files, entry, at=at, descriptor=descriptor)
+        kept = LockedName(files, entry, at=at, descriptor=descriptor)
         # The owner may have given it its final name between our opening and our locking.
         if not kept.in_place():
             return
@@ -268,13 +266,13 @@ def plain_names(files: Files, descriptor: int) -> list[str] | None:
     return names
 
 
-def empty(files: Files, directory: Kept, names: list[str], *, sizes: Mapping[str, Entry] | None = None) -> None:
+def empty(files: Files, directory: LockedName, names: list[str], *, sizes: Mapping[str, FileEntry] | None = None) -> None:
     """Remove files from a directory, and the directory itself where nothing else is in it.
 
     What speaks of other files (indexes) goes last: to a reader that comes upon it, half a checkpoint is one with missing files, and
     not a heap of files that are complete. Those whose `sizes` are known are freed behind the caller's back where they are large.
     """
-    with Replaced(files) as replaced:
+    with ReplacedFiles(files) as replaced:
         for name in sorted(names, key=lambda name: name.endswith((".json", ".metadata"))):
             if sizes is not None and name in sizes:
                 replaced.hold(name, at=directory.descriptor, nbytes=sizes[name].nbytes)

@@ -39,25 +39,22 @@ from typing import ClassVar, Self, cast
 from holdfast.core.value import replace
 from holdfast.engine.commit.linked import NO_LINKS, linked_or_copied
 from holdfast.engine.commit.new_file import NewFile
-from holdfast.engine.commit.replaced import Replaced
-from holdfast.engine.commit.target import Target, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
+from holdfast.engine.commit.replaced import ReplacedFiles
+from holdfast.engine.commit.target import TargetName, not_committed, open_target, refusal, refuse_existing, refusing, uncertain
 from holdfast.engine.commit.temporaries import (
-    Kept,
+    LockedName,
     claim,
     clean,
     empty,
     locked,
     plain_names,
-    recover,
     set_aside,
     temporary_name,
 )
 from holdfast.errors import HoldfastError, SaveError
-from holdfast.stores.files import Buffer, Entry, Files, is_temporary, split_path
+from holdfast.stores.files import Buffer, FileEntry, Files, is_temporary, split_path
 from holdfast.stores.path_files import system_files
 from holdfast.stores.paths import AnyPath, local_path
-
-__all__ = ["DirectoryTransaction", "FileTransaction", "NewFile", "recover"]
 
 BROWSED = frozenset({".DS_Store", "Thumbs.db"})
 """What macOS and Windows put into a folder when somebody looks at it; it goes with the folder."""
@@ -76,8 +73,8 @@ class _Transaction:
         self.durable = durable
         self.overwrite = overwrite
         self._files: Files = files or system_files()
-        self._target: Target | None = None
-        self._temporary: Kept | None = None
+        self._target: TargetName | None = None
+        self._temporary: LockedName | None = None
         self._published = False
 
     def __enter__(self) -> Self:
@@ -102,18 +99,18 @@ class _Transaction:
         if isinstance(error, OSError) and not isinstance(error, HoldfastError) and not self._published:
             raise not_committed(error, "saving", self.path) from error
 
-    def _working(self) -> tuple[Target, Kept]:
+    def _working(self) -> tuple[TargetName, LockedName]:
         if self._target is None or self._temporary is None:
             raise SaveError("a transaction is used inside its `with` block", file=self.path)
         if self._published:
             raise SaveError("this save is committed already", file=self.path)
         return self._target, self._temporary
 
-    def _check_target(self, target: Target) -> None:
+    def _check_target(self, target: TargetName) -> None:
         """Refuse a target that cannot be replaced by what is written."""
         raise NotImplementedError
 
-    def _begin(self, target: Target, temporary: Kept) -> None:
+    def _begin(self, target: TargetName, temporary: LockedName) -> None:
         """The temporary is there."""
 
     def _leave(self) -> None:
@@ -139,7 +136,7 @@ class FileTransaction(_Transaction):
             raise refusal("a file was to be saved and the path ends like a folder's", self.path, errno.EISDIR)
         return super().__enter__()
 
-    def _begin(self, target: Target, temporary: Kept) -> None:
+    def _begin(self, target: TargetName, temporary: LockedName) -> None:
         self._file = NewFile(target.files, temporary.descriptor, path=self.path, durable=self.durable)
 
     @property
@@ -195,13 +192,13 @@ class FileTransaction(_Transaction):
             cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
             raise uncertain("the new file is in place, but may not survive a power cut", self.path, cause) from cause
 
-    def _check_target(self, target: Target) -> None:
+    def _check_target(self, target: TargetName) -> None:
         refuse_existing(target.existing, self.path, directory=False, overwrite=self.overwrite)
 
-    def _publish(self, target: Target, temporary: Kept) -> None:
+    def _publish(self, target: TargetName, temporary: LockedName) -> None:
         files = target.files
         if self.overwrite:
-            with Replaced(files) as replaced:
+            with ReplacedFiles(files) as replaced:
                 if target.existing is not None:
                     replaced.hold(target.name, at=target.at, nbytes=target.existing.nbytes)
                 files.rename(temporary.name, target.name, at=target.at)
@@ -253,10 +250,10 @@ class DirectoryTransaction(_Transaction):
         self._open: deque[NewFile] = deque()
         self._failed = False
         self._synced = False
-        self._old: Kept | None = None
+        self._old: LockedName | None = None
         self._old_names: list[str] = []
-        self._replaced: dict[str, Entry] = {}
-        self._common: Entry | None = None
+        self._replaced: dict[str, FileEntry] = {}
+        self._common: FileEntry | None = None
 
     def create(self, key: str) -> NewFile:
         """A new file of the directory. Those made after `seal_data` are index files, which may speak of all before them."""
@@ -370,7 +367,7 @@ class DirectoryTransaction(_Transaction):
             raise uncertain(f"the new folder is in place, but may not survive a power cut{kept}", self.path, error) from error
         self._remove_old(target)
 
-    def _check_target(self, target: Target) -> None:
+    def _check_target(self, target: TargetName) -> None:
         found = target.existing
         refuse_existing(found, self.path, directory=True, overwrite=self.overwrite)
         if found is None:
@@ -384,7 +381,7 @@ class DirectoryTransaction(_Transaction):
         finally:
             target.files.close(descriptor)
 
-    def _like(self, key: str) -> Entry | None:
+    def _like(self, key: str) -> FileEntry | None:
         """What says who may read a file: the one of this name in the old directory; where there is none, all that are there.
 
         A file under a new name may be read by those alone who may read all of the old ones.
@@ -403,7 +400,7 @@ class DirectoryTransaction(_Transaction):
             raise refusal(f"{message}; move it away or save elsewhere", self.path, errno.ENOTEMPTY)
         return names
 
-    def _publish(self, target: Target, temporary: Kept) -> None:
+    def _publish(self, target: TargetName, temporary: LockedName) -> None:
         files, at = target.files, target.at
         if files.stat(target.name, at=at) is None:
             # Where the first is not supported: plain rename(2) replaces nothing but an empty directory.
@@ -412,7 +409,7 @@ class DirectoryTransaction(_Transaction):
             return
         if not self.overwrite:
             raise FileExistsError(errno.EEXIST, "File exists")
-        old = self._old = Kept.open(files, target.name, at=at)
+        old = self._old = LockedName.open(files, target.name, at=at)
         # Held to the end: no cleaner takes the old directory for a dead process's, no other save replaces it meanwhile.
         if not locked(files, old.descriptor) or not old.in_place():
             raise refusal("another save is replacing this folder; save again", self.path, errno.EBUSY)
@@ -430,7 +427,7 @@ class DirectoryTransaction(_Transaction):
         files.rename(target.name, old.name, at=at)
         files.rename(temporary.name, target.name, at=at)
 
-    def _remove_old(self, target: Target) -> None:
+    def _remove_old(self, target: TargetName) -> None:
         """Remove what was replaced, if it is where the commit put it. What cannot be removed waits for the next save's cleaning."""
         if self._old is not None:
             with suppress(OSError):
@@ -438,7 +435,7 @@ class DirectoryTransaction(_Transaction):
                     empty(target.files, self._old, self._old_names, sizes=self._replaced)
         self._let_go()
 
-    def _set_old_aside(self, target: Target) -> str:
+    def _set_old_aside(self, target: TargetName) -> str:
         """Keep what was replaced where no save but the next one to this name removes it, and say where that is.
 
         A later fsync may report a success that this one did not have, so a save to another name must not trust its own.
@@ -475,7 +472,7 @@ class DirectoryTransaction(_Transaction):
         if target is not None:
             target.close()
 
-    def _settle(self, target: Target, temporary: Kept) -> None:
+    def _settle(self, target: TargetName, temporary: LockedName) -> None:
         files, at, old = target.files, target.at, self._old
         if temporary.in_place():
             if old is not None and files.stat(target.name, at=at) is None and old.in_place():
@@ -490,7 +487,7 @@ class DirectoryTransaction(_Transaction):
             self._remove_old(target)
 
 
-def _in_common(files: list[Entry], owner: tuple[int, int]) -> Entry | None:
+def _in_common(files: list[FileEntry], owner: tuple[int, int]) -> FileEntry | None:
     """What may be done with all of these files, and whose they are: the owner's that is given, if not all are one's."""
     if not files:
         return None

@@ -50,33 +50,17 @@ from holdfast.errors import (
     UnsafePath,
     located,
 )
-from holdfast.formats.dcp.schema import Item, Metadata, MetadataTable, Place, Properties, StoredBox, StoredBytes, StoredTensor
+from holdfast.formats.dcp.schema import Item, ItemIndex, Metadata, MetadataTable, Properties, StoredBox, StoredBytes, StoredTensor
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.strict_json import SEAL, check_seal, hexadecimal, seal
 from holdfast.formats.torch.tensors import checked_shape
-
-__all__ = [
-    "BESIDE",
-    "METADATA",
-    "Index",
-    "SavedChunk",
-    "SavedTensor",
-    "check_inside",
-    "checksum_file",
-    "compare_metadata",
-    "is_index",
-    "ranks_alone",
-    "read_index",
-    "read_metadata",
-]
-
 
 BESIDE = ".holdfast.json"
 MOST_NBYTES = 4096
 """Of the file beside: it has four short fields."""
 
 
-class Recorded(msgspec.Struct, forbid_unknown_fields=True):
+class SideFileFields(msgspec.Struct, forbid_unknown_fields=True):
     """The fields."""
 
     version: int
@@ -85,7 +69,7 @@ class Recorded(msgspec.Struct, forbid_unknown_fields=True):
     sealed: str = msgspec.field(name=SEAL)
 
 
-RECORDS = msgspec.json.Decoder(Recorded)
+RECORDS = msgspec.json.Decoder(SideFileFields)
 
 
 def checksum_file(metadata: bytes) -> bytes:
@@ -128,7 +112,7 @@ def compare_metadata(source: Source) -> Corrupted | None:
     return None
 
 
-def _read(source: Source) -> Recorded | None:
+def _read(source: Source) -> SideFileFields | None:
     """The file beside; None for one of a later version. Raises `Corrupted`."""
     size = source.store.size(BESIDE)
     raw = source.bytes(BESIDE, 0, min(size, MOST_NBYTES))
@@ -259,7 +243,7 @@ def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
     whole.filled = True
     whole.version, whole.note = shares[0].version, shares[0].note
     planner: dict[object, object] = {}
-    places: dict[str, list[tuple[Place, object]]] = {}
+    places: dict[str, list[tuple[ItemIndex, object]]] = {}
     boxes: dict[object, list[object]] = {}
     chunks = sum(len(stored.boxes) for share in shares for stored in share.tensors.values() if isinstance(stored, StoredTensor))
     items = sum(len(share.items) for share in shares)
@@ -277,7 +261,7 @@ def _together(shares: Sequence[Metadata], index: Index) -> Metadata:
                     raise MetadataError("two ranks say different sizes or dtypes of one tensor", tensor=str(name)[:256])
                 boxes.setdefault(name, []).extend(stored.boxes)
         for place, item in share.items.items():
-            if not isinstance(place, Place):
+            if not isinstance(place, ItemIndex):
                 raise PickleError("storage_data with a key that is no MetadataIndex", found=type(place).__name__)
             places.setdefault(place.name, []).append((place, item))
     doubles = 0
@@ -309,9 +293,9 @@ def _extent(box: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> None:
     """Enter everything that has a name."""
-    found: dict[str, list[tuple[Place, Item]]] = {}
+    found: dict[str, list[tuple[ItemIndex, Item]]] = {}
     for place, item in metadata.items.items():
-        if not isinstance(place, Place) or not isinstance(item, Item) or not place.filled or not item.filled:
+        if not isinstance(place, ItemIndex) or not isinstance(item, Item) or not place.filled or not item.filled:
             raise PickleError("storage_data is no dict of MetadataIndex and _StorageInfo", found=type(item).__name__)
         found.setdefault(place.name, []).append((place, item))
     for name, stored in metadata.tensors.items():
@@ -338,7 +322,7 @@ def _fill(index: Index, metadata: Metadata, limits: Limits, *, whole: bool) -> N
         index.notes.append(f"the metadata has further fields, which torch does not know: {', '.join(metadata.more[:SHOWN])}")
 
 
-def _entry(stored: object, found: list[tuple[Place, Item]], limits: Limits, *, whole: bool) -> SavedTensor | Item | Opaque:
+def _entry(stored: object, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool) -> SavedTensor | Item | Opaque:
     match stored:
         case StoredTensor():
             return _tensor(stored, found, limits, whole=whole)
@@ -350,7 +334,7 @@ def _entry(stored: object, found: list[tuple[Place, Item]], limits: Limits, *, w
             raise PickleError("neither a tensor nor bytes in state_dict_metadata", found=type(stored).__name__)
 
 
-def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limits, *, whole: bool) -> SavedTensor:
+def _tensor(stored: StoredTensor, found: list[tuple[ItemIndex, Item]], limits: Limits, *, whole: bool) -> SavedTensor:
     """A tensor with an item for each of its chunks. Without `whole`, ranks may have said one chunk several times."""
     properties = stored.properties
     dtype = properties.dtype
@@ -385,7 +369,12 @@ def _tensor(stored: StoredTensor, found: list[tuple[Place, Item]], limits: Limit
 
 
 def _piece(
-    extent: tuple[tuple[int, ...], tuple[int, ...]], pair: tuple[Place, Item], size: tuple[int, ...], *, dtype: DType, alone: bool
+    extent: tuple[tuple[int, ...], tuple[int, ...]],
+    pair: tuple[ItemIndex, Item],
+    size: tuple[int, ...],
+    *,
+    dtype: DType,
+    alone: bool,
 ) -> SavedChunk:
     place, item = pair
     offsets, sizes = extent
@@ -406,7 +395,7 @@ def _piece(
     return SavedChunk(offsets, sizes, item)
 
 
-def _value(found: list[tuple[Place, Item]]) -> Item:
+def _value(found: list[tuple[ItemIndex, Item]]) -> Item:
     """The one item of a value that is no tensor."""
     if len(found) != 1:
         raise MetadataError(f"{len(found):,} items for a value that is no tensor; one was expected", expected=1, found=len(found))

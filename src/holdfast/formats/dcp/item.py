@@ -5,7 +5,7 @@
     └──────────────────── head ────────────────────────────────┘                      └──────────────── tail ────────────────┘
 
 How long the elements are is known from the metadata, so all else is at most `length - elements` at either end: two reads of about
-1.5 KiB, or one where the item is small, and nothing of it is read twice. Items that are alike are compared, not parsed (`Frame`).
+1.5 KiB, or one where the item is small, and nothing of it is read twice. Alike items are compared, not parsed (`ItemFrame`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.core.chunk import Storage
 from holdfast.core.crc import crc32
 from holdfast.core.dtype import DType
 from holdfast.core.limits import Limits
-from holdfast.core.placement_rules import Rule
+from holdfast.core.placement_rules import PlacementRule
 from holdfast.core.protocols import Foreign, Request, Source, Store
 from holdfast.core.runtime import renewed, weakly
 from holdfast.core.tensor import Composite, LazyTensor
@@ -33,10 +33,8 @@ from holdfast.formats.torch.storages import StorageId, Storages
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import brief
 from holdfast.formats.torch.zip import PickleReader, record_bytes
-from holdfast.formats.zip.reader import Archive, read_archive
-
-__all__ = ["STORAGES", "Frame", "ItemPlace", "ItemReader", "Window", "frame_of"]
-
+from holdfast.formats.zip.layout import Archive
+from holdfast.formats.zip.reader import read_archive
 
 STORAGES = "data/"
 """Records below this folder are storages."""
@@ -71,7 +69,7 @@ class Summed(Value, frozen=True):
     entry: int
 
 
-class Frame(Value, frozen=True):
+class ItemFrame(Value, frozen=True):
     """What all items of one kind have in common.
 
     A checkpoint of 10,000 items has a few dozen kinds of them. Two items of one kind are the same archive, byte for byte, but for
@@ -80,7 +78,7 @@ class Frame(Value, frozen=True):
         │ header, data.pkl, … header │ elements │ descriptor │ … │ serialization id │ … │ directory, end │
                                        (not looked at)   ^crc          ^free, and crc       ^crcs
 
-    So the strict zip reader and the pickle interpreter read the first item of a kind. What they accepted is kept as a `Frame`: the
+    So the strict zip reader and the pickle interpreter read the first item of a kind. What they accept is kept, an `ItemFrame`: the
     fixed bytes, and where the others are. Any item whose fixed bytes are equal, and whose checksums agree with each other and with
     what they cover, is one that they would have accepted as well, with the same geometry. Everything else goes through them again.
     """
@@ -120,7 +118,7 @@ class Frame(Value, frozen=True):
         return content is not None and crc32(content) == crc
 
 
-def frame_of(item: Parts, archive: Archive, start: int, *, free: Container[str]) -> Frame | None:
+def frame_of(item: Parts, archive: Archive, start: int, *, free: Container[str]) -> ItemFrame | None:
     """The frame of an item that was accepted; `start` is where it begins in its file, `free` names the records that may differ.
 
     None where it is not as torch writes it, or where its frame is not at hand.
@@ -154,7 +152,7 @@ def frame_of(item: Parts, archive: Archive, start: int, *, free: Container[str])
             return None
         fixed.append((before, hole_start, content))
         before = hole_stop
-    return Frame(tuple(fixed), tuple(summed), storage)
+    return ItemFrame(tuple(fixed), tuple(summed), storage)
 
 
 def _entries(item: Parts) -> Iterator[tuple[str, int]]:
@@ -198,7 +196,7 @@ class Window:
     """One item as a source of its own: what is at its ends was read at once, anything else is read when it is asked for."""
 
     mapped = False
-    rules: Sequence[str | Rule] = ()
+    rules: Sequence[str | PlacementRule] = ()
 
     def __init__(
         self, source: Source, key: str, place: tuple[int, int], *, ends: int = END_READ_NBYTES, content: bytes | None = None
@@ -280,7 +278,7 @@ class ItemReader:
         self._lock = renewed(threading.Lock())
         self._storages: Storages | None = None
         self._table = TorchTable(source, weakly(self._persistent))
-        self._frames: dict[object, list[tuple[Frame, ItemPlace | None]]] = {}
+        self._frames: dict[object, list[tuple[ItemFrame, ItemPlace | None]]] = {}
         """By length, and for tensors by dtype and sizes."""
 
     def _persistent(self, pid: object) -> object:
@@ -320,7 +318,7 @@ class ItemReader:
             self._remember(kind, common, None)
         return made
 
-    def _remember(self, kind: object, frame: Frame | None, found: ItemPlace | None) -> None:
+    def _remember(self, kind: object, frame: ItemFrame | None, found: ItemPlace | None) -> None:
         known = self._frames.get(kind, [])
         if frame is not None and len(known) < TRIED_FRAMES and len(self._frames) < KEPT_FRAMES:
             self._frames[kind] = [*known, (frame, found)]

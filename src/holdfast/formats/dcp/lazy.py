@@ -28,10 +28,7 @@ from holdfast.errors import FormatError, LimitExceeded, StoreError, Truncated, U
 from holdfast.formats.dcp.index import SavedChunk, check_inside
 from holdfast.formats.dcp.item import ItemPlace, ItemReader, Window
 from holdfast.formats.dcp.schema import Item
-from holdfast.stores.virtual import Entry, Kept, Virtual
-
-__all__ = ["InflatedStore", "ItemStorage", "Items", "Unread", "chunk_of", "is_inflated", "virtual_key"]
-
+from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 ZSTD = "stream.zstd/1"
 
@@ -71,12 +68,12 @@ class InflatedStore(Virtual):
     def __init__(self, store: Store) -> None:
         super().__init__(over=store)
         self._store = store
-        self._kept = Kept(KEPT_NBYTES)
+        self._kept = ContentCache(KEPT_NBYTES)
 
     def add(self, item: Item, most: int) -> str:
         """Make an item a file, of at most so many bytes; its name."""
         nbytes, read = partial(Sent(self._nbytes), item, most), partial(Sent(self._read), item, most)
-        return self.put(Entry(nbytes, read, partial(Sent(self._stamp), item)), virtual_key(item))
+        return self.put(VirtualFile(nbytes, read, partial(Sent(self._stamp), item)), virtual_key(item))
 
     def close(self) -> None:
         self._kept.clear()

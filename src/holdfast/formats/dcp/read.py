@@ -27,9 +27,6 @@ from holdfast.formats.dcp.index import Index, SavedTensor, compare_metadata, is_
 from holdfast.formats.dcp.lazy import Items, ItemStorage, Unread, chunk_of, is_inflated
 from holdfast.formats.dcp.schema import Item
 
-__all__ = ["DATA_SUFFIX", "DcpDirectory", "Grown", "grow", "read_values", "tensor_of"]
-
-
 ABSENT = object()
 
 POSITIONS = 1024

@@ -24,9 +24,6 @@ from holdfast.formats.pickle.table import Name, Row
 from holdfast.formats.torch.table import CALLS
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, checked_ints
 
-__all__ = ["Item", "Metadata", "MetadataTable", "Place", "Properties", "StorageNote", "StoredBox", "StoredBytes", "StoredTensor"]
-
-
 MEMORY_FORMATS = ("contiguous_format", "channels_last", "preserve_format")
 """By the number that `_MEM_FORMAT_ENCODING` gives them. torch 2.13 writes 0 whatever the tensor was."""
 
@@ -38,7 +35,7 @@ TRANSFORMS = 8
 """Steps that an item may have passed through. torch has one."""
 
 
-class Record:
+class PickledObject:
     """One object of the pickle."""
 
     __slots__ = ("filled",)
@@ -64,7 +61,7 @@ class Record:
         return PickleError(f"the field {name!r} of a {self.title} is missing or of another type", found=brief(found))
 
 
-class StoredBytes(Record):
+class StoredBytes(PickledObject):
     """`BytesStorageMetadata`: a value that is no tensor."""
 
     __slots__ = ()
@@ -74,7 +71,7 @@ class StoredBytes(Record):
         self.fields(state)
 
 
-class StoredBox(Record):
+class StoredBox(PickledObject):
     """`ChunkStorageMetadata`: the part of a tensor that one item holds."""
 
     __slots__ = ("offsets", "sizes")
@@ -91,7 +88,7 @@ class StoredBox(Record):
         self.sizes = _ints(fields.get("sizes"), "sizes")
 
 
-class Properties(Record):
+class Properties(PickledObject):
     """`TensorProperties`: (dtype, layout, requires_grad, memory format, pin_memory), and since torch 2.15 the strides or None."""
 
     __slots__ = ("dtype", "layout", "memory_format", "pin_memory", "requires_grad", "strides")
@@ -124,7 +121,7 @@ class Properties(Record):
             self.strides = _ints(state[5], "strides")
 
 
-class StoredTensor(Record):
+class StoredTensor(PickledObject):
     """`TensorStorageMetadata`: a tensor and the boxes that it is stored as."""
 
     __slots__ = ("boxes", "properties", "size")
@@ -148,7 +145,7 @@ class StoredTensor(Record):
         self.size = _ints(fields.get("size"), "size")
 
 
-class Place(Record):
+class ItemIndex(PickledObject):
     """`MetadataIndex`: which item this is: a name and, for a tensor, the lowest corner of its box."""
 
     __slots__ = ("index", "name", "offset")
@@ -171,7 +168,7 @@ class Place(Record):
         self.offset = None if offset is None else _ints(offset, "offset")
 
 
-class Item(Record):
+class Item(PickledObject):
     """`_StorageInfo`: where an item lies, and how it was transformed on its way there."""
 
     __slots__ = ("file", "length", "offset", "transforms")
@@ -205,7 +202,7 @@ class Item(Record):
         return self.offset + self.length
 
 
-class StorageNote(Record):
+class StorageNote(PickledObject):
     """`StorageMeta`: what the writer noted about the save. Any of it may be anything; only text is shown."""
 
     __slots__ = ("checkpoint_id", "load_id", "modules", "save_id")
@@ -224,7 +221,7 @@ class StorageNote(Record):
         self.load_id, self.modules = fields.get("load_id"), fields.get("modules")
 
 
-class Metadata(Record):
+class Metadata(PickledObject):
     """`Metadata`: the root of the pickle."""
 
     __slots__ = ("items", "note", "planner", "state", "tensors", "version")
@@ -239,7 +236,7 @@ class Metadata(Record):
         self.planner: object = None
         """`planner_data`: the path of each name, in what the usual planner writes."""
         self.items: dict[object, object] = {}
-        """`storage_data`: `Place` to `Item`."""
+        """`storage_data`: `ItemIndex` to `Item`."""
         self.note: StorageNote | None = None
         self.version: object = None
         self.state: dict[object, object] = {}
@@ -276,7 +273,7 @@ PACKAGES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint
 LAYOUT = ("torch.serialization", "_get_layout")
 SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.metadata"
 
-KINDS: tuple[type[Record], ...] = (Metadata, Place, StorageNote, StoredTensor, StoredBox, StoredBytes, Properties)
+KINDS: tuple[type[PickledObject], ...] = (Metadata, ItemIndex, StorageNote, StoredTensor, StoredBox, StoredBytes, Properties)
 """Those that live in the module `metadata` of the package, under their titles."""
 
 
@@ -291,7 +288,7 @@ class MetadataTable(PlainTable):
         )
 
     def build(self, obj: object, state: object) -> object:
-        if not isinstance(obj, Record):
+        if not isinstance(obj, PickledObject):
             return super().build(obj, state)
         if obj.filled:
             raise PickleError(f"a BUILD of a {obj.title} that has its state already")
@@ -300,7 +297,7 @@ class MetadataTable(PlainTable):
         return obj
 
 
-def empty(kind: type[Record]) -> Row:
+def empty(kind: type[PickledObject]) -> Row:
     """The row that makes a record without arguments, and keeps a call with arguments as it is."""
     return lambda args: NotImplemented if args else kind()
 

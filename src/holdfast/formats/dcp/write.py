@@ -18,8 +18,6 @@ from holdfast.errors import Unsupported
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.plan.saves import Data, FilePlan, Segment
 
-__all__ = ["Item", "lay_out_items", "tensor_pickle"]
-
 
 class Item(Value, frozen=True):
     """Where an item lies in its file."""

@@ -18,9 +18,7 @@ from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import replace
 from holdfast.errors import HeaderError, StoreError
-from holdfast.formats.gguf.schema import MAGIC, GgufHeader, Place, read_gguf_header
-
-__all__ = ["GgufDirectory", "GgufFile"]
+from holdfast.formats.gguf.schema import MAGIC, GgufHeader, TensorInfo, read_gguf_header
 
 PART = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
 
@@ -32,7 +30,7 @@ class GgufTensors(Mapping[str, LazyTensor]):
 
     def __init__(self, headers: Sequence[GgufHeader], source: Source) -> None:
         self._source = source
-        self._places: dict[str, tuple[Place, GgufHeader]] = {}
+        self._places: dict[str, tuple[TensorInfo, GgufHeader]] = {}
         for header in headers:
             for name, place in header.places.items():
                 if name in self._places:

@@ -30,8 +30,6 @@ from holdfast.core.value import Value
 from holdfast.errors import HeaderError, LimitExceeded, MetadataError, Truncated, Unsupported
 from holdfast.formats.safetensors.schema import addressable
 
-__all__ = ["MAGIC", "GgufHeader", "Place", "Values", "read_gguf_header"]
-
 MAGIC = b"GGUF"
 
 VERSIONS = (2, 3)
@@ -60,7 +58,7 @@ PACKED = {
 """Types of tensors that are blocks."""
 
 
-class Place(NamedTuple):
+class TensorInfo(NamedTuple):
     """What the header says of one tensor."""
 
     dtype: DType
@@ -79,7 +77,7 @@ class GgufHeader(Value, frozen=True):
     """The file."""
     byteorder: str
     version: int
-    places: dict[str, Place]
+    places: dict[str, TensorInfo]
     """Every tensor, in the order of the file."""
     values: Values
 
@@ -155,7 +153,7 @@ class Values(Mapping[str, str]):
         return int.from_bytes(self._raw[at : at + 8], "big" if self._order == ">" else "little")
 
 
-class Walk:
+class HeaderCursor:
     """Steps through a header whose length nobody knows."""
 
     def __init__(self, source: Source, key: str) -> None:
@@ -286,7 +284,7 @@ def read_gguf_header(source: Source, key: str) -> GgufHeader:
 
     Raises `HeaderError`, `MetadataError`, `Truncated`, `Unsupported` or `LimitExceeded`.
     """
-    walk = Walk(source, key)
+    walk = HeaderCursor(source, key)
     version, tensors, values = _begin(walk, key)
     found: dict[str, tuple[int, int]] = {}
     for _ in range(values):
@@ -316,7 +314,7 @@ def read_gguf_header(source: Source, key: str) -> GgufHeader:
     return GgufHeader(key, "big" if walk.order == ">" else "little", version, places, texts)
 
 
-def _begin(walk: Walk, key: str) -> tuple[int, int, int]:
+def _begin(walk: HeaderCursor, key: str) -> tuple[int, int, int]:
     """The version, how many tensors and how many values."""
     if not walk.need(24).startswith(MAGIC):
         raise HeaderError("no GGUF file begins here", file=key, offset=0, expected=MAGIC)
@@ -339,7 +337,7 @@ def _alignment(texts: Values, key: str) -> int:
     return alignment
 
 
-def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key: str) -> Place:
+def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key: str) -> TensorInfo:
     """Where a tensor lies, and as what."""
     *dims, kind, offset = info
     shape = tuple(reversed(dims))
@@ -356,7 +354,7 @@ def _place(name: str, info: tuple[int, ...], start: int, *, alignment: int, key:
         raise HeaderError(
             f"an offset of {offset:,}, which is no multiple of the alignment, {alignment:,}", file=key, tensor=name, found=offset
         )
-    return Place(dtype, shape, start + offset, math.prod(shape) * dtype.bits // 8, None if blocks is None else blocks.name)
+    return TensorInfo(dtype, shape, start + offset, math.prod(shape) * dtype.bits // 8, None if blocks is None else blocks.name)
 
 
 def _row_of_blocks(shape: tuple[int, ...], blocks: BlockType, name: str, *, key: str) -> tuple[int, ...]:
@@ -368,7 +366,7 @@ def _row_of_blocks(shape: tuple[int, ...], blocks: BlockType, name: str, *, key:
     return (*shape[:-1], shape[-1] // blocks.elements * blocks.nbytes)
 
 
-def _check_layout(places: Mapping[str, Place], header_stop: int, size: int, *, alignment: int, key: str) -> None:
+def _check_layout(places: Mapping[str, TensorInfo], header_stop: int, size: int, *, alignment: int, key: str) -> None:
     """The tensors follow each other, with no more than padding between them, and fill the file."""
     stop, before = -(-header_stop // alignment) * alignment, ""
     first = True

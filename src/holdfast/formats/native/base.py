@@ -33,8 +33,6 @@ from holdfast.formats.native.chunks import in_files
 from holdfast.formats.native.schema import DataFile, Parsed, StoredChunk, StoredPart
 from holdfast.plan.saves import LinkedFile
 
-__all__ = ["Base", "Place", "Reuse", "parts_of", "recorded_chunks"]
-
 MANY = 16
 """Small files that a directory may have of older steps."""
 

@@ -17,14 +17,13 @@ from holdfast.core.sparse.storage import SparseStorage
 from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, MetadataError
 from holdfast.formats.native.base import parts_of
-from holdfast.formats.native.schema import MANIFEST, SEALED_VERSION, OtherFile
+from holdfast.formats.native.schema import SEALED_VERSION, OtherFile
 from holdfast.formats.native.tensors import ManifestTensors, box_of, dtype_named
 from holdfast.formats.native.write import carried
 from holdfast.formats.safetensors.read import Header, read_header
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.write import HeaderTensor
 from holdfast.formats.strict_json import hexadecimal
-
-__all__ = ["check_files"]
 
 NOT_NEEDED = "nothing in it is needed to open the checkpoint"
 

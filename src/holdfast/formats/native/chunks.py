@@ -30,19 +30,7 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Corrupted, HeaderError, LimitExceeded, MetadataError, located
 from holdfast.formats.native.schema import StoredChunk, StoredPart, StoredSparse
 from holdfast.plan.saves import HASH_KEY, HEAD_KEY
-from holdfast.stores.virtual import Entry, Kept, Virtual
-
-__all__ = [
-    "UnpackedStore",
-    "check_sparse",
-    "entries_of",
-    "hash_in",
-    "in_files",
-    "sparse_storage",
-    "stored_chunk",
-    "without_clashes",
-]
-
+from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 Place = Callable[[str], tuple[int, tuple[int, int]]]
 """From the name of an entry to the number of its file, its first byte there and the byte after its last."""
@@ -219,12 +207,12 @@ class UnpackedStore(Virtual):
         super().__init__(over=store)
         self._store = store
         """Where the parts are."""
-        self._kept = Kept(KEPT_NBYTES)
+        self._kept = ContentCache(KEPT_NBYTES)
 
     def add(self, storage: SparseStorage) -> None:
         """Make a packed chunk a file, under its key."""
         read, stamp = partial(Sent(self._read), storage), partial(Sent(self._stamp), storage)
-        self.put(Entry(partial(Sent(self._size), storage), read, stamp), storage.key)
+        self.put(VirtualFile(partial(Sent(self._size), storage), read, stamp), storage.key)
 
     def close(self) -> None:
         self._kept.clear()

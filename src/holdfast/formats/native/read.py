@@ -35,7 +35,6 @@ from holdfast.formats.native.check import check_files
 from holdfast.formats.native.chunks import check_sparse
 from holdfast.formats.native.schema import (
     BESIDE_VERSION,
-    MANIFEST,
     SPARSE_VERSION,
     DataFile,
     OtherFile,
@@ -47,10 +46,9 @@ from holdfast.formats.native.schema import (
 )
 from holdfast.formats.native.tensors import ManifestTensors, box_of, dtype_named
 from holdfast.formats.recorded import restore
+from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.safetensors.schema import ADDRESSABLE, PREFIX_NBYTES, addressable
 from holdfast.formats.strict_json import pointer, quoted
-
-__all__ = ["NativeDirectory", "read_manifest"]
 
 CRC = re.compile(r"[0-9a-f]{8}\Z")
 HASH = re.compile(r"[0-9a-f]{32,128}\Z")

@@ -17,15 +17,13 @@ from holdfast.core.arrays import Ints
 from holdfast.core.crc import crc32
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
-from holdfast.formats.native.schema import FORMAT, MANIFEST, VERSION, DataFile, Manifest, StoredChunk, StoredTensor
+from holdfast.formats.native.schema import FORMAT, VERSION, DataFile, Manifest, StoredChunk, StoredTensor
 from holdfast.formats.native.write import INDEX, OWN, SHARD_NBYTES, data_name, other_files
-from holdfast.formats.safetensors.record import CRC_DIGITS, checksum_digits
+from holdfast.formats.safetensors.record import CRC_DIGITS, MANIFEST, checksum_digits
 from holdfast.formats.safetensors.rows import RowFile, row_file
 from holdfast.formats.strict_json import SEAL_NBYTES, as_keys, paid_nbytes, sealing
 from holdfast.plan.rows import BATCH, TensorRows
 from holdfast.plan.saves import FilePlan, Late, Literal, SavePlan
-
-__all__ = ["lay_out_native_rows"]
 
 DIGITS = re.compile("." * CRC_DIGITS).findall
 """The digits of many checksums, those of each by themselves."""

@@ -37,32 +37,8 @@ from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, HeaderError, Unsupported
 from holdfast.formats.recorded import Recorded, parse_recorded
-from holdfast.formats.safetensors.record import MANIFEST
 from holdfast.formats.strict_json import SEAL, check_seal, kind, paid_nbytes, parse, parse_parts, pointer, seal
-from holdfast.formats.tree_json import json_limits
-
-__all__ = [
-    "BESIDE_VERSION",
-    "FORMAT",
-    "HASHED_VERSION",
-    "MANIFEST",
-    "SEALED_VERSION",
-    "SPARSE_VERSION",
-    "VERSION",
-    "DataFile",
-    "Manifest",
-    "OtherFile",
-    "Parsed",
-    "StoredChunk",
-    "StoredPart",
-    "StoredSparse",
-    "StoredTensor",
-    "encode_manifest",
-    "made_whole",
-    "parse_exact",
-    "parse_fast",
-    "parse_manifest",
-]
+from holdfast.formats.tree_json.decode import json_limits
 
 FORMAT = "holdfast"
 VERSION = 3

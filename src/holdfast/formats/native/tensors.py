@@ -24,8 +24,6 @@ from holdfast.formats.native.chunks import UnpackedStore, sparse_storage
 from holdfast.formats.native.schema import Parsed, StoredChunk, StoredTensor
 from holdfast.formats.strict_json import quoted
 
-__all__ = ["ManifestTensors", "box_of", "dtype_named"]
-
 WHOLE = {row.name: row.numpy for row in DTYPES.rows if not row.packed}
 """What an element is in memory; of those that fill whole bytes, which lie in a file as in memory."""
 

@@ -44,7 +44,6 @@ from holdfast.formats.native.schema import (
     BESIDE_VERSION,
     FORMAT,
     HASHED_VERSION,
-    MANIFEST,
     VERSION,
     DataFile,
     Manifest,
@@ -54,7 +53,7 @@ from holdfast.formats.native.schema import (
     encode_manifest,
 )
 from holdfast.formats.recorded import PAIRS, Sharing, find_sharing, order_fields, sharing_fields
-from holdfast.formats.safetensors.record import SHARDING_INFO
+from holdfast.formats.safetensors.record import MANIFEST, SHARDING_INFO
 from holdfast.formats.safetensors.write import (
     FileLayout,
     HeaderTensor,
@@ -64,27 +63,8 @@ from holdfast.formats.safetensors.write import (
     metadata_problems,
     plan_file,
 )
-from holdfast.formats.tree_json import encode_tree
+from holdfast.formats.tree_json.encode import encode_tree
 from holdfast.plan.saves import FilePlan, Hashing, Late, Literal, SavePlan, known_later
-
-__all__ = [
-    "INDEX",
-    "OWN",
-    "SHARD_NBYTES",
-    "BoxFile",
-    "BoxToWrite",
-    "HashAll",
-    "Pack",
-    "TakeOver",
-    "box_file",
-    "carried",
-    "data_name",
-    "lay_out_index",
-    "lay_out_native",
-    "lay_out_split",
-    "other_files",
-    "sharding_texts",
-]
 
 SHARD_NBYTES = 5 << 30
 """Bytes of tensors in a data file where the caller does not say: few files, each small enough to be moved about."""

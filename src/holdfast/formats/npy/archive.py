@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from holdfast.core.protocols import Description, Source
 
-__all__ = ["EMPTY", "MAGIC", "SUFFIX", "NpyFile", "NpzArchive"]
-
 MAGIC = b"\x93NUMPY"
 
 SUFFIX = ".npy"

@@ -18,10 +18,8 @@ from holdfast.core.limits import Limits
 from holdfast.core.protocols import Stamp, Store
 from holdfast.core.runtime import Sent, renewed
 from holdfast.errors import Corrupted, LimitExceeded, StoreError
-from holdfast.formats.zip.reader import Record
-from holdfast.stores.virtual import Entry, Kept, Virtual
-
-__all__ = ["InflatedMembers", "inflate_head"]
+from holdfast.formats.zip.layout import ZipRecord
+from holdfast.stores.virtual import ContentCache, Virtual, VirtualFile
 
 KEPT_NBYTES = 256 << 20
 """Inflated members that are kept beyond the last one, so that the blocks of one are read from one inflation of it."""
@@ -46,10 +44,10 @@ class InflatedMembers(Virtual):
         super().__init__(over=store)
         self._store = store
         self._limits = limits
-        self._kept = Kept(KEPT_NBYTES)
+        self._kept = ContentCache(KEPT_NBYTES)
         self._locks = _locks()
 
-    def add(self, key: str, record: Record) -> str:
+    def add(self, key: str, record: ZipRecord) -> str:
         """Make a member a file; its name. Raises `LimitExceeded` for one that is many times its packed size."""
         most = max(self._limits.inflation * record.nbytes, FREE_NBYTES)
         if record.content_nbytes > most:
@@ -59,7 +57,7 @@ class InflatedMembers(Virtual):
                 file=key, offset=record.start, expected=most, found=record.content_nbytes,
             )  # fmt: skip
         nbytes, read = record.content_nbytes, partial(Sent(self._read), key, record)
-        entry = Entry(nbytes, read, partial(Sent(self._stamp), key, record), read_nbytes=record.nbytes)
+        entry = VirtualFile(nbytes, read, partial(Sent(self._stamp), key, record), read_nbytes=record.nbytes)
         return self.put(entry, f"{key}@{record.start}")
 
     def __getstate__(self) -> object:
@@ -74,10 +72,10 @@ class InflatedMembers(Virtual):
         self._kept.clear()
         super().close()
 
-    def _stamp(self, key: str, record: Record) -> Stamp:
+    def _stamp(self, key: str, record: ZipRecord) -> Stamp:
         return key, record.start, record.nbytes, self._store.stamp(key)
 
-    def _read(self, key: str, record: Record, start: int, out: memoryview) -> None:
+    def _read(self, key: str, record: ZipRecord, start: int, out: memoryview) -> None:
         with self._locks[record.start % LOCKS]:
             content = self._kept.get(record)
             if content is None:
@@ -85,7 +83,7 @@ class InflatedMembers(Virtual):
                 self._kept.put(record, content)
         out[:] = content.data[start : start + out.nbytes]
 
-    def _inflate(self, key: str, record: Record) -> np.ndarray:
+    def _inflate(self, key: str, record: ZipRecord) -> np.ndarray:
         try:
             content = np.empty(record.content_nbytes, np.uint8)
         except MemoryError:

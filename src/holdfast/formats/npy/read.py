@@ -20,9 +20,8 @@ from holdfast.errors import Corrupted, FormatError, HeaderError, Unsupported, Zi
 from holdfast.formats.npy.archive import EMPTY, MAGIC, SUFFIX
 from holdfast.formats.npy.inflated import InflatedMembers, inflate_head
 from holdfast.formats.npy.schema import NEAR_NBYTES, Layout, read_layout
-from holdfast.formats.zip.reader import Record, read_archive
-
-__all__ = ["describe_npy", "describe_npz"]
+from holdfast.formats.zip.layout import ZipRecord
+from holdfast.formats.zip.reader import read_archive
 
 TORCH_NAMES = ("data.pkl", "constants.pkl")
 """Records by which torch knows an archive of its own."""
@@ -108,7 +107,7 @@ class Members:
                     file=self._key,
                 )
 
-    def _member(self, name: str, record: Record) -> tuple[LazyTensor, Layout] | Opaque:
+    def _member(self, name: str, record: ZipRecord) -> tuple[LazyTensor, Layout] | Opaque:
         """A member as a tensor; what is none as it is, with the reason."""
         near = self._first(record, NEAR_NBYTES)
         if not near.startswith(MAGIC):
@@ -129,7 +128,7 @@ class Members:
         chunk = Chunk(head.box, storage, 0, head.strides)
         return LazyTensor(name, layout.dtype, layout.shape, (chunk,), self._through), layout
 
-    def _head(self, record: Record, near: bytes) -> Head:
+    def _head(self, record: ZipRecord, near: bytes) -> Head:
         """The header of a member. Members of one shape and dtype have the same bytes there, which are understood once."""
         known = self._heads.get((near[:128], record.content_nbytes))
         if known is not None and known.layout.data_start <= 128:
@@ -140,7 +139,7 @@ class Members:
             self._heads[near[:128], record.content_nbytes] = head
         return head
 
-    def _first(self, record: Record, nbytes: int) -> bytes:
+    def _first(self, record: ZipRecord, nbytes: int) -> bytes:
         """The first bytes of a member's content."""
         if record.stored:
             return self._bytes(record.start, record.start + min(nbytes, record.nbytes))

@@ -25,8 +25,6 @@ from holdfast.errors import FormatError, HeaderError, LimitExceeded, MetadataErr
 from holdfast.formats.npy.archive import MAGIC
 from holdfast.formats.safetensors.schema import addressable
 
-__all__ = ["NEAR_NBYTES", "Layout", "parse_layout", "read_layout"]
-
 PREFIX_NBYTES = {(1, 0): 10, (2, 0): 12, (3, 0): 12}
 """Bytes before the text, by the version."""
 

@@ -9,11 +9,3 @@ plain       rows for plain Python                    arrays      rows for numpy
 spending    keys and copies that would cost more than the bytes that ask for them
 writer      plain values and numpy's to a pickle, byte for byte as CPython writes it
 """
-
-from __future__ import annotations
-
-from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
-from holdfast.formats.pickle.plain import PlainTable
-from holdfast.formats.pickle.table import Pending, Table
-
-__all__ = ["Interpreted", "Pending", "PlainTable", "Table", "interpret", "interpret_whole"]

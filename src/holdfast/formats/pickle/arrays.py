@@ -20,9 +20,7 @@ import numpy as np
 from holdfast.core.arrays import AnyDType
 from holdfast.core.opaque import Global, Opaque
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.table import Name, Pending, Row, Table
-
-__all__ = ["numpy_calls", "numpy_values", "wrong_character"]
+from holdfast.formats.pickle.table import Name, Pending, ReducerTable, Row
 
 CODE = re.compile(r"[?biufcSUVmM][0-9]{0,9}")
 """Type codes without objects: `f4`, `U12`, `M8`."""
@@ -55,7 +53,7 @@ def numpy_values() -> dict[Name, object]:
     return {(g.module, g.name): g for g in known}
 
 
-def numpy_calls(table: Table) -> dict[Name, Row]:
+def numpy_calls(table: ReducerTable) -> dict[Name, Row]:
     """Rows for REDUCE; `table` is where the limits are."""
 
     def scalar(args: tuple[object, ...]) -> object:
@@ -88,7 +86,7 @@ class PendingArray(Pending):
 
     __slots__ = ("table",)
 
-    def __init__(self, what: Global, args: tuple[object, ...], table: Table) -> None:
+    def __init__(self, what: Global, args: tuple[object, ...], table: ReducerTable) -> None:
         super().__init__(what, args)
         self.table = table
 
@@ -113,7 +111,7 @@ class PendingDType(Pending):
 
     __slots__ = ("table",)
 
-    def __init__(self, what: Global, args: tuple[object, ...], table: Table) -> None:
+    def __init__(self, what: Global, args: tuple[object, ...], table: ReducerTable) -> None:
         super().__init__(what, args)
         self.table = table
 
@@ -165,7 +163,7 @@ def _with_unit(plain: AnyDType, metadata: object) -> AnyDType | None:
     return plain if raw == b"generic" else np.dtype(f"{plain.kind}8[{count}{raw.decode()}]")
 
 
-def _structured(args: tuple[object, ...], names: object, fields: object, *, table: Table) -> AnyDType | None:
+def _structured(args: tuple[object, ...], names: object, fields: object, *, table: ReducerTable) -> AnyDType | None:
     """A dtype with named fields of plain types; None for one with nested or titled fields."""
     if not isinstance(names, tuple) or not isinstance(fields, dict) or len(names) != len(fields):
         raise PickleError("a structured dtype whose names and fields do not agree")
@@ -188,7 +186,7 @@ def _structured(args: tuple[object, ...], names: object, fields: object, *, tabl
         raise PickleError(f"a structured dtype that numpy refuses: {error}") from None
 
 
-def _scalar(args: tuple[object, ...], table: Table) -> object:
+def _scalar(args: tuple[object, ...], table: ReducerTable) -> object:
     """One element: its dtype and its bytes."""
     match args:
         case (np.dtype() as dtype, (bytes() | str()) as data):
@@ -210,7 +208,7 @@ def _scalar(args: tuple[object, ...], table: Table) -> object:
         raise PickleError(f"a numpy scalar that numpy refuses: {error}") from None
 
 
-def _frombuffer(args: tuple[object, ...], table: Table) -> object:
+def _frombuffer(args: tuple[object, ...], table: ReducerTable) -> object:
     """An array as protocol 5 writes it: data, dtype, shape, order, and the axes of a transposed one."""
     match args:
         case (bytes() | bytearray() as data, np.dtype() as dtype, tuple(shape), str(order)) | (
@@ -228,7 +226,7 @@ def _frombuffer(args: tuple[object, ...], table: Table) -> object:
             raise PickleError("an array from a buffer with other arguments than numpy's")
 
 
-def _array(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran: bool, table: Table) -> object:
+def _array(data: object, dtype: AnyDType, shape: tuple[object, ...], *, fortran: bool, table: ReducerTable) -> object:
     """An array over `data`, or `NotImplemented` for elements of no bytes. Nothing is allocated from a claimed size."""
     if isinstance(data, str):
         # A Python 2 string that happened to be UTF-8; see `text.python2_string`.

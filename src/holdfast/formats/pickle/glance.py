@@ -26,8 +26,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from holdfast.formats.pickle.state import State
 
-__all__ = ["NEVER", "Claim", "Glance", "Make", "Stub", "settle"]
-
 NEVER = object()
 """What no memo holds."""
 
@@ -79,7 +77,7 @@ LENGTHS = {0x29: 0, 0x85: 1, 0x86: 2, 0x87: 3}
 """Members of the tuple that an opcode makes."""
 
 
-class Claim(NamedTuple):
+class TensorArguments(NamedTuple):
     """What a tensor says of itself, apart from its key. Only its form is checked."""
 
     storage: object
@@ -104,16 +102,16 @@ class Stub:
 
     __slots__ = ("at", "kind")
 
-    def __init__(self, kind: Kind, at: int) -> None:
+    def __init__(self, kind: TensorTemplate, at: int) -> None:
         self.kind, self.at = kind, at
 
 
-class Kind:
+class TensorTemplate:
     """Tensors that differ in their keys and memo numbers alone."""
 
     __slots__ = ("base", "claim", "following", "head_nbytes", "heads", "make", "opcodes", "step", "stubs", "tail_nbytes")
 
-    def __init__(self, head: bytes, tail: tuple[int, int, int], claim: Claim, *, make: Make | None, opcodes: int) -> None:
+    def __init__(self, head: bytes, tail: tuple[int, int, int], claim: TensorArguments, *, make: Make | None, opcodes: int) -> None:
         self.heads = {head + bytes((n, 0, 0, 0)): n for n in range(1, 20)}
         """What stands before the key, with the length of the key."""
         self.head_nbytes = len(head) + 4
@@ -124,8 +122,8 @@ class Kind:
         self.stubs: tuple[Stub, ...] = ()
 
 
-NOTHING = Claim(None, "", 0, 0, (), (), False, None)
-START = Kind(b"", (0, 0, 0), NOTHING, make=None, opcodes=0)
+NOTHING = TensorArguments(None, "", 0, 0, (), (), False, None)
+START = TensorTemplate(b"", (0, 0, 0), NOTHING, make=None, opcodes=0)
 """Before any kind is known. No stream begins with its head."""
 
 
@@ -137,7 +135,7 @@ class Glance:
     def __init__(self, state: State) -> None:
         self._state = state
         self._expected = START
-        self._kinds: dict[tuple[bytes, int, int], Kind] = {}
+        self._kinds: dict[tuple[bytes, int, int], TensorTemplate] = {}
         self.made: object = None
         """The tensor that was taken last."""
         self.opcodes = 0
@@ -184,7 +182,7 @@ class Glance:
             kind.following, kind.stubs, kind.make = START, (), None
         self._kinds.clear()
 
-    def _learned(self, pos: int, limit: int) -> tuple[Kind, int, int, int] | None:
+    def _learned(self, pos: int, limit: int) -> tuple[TensorTemplate, int, int, int] | None:
         """The kind of a tensor by what it looks like, where its key begins and ends, and where itself ends; None for another."""
         state, first = self._state, len(self._state.memo)
         found = _pattern().match(state.data, pos, limit)
@@ -204,13 +202,13 @@ class Glance:
                 return None
             claim = self._claim(found)
             make = None if claim is None else state.table.kind(claim)
-            known = self._kinds[head, base, end - stop] = Kind(
+            known = self._kinds[head, base, end - stop] = TensorTemplate(
                 head, (base, step, end - stop), claim or NOTHING, make=make, opcodes=_opcodes(found, len(puts))
             )
             known.stubs = tuple(Stub(known, at) for at in range(1, len(puts) - 1))
         return known, start, stop, end
 
-    def _claim(self, found: re.Match[bytes]) -> Claim | None:
+    def _claim(self, found: re.Match[bytes]) -> TensorArguments | None:
         """What a tensor says; None where that is not of the form that it should have."""
         storage, kind, hooks = (self._got(found, group) for group in ("storage", "kind", "hooks"))
         text = found["text"]
@@ -221,7 +219,7 @@ class Glance:
         if text is not None and found["text_nbytes"][0] != len(text):
             return None
         (count,), (offset,) = _ints(found["count"]), _ints(found["offset"])
-        return Claim(kind, location, count, offset, size, stride, found["grad"] == b"\x88", hooks)
+        return TensorArguments(kind, location, count, offset, size, stride, found["grad"] == b"\x88", hooks)
 
     def _got(self, found: re.Match[bytes], group: str) -> object:
         """What a GET gives; a `Stub` where nothing was made for it."""
@@ -239,7 +237,7 @@ def settle(state: State) -> None:
             memo[index : index + len(made)] = made
 
 
-def _values(state: State, claim: Claim, key: str, *, located: int) -> list[object]:
+def _values(state: State, claim: TensorArguments, key: str, *, located: int) -> list[object]:
     """What the machine would have put into the memo between the key and the tensor."""
     hooks: OrderedDict[object, object] = OrderedDict()
     identity = ("storage", claim.storage, key, claim.location, claim.elements)

@@ -1,6 +1,6 @@
 """The loop: one pass over the opcodes of a pickle, protocols 0 to 5, that builds inert data and calls nothing.
 
-1. Every opcode of CPython's pickle either does stack work here, or asks the `Table` what a global, a call, a BUILD or a
+1. Every opcode of CPython's pickle either does stack work here, or asks the `ReducerTable` what a global, a call, a BUILD or a
    persistent id becomes, or is refused. There is no import, no `eval`, no attribute access by a name from the file, no recursion.
 2. A length that the stream claims is compared with the bytes that are there before anything is allocated. The end to compare with
    is the frame's inside a frame: an opcode never crosses it, frames never nest, and STOP is the last opcode of the last frame.
@@ -32,11 +32,9 @@ from holdfast.errors import HoldfastError, LimitExceeded, PickleError
 from holdfast.formats.pickle.glance import NEVER, START, Glance, Stub
 from holdfast.formats.pickle.rare import RARE, REFUSED
 from holdfast.formats.pickle.state import State
-from holdfast.formats.pickle.table import Pending, Table
+from holdfast.formats.pickle.table import Pending, ReducerTable
 from holdfast.formats.pickle.text import utf8
 from holdfast.formats.pickle.tolerant import TOLERANT
-
-__all__ = ["Interpreted", "interpret", "interpret_whole"]
 
 UNKNOWN = Stub(START, 0)
 """Found where the memo has nothing in that place; what is in no place in order is asked of the state."""
@@ -65,7 +63,7 @@ class Interpreted(Value, frozen=True):
 
 def interpret(
     data: bytes | memoryview,
-    table: Table,
+    table: ReducerTable,
     *,
     limits: Limits,
     stream: str = "data.pkl",
@@ -104,7 +102,7 @@ def interpret(
 
 
 def interpret_whole(
-    data: bytes | memoryview, table: Table, *, limits: Limits, stream: str = "data.pkl", max_nbytes: int | None = None
+    data: bytes | memoryview, table: ReducerTable, *, limits: Limits, stream: str = "data.pkl", max_nbytes: int | None = None
 ) -> Interpreted:
     """Interpret a pickle that is all of `data`; bytes behind its STOP are refused."""
     most = limits.pickle_nbytes if max_nbytes is None else max_nbytes

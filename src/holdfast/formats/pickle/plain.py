@@ -17,9 +17,7 @@ from holdfast.core.opaque import Global, Opaque
 from holdfast.core.runtime import weakly
 from holdfast.errors import PickleError
 from holdfast.formats.pickle.arrays import numpy_calls, numpy_values
-from holdfast.formats.pickle.table import Name, Row, Table
-
-__all__ = ["DefaultDict", "PlainTable"]
+from holdfast.formats.pickle.table import Name, ReducerTable, Row
 
 PATH_CHARACTERS = 4096
 """Linux refuses longer paths. Bounded because a path is cut into its parts when it is made."""
@@ -61,7 +59,7 @@ class DefaultDict(defaultdict[object, object]):
     __slots__ = ()
 
 
-class PlainTable(Table):
+class PlainTable(ReducerTable):
     """The inert table with the rows for plain Python and numpy, and the rows that are given, which win.
 
     Rows know their table weakly: it goes with its last user, and so do the tensors that it made.
@@ -228,7 +226,7 @@ class PlainTable(Table):
         return self.new(args[0], args[1:], None)
 
 
-def path_row(table: Table, kind: type[PurePath]) -> Row:
+def path_row(table: ReducerTable, kind: type[PurePath]) -> Row:
     """The row of one kind of path; `table` is where the spending is."""
 
     def path(args: tuple[object, ...]) -> object:

@@ -12,8 +12,6 @@ from holdfast.errors import LimitExceeded
 from holdfast.formats.pickle import text
 from holdfast.formats.pickle.state import NAME_NBYTES, State
 
-__all__ = ["RARE", "REFUSED"]
-
 INDEX_NBYTES = 20
 """Digits of a memo index in text."""
 

@@ -26,11 +26,8 @@ from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, PickleError, Truncated, detached
 from holdfast.formats.pickle.machine import interpret
 from holdfast.formats.pickle.spending import Spending
-from holdfast.formats.pickle.table import Table, modern
+from holdfast.formats.pickle.table import ReducerTable, modern
 from holdfast.formats.pickle.tolerant import Unread
-
-__all__ = ["Recorded", "Seen", "read_ahead"]
-
 
 KEPT = 3
 """Calls of one global that are kept: enough to see what it does."""
@@ -96,7 +93,7 @@ class Made(Opaque):
         self.root = root
 
 
-class Held:
+class IdentityKey:
     """A key or a member that is not hashed: by identity, whatever is in it."""
 
     __slots__ = ("value",)
@@ -116,13 +113,13 @@ class Loose(Spending):
     def fill(self, target: dict[object, object], flat: list[object]) -> None:
         pairs = iter(flat)
         for key, value in zip(pairs, pairs, strict=True):
-            target[key if type(key) is str and len(key) <= LONG_KEY else Held(key)] = value
+            target[key if type(key) is str and len(key) <= LONG_KEY else IdentityKey(key)] = value
 
     def collect(self, target: set[object], values: list[object] | tuple[object, ...]) -> None:
-        target.update(map(Held, values))
+        target.update(map(IdentityKey, values))
 
 
-class RecordingTable(Table):
+class RecordingTable(ReducerTable):
     """Notes what a stream does."""
 
     tolerant = True
@@ -351,7 +348,7 @@ def _item_nbytes(dtype: object, depth: int) -> int | None:
     return int(digits) * (4 if kind == "U" else 1)
 
 
-class Recorded(Value, frozen=True):
+class RecordedStream(Value, frozen=True):
     """What one stream would do, as far as it could be read."""
 
     table: RecordingTable
@@ -371,14 +368,14 @@ class Recorded(Value, frozen=True):
         return any(seen.uses != {"mention"} for seen in self.table.seen.values())
 
 
-def record(data: bytes, *, limits: Limits, joblib: bool = False) -> Recorded:
+def record(data: bytes, *, limits: Limits, joblib: bool = False) -> RecordedStream:
     """Read a stream. Raises nothing: what broke it off is in the answer."""
     table = RecordingTable(joblib=joblib)
     try:
         done = interpret(data, table, limits=limits, stream="pickle", max_nbytes=limits.pickle_nbytes)
     except HoldfastError as error:
-        return Recorded(table, None, None, detached(error))
-    return Recorded(table, done.value, done.stop, None)
+        return RecordedStream(table, None, None, detached(error))
+    return RecordedStream(table, done.value, done.stop, None)
 
 
 Read = Callable[[int, int], bytes]
@@ -396,7 +393,7 @@ LENGTHS = {ord("B"): 4, ord("X"): 4, ord("T"): 4, 0x8D: 8, 0x8E: 8, 0x96: 8}
 """Opcodes with a length that may be large, and the bytes that it takes."""
 
 
-def read_ahead(read: Read, nbytes: int, limits: Limits, *, joblib: bool = False) -> Recorded:
+def read_ahead(read: Read, nbytes: int, limits: Limits, *, joblib: bool = False) -> RecordedStream:
     """The pickle that begins these bytes. Raises nothing about the pickle: what broke it off is in the answer.
 
     What is no pickle fails in its first bytes, so a few are read, and more only while the stream asks for more than there are.
@@ -425,12 +422,12 @@ def _needed(data: bytes, at: int) -> int:
     return at + 1 + width + int.from_bytes(data[at + 1 : at + 1 + width], "little")
 
 
-def _too_long(found: Recorded, limits: Limits) -> Recorded:
+def _too_long(found: RecordedStream, limits: Limits) -> RecordedStream:
     error = LimitExceeded(f"a pickle longer than Limits(pickle_nbytes={limits.pickle_nbytes:,})", expected=limits.pickle_nbytes)
-    return Recorded(found.table, None, None, error)
+    return RecordedStream(found.table, None, None, error)
 
 
-def _passing_over(read: Read, limits: Limits, found: Recorded) -> Recorded:
+def _passing_over(read: Read, limits: Limits, found: RecordedStream) -> RecordedStream:
     """What does not say that it is a pickle and begins with a text longer than any pickle may be: look behind that text.
 
     The elements of a tensor begin like this once in a thousand times, and have nothing behind it.

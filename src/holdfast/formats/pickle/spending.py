@@ -24,8 +24,6 @@ from holdfast.core.limits import Limits
 from holdfast.core.opaque import Global
 from holdfast.errors import LimitExceeded, PickleError
 
-__all__ = ["Spending"]
-
 PROBES = 800_000_000
 """Steps in hash tables that a stream may cause: two seconds. Room for 40,000 scattered integers as keys of one dict."""
 

@@ -11,9 +11,7 @@ from typing import NoReturn
 from holdfast.core.limits import Limits
 from holdfast.errors import FormatError, LimitExceeded, PickleError, Truncated
 from holdfast.formats.pickle.glance import NEVER, Stub, settle
-from holdfast.formats.pickle.table import Pending, Table
-
-__all__ = ["NAME_NBYTES", "State"]
+from holdfast.formats.pickle.table import Pending, ReducerTable
 
 NAME_NBYTES = 1024
 """The longest module or name of a global. Names are compared and hashed at every mention, so they are kept short."""
@@ -27,7 +25,7 @@ class State:
         "sparse", "stack", "start", "stream", "table", "watched",
     )  # fmt: skip
 
-    def __init__(self, data: bytes, table: Table, limits: Limits, *, stream: str, start: int, end: int) -> None:
+    def __init__(self, data: bytes, table: ReducerTable, limits: Limits, *, stream: str, start: int, end: int) -> None:
         self.data = data
         self.table = table
         self.limits = limits

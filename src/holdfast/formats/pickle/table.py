@@ -1,4 +1,4 @@
-"""`Table`: what a pickle's globals, calls and BUILDs become. The machine does the stack work and asks the table for the rest.
+"""`ReducerTable`: what a pickle's globals, calls and BUILDs become. The machine does the stack work and asks it for the rest.
 
 The table decides by exact `(module, name)` pairs and never imports:
 
@@ -21,12 +21,9 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.core.opaque import Global, Opaque
 from holdfast.core.protocols import Foreign
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.glance import NEVER, Claim, Make
+from holdfast.formats.pickle.glance import NEVER, Make, TensorArguments
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.pickle.text import python2_string
-
-__all__ = ["ATTRIBUTES", "Name", "Pending", "Row", "Table", "modern"]
-
 
 MODULES = {
     "__builtin__": "builtins",
@@ -120,7 +117,7 @@ class Mention:
         self.uses: set[str] = set()
 
 
-class Table:
+class ReducerTable:
     """The inert table: what has no row becomes an `Opaque`."""
 
     tolerant = False
@@ -183,7 +180,7 @@ class Table:
                 mention.uses.add("mention")
         return mention.what
 
-    def kind(self, claim: Claim) -> Make | None:
+    def kind(self, claim: TensorArguments) -> Make | None:
         """What makes tensors of one kind, checked as `persistent` and `call` would check each of them; None where these shall."""
         return None
 

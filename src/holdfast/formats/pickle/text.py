@@ -11,8 +11,6 @@ import re
 
 from holdfast.errors import LimitExceeded, PickleError
 
-__all__ = ["decimal", "float_text", "python2_string", "quoted", "raw_unicode", "signed", "utf8"]
-
 FLOAT = re.compile(rb"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?(?:nan|inf)")
 FLOAT_NBYTES = 64
 """`repr` of a float has 24 characters at most."""

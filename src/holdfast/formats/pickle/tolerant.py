@@ -15,8 +15,6 @@ from holdfast.formats.pickle import text
 from holdfast.formats.pickle.rare import RARE
 from holdfast.formats.pickle.state import NAME_NBYTES, State
 
-__all__ = ["TOLERANT", "Unread"]
-
 DIGITS = 40
 """Longer numbers are not worth knowing, and `int` of them is quadratic."""
 

@@ -36,22 +36,6 @@ from holdfast.core.tree import dotted
 from holdfast.formats.pickle.plain import PATHS, PLAIN_TYPES, DefaultDict
 from holdfast.formats.pickle.table import ATTRIBUTES
 
-__all__ = [
-    "FLOAT",
-    "LONG_GET",
-    "LONG_PUT",
-    "TEXT",
-    "TUPLES",
-    "PickleWriter",
-    "get",
-    "integer",
-    "put",
-    "write_array",
-    "write_dtype",
-    "write_scalar",
-]
-
-
 BYTE = [bytes([i]) for i in range(256)]
 PUT1, GET1, INT1 = [b"q" + b for b in BYTE], [b"h" + b for b in BYTE], [b"K" + b for b in BYTE]
 WORD = struct.Struct("<cI").pack

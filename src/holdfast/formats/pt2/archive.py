@@ -14,8 +14,6 @@ import struct
 
 from holdfast.core.protocols import Description, Source
 
-__all__ = ["FORMAT_RECORD", "OLD_PROGRAM", "Pt2Archive"]
-
 FORMAT_RECORD = "archive_format"
 OLD_PROGRAM = "serialized_exported_program.json"
 

@@ -23,8 +23,6 @@ from holdfast.errors import MetadataError
 from holdfast.formats.pt2.schema import SCALARS
 from holdfast.formats.strict_json import quoted
 
-__all__ = ["Program", "TensorValue", "check_weights", "summarise"]
-
 SHOWN = 6
 """Values and operators that a sentence lists."""
 

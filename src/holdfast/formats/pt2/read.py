@@ -38,13 +38,12 @@ from holdfast.core.value import replace
 from holdfast.errors import HeaderError, HoldfastError, LimitExceeded, MetadataError, ZipError
 from holdfast.formats.pt2.archive import FORMAT_RECORD, OLD_PROGRAM
 from holdfast.formats.pt2.program import Program, check_weights, summarise
-from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, Entry, TensorMeta, about, blamed, parse_config
+from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, ConfigEntry, TensorMeta, about, blamed, parse_config
 from holdfast.formats.strict_json import kind, parse, quoted
 from holdfast.formats.torch.tensors import beyond, checked_shape, reach, strided_view
 from holdfast.formats.torch.zip import Payloads, PickleReader, record_bytes
-from holdfast.formats.zip.reader import Archive, Record, read_archive
-
-__all__ = ["Model", "Pt2Reader", "describe_pt2", "program_names"]
+from holdfast.formats.zip.layout import Archive, ZipRecord
+from holdfast.formats.zip.reader import read_archive
 
 VERSION_RECORD, VERSION = "archive_version", "0"
 MODELS, WEIGHTS, CONSTANTS, INPUTS, COMPILED = (
@@ -245,7 +244,7 @@ class Pt2Reader:
                 raise HeaderError(f"the record {name} says {found!r} and not {expected!r}", expected=expected, found=found)
             self.texts[name] = found
 
-    def _bytes(self, record: Record, most: int | None = None) -> bytes:
+    def _bytes(self, record: ZipRecord, most: int | None = None) -> bytes:
         """A record of text, within the limits."""
         limit = self._source.limits.header_nbytes
         if most is not None and record.nbytes > most:
@@ -276,7 +275,7 @@ class Pt2Reader:
             raise blamed(error, model, what, name=name) from None
         return values
 
-    def _value(self, folder: str, model: str, name: str, *, entry: Entry) -> object:
+    def _value(self, folder: str, model: str, name: str, *, entry: ConfigEntry) -> object:
         record = self._archive.get(folder + entry.record)
         if record is None:
             raise MetadataError(f"there is no record {folder}{entry.record[:80]}", found=entry.record)
@@ -290,7 +289,7 @@ class Pt2Reader:
             raise HeaderError("a raw tensor without tensor_meta")
         return self._view(record, entry.meta, f"{model}.{name}", is_param=entry.is_param)
 
-    def _view(self, record: Record, meta: TensorMeta, name: str, *, is_param: bool) -> LazyTensor:
+    def _view(self, record: ZipRecord, meta: TensorMeta, name: str, *, is_param: bool) -> LazyTensor:
         """A tensor over a raw record."""
         traits = Traits(requires_grad=meta.requires_grad, parameter=is_param)
         if not record.nbytes and 0 not in meta.sizes:
@@ -316,7 +315,7 @@ class Pt2Reader:
         chunk = Chunk(Box.whole(shape), storage, offset * bits, tuple([s * bits for s in strides]))
         return LazyTensor("", dtype, shape, (chunk,), self._source, traits)
 
-    def _storage(self, record: Record, meta: TensorMeta) -> Storage:
+    def _storage(self, record: ZipRecord, meta: TensorMeta) -> Storage:
         """All of a raw record."""
         if not record.stored:
             raise ZipError(f"the storage {record.name!r} is compressed", offset=record.header)
@@ -380,7 +379,7 @@ class Pt2Reader:
 
     def _list_rest(self) -> None:
         """Say what else is there: compiled code by model, extra files, folders of other programs."""
-        groups: dict[str, list[Record]] = {}
+        groups: dict[str, list[ZipRecord]] = {}
         prefix = f"{self._archive.prefix}/" if self._archive.prefix else ""
         room = TEXTS
         for name in self._archive.records:
@@ -404,7 +403,7 @@ class Pt2Reader:
             self.notes.append(f"{folder}: {len(records):,} files, {nbytes:,} bytes ({names}); listed, not loaded")
 
 
-def _checked(value: object, entry: Entry) -> object:
+def _checked(value: object, entry: ConfigEntry) -> object:
     """What a pickled weight is, if that is what the config says."""
     if isinstance(value, LazyTensor) and entry.meta is not None:
         if value.dtype is not entry.meta.dtype or value.shape != entry.meta.sizes:

@@ -38,12 +38,10 @@ from holdfast.formats.pt2.write import HEADER, Pickled, lay_out_records, place_w
 from holdfast.formats.strict_json import parse
 from holdfast.formats.torch.write import SERIALIZATION_ID
 from holdfast.formats.torch.zip import record_bytes
-from holdfast.formats.zip.reader import Archive, Record, read_archive
+from holdfast.formats.zip.layout import Archive, ZipRecord
+from holdfast.formats.zip.reader import read_archive
 from holdfast.formats.zip.writer import Payload
 from holdfast.plan.saves import Data, SavePlan
-
-__all__ = ["Beside", "copied", "lay_out_replaced", "pickled_weights", "read_beside"]
-
 
 BYTES = DTYPES.name("uint8")
 
@@ -131,7 +129,7 @@ def _rows(document: object) -> dict[str, Mapping[str, object]]:
     return {name: row["tensor_meta"] for name, row in config.items() if row.get("tensor_meta")} if isinstance(config, dict) else {}
 
 
-def copied(source: Source, key: str, record: Record) -> Data:
+def copied(source: Source, key: str, record: ZipRecord) -> Data:
     """The bytes of a record, as they are. torch stores every record plainly."""
     if BYTES is None or not record.stored:
         raise Unsupported(f"the record {record.name!r} is compressed, and cannot be copied as it is", file=key)

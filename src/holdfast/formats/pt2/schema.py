@@ -25,22 +25,6 @@ from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, HoldfastError, MetadataError, UnsafePath
 from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
-__all__ = [
-    "LAYOUTS",
-    "OBJECT",
-    "OPAQUE",
-    "SCALARS",
-    "STRIDED",
-    "TENSOR",
-    "WEIGHT",
-    "Entry",
-    "TensorMeta",
-    "about",
-    "blamed",
-    "parse_config",
-    "tensor_meta",
-]
-
 SCALARS: Mapping[int, str] = {
     1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 6: "float16", 7: "float32", 8: "float64", 9: "complex32",
     10: "complex64", 11: "complex128", 12: "bool", 13: "bfloat16", 28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2",
@@ -72,7 +56,7 @@ class TensorMeta(NamedTuple):
     """The device that it was on: `cpu`, `cuda:0`."""
 
 
-class Entry(NamedTuple):
+class ConfigEntry(NamedTuple):
     """One name of a config."""
 
     record: str
@@ -135,7 +119,7 @@ CONFIGS = msgspec.json.Decoder(_Config)
 it first needs them, and that shall not be when a file is opened."""
 
 
-def _usual(raw: bytes) -> dict[str, Entry] | None:
+def _usual(raw: bytes) -> dict[str, ConfigEntry] | None:
     """The names of a document that is as torch writes it; None for any other one, also where one of its values is wrong."""
     try:
         document = CONFIGS.decode(raw)
@@ -158,13 +142,13 @@ def _usual(raw: bytes) -> dict[str, Entry] | None:
             return None
         device = meta.device
         location = device.type if device.index is None else f"{device.type}:{device.index}"
-        entries[name] = Entry(
+        entries[name] = ConfigEntry(
             record, payload.is_param, payload.use_pickle, TensorMeta(dtype, sizes, strides, offset, meta.requires_grad, location)
         )
     return entries
 
 
-def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[str, Entry]:
+def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[str, ConfigEntry]:
     """Every name of a config with what is said of it. `what` is `weight` or `constant`, for messages."""
     usual = _usual(raw)
     if usual is not None:
@@ -180,7 +164,7 @@ def parse_config(raw: bytes, limits: Limits, *, model: str, what: str) -> dict[s
     return entries
 
 
-def _entry(value: object, at: tuple[str, ...]) -> Entry:
+def _entry(value: object, at: tuple[str, ...]) -> ConfigEntry:
     if not isinstance(value, dict):
         raise HeaderError(f"at {pointer(*at)}: an object was expected, not {kind(value)}")
     record = value.get("path_name")
@@ -189,7 +173,7 @@ def _entry(value: object, at: tuple[str, ...]) -> Entry:
     if record in ("", ".", "..") or any(c in "/\\:\0" for c in record):
         raise UnsafePath(f"at {pointer(*at, 'path_name')}: {quoted(record)} is no name of a record in this folder", found=record)
     meta, pickled = value.get("tensor_meta"), _flag(value, "use_pickle", at)
-    return Entry(
+    return ConfigEntry(
         record,
         _flag(value, "is_param", at),
         pickled,

@@ -36,8 +36,6 @@ from holdfast.formats.torch.write import NBYTES, SERIALIZATION_ID, Identity
 from holdfast.formats.zip.writer import Payload, lay_out_zip
 from holdfast.plan.saves import Data, FilePlan, Late, SavePlan
 
-__all__ = ["MODEL", "Part", "Pickled", "Placed", "lay_out_pt2", "models_of", "place_weights"]
-
 MODEL = "model"
 """What torch calls a program that is given without a name, and the one that `torch.export.load` looks for."""
 
@@ -60,7 +58,7 @@ class Pickled(Value, frozen=True):
     is_param: bool = False
 
 
-class Part(Value, frozen=True):
+class ModelWeights(Value, frozen=True):
     """One model of a package."""
 
     weights: Mapping[str, LazyTensor | Pickled]
@@ -71,10 +69,10 @@ class Part(Value, frozen=True):
     """A file of `torch.save`."""
 
 
-def models_of(state: State) -> dict[str, Part]:
+def models_of(state: State) -> dict[str, ModelWeights]:
     """The models of a state `{name: state dict}`, whose tensors may be nested. Raises `CannotHold` with all that is no tensor."""
     problems: list[str] = []
-    models: dict[str, Part] = {}
+    models: dict[str, ModelWeights] = {}
     if not isinstance(state.tree, dict) or not state.tree:
         raise CannotHold("a package holds models by their names", ["the state is no dict of models"])
     for model, tree in state.tree.items():
@@ -89,7 +87,7 @@ def models_of(state: State) -> dict[str, Part]:
                 problems.append(f"{model}.{name}: two tensors of this name")
             else:
                 weights[name] = value
-        models[model] = Part(weights)
+        models[model] = ModelWeights(weights)
     if problems:
         raise CannotHold("a package of weights cannot hold some of this state", problems)
     return models
@@ -105,7 +103,7 @@ def _leaves(tree: Mapping[object, object], prefix: str) -> Iterator[tuple[str, o
 
 
 def lay_out_pt2(
-    models: Mapping[str, Part],
+    models: Mapping[str, ModelWeights],
     *,
     name: str = "archive",
     extra: Mapping[str, bytes | Data] | None = None,
@@ -138,7 +136,7 @@ def lay_out_pt2(
     return lay_out_records(name, records, (*weights.notes, *constants.notes, *_unlooked_for(models)))
 
 
-def _unlooked_for(models: Mapping[str, Part]) -> Iterator[str]:
+def _unlooked_for(models: Mapping[str, ModelWeights]) -> Iterator[str]:
     """That `torch.export.load` fails on programs of these names (torch 2.13: `KeyError: 'model'`), and what loads them."""
     programs = [model for model, part in models.items() if part.program is not None]
     if programs and MODEL not in programs:
@@ -164,7 +162,7 @@ def _plain(model: str) -> bool:
     return bool(model) and model not in (".", "..") and not any(c in "/\\:\0" for c in model)
 
 
-class Placed(Struct):
+class PlacedRecords(Struct):
     """The records of some folder, and the configs that name them."""
 
     records: dict[str, list[tuple[str, Payload]]] = field(default_factory=dict)
@@ -176,7 +174,7 @@ class Placed(Struct):
 
 def place_weights(
     models: Mapping[str, Mapping[str, LazyTensor | Pickled]], stem: str, *, trim: bool = True, taken: frozenset[str] = frozenset()
-) -> Placed:
+) -> PlacedRecords:
     """Give every storage a record `<stem>N` that is not taken, and every name a line in its model's config."""
     return _Placing(stem, trim, taken).run(models)
 
@@ -198,9 +196,9 @@ class _Placing:
         """torch has a record for each dtype over a storage; the records of one dtype share what they can."""
         self._next: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self.placed = Placed()
+        self.placed = PlacedRecords()
 
-    def run(self, models: Mapping[str, Mapping[str, LazyTensor | Pickled]]) -> Placed:
+    def run(self, models: Mapping[str, Mapping[str, LazyTensor | Pickled]]) -> PlacedRecords:
         views: dict[tuple[str, str], _View | LazyTensor | Pickled] = {}
         order: dict[str, dict[str, list[str]]] = {}
         pickles: dict[str, str] = {}

@@ -26,9 +26,6 @@ from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.rank_files.replicas import Copy, Replicas
 from holdfast.formats.torch.zip import PickleReader, saved_archive
 
-__all__ = ["Allowance", "Assembly", "Join", "Leaf", "Part", "RankFile", "described", "in_step", "read_rank"]
-
-
 EXPLAINED = 1024
 """Parts of which two are looked for that overlap; the search is quadratic where all of them do."""
 
@@ -56,7 +53,7 @@ def read_rank(source: Source, rank: int, key: str) -> RankFile:
     return RankFile(rank, key, tree, nbytes, foreign)
 
 
-class Part(Value, frozen=True):
+class RankBox(Value, frozen=True):
     """Elements of a tensor that a rank has."""
 
     rank: int
@@ -81,10 +78,10 @@ class Assembly:
         return self._replicas.unequal
 
     def tensor(
-        self, name: str, dtype: DType, shape: tuple[int, ...], *, parts: Sequence[Part], traits: Traits = PLAIN
+        self, name: str, dtype: DType, shape: tuple[int, ...], *, parts: Sequence[RankBox], traits: Traits = PLAIN
     ) -> LazyTensor:
         """The tensor that these are parts of. Raises `MetadataError`, by its name, where they do not cover it exactly once."""
-        by_box: dict[Box, list[Part]] = {}
+        by_box: dict[Box, list[RankBox]] = {}
         for part in parts:
             if part.tensor.dtype is not dtype:
                 raise MetadataError(
@@ -127,7 +124,7 @@ class Assembly:
                 )
         if first.traits.meta:
             return first
-        parts = [Part(rank, Box.whole(tensor.shape), tensor) for rank, tensor in copies]
+        parts = [RankBox(rank, Box.whole(tensor.shape), tensor) for rank, tensor in copies]
         return self.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
 
 
@@ -137,7 +134,7 @@ def _moved(box: Box, origin: tuple[int, ...]) -> Box:
     )
 
 
-def _uncovered(whole: Box, boxes: Mapping[Box, Sequence[Part]]) -> str:
+def _uncovered(whole: Box, boxes: Mapping[Box, Sequence[RankBox]]) -> str:
     """Why boxes do not tile."""
     outside = next((box for box in boxes if not whole.contains(box)), None)
     if outside is not None:
@@ -184,10 +181,10 @@ def in_step(files: Sequence[RankFile], join: Join, allowance: Allowance, *, dept
 
     A key that some ranks lack is a place, too. What is no dict, list or tuple on all of them is a leaf.
     """
-    return _Walk(join, allowance, depth).joined({file.rank: file.tree for file in files}, ())
+    return _JoinWalk(join, allowance, depth).joined({file.rank: file.tree for file in files}, ())
 
 
-class _Walk(Value, frozen=True):
+class _JoinWalk(Value, frozen=True):
     join: Join
     allowance: Allowance
     most_depth: int

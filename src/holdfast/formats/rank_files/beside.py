@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from holdfast.core.tensor import LazyTensor
 from holdfast.formats.rank_files.assemble import Assembly
 
-__all__ = ["Moving", "free_key"]
-
 
 class Moving:
     """Gives tensors the source that all tensors of an assembly have. What stands in several places is made once."""

@@ -26,13 +26,11 @@ from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.tree import contents
 from holdfast.core.value import Value, replace
 from holdfast.errors import MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, Part, described, in_step, read_rank
+from holdfast.formats.rank_files.assemble import Allowance, Assembly, Leaf, RankBox, described, in_step, read_rank
 from holdfast.formats.rank_files.mesh import read_mesh
 from holdfast.formats.rank_files.placements import Cut, Mesh, local_boxes
 from holdfast.formats.rank_files.recognise import EXTRA, PATTERN, RankSet, by_what, check_complete, main_set, rank_sets, some
 from holdfast.formats.torch.tensors import brief, checked_ints, checked_shape
-
-__all__ = ["describe"]
 
 PIECE_STEPS = 32
 """What one piece of a tensor costs: it is sliced, compared and kept. A DTensor takes some 500 bytes, and has one or a few."""
@@ -85,7 +83,7 @@ def _is_ours(what: Global) -> bool:
     return what.module.startswith("torch.distributed.") and what.name in UNDERSTOOD
 
 
-class Claim(Value, frozen=True):
+class DTensorSpec(Value, frozen=True):
     """What a DTensor says of itself on one rank."""
 
     shape: tuple[int, ...]
@@ -178,7 +176,7 @@ class _Joined:
             claims = {rank: self._claim(value, rank) for rank, value in found.items()}
             self._check_meshes(claims)
             first = next(iter(claims.values()))
-            parts: list[Part] = []
+            parts: list[RankBox] = []
             for rank, claim in claims.items():
                 if (claim.shape, claim.dtype) != (first.shape, first.dtype):
                     raise MetadataError(
@@ -190,7 +188,7 @@ class _Joined:
                 parts += self._parts(rank, claim)
             return self.assembly.tensor(name, first.dtype, first.shape, parts=parts, traits=first.traits)
 
-    def _parts(self, rank: int, claim: Claim) -> Sequence[Part]:
+    def _parts(self, rank: int, claim: DTensorSpec) -> Sequence[RankBox]:
         at = claim.mesh.coordinate(rank)
         if at is None:
             if claim.local.size:
@@ -210,12 +208,12 @@ class _Joined:
                 found=claim.local.shape,
             )
         if len(boxes) == 1:
-            return [Part(rank, boxes[0][0], claim.local)]
-        return [Part(rank, whole, claim.local[own.slices]) for whole, own in boxes]
+            return [RankBox(rank, boxes[0][0], claim.local)]
+        return [RankBox(rank, whole, claim.local[own.slices]) for whole, own in boxes]
 
-    def _check_meshes(self, claims: Mapping[int, Claim]) -> None:
+    def _check_meshes(self, claims: Mapping[int, DTensorSpec]) -> None:
         """Every rank of a mesh must say the same: mesh and placements."""
-        by_mesh: dict[int, dict[int, Claim]] = {}
+        by_mesh: dict[int, dict[int, DTensorSpec]] = {}
         for rank, claim in claims.items():
             by_mesh.setdefault(id(claim.mesh), {})[rank] = claim
         for members in by_mesh.values():
@@ -234,7 +232,7 @@ class _Joined:
                 if claim.cuts != first.cuts:
                     raise MetadataError(f"it is placed in one way on rank {rank} and in another on rank {other}")
 
-    def _claim(self, value: Opaque, rank: int) -> Claim:
+    def _claim(self, value: Opaque, rank: int) -> DTensorSpec:
         spec, local = value.attribute("_spec"), _unwrapped(value.attribute("_local_tensor"))
         if not isinstance(spec, Opaque) or spec.name != "DTensorSpec":
             raise MetadataError("a DTensor without its spec", found=brief(spec))
@@ -246,7 +244,7 @@ class _Joined:
         cuts = _cuts(spec, len(shape), len(mesh.shape))
         parameter = any(state.get("_is_param") is True for state in value.states())
         traits = Traits(requires_grad=grad, parameter=parameter, conj=local.traits.conj, neg=local.traits.neg)
-        return Claim(shape, dtype, mesh, cuts, local, traits)
+        return DTensorSpec(shape, dtype, mesh, cuts, local, traits)
 
     def _outline(self, value: Opaque, spec: Opaque) -> tuple[tuple[int, ...], DType, bool]:
         """Shape and dtype of the whole, and whether it requires a gradient: as the tensor says, and its spec."""

@@ -24,10 +24,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import MetadataError
 
-__all__ = ["Row", "Stretch", "cut"]
 
-
-class Row:
+class FlatRow:
     """Parts that follow each other: 1-D tensors of one dtype, each in C order in one place."""
 
     def __init__(self, parts: Sequence[LazyTensor]) -> None:
@@ -68,7 +66,7 @@ class Row:
 class Stretch(Value, frozen=True):
     """Elements of a row."""
 
-    row: Row
+    row: FlatRow
     start: int
     stop: int
 

@@ -32,19 +32,17 @@ from collections.abc import Mapping, Sequence
 from holdfast.core.box import Box
 from holdfast.core.opaque import Opaque
 from holdfast.core.patterns import matcher
-from holdfast.core.placement_rules import Rule, parse_rule
+from holdfast.core.placement_rules import PlacementRule, parse_rule
 from holdfast.core.protocols import Description, Source
 from holdfast.core.tensor import LazyTensor
 from holdfast.core.tree import FREE_CHARACTERS, NAME_CHARACTERS_A_BYTE
 from holdfast.core.value import Value, replace
 from holdfast.errors import BadPlacement, FormatError, LimitExceeded, MetadataError, Unsupported, located
-from holdfast.formats.rank_files.assemble import Assembly, Part, RankFile, described, read_rank
+from holdfast.formats.rank_files.assemble import Assembly, RankBox, RankFile, described, read_rank
 from holdfast.formats.rank_files.beside import Moving, free_key
 from holdfast.formats.rank_files.megatron_files import FORMAT, Place, megatron_files
 from holdfast.formats.rank_files.recognise import some
 from holdfast.formats.rank_files.steps import chosen_step
-
-__all__ = ["BESIDE", "RULES", "describe"]
 
 POINTER = "latest_checkpointed_iteration.txt"
 BESIDE = "megatron"
@@ -144,7 +142,7 @@ def _plain(value: object) -> object:
     return value if isinstance(value, int | float | str | None) else None
 
 
-class Copies(Value, frozen=True):
+class ParallelCopies(Value, frozen=True):
     """A parameter as the tensor-parallel ranks of one stage have it."""
 
     local: str
@@ -168,7 +166,7 @@ class _Iteration:
         self._room = NAME_CHARACTERS_A_BYTE * stored + FREE_CHARACTERS
 
     def description(self, step: str) -> Description:
-        parameters: dict[str, list[Copies]] = {}
+        parameters: dict[str, list[ParallelCopies]] = {}
         for chunk in self._chunks():
             for name, copies in chunk.items():
                 parameters.setdefault(name, []).append(copies)
@@ -198,7 +196,7 @@ class _Iteration:
 
     # Layers
 
-    def _chunks(self) -> list[dict[str, Copies]]:
+    def _chunks(self) -> list[dict[str, ParallelCopies]]:
         """What each stage has, by names that count the layers of the whole model; in the order in which a batch passes."""
         keys = [key for key in self.ranks[0].said if _is_model(key)]
         keys.sort(key=lambda key: (len(str(key)), str(key)))
@@ -234,7 +232,7 @@ class _Iteration:
             )  # fmt: skip
         return found
 
-    def _stage(self, key: object, pp: int) -> dict[str, Copies]:
+    def _stage(self, key: object, pp: int) -> dict[str, ParallelCopies]:
         """The parameters of a stage, or of one part of it, on all its tensor-parallel ranks."""
         own = sorted((rank for rank in self.ranks if rank.pp == pp), key=lambda rank: rank.tp)
         flats = []
@@ -252,7 +250,7 @@ class _Iteration:
                     file=rank.file.key, tensor=differing[0][:200],
                 )  # fmt: skip
         for name in flats[0]:
-            found[name] = Copies(name, [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)])
+            found[name] = ParallelCopies(name, [(rank, flat[name]) for rank, flat in zip(own, flats, strict=True)])
         return found
 
     def _flatten(self, value: object, path: str, found: dict[str, LazyTensor], *, depth: int) -> None:
@@ -276,7 +274,7 @@ class _Iteration:
             if not any(map(matcher(rule.pattern), names)):
                 raise BadPlacement(f"rule {rule.pattern!r} matches no tensor")
 
-    def _tensor(self, name: str, copies: Sequence[Copies]) -> LazyTensor:
+    def _tensor(self, name: str, copies: Sequence[ParallelCopies]) -> LazyTensor:
         tensors = [pair for each in copies for pair in each.tensors]
         rule = next((rule for rule in self.rules if matcher(rule.pattern)(name)), None)
         if rule is None or not rule.axes or self.tp == 1:
@@ -298,7 +296,7 @@ class _Iteration:
                 raise MetadataError(f"{first.shape[axis]} rows are not {blocks} matrices", found=first.shape)
             shape = (*first.shape[:axis], first.shape[axis] * self.tp, *first.shape[axis + 1 :])
             parts = [
-                Part(rank.file.rank, *_block(tensor, axis, length, number=block, at=(block * self.tp + rank.tp) * length))
+                RankBox(rank.file.rank, *_block(tensor, axis, length, number=block, at=(block * self.tp + rank.tp) * length))
                 for rank, tensor in tensors
                 for block in range(blocks)
             ]
@@ -327,7 +325,7 @@ class _Iteration:
         return 1
 
 
-def _rule(given: str | Rule) -> Rule:
+def _rule(given: str | PlacementRule) -> PlacementRule:
     rule = parse_rule(given) if isinstance(given, str) else given
     if set(rule.axes) - {"tp"}:
         raise BadPlacement(f"rule {rule.pattern!r}: Megatron's files are cut over 'tp' alone")

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from holdfast.core.protocols import Description, Source
 from holdfast.formats.rank_files.recognise import begins_like_torch
 
-__all__ = ["FORMAT", "MegatronDirectory", "Place", "megatron_files"]
-
 FORMAT = "megatron"
 
 FILE = re.compile(

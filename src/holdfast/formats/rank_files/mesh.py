@@ -20,8 +20,6 @@ from holdfast.errors import MetadataError, Unsupported
 from holdfast.formats.rank_files.placements import Mesh
 from holdfast.formats.torch.tensors import brief, checked_ints
 
-__all__ = ["read_mesh"]
-
 MOST_AXES = 64
 """Dimensions of a mesh, and what one may be made of."""
 

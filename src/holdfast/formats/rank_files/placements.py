@@ -23,8 +23,6 @@ from holdfast.core.box import Box
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, MetadataError
 
-__all__ = ["Cut", "Mesh", "local_boxes"]
-
 MOST_RUNS = 1024
 """Runs that one rank has of one tensor. FSDP over tensor parallelism makes one, or a few where lengths are uneven."""
 

@@ -16,19 +16,6 @@ from msgspec import Struct, field
 from holdfast.core.protocols import Description, Source
 from holdfast.errors import FormatError
 
-__all__ = [
-    "EXTRA",
-    "PATTERN",
-    "RankFiles",
-    "RankSet",
-    "begins_like_torch",
-    "by_what",
-    "check_complete",
-    "main_set",
-    "rank_sets",
-    "some",
-]
-
 SHOWN = 5
 """Ranks, files or names that a message lists."""
 

@@ -24,9 +24,7 @@ from holdfast.core.protocols import Request, Source, Stamp
 from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import Value, replace
 from holdfast.errors import ReplicasDiffer
-from holdfast.stores.virtual import Entry, Virtual, tensor_stamp
-
-__all__ = ["Copy", "Replicas"]
+from holdfast.stores.virtual import Virtual, VirtualFile, tensor_stamp
 
 STEP_NBYTES = 1 << 20
 """Bytes that are compared at a time: what is read for that is thrown away."""
@@ -86,7 +84,9 @@ class Replicas(Virtual):
         storage = self._known.get(place)
         if storage is None:
             stamp = partial(_stamp, tuple(copies))
-            key = self.put(Entry(first.nbytes, read, stamp, first.nbytes * len(copies)), f"replicas/{len(self._entries)}: {name}")
+            key = self.put(
+                VirtualFile(first.nbytes, read, stamp, first.nbytes * len(copies)), f"replicas/{len(self._entries)}: {name}"
+            )
             label, originals = f"{len(copies)} replicas of {name}", tuple(copy.tensor for copy in copies)
             storage = self._known[place] = ReplicaStorage(key, 0, first.nbytes, label=label, home=self, originals=originals)
         return Chunk(Box.whole(first.shape), storage, 0, c_strides(first.shape, first.dtype.bits))

@@ -13,8 +13,6 @@ from holdfast.core.protocols import Source
 from holdfast.errors import FormatError
 from holdfast.formats.rank_files.recognise import some
 
-__all__ = ["chosen_step"]
-
 POINTER_NBYTES = 4096
 """More than any name of a folder."""
 

@@ -33,14 +33,12 @@ from holdfast.core.value import replace
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import Assembly, RankFile, described, read_rank
 from holdfast.formats.rank_files.beside import Moving, free_key
-from holdfast.formats.rank_files.flat import Row, Stretch, cut
+from holdfast.formats.rank_files.flat import FlatRow, Stretch, cut
 from holdfast.formats.rank_files.recognise import RankSet, begins_like_torch, check_complete, some
 from holdfast.formats.rank_files.steps import chosen_step
 from holdfast.formats.rank_files.zero_parts import FlatGroups, Optimizer, flat_groups, optimizer_of, shapes_of
 from holdfast.formats.rank_files.zero_universal import Universal, universal_files
 from holdfast.formats.torch.tensors import brief
-
-__all__ = ["BESIDE", "ZeroDirectory"]
 
 LATEST = "latest"
 BESIDE = "deepspeed"
@@ -262,7 +260,7 @@ class _Step:
                     expected=shape, found=parts[0].shape,
                 )  # fmt: skip
             return self.assembly.replica(name, [(0, parts[0])])
-        row = Row(parts)
+        row = FlatRow(parts)
         size = LazyTensor("", row.dtype, shape, (), self.own).size
         step = -(-size // len(parts))
         if any(part.size != step for part in parts):

@@ -29,10 +29,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import FormatError, MetadataError, Unsupported, located
 from holdfast.formats.rank_files.assemble import RankFile
-from holdfast.formats.rank_files.flat import Row, Stretch, cut
+from holdfast.formats.rank_files.flat import FlatRow, Stretch, cut
 from holdfast.formats.torch.tensors import brief, checked_shape
-
-__all__ = ["FlatGroups", "Optimizer", "Place", "flat_groups", "optimizer_of", "shapes_of"]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -56,7 +54,7 @@ class Optimizer(Value, frozen=True):
     """All of it."""
 
 
-class Place(Value, frozen=True):
+class ParameterRange(Value, frozen=True):
     """Where a parameter lies: from which element on of the row, or of the row of each rank."""
 
     name: str
@@ -133,7 +131,7 @@ def shapes_of(value: object, what: str, limits: Limits) -> list[Shapes]:
 class FlatGroups:
     """The flat groups of all ranks, and what lies where in them."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], places: Sequence[Sequence[Place]]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], places: Sequence[Sequence[ParameterRange]]) -> None:
         self._optimizers = optimizers
         self.places = places
         """The parameters of each flat group."""
@@ -144,12 +142,12 @@ class FlatGroups:
         """The parameters of a group, cut from parts that lie as those of full precision do: these themselves, or a moment."""
         world = len(parts)
         if not self.split:
-            row = Row(parts)
+            row = FlatRow(parts)
             return {
                 at.name: cut(at.shape, [Stretch(row, at.start, at.start + at.size)], row.dtype, source=source)
                 for at in self.places[group]
             }
-        rows = [Row([part]) for part in parts]
+        rows = [FlatRow([part]) for part in parts]
         if any(row.dtype is not rows[0].dtype for row in rows):
             raise MetadataError("the ranks have parts of several dtypes", found=tuple(sorted({row.dtype.name for row in rows})))
         made = {}
@@ -198,7 +196,7 @@ def flat_groups(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> Fl
     return groups
 
 
-def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[Place]]:
+def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[ParameterRange]]:
     """Stages 1 and 2: one row of all ranks for each group."""
     first, world = optimizers[0], len(optimizers)
     if len(shapes) != len(first.masters):
@@ -211,7 +209,7 @@ def _places_by_group(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) 
         after = _paddings(paddings, group, len(own))
         places, at = [], 0
         for (name, shape), padding in zip(own.items(), after, strict=True):
-            places.append(Place(name, shape, at))
+            places.append(ParameterRange(name, shape, at))
             at += math.prod(shape) + padding
         room = sum(optimizer.masters[group].size for optimizer in optimizers)
         # Padding is kept or not, so that the end of a row is known only up to its alignment.
@@ -236,7 +234,7 @@ def _paddings(said: object, group: int, count: int) -> Sequence[int]:
     return [_number(padding, "param_alignment_paddings") for padding in own]
 
 
-def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[Place]]:
+def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -> list[list[ParameterRange]]:
     """Stage 3: a row for each rank and each group or sub-group, all of one length."""
     first, world = optimizers[0], len(optimizers)
     rooms = [master.size for master in first.masters]
@@ -246,7 +244,7 @@ def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -
                 f"its flat groups are of other lengths than those of rank {first.rank}: they are of two runs", file=other.key,
                 expected=tuple(rooms[:5]), found=tuple(master.size for master in other.masters[:5]),
             )  # fmt: skip
-    found: list[list[Place]] = [[] for _ in rooms]
+    found: list[list[ParameterRange]] = [[] for _ in rooms]
     group = at = 0
     for name, shape in (pair for own in shapes for pair in own.items()):
         step = -(-math.prod(shape) // world)
@@ -259,7 +257,7 @@ def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -
                 "are not of one save",
                 file=first.key, tensor=name, expected=room, found=at + step,
             )  # fmt: skip
-        found[group].append(Place(name, shape, at))
+        found[group].append(ParameterRange(name, shape, at))
         at += step
     if rooms and (at != rooms[group] or any(rooms[group + 1 :])):
         raise MetadataError(
@@ -270,7 +268,7 @@ def _places_by_rank(optimizers: Sequence[Optimizer], shapes: Sequence[Shapes]) -
     return found
 
 
-def _check_mappings(places: Sequence[Sequence[Place]], optimizers: Sequence[Optimizer]) -> None:
+def _check_mappings(places: Sequence[Sequence[ParameterRange]], optimizers: Sequence[Optimizer]) -> None:
     """Compare with what each rank says of the elements that it has, where it says so (`param_slice_mappings`)."""
     for group, own in enumerate(places):
         starts = [0]

@@ -28,9 +28,7 @@ from holdfast.errors import Corrupted, UnknownFormat, located
 from holdfast.formats.index_file import INDEX, check_mapped, choose_index, claimed_twice, other_copies, read_index, some
 from holdfast.formats.recorded import Recorded, restore
 from holdfast.formats.safetensors.read import Header, HeaderTensors, read_header, refuse_orphans
-from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, Record, join, read_record, saved_offsets
-
-__all__ = ["INDEX_SUFFIX", "SUFFIX", "SafetensorsDirectory"]
+from holdfast.formats.safetensors.record import RECORD, SHARDING_INFO, About, HeaderRecord, join, read_record, saved_offsets
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = SUFFIX + INDEX
@@ -128,7 +126,7 @@ class SafetensorsDirectory:
         metadata = _common_metadata(headers.values(), notes)
         stored = DirectoryTensors(places, source)
         with located(file=index):
-            record = Record()
+            record = HeaderRecord()
             if listed is not None:
                 texts = {name: value for name, value in listed.metadata.items() if name != RECORD}
                 record = read_record(listed.metadata.get(RECORD), About(listed.weight_map, texts), source.limits)
@@ -139,7 +137,7 @@ class SafetensorsDirectory:
         return Description(self.name, tensors, tree, notes=tuple(notes), metadata=metadata, changed=changed)
 
 
-def _changes(headers: Iterable[Header], record: Record, index: str | None, *, notes: list[str]) -> tuple[Corrupted, ...]:
+def _changes(headers: Iterable[Header], record: HeaderRecord, index: str | None, *, notes: list[str]) -> tuple[Corrupted, ...]:
     """Files that are not as they were written, for a verification; the index among them, where it lost what it said of them all."""
     found = [header.record.changed for header in headers if header.record.changed is not None]
     if record.changed is not None:
@@ -157,7 +155,7 @@ def _changes(headers: Iterable[Header], record: Record, index: str | None, *, no
 
 
 def _together(
-    headers: Iterable[Header], index: Record, stored: Mapping[str, LazyTensor], *, alone: Header | None, notes: list[str]
+    headers: Iterable[Header], index: HeaderRecord, stored: Mapping[str, LazyTensor], *, alone: Header | None, notes: list[str]
 ) -> Recorded:
     """What was noted about the whole: in the index or, in a folder of files that were saved one by one, in each of them.
 

@@ -22,10 +22,8 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, Truncated, located
 from holdfast.formats.recorded import restore
-from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, Record, read_record, saved_offsets
-from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry, check_layout, parse_document
-
-__all__ = ["Header", "HeaderTensors", "SafetensorsFile", "begins_like_safetensors", "read_header", "refuse_orphans"]
+from holdfast.formats.safetensors.record import MANIFEST, RECORD, About, HeaderRecord, read_record, saved_offsets
+from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry, check_layout, parse_document
 
 SMALLEST_NBYTES = 2
 """A header of `{}`."""
@@ -52,13 +50,13 @@ class Header(Value, frozen=True):
     data_start: int
     """The byte of the file that data offsets count from."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, HeaderEntry]
     """Every tensor, in the order of the header."""
 
     metadata: dict[str, str]
     """The file's `__metadata__`, without the record."""
 
-    record: Record = field(default_factory=Record)
+    record: HeaderRecord = field(default_factory=HeaderRecord)
     """What Holdfast noted in this file when it wrote it."""
 
     def dtype(self, name: str) -> DType:

@@ -67,26 +67,10 @@ from holdfast.formats.strict_json import (
     quoted,
     sealing,
 )
-from holdfast.formats.tree_json import json_limits
+from holdfast.formats.tree_json.decode import json_limits
 
 if TYPE_CHECKING:
     from holdfast.formats.safetensors.read import Header
-
-__all__ = [
-    "CRC_DIGITS",
-    "MANIFEST",
-    "RECORD",
-    "SHARDING_INFO",
-    "About",
-    "Record",
-    "RecordText",
-    "checksum_digits",
-    "fingerprint",
-    "join",
-    "read_record",
-    "saved_offsets",
-]
-
 
 RECORD = "holdfast"
 """The key in `__metadata__`, and in the `metadata` of an index."""
@@ -110,7 +94,7 @@ OTHER_TEXTS = (
 )
 
 
-class Record(Value, frozen=True):
+class HeaderRecord(Value, frozen=True):
     """A checked record."""
 
     crcs: Mapping[str, int] = field(default_factory=dict)
@@ -189,14 +173,14 @@ class RecordText:
         return sealing(crc32(quoted, self._crc), len(self.opening) + len(quoted), self._nbytes)
 
 
-def read_record(text: object, about: About, limits: Limits) -> Record:
+def read_record(text: object, about: About, limits: Limits) -> HeaderRecord:
     """Check a record against what it must be about; `text` is what stands in its place, None for nothing.
 
     Raises `Corrupted` where it is damaged, `HeaderError`, or `LimitExceeded` for nesting.
     """
     if text is None:
         _look_elsewhere(about)
-        return Record()
+        return HeaderRecord()
     try:
         if not isinstance(text, str):
             raise HeaderError(f"expected text, found {kind(text)}")
@@ -207,7 +191,7 @@ def read_record(text: object, about: About, limits: Limits) -> Record:
         raise
 
 
-def _read(raw: bytes, about: About, limits: Limits) -> Record:
+def _read(raw: bytes, about: About, limits: Limits) -> HeaderRecord:
     sealed = check_seal(raw, "the record")
     document = parse_own(raw, json_limits(limits))
     if not isinstance(document, dict):
@@ -224,7 +208,7 @@ def _read(raw: bytes, about: About, limits: Limits) -> Record:
         return _changed(OTHER_TENSORS, of, now)
     if version > VERSION or version < 1:
         note = f"__metadata__.{RECORD} is of version {version:,}, which this Holdfast does not know; not used"
-        return Record(notes=(note,), present=True)
+        return HeaderRecord(notes=(note,), present=True)
     later = ("texts", "rest", SEAL) if version >= SEALED_VERSION else ()
     allowed = {"version", "of", *later, *FIELDS, *(("crc32",) if about.names is not None else ())}
     for name in document:
@@ -237,13 +221,13 @@ def _read(raw: bytes, about: About, limits: Limits) -> Record:
     recorded = parse_recorded(document)
     if version >= SEALED_VERSION and texts != (now := texts_fingerprint(about.texts)):
         return replace(_changed(OTHER_TEXTS, texts, now), crcs=crcs, recorded=recorded, rest=rest)
-    return Record(crcs, recorded, rest=rest, present=True)
+    return HeaderRecord(crcs, recorded, rest=rest, present=True)
 
 
-def _changed(how: str, then: object, now: str) -> Record:
+def _changed(how: str, then: object, now: str) -> HeaderRecord:
     expected = hexadecimal(then)
     error = Corrupted(how, expected=then if expected is None else expected, found=int(now, 16))
-    return Record(notes=(how,), changed=error, present=True)
+    return HeaderRecord(notes=(how,), changed=error, present=True)
 
 
 def _look_elsewhere(about: About) -> None:

@@ -15,13 +15,11 @@ from holdfast.core.arrays import Ints
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
 from holdfast.formats.recorded import PAIRS
-from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
+from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
 from holdfast.formats.safetensors.write import METADATA, RANK, frame
 from holdfast.formats.strict_json import as_keys
 from holdfast.plan.rows import BATCH, RowKind, TensorRows, packed_segments
 from holdfast.plan.saves import FilePlan
-
-__all__ = ["RowFile", "row_file"]
 
 
 class RowFile(Value, frozen=True, eq=False):
@@ -75,7 +73,7 @@ def row_file(
 
 def _opening(code: str, shape: tuple[int, ...]) -> str:
     """What stands behind the name of a tensor in a header, up to where its data begins."""
-    text = msgspec.json.encode(Entry(code, shape, (0, 0))).decode()
+    text = msgspec.json.encode(HeaderEntry(code, shape, (0, 0))).decode()
     return ":" + text.removesuffix("0,0]}")
 
 

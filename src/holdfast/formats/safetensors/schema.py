@@ -29,9 +29,6 @@ from holdfast.core.limits import Limits
 from holdfast.errors import HeaderError, LimitExceeded, Truncated
 from holdfast.formats.strict_json import kind, parse, pointer, quoted
 
-__all__ = ["ADDRESSABLE", "PREFIX_NBYTES", "Entry", "addressable", "check_layout", "parse_document", "parse_exact", "parse_fast"]
-
-
 METADATA = "__metadata__"
 """The one name in a header that is no tensor."""
 
@@ -39,7 +36,7 @@ PREFIX_NBYTES = 8
 """The length in front of the header; byte offsets in errors count from the start of the file."""
 
 
-class Entry(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
+class HeaderEntry(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
     """What a header says about one tensor. `gc=False`: it can hold no cycle, and there may be a million of them."""
 
     dtype: str
@@ -50,7 +47,7 @@ class Entry(msgspec.Struct, gc=False, frozen=True, forbid_unknown_fields=True):
 class Document(msgspec.Struct, frozen=True):
     """A parsed header: entries in the order of the text, and the text that the file carries about itself."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, HeaderEntry]
     metadata: dict[str, str]
 
 
@@ -58,7 +55,7 @@ FIELDS = ("dtype", "shape", "data_offsets")
 STAND_IN = '{"__metadata__":{"dtype":"","shape":[],"data_offsets":[0,0]}'
 METADATA_FIRST = re.compile(r'\{[ \t\r\n]*"__metadata__"[ \t\r\n]*:[ \t\r\n]*')
 NEGATIVE_ZERO = re.compile(r"[\[, \t\r\n]-0")
-ENTRIES = msgspec.json.Decoder(dict[str, Entry])
+ENTRIES = msgspec.json.Decoder(dict[str, HeaderEntry])
 
 
 def parse_document(raw: bytes, limits: Limits, *, file: str | None = None) -> Document:
@@ -81,14 +78,14 @@ def parse_fast(raw: bytes) -> Document | None:
 
     msgspec keeps the last of two equal keys, so their absence is proved by counting. Let the text have no backslash.
     Then strings end at their next quote, and an occurrence of `"dtype"` is exactly a whole string token: between two
-    tokens valid JSON has no letters. msgspec took every value of the outer object for an `Entry`, and an `Entry` has
+    tokens valid JSON has no letters. msgspec took every value of the outer object for an `HeaderEntry`, and an `HeaderEntry` has
     all three fields, so each outer pair *in the text* holds each field's token at least once; an outer key that
     occurs twice, or a field that does, makes some token more frequent than the dict has entries. Equal counts
     therefore mean no double key. (A tensor called `dtype` breaks the equality too, and then the exact parser has a
     look.)
 
     `__metadata__` is text to text, usually with backslashes (torch puts JSON in there). Where it comes first, as
-    every writer puts it, it is parsed by itself and a dummy entry takes its place; elsewhere it is no `Entry`, and
+    every writer puts it, it is parsed by itself and a dummy entry takes its place; elsewhere it is no `HeaderEntry`, and
     msgspec fails.
     """
     metadata: dict[str, str] = {}
@@ -124,7 +121,7 @@ def parse_exact(raw: bytes, limits: Limits, *, file: str | None = None) -> Docum
     if not isinstance(document, dict):
         raise _wrong("an object", document, file, None)
     metadata: dict[str, str] = {}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     for name, value in document.items():
         if name == METADATA:
             metadata = _metadata(value, file)
@@ -142,7 +139,7 @@ def _metadata(value: object, file: str | None) -> dict[str, str]:
     return value
 
 
-def _entry(name: str, value: object, file: str | None) -> Entry:
+def _entry(name: str, value: object, file: str | None) -> HeaderEntry:
     if not isinstance(value, dict):
         raise _wrong("an object", value, file, name, name)
     for field in FIELDS:
@@ -160,7 +157,7 @@ def _entry(name: str, value: object, file: str | None) -> Entry:
     offsets = _integers(name, "data_offsets", value["data_offsets"], file=file)
     if len(offsets) != 2:
         raise _wrong("two integers", value["data_offsets"], file, name, name, "data_offsets")
-    return Entry(dtype, shape, (offsets[0], offsets[1]))
+    return HeaderEntry(dtype, shape, (offsets[0], offsets[1]))
 
 
 def _integers(name: str, field: str, value: object, *, file: str | None) -> tuple[int, ...]:
@@ -206,7 +203,7 @@ def addressable(shape: Sequence[int], bits: int) -> bool:
     return True
 
 
-def check_layout(entries: Mapping[str, Entry], data_nbytes: int, limits: Limits, *, file: str | None = None) -> None:
+def check_layout(entries: Mapping[str, HeaderEntry], data_nbytes: int, limits: Limits, *, file: str | None = None) -> None:
     """Check every entry, and that together they tile the data section of `data_nbytes` bytes exactly.
 
     Raises `HeaderError`, `LimitExceeded` for the rank, or `Truncated` where the data section is shorter than they say.
@@ -248,7 +245,7 @@ def check_layout(entries: Mapping[str, Entry], data_nbytes: int, limits: Limits,
         )
 
 
-def _check_sorted(entries: Mapping[str, Entry], file: str | None) -> int:
+def _check_sorted(entries: Mapping[str, HeaderEntry], file: str | None) -> int:
     """The end of the last tensor, where the header has another order than the data; raises for holes and overlaps."""
     position = 0
     before = ""
@@ -271,7 +268,7 @@ def _check_sorted(entries: Mapping[str, Entry], file: str | None) -> int:
     return position
 
 
-def _explain(name: str, entry: Entry, limits: Limits, *, file: str | None) -> NoReturn:
+def _explain(name: str, entry: HeaderEntry, limits: Limits, *, file: str | None) -> NoReturn:
     """Raise for an entry that cannot be true, naming the first field that shows it."""
     begin, end = entry.data_offsets
     bits = BITS.get(entry.dtype)

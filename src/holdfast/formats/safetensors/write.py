@@ -32,29 +32,10 @@ from holdfast.errors import CannotHold
 from holdfast.formats.index_file import FILES
 from holdfast.formats.recorded import PAIRS, find_sharing, sharing_fields
 from holdfast.formats.safetensors.record import CRC_DIGITS, RECORD, RecordText, checksum_digits, fingerprint
-from holdfast.formats.safetensors.schema import PREFIX_NBYTES, Entry
-from holdfast.formats.tree_json import encode_tree
+from holdfast.formats.safetensors.schema import PREFIX_NBYTES, HeaderEntry
+from holdfast.formats.tree_json.encode import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.plan.saves import Data, FilePlan, Hashing, Late, Literal, SavePlan, Segment
-
-__all__ = [
-    "METADATA",
-    "ORDER",
-    "RANK",
-    "FileLayout",
-    "HeaderTensor",
-    "file_order_notes",
-    "fill_shards",
-    "frame",
-    "index_file",
-    "is_flat",
-    "lay_out_safetensors",
-    "metadata_problems",
-    "name_problem",
-    "plan_file",
-    "size_problem",
-]
-
 
 METADATA = "__metadata__"
 
@@ -122,10 +103,10 @@ def plan_file(
     at a multiple of its element size, and the data begins at a multiple of 64 bytes.
     """
     ordered = sorted(pieces, key=lambda piece: (RANK[piece.code], piece.name))
-    entries: dict[str, Entry] = {}
+    entries: dict[str, HeaderEntry] = {}
     position = 0
     for piece in ordered:
-        entries[piece.name] = Entry(piece.code, piece.shape, (position, position + piece.nbytes))
+        entries[piece.name] = HeaderEntry(piece.code, piece.shape, (position, position + piece.nbytes))
         position += piece.nbytes
     empty = [label + piece.name for piece in ordered if not piece.nbytes]
     listed = [msgspec.json.encode(entries)[1:-1]] if entries else []
@@ -137,7 +118,7 @@ def plan_file(
     return FileLayout(FilePlan(key, tuple(segments)), framed.header_nbytes, places)
 
 
-class Frame(Value, frozen=True):
+class FileHead(Value, frozen=True):
     """What stands before the data of a file."""
 
     segments: tuple[Literal | Late, ...]
@@ -151,7 +132,7 @@ def frame(
     *,
     fields: Mapping[str, object],
     empty: Collection[str],
-) -> Frame:
+) -> FileHead:
     """The header over tensors that follow each other in this order.
 
     `listed` is its part about them in pieces, from the first name to before the last brace; each piece is a segment. Those of the
@@ -170,7 +151,7 @@ def frame(
     length += len(end) - 1
     head = length.to_bytes(PREFIX_NBYTES, "little") + head
     behind = [b"".join((tail, *listed, end))] if len(listed) < 2 else [tail, *listed, end]
-    return Frame((Literal(head), late, *map(Literal, behind)), length)
+    return FileHead((Literal(head), late, *map(Literal, behind)), length)
 
 
 class _Checksums(Value, frozen=True):

@@ -42,8 +42,6 @@ from holdfast.formats.index_file import (
 from holdfast.formats.torch.legacy import TorchLegacy, TorchTar
 from holdfast.formats.torch.zip import SavedFile, SavedFormat, TorchZip
 
-__all__ = ["FORMAT", "Chosen", "TorchDirectory", "weight_files"]
-
 FORMAT = "torch-dir"
 
 SUFFIX = ".bin"

@@ -17,14 +17,11 @@ from holdfast.core.protocols import Source
 from holdfast.core.tensor import LazyTensor, Traits
 from holdfast.errors import FormatError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.formats.pickle.machine import Interpreted, interpret, interpret_whole
-from holdfast.formats.pickle.table import Table
+from holdfast.formats.pickle.table import ReducerTable
 from holdfast.formats.torch.storages import StorageId, Storages, parse_storage_id, storage_dtype
 from holdfast.formats.torch.table import TorchTable
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, strided_view
 from holdfast.formats.torch.zip import SavedFile, SavedFormat
-
-__all__ = ["MAGIC", "StorageIds", "TorchLegacy", "TorchTar", "Window", "begins_like_tar", "locate_storages", "refuse_tar"]
-
 
 MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
@@ -46,17 +43,17 @@ class TorchLegacy(SavedFormat):
     def read(self, source: Source, key: str) -> SavedFile:
         refuse_tar(source, key, self.name)
         window = Window(source, key)
-        magic, at = window.stream(0, Table(), "pickle 1")
+        magic, at = window.stream(0, ReducerTable(), "pickle 1")
         if magic.value != MAGIC:
             raise FormatError("the stream does not begin with torch's magic number")
-        protocol, at = window.stream(at, Table(), "pickle 2")
+        protocol, at = window.stream(at, ReducerTable(), "pickle 2")
         if protocol.value != PROTOCOL:
             raise FormatError(f"protocol {PROTOCOL} is the only one that torch ever wrote", found=brief(protocol.value))
-        _, begin = window.stream(at, Table(), "pickle 3")
+        _, begin = window.stream(at, ReducerTable(), "pickle 3")
 
         ids = StorageIds()
         _, at = window.stream(begin, ids, "pickle 4")
-        keys, at = window.stream(at, Table(), "pickle 5")
+        keys, at = window.stream(at, ReducerTable(), "pickle 5")
         places, end = locate_storages(source, key, ids.storages, keys.value, at)
         if end != source.store.size(key):
             raise FormatError(f"{source.store.size(key) - end:,} bytes after the last storage", offset=end)
@@ -84,7 +81,7 @@ class Window:
         self._size = source.store.size(key) - begin
         self._data = source.bytes(key, begin, begin + min(self._size, WINDOW_NBYTES))
 
-    def stream(self, start: int, table: Table, name: str) -> tuple[Interpreted, int]:
+    def stream(self, start: int, table: ReducerTable, name: str) -> tuple[Interpreted, int]:
         """Interpret the stream at `start`, counted from `begin`; grow the window while it ends too early.
 
         Also where the next one begins.
@@ -107,7 +104,7 @@ class Window:
                 return done, done.stop
 
 
-class StorageIds(Table):
+class StorageIds(ReducerTable):
     """Builds nothing and collects the persistent ids of pickle 4: the first pass."""
 
     def __init__(self) -> None:
@@ -298,7 +295,7 @@ class Cursor:
         while True:
             data = self.source.bytes(self.key, self.at, min(self.at + size, self.stop))
             try:
-                done = interpret(data, Table(), limits=limits, stream="tar")
+                done = interpret(data, ReducerTable(), limits=limits, stream="tar")
             except Truncated as error:
                 if self.at + size >= self.stop:
                     raise

@@ -29,8 +29,6 @@ from holdfast.core.tensor import PLAIN, LazyTensor
 from holdfast.core.value import replace
 from holdfast.plan.saves import Data
 
-__all__ = ["StorageRecord", "StorageRecords"]
-
 BYTES = DTYPES.storage("ByteStorage")
 UNTYPED = "ByteStorage"
 """What torch takes an untyped storage for when it looks for two dtypes over one storage."""

@@ -32,8 +32,6 @@ from holdfast.formats.pickle.writer import LONG_GET, LONG_PUT, TEXT, TUPLES, get
 from holdfast.formats.torch.writer import STORAGE, UTILS, TorchPickle
 from holdfast.plan.rows import BATCH, RowKind, TensorRows
 
-__all__ = ["CONTAINERS", "RowPickle", "leaves"]
-
 PLAIN = frozenset({type(None), bool, int, float, str})
 KEYS = frozenset({str, int})
 CONTAINERS = frozenset({dict, OrderedDict, list, tuple})

@@ -19,11 +19,9 @@ from holdfast.core.rows import RowKind, RowTensor
 from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.core.value import Value, replace
 from holdfast.errors import HoldfastError, MetadataError, PickleError
-from holdfast.formats.pickle.glance import Claim, Make
+from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.torch.tensors import MAX_ELEMENTS, brief, reach
 from holdfast.formats.zip.layout import Place
-
-__all__ = ["Rows", "StorageId", "Storages", "parse_storage_id", "storage_dtype"]
 
 
 def storage_dtype(what: object) -> DType | None:
@@ -103,7 +101,7 @@ class Storages:
         self._rows: dict[str, tuple[StorageId, RowTensor]] = {}
         """Those that an ordinary tensor has, and nobody has asked for by themselves."""
 
-    def kind(self, claim: Claim, rows: Rows) -> Make | None:
+    def kind(self, claim: TensorArguments, rows: Rows) -> Make | None:
         """What makes ordinary tensors of one kind: over a whole storage each, that no other tensor has asked for yet."""
         try:
             asked = parse_storage_id(("storage", claim.storage, "", claim.location, claim.elements), self._lengths)

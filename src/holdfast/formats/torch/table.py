@@ -16,7 +16,7 @@ from holdfast.core.runtime import weakly
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.core.value import replace
 from holdfast.errors import PickleError
-from holdfast.formats.pickle.glance import Claim, Make
+from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.pickle.plain import PlainTable
 from holdfast.formats.pickle.table import Pending
 from holdfast.formats.torch.tensors import (
@@ -31,15 +31,6 @@ from holdfast.formats.torch.tensors import (
     sparse,
     strided_view,
 )
-
-__all__ = [
-    "CALLS",
-    "LAYOUTS",
-    "TENSOR_CLASSES",
-    "TorchTable",
-    "buildable",
-]
-
 
 Args = tuple[object, ...]
 
@@ -61,7 +52,7 @@ class TorchTable(PlainTable):
     """Plain Python and numpy values, plus torch's. `persistent` is given by the container."""
 
     def __init__(
-        self, source: Source, persistent: Callable[[object], object], kind: Callable[[Claim], Make | None] | None = None
+        self, source: Source, persistent: Callable[[object], object], kind: Callable[[TensorArguments], Make | None] | None = None
     ) -> None:
         """`kind` makes ordinary tensors of one kind, where `persistent` knows of them."""
         super().__init__()
@@ -86,7 +77,7 @@ class TorchTable(PlainTable):
             self.opener = found
         return found
 
-    def kind(self, claim: Claim) -> Make | None:
+    def kind(self, claim: TensorArguments) -> Make | None:
         return None if self._kind is None or claim.hooks != HOOKS else self._kind(claim)
 
     def persistent(self, pid: object) -> object:

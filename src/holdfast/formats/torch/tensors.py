@@ -18,25 +18,6 @@ from holdfast.core.opaque import Global
 from holdfast.core.tensor import Composite, LazyTensor, Traits
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
 
-__all__ = [
-    "MAX_ELEMENTS",
-    "QSCHEMES",
-    "SPARSE_PARTS",
-    "arity",
-    "beyond",
-    "brief",
-    "check_composite",
-    "checked_ints",
-    "checked_shape",
-    "jagged",
-    "nested",
-    "quantized",
-    "reach",
-    "sparse",
-    "strided_view",
-]
-
-
 MAX_ELEMENTS = 1 << 62
 """More than any memory; products below it fit the 64-bit integers that numpy and torch count with."""
 

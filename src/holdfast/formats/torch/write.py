@@ -41,18 +41,6 @@ from holdfast.formats.zip.writer import SHORT_NBYTES, Payload, Records, known_ar
 from holdfast.plan import rows as small
 from holdfast.plan.saves import MISTAKEN_KEY, Data, FilePlan, Hole, Late, Literal, Memory, SavePlan, Segment
 
-__all__ = [
-    "NBYTES",
-    "SERIALIZATION_ID",
-    "Identity",
-    "archive_name",
-    "lay_out_container",
-    "lay_out_torch_zip",
-    "mistaken_crc",
-    "serialization_id",
-]
-
-
 Words = npt.NDArray[np.uint64]
 
 NBYTES = 40

@@ -39,9 +39,6 @@ from holdfast.formats.torch.records import StorageRecords
 from holdfast.formats.torch.table import LAYOUTS
 from holdfast.formats.torch.tensors import SPARSE_PARTS
 
-__all__ = ["COMPOSITES", "NESTED", "TorchPickle"]
-
-
 NESTED = "torch.nested._internal.nested_tensor"
 
 

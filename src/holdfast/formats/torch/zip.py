@@ -25,10 +25,8 @@ from holdfast.errors import Corrupted, FormatError, HeaderError, LimitExceeded, 
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.storages import Rows, StorageId, Storages
 from holdfast.formats.torch.table import TorchTable
-from holdfast.formats.zip.reader import Archive, Record, read_archive
-
-__all__ = ["Payloads", "PickleReader", "SavedFile", "SavedFormat", "TorchZip", "record_bytes", "saved_archive"]
-
+from holdfast.formats.zip.layout import Archive, ZipRecord
+from holdfast.formats.zip.reader import read_archive
 
 TEXT_NBYTES = 64
 """The longest of the small text records is the serialization id with 40 digits."""
@@ -113,7 +111,7 @@ class TorchScript(TorchZip):
     name = "torchscript"
 
 
-def record_bytes(source: Source, key: str, record: Record, most: int | None = None) -> bytes:
+def record_bytes(source: Source, key: str, record: ZipRecord, most: int | None = None) -> bytes:
     """The content of a record that torch stores plainly, its checksum compared; `most` bounds a pickle's."""
     if record.method != 0:
         raise ZipError(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
@@ -157,7 +155,7 @@ class PickleReader:
                 texts[name] = self._bytes(record).decode("ascii", "backslashreplace")
         return texts
 
-    def _bytes(self, record: Record) -> bytes:
+    def _bytes(self, record: ZipRecord) -> bytes:
         return record_bytes(self._source, self._key, record)
 
     def read(self, name: str, folder: str) -> tuple[object, int]:
@@ -214,7 +212,7 @@ class Payloads:
         self.nbytes = 0
         """Bytes of all pickles."""
 
-    def value(self, record: Record) -> object:
+    def value(self, record: ZipRecord) -> object:
         """What a record holds. Two names of one record have one value."""
         if record.name not in self._read:
             if not record.stored:
@@ -224,7 +222,7 @@ class Payloads:
             self._read[record.name] = made
         return self._read[record.name]
 
-    def _saved(self, record: Record) -> object:
+    def _saved(self, record: ZipRecord) -> object:
         """A file of `torch.save` in a record."""
         archive = read_archive(self._source, self._key, start=record.start, stop=record.stop)
         if not archive.prefix or archive.get("constants.pkl") is not None:
@@ -237,7 +235,7 @@ class Payloads:
         storages = Storages(self._source, lambda asked: self._storage(asked, archive, record, byteorder=byteorder))
         return self._interpret(content, TorchTable(self._source, storages.persistent), f"{record.name}: {PICKLE}")
 
-    def _storage(self, asked: StorageId, archive: Archive, record: Record, *, byteorder: str) -> Storage:
+    def _storage(self, asked: StorageId, archive: Archive, record: ZipRecord, *, byteorder: str) -> Storage:
         stored = archive.get(STORAGES + asked.key)
         label = f"{record.name}: {STORAGES}{asked.key}"
         if stored is None:
@@ -247,7 +245,7 @@ class Payloads:
         place = self._key, stored.start, stored.nbytes
         return Storage(*place, byteorder, stored.crc32, asked.location, label, home=self._source.store)
 
-    def _bare(self, record: Record) -> object:
+    def _bare(self, record: ZipRecord) -> object:
         """A pickle without storages."""
         most = self._source.limits.pickle_nbytes
         if record.nbytes > most:

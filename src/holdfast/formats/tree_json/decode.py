@@ -33,9 +33,6 @@ from holdfast.formats.tree_json import scalars
 from holdfast.formats.tree_json.encode import TAG
 from holdfast.formats.tree_json.scalars import SAFE_INTEGER
 
-__all__ = ["READERS", "At", "DecodedTree", "Decoder", "decode_tree", "json_limits"]
-
-
 Fields = dict[str, object]
 At = tuple["At", str | int] | None
 """Where a value is, innermost step last, as a linked list: a step costs the same at any depth."""

@@ -30,8 +30,6 @@ from holdfast.formats.pickle.plain import PATH_CHARACTERS, PLAIN_TYPES, DefaultD
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.tree_json import scalars
 
-__all__ = ["TAG", "EncodedTree", "Encoder", "encode_tree", "encoded_by", "flat_tree"]
-
 TAG = "$"
 """The key that makes an object more than a dict. Dicts with a key that begins like this are written as tagged, too."""
 

@@ -23,8 +23,6 @@ from holdfast.formats.strict_json import as_keys
 from holdfast.formats.tree_json.encode import TAG, EncodedTree, Encoder, encoded_by
 from holdfast.formats.tree_json.scalars import is_unicode
 
-__all__ = ["Leaves", "encode_rows", "find_leaves", "traits_text"]
-
 PLAIN = frozenset({type(None), bool, int, float, str})
 KEYS = frozenset({str, int})
 CONTAINERS = frozenset({dict, OrderedDict, list, tuple})

@@ -15,22 +15,6 @@ import numpy as np
 from holdfast.core.arrays import AnyDType
 from holdfast.formats.pickle.arrays import ML_DTYPES, wrong_character
 
-__all__ = [
-    "NO_UNICODE",
-    "SAFE_INTEGER",
-    "array_from",
-    "bytes_from",
-    "bytes_text",
-    "dtype_form",
-    "dtype_from",
-    "float_from",
-    "float_text",
-    "integer_from",
-    "integer_text",
-    "is_unicode",
-    "scalar_from",
-]
-
 SAFE_INTEGER = 1 << 53
 """Integers up to here are the same in every reader of JSON; many keep numbers as 64-bit floats."""
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.protocols import Source
 from holdfast.core.value import Value
 from holdfast.errors import LimitExceeded, Truncated, ZipError
@@ -34,17 +35,12 @@ from holdfast.formats.zip.layout import (
     MAX32,
     STORED,
     UTF8,
-    Bools,
-    Ints,
     Places,
     Sizes,
     find_zip64,
     gather,
     refused,
 )
-
-__all__ = ["Entries", "Tail", "decode_names", "read_entries", "read_tail", "unsafe"]
-
 
 DRIVE = re.compile(r"\0[A-Za-z]:")
 """A drive letter, behind the NUL that ends the name before."""

@@ -27,36 +27,6 @@ from holdfast.core.arrays import Bools, Ints
 from holdfast.core.value import Value
 from holdfast.errors import ZipError
 
-__all__ = [
-    "CENTRAL_BLOCKS",
-    "DEFLATED",
-    "DEFLATE_OPTIONS",
-    "DESCRIBED",
-    "DESCRIPTOR_SIGNATURE",
-    "ENTRY",
-    "ENTRY_SIGNATURE",
-    "LOCAL",
-    "LOCAL_BLOCKS",
-    "LOCAL_SIGNATURE",
-    "MAX16",
-    "MAX32",
-    "NARROW",
-    "STORED",
-    "UTF8",
-    "WIDE",
-    "Archive",
-    "Bools",
-    "Ints",
-    "Places",
-    "Record",
-    "Records",
-    "Sizes",
-    "find_zip64",
-    "gather",
-    "refused",
-]
-
-
 Sizes = npt.NDArray[np.uint64]
 
 MAX16 = 0xFFFF
@@ -216,7 +186,7 @@ def find_zip64(raw: bytes, starts: Ints, stops: Ints, *, known: Bools, places: P
     return bodies, lengths
 
 
-class Record(Value, frozen=True, gc=False):
+class ZipRecord(Value, frozen=True, gc=False):
     """One record of a zip archive: a name, and the place of its bytes in the file."""
 
     name: str
@@ -252,7 +222,7 @@ Place = tuple[int, int, int | None, bool]
 """Of a record: its first byte, how many there are, their CRC-32 where it is known, and whether they are the content."""
 
 
-class Records(Mapping[str, Record]):
+class Records(Mapping[str, ZipRecord]):
     """The records of an archive under their names, in the order of the file.
 
     A record is made when it is asked for: a million of them as columns take a quarter of the memory.
@@ -274,10 +244,10 @@ class Records(Mapping[str, Record]):
         self._rows = rows
         self._columns = (starts, packed, crcs, methods, headers, sizes)
 
-    def __getitem__(self, name: str) -> Record:
+    def __getitem__(self, name: str) -> ZipRecord:
         row = self._rows[name]
         start, nbytes, crc, method, header, size = [column.item(row) for column in self._columns]
-        return Record(name, start, nbytes, crc if crc or not size else None, method, header, size)
+        return ZipRecord(name, start, nbytes, crc if crc or not size else None, method, header, size)
 
     def place(self, name: str) -> Place | None:
         """Where the record of a name lies, without making it."""
@@ -288,7 +258,7 @@ class Records(Mapping[str, Record]):
         crc = crcs.item(row)
         return starts.item(row), packed.item(row), crc if crc or not sizes.item(row) else None, methods.item(row) == STORED
 
-    def besides(self, starts: Ints, nbytes: Ints) -> Iterator[Record]:
+    def besides(self, starts: Ints, nbytes: Ints) -> Iterator[ZipRecord]:
         """The records that are none of these ranges of the file."""
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
         own, lengths = self._columns[0][rows], self._columns[1][rows]
@@ -313,7 +283,7 @@ class Records(Mapping[str, Record]):
 class Archive(Value, frozen=True):
     """A zip archive in which every reader sees the same records."""
 
-    records: Mapping[str, Record]
+    records: Mapping[str, ZipRecord]
     """Every record but folders, under its whole name, in the order of the file."""
     prefix: str
     """The one top folder that all records share, without a slash; empty where they do not share one."""
@@ -324,7 +294,7 @@ class Archive(Value, frozen=True):
         cut = len(self.prefix) + 1 if self.prefix else 0
         return [name[cut:] for name in self.records]
 
-    def get(self, name: str) -> Record | None:
+    def get(self, name: str) -> ZipRecord | None:
         """The record of a name without the prefix, or None. Case matters here; no two names differ in case alone."""
         return self.records.get(f"{self.prefix}/{name}" if self.prefix else name)
 

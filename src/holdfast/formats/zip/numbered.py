@@ -39,8 +39,6 @@ from holdfast.formats.zip.layout import (
 from holdfast.plan.rows import BATCH, Piece, runs
 from holdfast.plan.saves import MISTAKEN_KEY, Data, Gathered, Late, Literal, Memory, Segment
 
-__all__ = ["ENTRY_CRC", "LaidOut", "Numbered", "by_digits", "fill_names", "lay_out_numbered"]
-
 ENTRY_CRC = 16
 """Where the checksum lies in an entry of the directory."""
 

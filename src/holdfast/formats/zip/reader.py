@@ -23,6 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from holdfast.core.arrays import Bools, Ints
 from holdfast.core.crc import crc32
 from holdfast.core.protocols import Source
 from holdfast.errors import Truncated
@@ -38,11 +39,9 @@ from holdfast.formats.zip.layout import (
     NARROW,
     WIDE,
     Archive,
-    Bools,
-    Ints,
     Places,
-    Record,
     Records,
+    ZipRecord,
     find_zip64,
     gather,
     refused,
@@ -59,9 +58,6 @@ from holdfast.formats.zip.writer import (
     tail,
 )
 from holdfast.plan.coalesce import HEADERS, coalesce
-
-__all__ = ["Archive", "Record", "inflated_crc", "locate_payloads", "read_archive", "read_canonical"]
-
 
 MOST_RECORDS = 64
 """Larger archives are read in columns, which is faster from about here on."""
@@ -146,7 +142,7 @@ def _named(rows: list[tuple[bytes, int, int, int, int]], start: int) -> Archive 
     if len(names) != len(rows) or len({*text.casefold().split("\0")}) != len(rows) or unsafe(text):
         return None
     records = {
-        name: Record(name, start + begin, nbytes, crc if crc or not nbytes else None, 0, start + place, nbytes)
+        name: ZipRecord(name, start + begin, nbytes, crc if crc or not nbytes else None, 0, start + place, nbytes)
         for name, (_, begin, nbytes, crc, place) in zip(names, rows, strict=True)
     }
     return Archive(records, prefix.decode("ascii"))

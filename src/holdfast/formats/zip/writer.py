@@ -39,8 +39,6 @@ from holdfast.formats.zip.layout import (
 from holdfast.formats.zip.numbered import ENTRY_CRC, Numbered, lay_out_numbered
 from holdfast.plan.saves import Data, Hole, Late, Literal, Memory, Segment
 
-__all__ = ["MAX_ALIGNMENT", "Descriptor", "Payload", "Records", "entry", "header", "known_archive", "lay_out_zip", "tail"]
-
 Payload = bytes | Data | Memory | Hole | Late
 """What a record holds. A `Hole` has a checksum of 0, as torch's `skip_data` leaves it.
 

@@ -20,23 +20,9 @@ from holdfast.core.value import Value
 from holdfast.engine.source import OpenSource
 from holdfast.errors import HoldfastError, ZipError
 from holdfast.formats.torch.legacy import begins_like_tar
-from holdfast.formats.zip.reader import Archive, read_archive
+from holdfast.formats.zip.layout import Archive
+from holdfast.formats.zip.reader import read_archive
 from holdfast.stores.memory import MemoryStore
-
-__all__ = [
-    "METHODS",
-    "UNREADABLE",
-    "Entry",
-    "Member",
-    "Span",
-    "Unpacked",
-    "compression",
-    "entries_of",
-    "last_zip",
-    "members_of",
-    "span_of",
-    "unpack",
-]
 
 
 class Span(Value, frozen=True):
@@ -219,7 +205,7 @@ TAR_BLOCK_NBYTES = 512
 MOST_MEMBERS = 1_000_000
 
 
-class Entry(Value, frozen=True):
+class ZipEntry(Value, frozen=True):
     """One record of a zip."""
 
     name: str
@@ -260,7 +246,7 @@ def last_zip(span: Span, *, exact: bool) -> tuple[int, int] | None:
     return start, min(at + 22 + comment, span.nbytes)
 
 
-def entries_of(span: Span) -> tuple[list[Entry], str | None]:
+def entries_of(span: Span) -> tuple[list[ZipEntry], str | None]:
     """The records of the archive that is the whole span, and why the strict reader refuses it, if it does."""
     try:
         archive = _archive(span)
@@ -269,7 +255,7 @@ def entries_of(span: Span) -> tuple[list[Entry], str | None]:
     found = []
     for record in archive.records.values():
         place = Span(span.source, span.key, record.start, record.stop)
-        found.append(Entry(record.name, record.method, place, record.content_nbytes))
+        found.append(ZipEntry(record.name, record.method, place, record.content_nbytes))
     return found, None
 
 
@@ -284,15 +270,15 @@ def _archive(span: Span) -> Archive:
         return archive
 
 
-def _every_entry(span: Span) -> list[Entry]:
+def _every_entry(span: Span) -> list[ZipEntry]:
     """Each record that a directory or a local header tells of, once for each place where it may lie."""
-    found: dict[tuple[int, int], Entry] = {}
+    found: dict[tuple[int, int], ZipEntry] = {}
     for entry in (*_by_directory(span), *_by_headers(span)):
         found.setdefault((entry.span.start, entry.method), entry)
     return list(found.values())
 
 
-def _by_directory(span: Span) -> Iterator[Entry]:
+def _by_directory(span: Span) -> Iterator[ZipEntry]:
     place = last_zip(span, exact=False)
     if place is None:
         return
@@ -310,7 +296,7 @@ def _by_directory(span: Span) -> Iterator[Entry]:
             for base in {0, place[0]}:
                 payload = _payload(span, base + header)
                 if payload is not None:
-                    yield Entry(name, method, span.part(payload, payload + packed), size)
+                    yield ZipEntry(name, method, span.part(payload, payload + packed), size)
             at += 46 + sum(lengths)
 
 
@@ -321,7 +307,7 @@ def _payload(span: Span, header: int) -> int | None:
     return header + 30 + int.from_bytes(raw[26:28], "little") + int.from_bytes(raw[28:30], "little")
 
 
-def _by_headers(span: Span) -> Iterator[Entry]:
+def _by_headers(span: Span) -> Iterator[ZipEntry]:
     """By the local headers, as a reader does that repairs, or one that streams."""
     at = 0
     budget = 2 * span.nbytes
@@ -338,7 +324,7 @@ def _by_headers(span: Span) -> Iterator[Entry]:
             if flags & 8 or packed == 0xFFFFFFFF:
                 packed = _until_signature(span, start)
             budget -= packed
-            yield Entry(name, method, span.part(start, start + packed), size)
+            yield ZipEntry(name, method, span.part(start, start + packed), size)
         at += max(len(block) - 3, 1)
 
 

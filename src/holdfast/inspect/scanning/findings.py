@@ -19,9 +19,6 @@ from holdfast.inspect.brief import brief, root_global
 from holdfast.inspect.severity import ORDER, Severity, judge
 from holdfast.stores.paths import local_path
 
-__all__ = ["Allowed", "Finding", "Findings", "places_of"]
-
-
 MOST_FINDINGS = 10_000
 """Findings of one file. Beyond that the report says so."""
 
@@ -155,15 +152,15 @@ KEPT = 3
 KEY_CHARACTERS = 200
 
 
-class Place(Struct):
+class PathStep(Struct):
     """A step of a path, linked to the one before it; text is made only for the few that are shown."""
 
     key: str
-    before: Place | None
+    before: PathStep | None
 
     def text(self) -> str:
         parts: list[str] = []
-        step: Place | None = self
+        step: PathStep | None = self
         while step is not None and len(parts) < 100:
             if step.key:
                 # Cut, since many objects may have one long key above them.
@@ -181,7 +178,7 @@ def places_of(tree: object) -> dict[str, tuple[str, ...]]:
     found: dict[Global, list[str]] = {}
     seen: set[int] = set()
     # Values stay referenced by the tree while this runs, so an id belongs to one of them.
-    waiting: list[tuple[object, Place]] = [(tree, Place("", None))]
+    waiting: list[tuple[object, PathStep]] = [(tree, PathStep("", None))]
     while waiting:
         value, place = waiting.pop()
         if isinstance(value, Global):
@@ -193,11 +190,11 @@ def places_of(tree: object) -> dict[str, tuple[str, ...]]:
         root = root_global(value) if isinstance(value, Opaque) else None
         if root is not None:
             _note(found.setdefault(root, []), place)
-        waiting += reversed([(inside, Place(key, place)) for key, inside in _inside(value)])
+        waiting += reversed([(inside, PathStep(key, place)) for key, inside in _inside(value)])
     return {str(what): tuple(paths) for what, paths in found.items()}
 
 
-def _note(paths: list[str], place: Place) -> None:
+def _note(paths: list[str], place: PathStep) -> None:
     if len(paths) < KEPT:
         text = place.text()
         if text and text not in paths:

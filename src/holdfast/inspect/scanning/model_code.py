@@ -19,8 +19,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.scanning.findings import Finding, Findings
 
-__all__ = ["beside_weights", "is_config", "look_at_config"]
-
 CONFIG_NBYTES = 16 << 20
 """A config that is read, at the most."""
 

@@ -19,12 +19,9 @@ from msgspec import Struct, field
 
 from holdfast.core.limits import Limits
 from holdfast.core.value import Value
-from holdfast.formats.pickle.recording import Recorded, read_ahead
+from holdfast.formats.pickle.recording import RecordedStream, read_ahead
 from holdfast.inspect.scanning.archives import Span
 from holdfast.inspect.severity import judge
-
-__all__ = ["Row", "Stream", "expressions", "native_code", "read_pickle", "read_row", "torchscript"]
-
 
 MOST_STREAMS = 10_000
 """Pickles one behind the other that are read. torch's old container has five."""
@@ -34,10 +31,10 @@ class Stream(Value, frozen=True):
     """One pickle: where it begins, and what it does. Twice for one with arrays of joblib."""
 
     begin: int
-    readings: tuple[Recorded, ...]
+    readings: tuple[RecordedStream, ...]
 
     @property
-    def last(self) -> Recorded:
+    def last(self) -> RecordedStream:
         """The reading that got furthest."""
         return next((r for r in self.readings if r.stop is not None), self.readings[-1])
 
@@ -51,7 +48,7 @@ class Stream(Value, frozen=True):
         return any(r.acts or _names_danger(r) for r in self.readings)
 
 
-class Row(Struct):
+class PickleRow(Struct):
     """The pickles one behind the other at the start of a span."""
 
     streams: list[Stream] = field(default_factory=list)
@@ -74,10 +71,10 @@ class Row(Struct):
         return any(s.last.table.notes for s in self.streams)
 
 
-def read_row(span: Span, limits: Limits) -> Row:
+def read_row(span: Span, limits: Limits) -> PickleRow:
     """Read pickles until one breaks or the span ends."""
     head = span.read(0, 2)
-    row = Row(declared=len(head) == 2 and head[0] == 0x80 and head[1] <= 5)
+    row = PickleRow(declared=len(head) == 2 and head[0] == 0x80 and head[1] <= 5)
     while row.stop < span.nbytes:
         if len(row.streams) >= MOST_STREAMS:
             row.more = True
@@ -100,7 +97,7 @@ def read_pickle(span: Span, begin: int, limits: Limits) -> Stream:
     return Stream(begin, (read_ahead(rest.read, rest.nbytes, limits, joblib=True), plainly))
 
 
-def _names_danger(found: Recorded) -> bool:
+def _names_danger(found: RecordedStream) -> bool:
     """Whether a name that Python could import is dangerous by being imported, or by whatever comes next."""
     return any(
         judge(seen.what, seen.uses)[0] == "dangerous" and all(part.isidentifier() for part in str(seen.what).split("."))

@@ -20,9 +20,9 @@ from holdfast.formats.torch.legacy import MAGIC, TorchLegacy, begins_like_tar
 from holdfast.formats.torch.storages import storage_dtype
 from holdfast.inspect.scanning.archives import (
     UNREADABLE,
-    Entry,
     Member,
     Span,
+    ZipEntry,
     compression,
     entries_of,
     last_zip,
@@ -31,9 +31,7 @@ from holdfast.inspect.scanning.archives import (
     unpack,
 )
 from holdfast.inspect.scanning.findings import Findings
-from holdfast.inspect.scanning.payloads import Row, Stream, expressions, native_code, read_pickle, read_row, torchscript
-
-__all__ = ["WHOLE", "Walk"]
+from holdfast.inspect.scanning.payloads import PickleRow, Stream, expressions, native_code, read_pickle, read_row, torchscript
 
 WHOLE = "pickle"
 """The label of a file that is looked at by itself; its records go by their own names."""
@@ -56,7 +54,7 @@ READ_AS_WELL = "a tensor pickled with its file inside, which was scanned as well
 TAR_NUMBERS = {b"storages", b"tensors"}
 
 
-class Walk:
+class FileScan:
     """One file, or one folder that is one checkpoint."""
 
     def __init__(self, limits: Limits, nbytes: int) -> None:
@@ -117,7 +115,7 @@ class Walk:
         self._end_of(row, span, label, depth=depth, legacy=legacy)
         return {"legacy" if legacy else "pickle"}
 
-    def _end_of(self, row: Row, span: Span, label: str, *, depth: int, legacy: bool) -> None:
+    def _end_of(self, row: PickleRow, span: Span, label: str, *, depth: int, legacy: bool) -> None:
         if row.more:
             self.found.error(f"{label}: more than {len(row.streams):,} pickles one behind the other; not read further")
         if row.broken is None:
@@ -261,7 +259,7 @@ class Walk:
             return {"torch-package"}
         return {"npz"} if any(name.endswith(".npy") for name in names) else set()
 
-    def _record(self, entry: Entry, label: str, depth: int, *, exported: bool) -> None:
+    def _record(self, entry: ZipEntry, label: str, depth: int, *, exported: bool) -> None:
         head = entry.content(CONTENT_HEAD_NBYTES if entry.method else 16)
         if head.problem is not None:
             self.found.error(f"{label}: {head.problem}; not read to its end")
@@ -273,7 +271,7 @@ class Walk:
         elif head.whole or self._promising(head.data):
             self.look(span_of(head.data if head.whole else self._whole(entry, label), self.limits), label, depth + 1)
 
-    def _whole(self, entry: Entry, label: str) -> bytes:
+    def _whole(self, entry: ZipEntry, label: str) -> bytes:
         most = max(min(self.limits.pickle_nbytes, self._unpacked), 0)
         content = entry.content(most)
         self._unpacked -= len(content.data)
@@ -297,14 +295,14 @@ class Walk:
         if kind:
             self.found.tell("suspicious", f"native code: {kind}", "a compiled model is loaded as a library and runs", stream=label)
 
-    def _json(self, entry: Entry, label: str) -> None:
+    def _json(self, entry: ZipEntry, label: str) -> None:
         for severity, what, reason in expressions(self._whole(entry, label)):
             if severity == "error":
                 self.found.error(f"{label}: {what}")
             else:
                 self.found.tell("dangerous", what, reason, stream=label)
 
-    def _script(self, entry: Entry, label: str) -> None:
+    def _script(self, entry: ZipEntry, label: str) -> None:
         text = self._whole(entry, label).decode("utf-8", "replace")
         for severity, what, reason in torchscript(text):
             if severity == "dangerous":

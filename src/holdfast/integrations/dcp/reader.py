@@ -23,9 +23,8 @@ from holdfast.core.limits import Limits
 from holdfast.errors import BadPath, DoesNotFit
 from holdfast.integrations.dcp.stored import Extensions, Stored, archived, open_stored
 from holdfast.stores.paths import place_of
-from holdfast.torch.tensors.fill import Fill, fill
-
-__all__ = ["Reader", "Where", "finished", "is_place", "named"]
+from holdfast.torch.tensors.fill import fill
+from holdfast.torch.tensors.scratch import Fill
 
 T = TypeVar("T")
 
@@ -111,7 +110,7 @@ class Reader(StorageReader):
         for item in asked:
             name = item.storage_index.fqn
             planner.load_bytes(item, io.BytesIO(archived(values[name], name, self.path)))
-        batch = Batch(planner)
+        batch = FillBatch(planner)
         for item in plan.items:
             if item.type != LoadItemType.BYTE_IO:
                 batch.add(item, stored)
@@ -142,7 +141,7 @@ class Reader(StorageReader):
         return self._stored
 
 
-class Batch:
+class FillBatch:
     """Tensors that are filled together, and then given to the planner."""
 
     def __init__(self, planner: LoadPlanner) -> None:

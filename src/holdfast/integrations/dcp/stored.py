@@ -39,8 +39,6 @@ from holdfast.torch.ranks.wanted import read_value
 from holdfast.torch.tensors.from_lazy import tensor_from_composite, tensor_from_lazy, torch_dtype
 from holdfast.torch.tensors.tree import DEEPEST, torch_tree, unbuilt
 
-__all__ = ["Extensions", "Stored", "archived", "open_stored"]
-
 BUFFER = Global("_io", "BytesIO")
 """A class that runs nothing when it is built. Programs keep their own bytes in such."""
 

@@ -58,8 +58,6 @@ from holdfast.torch.ranks.dcp import pickled_index
 from holdfast.torch.serialization.save import save
 from holdfast.torch.tensors.to_lazy import torch_leaf
 
-__all__ = ["Writer"]
-
 EXISTS = "Checkpoint already exists; pass overwrite=True to replace it, or save elsewhere"
 
 

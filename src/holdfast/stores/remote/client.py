@@ -29,7 +29,7 @@ from holdfast.core.runtime import at_fork, renewed
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastError, LimitExceeded, NotCommitted, StoreError, Truncated, Unsupported
 from holdfast.stores.remote import loop
-from holdfast.stores.remote.failures import Taken, may_pass, reason, refused, repeated
+from holdfast.stores.remote.failures import may_pass, reason, refused, repeated
 from holdfast.stores.remote.loop import answered, given_back, lent, until, waited
 from holdfast.stores.remote.patience import AGAIN_S, FIRST_S, LONGEST_S, Patience, pauses
 from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
@@ -37,8 +37,6 @@ from holdfast.stores.remote.url import PART_NBYTES, UPLOADING, Url
 if TYPE_CHECKING:
     from obstore import AsyncWritableFile, GetOptions, GetResult, ObjectMeta, PutMode
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
-
-__all__ = ["Bucket", "Found", "Got", "Taken", "Upload", "bucket_of"]
 
 T = TypeVar("T")
 Buffer = bytes | memoryview
@@ -61,7 +59,7 @@ PLAIN = "HOLDFAST_WITHOUT_CHECKSUMS"
 ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "HOLDFAST_")
 
 
-class Found(Value, frozen=True):
+class RemoteObject(Value, frozen=True):
     """What a store says of an object."""
 
     key: str
@@ -75,7 +73,7 @@ class Got(Value, frozen=True):
 
     data: memoryview
     start: int
-    found: Found
+    found: RemoteObject
     attributes: Mapping[str, str]
 
 
@@ -150,7 +148,7 @@ class Bucket:
         """A whole object of at most so many bytes; `LimitExceeded` for one that has more, which is not read."""
         return self._asked(key, {}, None, nbytes=1 << 20, most=most)
 
-    def head(self, key: str) -> Found:
+    def head(self, key: str) -> RemoteObject:
         """What there is to say of an object."""
         import obstore
 
@@ -167,11 +165,11 @@ class Bucket:
 
         return self._run(ask, key, "looking at it")
 
-    def below(self, prefix: str, most: int) -> list[Found]:
+    def below(self, prefix: str, most: int) -> list[RemoteObject]:
         """All objects whose keys begin with a prefix that ends with a slash (or all), sorted by key."""
         import obstore
 
-        rows: list[Found] = []
+        rows: list[RemoteObject] = []
         pages: AsyncIterator[Sequence[ObjectMeta]] | None = None
 
         async def page() -> Sequence[ObjectMeta]:
@@ -200,7 +198,7 @@ class Bucket:
         self._run(collect, prefix, "listing it", again=False)
         return sorted(rows, key=lambda found: found.key)
 
-    def folders(self, prefix: str) -> tuple[list[str], list[Found]]:
+    def folders(self, prefix: str) -> tuple[list[str], list[RemoteObject]]:
         """What lies right below a prefix: names of further prefixes, and objects."""
         import obstore
 
@@ -362,11 +360,11 @@ class Bucket:
         raise raised from None
 
 
-def _found(meta: ObjectMeta) -> Found:
+def _found(meta: ObjectMeta) -> RemoteObject:
     etag = meta["e_tag"]
     # Azure has it in quotes in the answer about an object, and without them in a list.
     quoted = etag if not etag or etag.endswith('"') else f'"{etag}"'
-    return Found(meta["path"], meta["size"], quoted, meta["last_modified"])
+    return RemoteObject(meta["path"], meta["size"], quoted, meta["last_modified"])
 
 
 _lock = renewed(threading.Lock())

@@ -7,8 +7,6 @@ import re
 
 from holdfast.errors import HoldfastError, NoSuchPath, Replaced, StoreError, Truncated, Unsupported
 
-__all__ = ["Taken", "may_pass", "reason", "refused", "repeated"]
-
 
 class Taken(StoreError):
     """A condition that a put had did not hold: something else is there, or is there by now."""

@@ -5,7 +5,7 @@ the interpreter while it is taken down is ended in the middle of obstore's code,
 134, after a program that has done all its work. So:
 
 1. A request is under way until the thread that answers it leaves the interpreter. The last that it does there is to ask the future
-   whether it was `cancelled`, or to give the loop its result; both are ours (`Answer`, `Events`), and take that down.
+   whether it was `cancelled`, or to give the loop its result; both are ours (`RequestFuture`, `Events`), and take that down.
 2. Memory that is lent to obstore (`lent`) is waited for: to give it back takes the interpreter as well.
 3. When the program ends, the requests that daemon threads wait for are cancelled, their uploads are stopped, and all that is under
    way is waited for, whatever a server does. Then the loop's thread ends.
@@ -26,8 +26,6 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 from holdfast.core.runtime import at_exit, at_fork, renewed, start
 from holdfast.errors import Unsupported
 
-__all__ = ["answered", "given_back", "is_forked", "left_behind", "lent", "unfinished", "until", "used", "waited"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -38,7 +36,7 @@ PARKED_S = 60.0
 """How long a daemon thread stays where it is when the program ends. There is no program any more by then."""
 
 
-class Answer(asyncio.Future[Any]):
+class RequestFuture(asyncio.Future[Any]):
     """What a request gives."""
 
     left = False
@@ -57,21 +55,21 @@ class Answer(asyncio.Future[Any]):
 
 
 class Events(asyncio.SelectorEventLoop):
-    """An event loop whose futures are `Answer`s."""
+    """An event loop whose futures are `RequestFuture`s."""
 
     home = 0
     """The thread that it runs on."""
 
-    def create_future(self) -> Answer:
-        return Answer(loop=self)
+    def create_future(self) -> RequestFuture:
+        return RequestFuture(loop=self)
 
     def run_forever(self) -> None:
         self.home = threading.get_ident()
         super().run_forever()
 
-    def awaited(self) -> list[Answer]:
+    def awaited(self) -> list[RequestFuture]:
         """Requests of this loop that are under way."""
-        return [one for one in list(under_way) if isinstance(one, Answer) and one.get_loop() is self]
+        return [one for one in list(under_way) if isinstance(one, RequestFuture) and one.get_loop() is self]
 
     def run_on_thread(self) -> None:
         self.run_forever()
@@ -86,7 +84,7 @@ class Events(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         handle = super().call_soon_threadsafe(callback, *args, context=context)
         answer = args[0] if args else None
-        if isinstance(answer, Answer):
+        if isinstance(answer, RequestFuture):
             answer.left = True  # and no call after this
             if answer in under_way:
                 del under_way[answer]  # noqa: RUF051
@@ -95,7 +93,7 @@ class Events(asyncio.SelectorEventLoop):
 
 def answered(request: Awaitable[T]) -> Awaitable[T]:
     """The same request of obstore, which is under way from now on: no coroutine, which might be cancelled before it begins."""
-    if isinstance(request, Answer):
+    if isinstance(request, RequestFuture):
         under_way[request] = None
         if request.left:
             under_way.pop(request, None)

@@ -17,8 +17,6 @@ from statistics import median
 
 from holdfast.core.runtime import renewed
 
-__all__ = ["AGAIN_S", "FIRST_S", "LONGEST_S", "Patience", "pauses"]
-
 KNOWN = 16
 """Answers that are remembered of each size."""
 

@@ -24,10 +24,8 @@ from holdfast.core.protocols import BaseStore, Stamp
 from holdfast.core.runtime import renewed
 from holdfast.errors import Closed, LimitExceeded, MetadataError, NoSuchPath, Replaced, StoreError, Truncated
 from holdfast.stores.files import is_temporary
-from holdfast.stores.remote.client import Bucket, Found, Got, bucket_of
+from holdfast.stores.remote.client import Bucket, Got, RemoteObject, bucket_of
 from holdfast.stores.remote.url import FILES, Url
-
-__all__ = ["RemoteStore"]
 
 WINDOW_NBYTES = 128 << 10
 """Of headers, what is fetched at a time: nine in ten safetensors headers are shorter."""
@@ -285,7 +283,7 @@ class RemoteStore(BaseStore):
     def _remember(self, key: str, got: Got) -> None:
         self._first(key, got.found)
 
-    def _first(self, key: str, found: Found) -> tuple[int, str | None]:
+    def _first(self, key: str, found: RemoteObject) -> tuple[int, str | None]:
         """Take down what the first answer says; every later one must say the same."""
         now = found.nbytes, found.etag
         with self._lock:

@@ -17,8 +17,6 @@ from typing import Self
 
 from holdfast.errors import BadPath
 
-__all__ = ["COPIED_NBYTES", "FILES", "PART_NBYTES", "SCHEMES", "UPLOADING", "Url", "is_url", "join", "url_of"]
-
 SCHEMES = frozenset({"s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "memory"})
 
 FILES = (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".safetensors", ".npz", ".npy", ".gguf", ".pkl", ".tar", ".distcp")

@@ -51,8 +51,6 @@ from holdfast.torch.cuda.streams import lanes
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.scratch import Fill, flat
 
-__all__ = ["FEW", "READERS", "Row", "fill_ordinary", "fill_small", "read_small"]
-
 FEW = 64
 """Fewer are read as objects: nobody waits for those."""
 

@@ -24,8 +24,6 @@ from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.engine.threads import run_all
 from holdfast.stores.platform import own_memory
 
-__all__ = ["BLOCK_NBYTES", "KEPT_NBYTES", "POOL", "HostBlock", "Pool", "available_nbytes", "lock", "unlock"]
-
 BLOCK_NBYTES = 8 << 20
 """What one thread reads at a time. Every hand-over between threads takes the interpreter lock, so less is slower; and what has left
 the caches by the time it is copied is fetched from memory once more, so more is slower, too (docs/design/025-floors.md)."""

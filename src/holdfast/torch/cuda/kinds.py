@@ -19,8 +19,6 @@ from holdfast.core.arrays import Ints
 from holdfast.core.chunk import c_strides
 from holdfast.torch.tensors.scratch import flat
 
-__all__ = ["Kind", "views"]
-
 CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers, by their width."""
 

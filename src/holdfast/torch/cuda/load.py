@@ -27,12 +27,10 @@ from holdfast.engine.threads import default_threads
 from holdfast.errors import BadArgument, located
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark, pump
-from holdfast.torch.cuda.runs import FlatRun, Gathered, Taken, Task, tasks_of
+from holdfast.torch.cuda.runs import BlockTask, FlatRun, StridedRead, Taken, tasks_of
 from holdfast.torch.cuda.streams import Lane, lanes
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
 from holdfast.torch.tensors.scratch import CastLosses, Fill, copy_values
-
-__all__ = ["DEFAULT_NBYTES", "Progress", "load_fills", "reserve"]
 
 DEFAULT_NBYTES = 1 << 30
 """Host memory that a load may lock where nobody says."""
@@ -150,7 +148,7 @@ def reserve(wanted: Iterable[tuple[torch.device, int]]) -> None:
                 torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _read(task: Task, block: HostBlock, checks: Checks) -> None:
+def _read(task: BlockTask, block: HostBlock, checks: Checks) -> None:
     """Fill a block. Runs on a reader."""
     memory = block.array.data
     store = task.source.store
@@ -179,13 +177,13 @@ def _read(task: Task, block: HostBlock, checks: Checks) -> None:
             task.source.read(requests)
 
 
-def _value(one: Gathered, at: int, block: HostBlock) -> torch.Tensor:
+def _value(one: StridedRead, at: int, block: HostBlock) -> torch.Tensor:
     """The elements of a gathered piece in a block."""
     lazy = one.part.lazy
     return block.tensor[at : at + one.nbytes].view(torch_dtype(lazy.dtype)).view(lazy.shape)
 
 
-Full = Sequence[tuple[Task, HostBlock]]
+Full = Sequence[tuple[BlockTask, HostBlock]]
 """Blocks that are full."""
 
 

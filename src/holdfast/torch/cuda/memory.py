@@ -30,15 +30,13 @@ from holdfast.core.tensor import PLAIN, LazyTensor, Traits
 from holdfast.engine.blocks import contiguous_bytes, slabs
 from holdfast.engine.source import OpenSource
 from holdfast.errors import Unsupported
-from holdfast.stores.virtual import Entry, Virtual
+from holdfast.stores.virtual import Virtual, VirtualFile
 from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock
 from holdfast.torch.cuda.pipeline import Mark
 from holdfast.torch.cuda.streams import Lane, Side, refuse_capture
 from holdfast.torch.tensors.from_lazy import carrier_dtype, torch_dtype
 from holdfast.torch.tensors.scratch import flat
 from holdfast.torch.tensors.shared_regions import BYTES
-
-__all__ = ["GpuSource"]
 
 T = TypeVar("T")
 
@@ -76,7 +74,7 @@ class GpuMemory(Virtual):
                 refuse_capture([device])
                 self._lanes[device] = self._make_lane(device)
             self._bytes[key] = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-            self.put(Entry(nbytes, partial(weakly(self._read), key)), key)
+            self.put(VirtualFile(nbytes, partial(weakly(self._read), key)), key)
         return Storage(key, 0, nbytes, location=str(device), home=self)
 
     def flat(self, key: str) -> torch.Tensor:

@@ -22,9 +22,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Protocol, TypeVar
 
-from holdfast.engine.threads import start
-
-__all__ = ["Mark", "pump"]
+from holdfast.core.runtime import start
 
 T = TypeVar("T")
 Task = TypeVar("Task")

@@ -22,8 +22,6 @@ from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL
 from holdfast.torch.cuda.memory import GpuMemory, GpuSource
 from holdfast.torch.cuda.streams import lanes
 
-__all__ = ["GpuRows"]
-
 
 class GpuRows:
     """The bytes of storages on GPUs, by their numbers. Made on the thread whose stream wrote them."""

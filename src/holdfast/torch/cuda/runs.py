@@ -29,9 +29,7 @@ from holdfast.core.value import Value
 from holdfast.engine.blocks import contiguous_bytes
 from holdfast.plan.coalesce import PAGE_LOCKED, coalesce
 from holdfast.torch.tensors.from_lazy import torch_dtype
-from holdfast.torch.tensors.scratch import Fill, Part, flat, in_file_order, parts_of
-
-__all__ = ["FlatRun", "Gathered", "Read", "Shares", "Taken", "Task", "pieces_of", "tasks_of"]
+from holdfast.torch.tensors.scratch import Fill, ScratchPiece, flat, in_file_order, parts_of
 
 ALIGNMENT = 64
 """Where reads and gathered elements begin in a block, so that any dtype can look at the latter."""
@@ -70,10 +68,10 @@ class FlatRun(Value, frozen=True, eq=False):
         return head, tail
 
 
-class Gathered(Value, frozen=True, eq=False):
+class StridedRead(Value, frozen=True, eq=False):
     """Elements that the engine has to read, because they do not lie in one piece."""
 
-    part: Part
+    part: ScratchPiece
     source: Source
 
     @property
@@ -100,13 +98,13 @@ class Read(Struct, eq=False):
     pieces: list[Taken] = field(default_factory=list)
 
 
-class Task(Struct, eq=False):
+class BlockTask(Struct, eq=False):
     """What one block is filled with at a time; all of it goes to one device."""
 
     source: Source
     device: torch.device
     reads: list[Read] = field(default_factory=list)
-    gathered: list[tuple[Gathered, int]] = field(default_factory=list)
+    gathered: list[tuple[StridedRead, int]] = field(default_factory=list)
     """With the place of each in the block."""
     nbytes: int = 0
     """Bytes of elements."""
@@ -114,7 +112,7 @@ class Task(Struct, eq=False):
     """Bytes that were read for them."""
 
 
-def pieces_of(one: Fill, most: int) -> Iterator[FlatRun | Gathered]:
+def pieces_of(one: Fill, most: int) -> Iterator[FlatRun | StridedRead]:
     """A fill as pieces, of which those that are not flat fit into `most` bytes."""
     lazy, target = one.lazy, one.target
     if _is_row(lazy, target):
@@ -145,12 +143,12 @@ def _flat(lazy: LazyTensor, chunk: Chunk, target: torch.Tensor, *, conj: bool = 
     return FlatRun(storage, storage.start + chunk.offset // 8, lazy.nbytes, dtype, row, lazy.name, conj, neg)
 
 
-def _boxes(one: Fill, most: int) -> Iterator[FlatRun | Gathered]:
+def _boxes(one: Fill, most: int) -> Iterator[FlatRun | StridedRead]:
     for part in parts_of(one, most):
         lazy = part.lazy
         place = None if lazy.dtype.packed else contiguous_bytes(lazy)
         if place is None:
-            yield Gathered(part, lazy.source)
+            yield StridedRead(part, lazy.source)
         else:
             storage = lazy.chunks[0].storage
             yield FlatRun(
@@ -189,13 +187,13 @@ class Shares:
         return most
 
 
-def tasks_of(source: Source, device: torch.device, fills: Iterable[Fill], most: int, *, readers: int = 1) -> Iterator[Task]:
+def tasks_of(source: Source, device: torch.device, fills: Iterable[Fill], most: int, *, readers: int = 1) -> Iterator[BlockTask]:
     """Lay fills of one source and device into blocks of `most` bytes, in the order of the files, for so many readers."""
-    gathered: list[Gathered] = []
+    gathered: list[StridedRead] = []
     files: dict[str, list[FlatRun]] = {}
     for one in fills:
         for piece in pieces_of(one, most):
-            if isinstance(piece, Gathered):
+            if isinstance(piece, StridedRead):
                 gathered.append(piece)
             else:
                 files.setdefault(piece.storage.key, []).append(piece)
@@ -217,9 +215,9 @@ def _joined(pieces: list[FlatRun]) -> Iterator[list[FlatRun]]:
 
 def _dense_tasks(
     source: Source, device: torch.device, rows: Iterable[list[FlatRun]], most: int, *, shares: Shares
-) -> Iterator[Task]:
+) -> Iterator[BlockTask]:
     """Those that lie in one piece: a read for each row of them, or several where blocks end."""
-    task, end, share = Task(source, device), 0, shares.take()
+    task, end, share = BlockTask(source, device), 0, shares.take()
     for row in rows:
         read: Read | None = None
         for whole in row:
@@ -234,7 +232,7 @@ def _dense_tasks(
                 if head.nbytes > room:
                     # Not even one element, or a box that must be whole: it begins the next block.
                     yield task
-                    task, end, read, share = Task(source, device), 0, None, shares.take()
+                    task, end, read, share = BlockTask(source, device), 0, None, shares.take()
                     continue
                 if joined is None:
                     joined = Read(head.storage.key, head.start, head.start + head.nbytes, begin)
@@ -245,17 +243,17 @@ def _dense_tasks(
                 read, piece, end = joined, rest, joined.at + joined.stop - joined.start
                 if piece is not None:
                     yield task
-                    task, end, read, share = Task(source, device), 0, None, shares.take()
+                    task, end, read, share = BlockTask(source, device), 0, None, shares.take()
     if task.reads:
         yield task
 
 
-def _gathered_tasks(source: Source, device: torch.device, pieces: Sequence[Gathered], most: int) -> Iterator[Task]:
-    task, end = Task(source, device), 0
+def _gathered_tasks(source: Source, device: torch.device, pieces: Sequence[StridedRead], most: int) -> Iterator[BlockTask]:
+    task, end = BlockTask(source, device), 0
     for piece in pieces:
         if task.gathered and end + piece.nbytes > most:
             yield task
-            task, end = Task(source, device), 0
+            task, end = BlockTask(source, device), 0
         task.gathered.append((piece, end))
         task.nbytes += piece.part.lazy.nbytes
         end = _aligned(end + piece.nbytes)

@@ -23,8 +23,6 @@ from holdfast.torch.cuda.host import BLOCK_NBYTES, POOL, HostBlock, available_nb
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.pipeline import Mark
 
-__all__ = ["ROOM", "Copies", "Room", "free_host_memory"]
-
 
 class Room:
     """Memory that is kept from save to save. One save has it at a time."""

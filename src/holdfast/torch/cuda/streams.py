@@ -19,8 +19,6 @@ from holdfast.core.runtime import renewed
 from holdfast.errors import Refused
 from holdfast.torch.cuda.pipeline import Mark
 
-__all__ = ["Here", "Lane", "Side", "lanes", "refuse_capture"]
-
 
 class Lane:
     """Where copies to and from a device run."""

@@ -31,15 +31,14 @@ from holdfast.engine.write import Progress
 from holdfast.errors import BadArgumentType, CannotHold
 from holdfast.formats.pt2.program import summarise
 from holdfast.formats.pt2.schema import OBJECT, OPAQUE, TENSOR, WEIGHT
-from holdfast.formats.pt2.write import MODEL, Part, Pickled, lay_out_pt2
+from holdfast.formats.pt2.write import MODEL, ModelWeights, Pickled, lay_out_pt2
 from holdfast.formats.torch.write import archive_name
 from holdfast.rewrite.formats import check_archive_name
-from holdfast.rewrite.planned import Planned, Saved, Writing, check_target, planned_fields
+from holdfast.rewrite.planned import Planned, Saved, check_target, planned_fields
 from holdfast.rewrite.state import describe_state
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import local_path
 from holdfast.torch import versions
-
-__all__ = ["package_program"]
 
 PROTOCOL = 2
 """Of the pickles in the archive: torch's `DEFAULT_PICKLE_PROTOCOL`."""
@@ -112,7 +111,7 @@ class _Values(Struct):
         return merged
 
 
-def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None) -> dict[str, Part]:
+def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: dict[str, int] | None) -> dict[str, ModelWeights]:
     """The programs as parts of a package. Their tensors are described together, so that they share what they share."""
     problems: list[str] = []
     weights = {model: _sorted(model, program.state_dict, prefix=WEIGHT, problems=problems) for model, program in programs.items()}
@@ -122,11 +121,11 @@ def _parts(programs: Mapping[str, ExportedProgram], sample_inputs: bool, opset: 
     if problems:
         raise CannotHold("these programs cannot be packaged", problems)
     tree = describe_state({model: {"weights": weights[model].raw, "constants": constants[model].raw} for model in programs}).tree
-    parts: dict[str, Part] = {}
+    parts: dict[str, ModelWeights] = {}
     for model, program in programs.items():
         serialized, inputs = versions.serialize_program(program, opset, PROTOCOL)
         inner = tree[model] if isinstance(tree, dict) else {}
-        part = Part(
+        part = ModelWeights(
             weights[model].merged(inner["weights"]),
             constants[model].merged(inner["constants"]),
             serialized,
@@ -176,7 +175,7 @@ def _lacking(model: str, program: ExportedProgram) -> list[str]:
     return [f"{model}.{name}: the program asks for it and does not have it" for name in wanted if name not in known]
 
 
-def _unmet(model: str, part: Part) -> list[str]:
+def _unmet(model: str, part: ModelWeights) -> list[str]:
     """Weights that differ from what the serialised program says about them."""
     program = summarise(part.program if isinstance(part.program, bytes) else b"")
     problems = []

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 else:
     OrderedSet = versions.ordered_set()
 
-__all__ = ["Group", "TensorProperties", "Weights", "get_complete", "get_complete_tensor", "group_weights"]
-
 Member = tuple[str, str]
 """A model and a weight of it."""
 

@@ -33,8 +33,6 @@ from holdfast.torch.tensors.shared_regions import repeats
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, opaque_inside
 
-__all__ = ["EXTRA", "Choice", "Fit", "Match", "Slot", "all_slots", "find_targets", "fit", "module_slots", "wrapped_problem"]
-
 EXTRA = "_extra_state"
 """What `state_dict()` calls the value of `get_extra_state()`."""
 

@@ -40,12 +40,11 @@ from holdfast.torch.modules.fit import EXTRA, Choice, Fit, Match, Slot, all_slot
 from holdfast.torch.modules.match import Names
 from holdfast.torch.modules.wrappers import names_put_back, plain_name, renamed
 from holdfast.torch.tensors.allocate import Want, make_fresh, read_tensors
-from holdfast.torch.tensors.fill import Fill, Progress, fill
+from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.open import TorchCheckpoint
+from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.tree import dict_under, lazy_tensors, opaque_inside, torch_tree
-
-__all__ = ["Loaded", "load_into"]
 
 COUNTER = "num_batches_tracked"
 """The buffer that batch norm has had since version 2 of its state (torch 0.4.1)."""

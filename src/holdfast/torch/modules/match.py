@@ -26,8 +26,6 @@ from holdfast.errors import DoesNotFit, Unsupported
 from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.tree import ABSENT, find_value
 
-__all__ = ["Names", "Outcome", "Place", "match_tied", "plain_problem", "short", "squeezed", "tied_note"]
-
 SHOWN = 200
 """Names of each kind that a message lists; all of them are in the error's attributes."""
 
@@ -38,7 +36,7 @@ COMPARED = 10_000
 """Names that are compared, at the most."""
 
 
-class Place(Protocol):
+class Fillable(Protocol):
     """Something that a checkpoint fills."""
 
     @property
@@ -46,7 +44,7 @@ class Place(Protocol):
         """Its dotted name."""
 
 
-PlaceT = TypeVar("PlaceT", bound=Place)
+PlaceT = TypeVar("PlaceT", bound=Fillable)
 OfferT = TypeVar("OfferT")
 
 

@@ -21,8 +21,6 @@ from torch import nn
 
 from holdfast.rewrite.state import Stateful
 
-__all__ = ["names_put_back", "names_taken_off", "plain_name", "plainly_named", "renamed"]
-
 WAYS = (frozenset({"module", "_orig_mod"}), frozenset({"module"}), frozenset({"_orig_mod"}), frozenset[str]())
 """Which names are taken off; of equally good ways the first."""
 

@@ -39,13 +39,10 @@ from multiprocessing import process, util
 from types import FrameType
 from typing import Literal, TextIO, cast
 
-from holdfast.core.runtime import at_fork, renewed
+from holdfast.core.runtime import at_fork, renewed, start
 from holdfast.core.signals import SignalOverride
-from holdfast.engine.threads import start
 from holdfast.errors import HoldfastWarning, NotCommitted, SaveError
 from holdfast.torch.ranks.saving import SavedShards
-
-__all__ = ["Course", "SaveHandle", "begin"]
 
 _one_at_a_time = renewed(threading.Lock())
 

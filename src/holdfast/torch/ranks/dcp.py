@@ -33,15 +33,13 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.core.tree import Path, dotted, values_inside
 from holdfast.engine.stream import write_stream
 from holdfast.formats.torch.write import lay_out_torch_zip
-from holdfast.formats.tree_json import encode_tree
+from holdfast.formats.tree_json.encode import encode_tree
 from holdfast.formats.tree_json.scalars import NO_UNICODE, is_unicode
 from holdfast.ranks.files import Contents, Receipt
 from holdfast.torch import versions
 from holdfast.torch.serialization.pickling import StorageIds, pickle_object
 from holdfast.torch.serialization.save import plan_object
 from holdfast.torch.tensors.from_lazy import torch_dtype
-
-__all__ = ["FlatState", "common_problems", "dcp_index", "flatten", "pickled_index"]
 
 REMEDY = "give its class state_dict() and load_state_dict(), or put the tensors into the state under names of their own"
 """What to do about an object with tensors in it."""

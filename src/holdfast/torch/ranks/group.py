@@ -32,12 +32,10 @@ from typing import cast
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from holdfast.core.runtime import at_fork, renewed
-from holdfast.engine.threads import default_threads, start
+from holdfast.core.runtime import at_fork, renewed, start
+from holdfast.engine.threads import default_threads
 from holdfast.errors import CannotHold, DurabilityUncertain, RankLost, RanksFailed, RanksRefused
 from holdfast.ranks.merge import say_ranks
-
-__all__ = ["DEADLINE", "Ranks", "ranks_of"]
 
 DEADLINE = 60.0
 """Seconds without a sign of life after which a rank is given up."""

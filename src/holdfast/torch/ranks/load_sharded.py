@@ -59,9 +59,8 @@ from holdfast.torch.arguments import device as device_given
 from holdfast.torch.modules.match import Names
 from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.wanted import PerRank, Wanted, match
-from holdfast.torch.tensors.fill import NO_ARRAY, Fill, fill
-
-__all__ = ["LoadedShards", "load_full", "load_guarded", "load_sharded", "marked", "spread", "unmarked"]
+from holdfast.torch.tensors.fill import NO_ARRAY, fill
+from holdfast.torch.tensors.scratch import Fill
 
 Replicated = Literal["auto", "read", "broadcast"]
 

@@ -49,8 +49,6 @@ from holdfast.errors import Refused, Unsupported
 from holdfast.metadata import Places, Sought
 from holdfast.torch import versions
 
-__all__ = ["LocalShardsWrapper", "viewed_offsets"]
-
 Args = tuple[object, ...]
 Kwargs = Mapping[str, object]
 

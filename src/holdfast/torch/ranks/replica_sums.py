@@ -23,8 +23,6 @@ from holdfast.engine.digest import tensor_crcs
 from holdfast.torch.cuda.host import BLOCK_NBYTES
 from holdfast.torch.cuda.memory import GpuSource
 
-__all__ = ["octet_sums", "replica_sums"]
-
 ROW = 512
 """Words of eight bytes that make one sum."""
 

@@ -47,9 +47,6 @@ from holdfast.torch.ranks.save_sharded import begin_asked, save_asked
 from holdfast.torch.ranks.saving import Asked, SavedShards
 from holdfast.torch.ranks.wanted import PerRank
 
-__all__ = ["Run"]
-
-
 ASK_S, MOST_CALLS = 1.0, 100_000
 """How often the ranks ask each other whether a signal came, in seconds; and after how many calls at the latest."""
 
@@ -65,7 +62,7 @@ class Asking(msgspec.Struct):
     """After how many calls to ask again."""
 
 
-class Answer(msgspec.Struct):
+class FoundAnswer(msgspec.Struct):
     """The step that the first rank found, for all of them."""
 
     step: int
@@ -76,7 +73,7 @@ class Answer(msgspec.Struct):
     nbytes: int
 
 
-ASKED, ANSWERS = msgspec.msgpack.Decoder(Asking), msgspec.msgpack.Decoder(list[Answer])
+ASKED, ANSWERS = msgspec.msgpack.Decoder(Asking), msgspec.msgpack.Decoder(list[FoundAnswer])
 
 
 class Run(PlainRun):
@@ -374,7 +371,7 @@ class Run(PlainRun):
 
         def decide(messages: list[bytes]) -> list[bytes]:
             told = [
-                Answer(
+                FoundAnswer(
                     one.step, os.path.basename(one.path), one.saved, {name: repr(v) for name, v in one.metrics.items()}, one.nbytes
                 )
                 for one in work()

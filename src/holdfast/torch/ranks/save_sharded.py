@@ -21,8 +21,6 @@ from holdfast.torch.ranks.group import DEADLINE, ranks_of
 from holdfast.torch.ranks.saving import Asked, Job, SavedShards, describe, plan, stage_described, stage_planned, write
 from holdfast.torch.ranks.staging import Staged, Versions, stage, versions
 
-__all__ = ["async_save_sharded", "begin_asked", "save_asked", "save_sharded"]
-
 
 @understood(format=one_of(*FORMATS), values=one_of("agree", "first"), per_rank=patterns, when_busy=one_of("wait", "refuse"))
 def save_sharded(

@@ -38,8 +38,8 @@ from holdfast.engine.write import Progress
 from holdfast.errors import CannotHold, RankLost, RanksFailed
 from holdfast.formats.native.write import BoxToWrite
 from holdfast.formats.safetensors.write import is_flat
-from holdfast.formats.tree_json import encode_tree
-from holdfast.ranks.files import NOTHING, Part, Receipt, rank_files, unkept_notes
+from holdfast.formats.tree_json.encode import encode_tree
+from holdfast.ranks.files import NOTHING, RankOutput, Receipt, rank_files, unkept_notes
 from holdfast.ranks.gathering import Gathering, join_gathering
 from holdfast.ranks.per_rank import mark, rank_key
 from holdfast.ranks.state import RankState
@@ -52,19 +52,6 @@ from holdfast.torch.ranks.dcp import FlatState, common_problems, dcp_index, flat
 from holdfast.torch.ranks.group import Ranks
 from holdfast.torch.ranks.replica_sums import replica_sums
 from holdfast.torch.ranks.staging import Staged, little_in_common, made_of, pieces_of
-
-__all__ = [
-    "Asked",
-    "Described",
-    "Job",
-    "Planned",
-    "SavedShards",
-    "describe",
-    "plan",
-    "stage_described",
-    "stage_planned",
-    "write",
-]
 
 THREADS_BEHIND, BLOCK_BEHIND = 4, 16 << 20
 """Threads that write while the caller goes on, and what each writes at a time. For one file four are as fast as sixteen; and every
@@ -139,7 +126,7 @@ class Planned(Value, frozen=True):
     """What this rank writes, and where."""
 
     job: Job
-    part: Part
+    part: RankOutput
     publishing: Publishing | None
     """On the first rank: where everything comes together."""
     notes: tuple[str, ...]
@@ -172,7 +159,7 @@ class SavedShards(Shown):
         return self.nbytes - self.shared_nbytes
 
 
-class Task(msgspec.Struct):
+class RankTask(msgspec.Struct):
     """What a rank is told."""
 
     told: str
@@ -184,7 +171,7 @@ class Task(msgspec.Struct):
     """Whether the first rank knows of a run that none of its steps is a base."""
 
 
-TASKS, RECEIPTS = msgspec.msgpack.Decoder(Task), msgspec.msgpack.Decoder(list[Receipt])
+TASKS, RECEIPTS = msgspec.msgpack.Decoder(RankTask), msgspec.msgpack.Decoder(list[Receipt])
 
 
 # Described.
@@ -275,10 +262,10 @@ def plan(described: Described) -> Planned:
         told, notes = opened.gathering.told, list(together.notes)
         given = zip(together.boxes, together.values, strict=True)
         whole = asked.step is not None and asked.base is None
-        return [msgspec.msgpack.encode(Task(told, list(boxes), list(values), notes, whole)) for boxes, values in given]
+        return [msgspec.msgpack.encode(RankTask(told, list(boxes), list(values), notes, whole)) for boxes, values in given]
 
     answer = job.ranks.agree(_with_sums(described), decide)
-    part = Part(job.ranks.rank, job.ranks.size, (), described.state.metadata)
+    part = RankOutput(job.ranks.rank, job.ranks.size, (), described.state.metadata)
     planned = Planned(job, part, publishing[0] if publishing else None, described.notes, staged=described.staged)
     try:
         task = TASKS.decode(answer)

@@ -26,8 +26,6 @@ from holdfast.core.runtime import resting_collector
 from holdfast.errors import Unsupported
 from holdfast.torch import versions
 
-__all__ = ["metadata_from_torch", "metadata_to_torch"]
-
 _MEMORY_FORMATS = {each: cast(torch.memory_format, getattr(torch, str(each))) for each in ours.MemoryFormat}
 _LAYOUTS = {each: cast(torch.layout, getattr(torch, each.value)) for each in ours.Layout}
 _OUR_MEMORY_FORMATS = {there: here for here, there in _MEMORY_FORMATS.items()}

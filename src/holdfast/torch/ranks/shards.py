@@ -24,9 +24,6 @@ from holdfast.core.value import Value
 from holdfast.errors import BadPlacement, Unsupported
 from holdfast.torch.versions import dtensor_module
 
-__all__ = ["LocalPart", "Shards", "is_sharded", "shards_of"]
-
-
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
 

@@ -32,8 +32,6 @@ from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.cuda.stage import ROOM, Copies
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 
-__all__ = ["Staged", "Versions", "little_in_common", "made_of", "pieces_of", "stage", "versions"]
-
 ALIGNMENT = 64
 
 PIECE_NBYTES, LEAST_NBYTES = 64 << 20, 4 << 20

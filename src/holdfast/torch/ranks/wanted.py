@@ -34,12 +34,10 @@ from holdfast.rewrite.state import Stateful, is_stateful, stateful_keys
 from holdfast.torch.modules.match import Names, Outcome, match_tied, plain_problem, short, squeezed
 from holdfast.torch.modules.wrappers import plainly_named
 from holdfast.torch.ranks.shards import is_sharded, shards_of
-from holdfast.torch.tensors.fill import Fill
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
+from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.to_lazy import memory_of
 from holdfast.torch.tensors.tree import ABSENT, find_value, torch_tree, unbuilt
-
-__all__ = ["PerRank", "Wanted", "match", "read_value"]
 
 PerRank = Literal["own", "keep"]
 

@@ -35,34 +35,21 @@ from holdfast.core.opaque import Global
 from holdfast.core.runtime import renewed
 from holdfast.core.value import Value
 from holdfast.errors import Corrupted, FormatError, ZipError, located
-from holdfast.formats.pickle import Table, interpret_whole
-from holdfast.formats.pickle.table import Name
+from holdfast.formats.pickle.machine import interpret_whole
+from holdfast.formats.pickle.table import Name, ReducerTable
 from holdfast.formats.torch.table import TENSOR_CLASSES
 from holdfast.formats.torch.tensors import QSCHEMES
 from holdfast.formats.zip.reader import read_archive
 from holdfast.torch import versions
-from holdfast.torch.serialization.opening import Opened, opened
+from holdfast.torch.serialization.opening import OpenedFile, opened
 from holdfast.torch.serialization.pickling import StorageClass
-
-__all__ = [
-    "add_safe_globals",
-    "clear_safe_globals",
-    "default_globals",
-    "get_safe_globals",
-    "get_unsafe_globals_in_checkpoint",
-    "is_blocked",
-    "known_globals",
-    "python3_name",
-    "safe_globals",
-    "user_globals",
-]
 
 Item = Callable[..., object] | tuple[object, str]
 
 # The user's list.
 
 
-class Entry(Value, frozen=True, eq=False):
+class AllowedItem(Value, frozen=True, eq=False):
     """An item that was added once; equal to itself alone, so that it can be taken away again."""
 
     name: str
@@ -73,16 +60,16 @@ class Entry(Value, frozen=True, eq=False):
 
 
 _lock = renewed(threading.Lock())
-_added: list[Entry] = []
+_added: list[AllowedItem] = []
 
 
-def _entry(item: Item) -> Entry:
+def _entry(item: Item) -> AllowedItem:
     if isinstance(item, tuple):
         if len(item) != 2:
             raise ValueError(f"Expected tuple of length 2, an object and its full name, but got tuple of length: {len(item)}")
         if not isinstance(item[1], str):
             raise TypeError(f"Expected second item in tuple to be str, the full name of the first, but got: {type(item[1])}")
-        return Entry(item[1], item[0], item)
+        return AllowedItem(item[1], item[0], item)
     module, name = (getattr(item, attribute, None) for attribute in ("__module__", "__qualname__"))
     if module is None:
         # A method of a class that is written in C has none of its own: `ZoneInfo._unpickle`.
@@ -92,7 +79,7 @@ def _entry(item: Item) -> Entry:
             f"a {type(item).__name__} has no attribute '__module__' or '__qualname__' to be known by; "
             "give it together with its full name, as (object, 'module.name')"
         )
-    return Entry(f"{module}.{name}", item, item)
+    return AllowedItem(f"{module}.{name}", item, item)
 
 
 def add_safe_globals(safe_globals: Iterable[Item]) -> None:
@@ -122,7 +109,7 @@ class safe_globals:  # noqa: N801 (torch's name)
         self._items = list(safe_globals)
         for item in self._items:
             _entry(item)
-        self._open: list[list[Entry]] = []
+        self._open: list[list[AllowedItem]] = []
         """One list for each block of this object that is open."""
 
     def __enter__(self) -> None:
@@ -147,7 +134,7 @@ def user_globals() -> dict[str, object]:
 # What a file asks for.
 
 
-class Mentions(Table):
+class Mentions(ReducerTable):
     """Notes what a stream names, and builds nothing: whatever it makes is one and the same placeholder."""
 
     ANYTHING = Global("", "")
@@ -202,7 +189,7 @@ def _always_allowed() -> set[str]:
     return set(versions.allowed_globals(default_globals()))
 
 
-def _pickle(file: Opened) -> bytes:
+def _pickle(file: OpenedFile) -> bytes:
     """The pickle of a zip checkpoint."""
     expected = "Expected input to be a checkpoint returned by torch.save"
     if file.head(4) != b"PK\3\4":

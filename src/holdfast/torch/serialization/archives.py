@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from holdfast.errors import Refused, ZipError
-from holdfast.formats.zip.layout import Archive, Record
+from holdfast.formats.zip.layout import Archive, ZipRecord
 from holdfast.torch.serialization.storages import StorageBytes, StorageName
-
-__all__ = ["BrokenArchive", "archive_storages", "broken_archive", "check_stored"]
 
 LIKELY = "there is a high likelihood that your checkpoint file is corrupted: get it or save it again"
 
@@ -22,7 +20,7 @@ def broken_archive(message: str, *, file: str | None = None, offset: int | None 
     return BrokenArchive(f"PytorchStreamReader {message} (an internal miniz error in torch); {LIKELY}", file=file, offset=offset)
 
 
-def check_stored(record: Record) -> None:
+def check_stored(record: ZipRecord) -> None:
     """Refuse a compressed record."""
     if not record.stored:
         raise broken_archive(f"the record {record.name!r} is compressed; torch stores it plainly", offset=record.header)
@@ -31,7 +29,7 @@ def check_stored(record: Record) -> None:
 def archive_storages(archive: Archive) -> tuple[Callable[[StorageName], StorageBytes], Callable[[], Mapping[str, StorageBytes]]]:
     """How the records `data/N` of a zip are found: one by its key, and all of them."""
 
-    def found(record: Record, key: str) -> StorageBytes:
+    def found(record: ZipRecord, key: str) -> StorageBytes:
         check_stored(record)
         return StorageBytes(record.start, record.nbytes, record.crc32, f"data/{key}")
 

@@ -14,11 +14,9 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.storage import UntypedStorage
 
 from holdfast.errors import LimitExceeded, MetadataError, PickleError
-from holdfast.formats.torch.tensors import arity, beyond, brief, checked_shape, reach
+from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_shape, reach
 from holdfast.torch.serialization.rebuild import (
-    QUANTIZED,
     TORCH_SAYS_NO,
-    Args,
     PlainTensors,
     checked_dtype,
     dtype_of,
@@ -27,8 +25,7 @@ from holdfast.torch.serialization.rebuild import (
     no,
     storage_of,
 )
-
-__all__ = ["LAYOUTS", "CompositeTensors"]
+from holdfast.torch.serialization.storages import QUANTIZED
 
 LAYOUTS: dict[str, torch.layout] = {
     f"torch.{name}": getattr(torch, name)

@@ -19,16 +19,18 @@ from types import ModuleType
 from typing import BinaryIO, cast
 
 import torch
+from torch.serialization import SourceChangeWarning
 
 from holdfast.engine.records import RecordRead, read_records
 from holdfast.engine.threads import default_threads
 from holdfast.errors import FormatError, HoldfastError, MetadataError, PickleError, Refused, Truncated
-from holdfast.formats.pickle.table import Table
+from holdfast.formats.pickle.table import ReducerTable
 from holdfast.formats.torch.legacy import StorageIds, Window, begins_like_tar, locate_storages
 from holdfast.formats.torch.tensors import brief
-from holdfast.torch.serialization.opening import Opened
+from holdfast.torch.serialization.opening import OpenedFile
 from holdfast.torch.serialization.pickling import unpickler
-from holdfast.torch.serialization.settings import MAGIC_NUMBER, PROTOCOL_VERSION, SourceChangeWarning
+from holdfast.torch.serialization.refusals import refusal
+from holdfast.torch.serialization.settings import MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.serialization.storages import (
     FileStorages,
     Placement,
@@ -40,9 +42,7 @@ from holdfast.torch.serialization.storages import (
     typed,
     view_of,
 )
-from holdfast.torch.serialization.weights import WeightsTable, refusal
-
-__all__ = ["load_legacy", "load_tar", "looks_like_tar"]
+from holdfast.torch.serialization.weights import WeightsTable
 
 COUNT = struct.Struct("<q")
 TAR_MAGIC = (257, b"ustar")
@@ -58,7 +58,7 @@ class CutShort(Truncated, Refused):
 
 
 def load_legacy(
-    file: Opened, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object], weights_only: bool
+    file: OpenedFile, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object], weights_only: bool
 ) -> object:
     """The object of a legacy stream. The caller's file object stands behind the last storage afterwards."""
     if not file.nbytes:
@@ -73,21 +73,21 @@ def load_legacy(
     return result
 
 
-def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, int]:
+def _interpret(file: OpenedFile, place: Placement, encoding: str) -> tuple[object, int]:
     """By the closed interpreter, in two passes: which storages there are, and with their places known, the object."""
     window = Window(file.source, file.key, begin=file.start)
     table: WeightsTable | None = None
     try:
-        magic, at = window.stream(0, Table(), "magic number")
+        magic, at = window.stream(0, ReducerTable(), "magic number")
         if magic.value != MAGIC_NUMBER:
             raise NotTorch("Invalid magic number; corrupt file?", file=file.path)
-        version, at = window.stream(at, Table(), "protocol version")
+        version, at = window.stream(at, ReducerTable(), "protocol version")
         if version.value != PROTOCOL_VERSION:
             raise NotTorch(f"Invalid protocol version: {brief(version.value)}", file=file.path)
-        _, begin = window.stream(at, Table(), "system")
+        _, begin = window.stream(at, ReducerTable(), "system")
         ids = StorageIds()
         _, at = window.stream(begin, ids, "object")
-        keys, at = window.stream(at, Table(), "storage keys")
+        keys, at = window.stream(at, ReducerTable(), "storage keys")
         try:
             places, end = locate_storages(file.source, file.key, ids.storages, keys.value, file.start + at)
         except Truncated as error:
@@ -109,7 +109,9 @@ def _interpret(file: Opened, place: Placement, encoding: str) -> tuple[object, i
     return found.value, end
 
 
-def _unpickle(file: Opened, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> tuple[object, int]:
+def _unpickle(
+    file: OpenedFile, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object]
+) -> tuple[object, int]:
     """By an unpickler that runs what the pickles say."""
     storages = LegacyStorages(file, place)
     stream: BinaryIO = file.file
@@ -131,7 +133,7 @@ def _unpickle(file: Opened, place: Placement, *, pickle_module: ModuleType, argu
 class LegacyStorages:
     """The storages of a stream that is unpickled as it comes: made when they are named, filled when the stream gets to them."""
 
-    def __init__(self, file: Opened, place: Placement) -> None:
+    def __init__(self, file: OpenedFile, place: Placement) -> None:
         self._file = file
         self._place = place
         self._names: dict[str, StorageName] = {}
@@ -237,14 +239,14 @@ def _compare_source(kind: type, path: object, text: object) -> None:
     )
 
 
-def looks_like_tar(file: Opened) -> bool:
+def looks_like_tar(file: OpenedFile) -> bool:
     """Whether this is a tar, which only torch 0.1 wrote. torch looks for one in paths and real files only."""
     at, magic = TAR_MAGIC
     head = file.head(512)
     return head[at : at + len(magic)] == magic or begins_like_tar(head)
 
 
-def load_tar(file: Opened, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:
+def load_tar(file: OpenedFile, place: Placement, *, pickle_module: ModuleType, arguments: Mapping[str, object]) -> object:
     """The object of a tar of torch 0.1: members `storages`, `tensors` and `pickle`, read in memory."""
     made: dict[str, torch.storage.TypedStorage] = {}
     tensors: dict[str, torch.Tensor] = {}

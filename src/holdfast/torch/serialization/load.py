@@ -38,19 +38,17 @@ from holdfast.stores.platform import MAP_SHARED
 from holdfast.torch.serialization.archives import BrokenArchive, archive_storages, broken_archive, check_stored
 from holdfast.torch.serialization.legacy_load import load_legacy, load_tar, looks_like_tar
 from holdfast.torch.serialization.locations import cuda_device, restorer, stays_on_cpu
-from holdfast.torch.serialization.opening import Opened, opened
+from holdfast.torch.serialization.opening import OpenedFile, opened
 from holdfast.torch.serialization.pickling import check_pickle_module, unpickler
 from holdfast.torch.serialization.rebuild import located_by_caller
-from holdfast.torch.serialization.refusals import printable
+from holdfast.torch.serialization.refusals import printable, refusal
 from holdfast.torch.serialization.storages import (
     FileStorages,
     Placement,
     untyped_dtypes,
 )
-from holdfast.torch.serialization.weights import WeightsTable, refusal
+from holdfast.torch.serialization.weights import WeightsTable
 from holdfast.torch.versions import config, is_faking, local
-
-__all__ = ["MapLocation", "load"]
 
 MapLocation = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None] | torch.device | str | dict[str, str] | None
 
@@ -193,7 +191,7 @@ def _load_safetensors(path: str, map_location: MapLocation, *, mmap: bool, verif
 
 
 def _load_zip(
-    file: Opened,
+    file: OpenedFile,
     place: Placement,
     *,
     pickle_module: ModuleType,
@@ -254,7 +252,7 @@ def _load_zip(
     return result
 
 
-def _archive(file: Opened) -> Archive:
+def _archive(file: OpenedFile) -> Archive:
     """The records; an archive that cannot be read is a RuntimeError, as it is in torch."""
     try:
         return read_archive(file.source, file.key, start=file.start)
@@ -268,7 +266,7 @@ def _archive(file: Opened) -> Archive:
         raise broken_archive(f"failed reading zip archive: {words}: {reason}", file=file.path, offset=error.offset) from error
 
 
-def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> bytes | None:
+def _record(file: OpenedFile, archive: Archive, name: str, *, most: int | None) -> bytes | None:
     """The content of a record; None where there is no such record."""
     record = archive.get(name)
     if record is None:
@@ -277,7 +275,7 @@ def _record(file: Opened, archive: Archive, name: str, *, most: int | None) -> b
     return record_bytes(file.source, file.key, record if file.verify else replace(record, crc32=None), most)
 
 
-def _check_version(file: Opened, archive: Archive) -> None:
+def _check_version(file: OpenedFile, archive: Archive) -> None:
     """A later torch may mean something else by what we would read."""
     text = _record(file, archive, "version", most=64)
     if text is None:
@@ -295,7 +293,7 @@ def _check_version(file: Opened, archive: Archive) -> None:
         )
 
 
-def _swapped(file: Opened, archive: Archive) -> bool:
+def _swapped(file: OpenedFile, archive: Archive) -> bool:
     """Whether the numbers in the file lie the other way round."""
     native = sys.byteorder
     said = _record(file, archive, "byteorder", most=16)
@@ -313,7 +311,7 @@ def _swapped(file: Opened, archive: Archive) -> bool:
             return False
 
 
-def _mapped(file: Opened) -> torch.UntypedStorage:
+def _mapped(file: OpenedFile) -> torch.UntypedStorage:
     """The whole file as one storage. torch maps by path, so the path must mean the file whose records were read."""
     shared = MAP_SHARED is not None and config.load.mmap_flags == MAP_SHARED
     path = str(file.path)
@@ -324,7 +322,7 @@ def _mapped(file: Opened) -> torch.UntypedStorage:
     return storage
 
 
-def _check_in_place(file: Opened, path: str) -> None:
+def _check_in_place(file: OpenedFile, path: str) -> None:
     try:
         there = os.path.samestat(os.stat(path), os.fstat(file.file.fileno()))
     except FileNotFoundError:

@@ -31,18 +31,6 @@ from holdfast.core.runtime import renewed
 from holdfast.core.value import Value
 from holdfast.errors import Refused
 
-__all__ = [
-    "cuda_device",
-    "default_restore_location",
-    "location_tag",
-    "register_package",
-    "restorer",
-    "stays_on_cpu",
-    "tags_cuda",
-    "validate_cuda_device",
-    "validate_hpu_device",
-]
-
 AnyStorage = torch.UntypedStorage | torch.storage.TypedStorage
 Tag = Callable[[AnyStorage], str | None]
 Restore = Callable[[AnyStorage, str], AnyStorage | None]

@@ -16,8 +16,6 @@ from holdfast.stores import platform
 from holdfast.stores.local import DescriptorStore
 from holdfast.stores.memory import FileObjectStore, MemoryStore
 
-__all__ = ["Opened", "opened"]
-
 KEY = "file"
 
 SHORT_NBYTES = 32 << 10
@@ -29,7 +27,7 @@ SEEKABLE = (
 )
 
 
-class Opened:
+class OpenedFile:
     """A file that is being loaded, as a block: errors that leave it name the file as the caller does, and not by its key here."""
 
     __slots__ = ("_file", "_lent", "_own", "nbytes", "path", "source", "start", "verify")
@@ -84,7 +82,7 @@ class Opened:
             error.file = self.path
 
 
-def opened(f: object, *, verify: bool = True) -> Opened:
+def opened(f: object, *, verify: bool = True) -> OpenedFile:
     """Open a path, or look at an open file where it stands. A path is closed again; a file object keeps its position."""
     if isinstance(f, str | os.PathLike):
         return _at_path(os.fsdecode(f), verify=verify)
@@ -93,15 +91,15 @@ def opened(f: object, *, verify: bool = True) -> Opened:
     if type(file) is io.BytesIO:
         view = file.getbuffer()
         content = view.cast("B")
-        made = Opened(MemoryStore.of(KEY, content, name="<BytesIO>"), file=file, start=start, verify=verify)
+        made = OpenedFile(MemoryStore.of(KEY, content, name="<BytesIO>"), file=file, start=start, verify=verify)
         made.lend(content, view)
         return made
     if isinstance(file.read(0), str):
         raise TypeError(f"a file to load from must be opened in binary mode, and this {type(f).__name__} gives text")
-    return Opened(_store(file), file=file, start=start, verify=verify)
+    return OpenedFile(_store(file), file=file, start=start, verify=verify)
 
 
-def _at_path(path: str, *, verify: bool) -> Opened:
+def _at_path(path: str, *, verify: bool) -> OpenedFile:
     """A file of our own. A short one is read at once: each look at it would cost more than all of its bytes."""
     try:
         own = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by the block that it is for
@@ -112,8 +110,8 @@ def _at_path(path: str, *, verify: bool) -> Opened:
         found = os.fstat(own.fileno())
         content = platform.read_block(own.fileno(), SHORT_NBYTES + 1, 0) if 0 < found.st_size <= SHORT_NBYTES else b""
         if content and len(content) == found.st_size:
-            return Opened(MemoryStore.of(KEY, memoryview(content), name=path), verify=verify, own=own, path=path)
-        return Opened(DescriptorStore(own.fileno(), name=path), verify=verify, own=own, path=path)
+            return OpenedFile(MemoryStore.of(KEY, memoryview(content), name=path), verify=verify, own=own, path=path)
+        return OpenedFile(DescriptorStore(own.fileno(), name=path), verify=verify, own=own, path=path)
     except BaseException:
         own.close()
         raise

@@ -21,13 +21,11 @@ from holdfast.core.runtime import renewed
 from holdfast.core.value import Value
 from holdfast.errors import HoldfastWarning
 
-__all__ = ["Installation", "install", "uninstall"]
-
 TOP = ("save", "load")
 """What `torch` itself has of `torch.serialization`."""
 
 
-class Replaced(Value, frozen=True):
+class PatchedAttribute(Value, frozen=True):
     """One attribute of one module."""
 
     module: ModuleType
@@ -51,7 +49,7 @@ class Replaced(Value, frozen=True):
 
 _lock = renewed(threading.Lock())
 _count = 0
-_replaced: tuple[Replaced, ...] = ()
+_replaced: tuple[PatchedAttribute, ...] = ()
 
 
 class Installation:
@@ -119,7 +117,7 @@ def _uninstall(*, stacklevel: int) -> None:
         )
 
 
-def _replacements(ours: ModuleType) -> list[Replaced]:
+def _replacements(ours: ModuleType) -> list[PatchedAttribute]:
     """What there is to replace. A name that we share with torch (a class whose identity matters) is not."""
     found = []
     places: list[tuple[ModuleType, list[str]]] = [
@@ -131,5 +129,5 @@ def _replacements(ours: ModuleType) -> list[Replaced]:
             mine, before = getattr(ours, name, None), vars(module)[name]
             # Not callable: a module of ours that has the name of the function in it.
             if callable(mine) and mine is not before:
-                found.append(Replaced(module, name, before, mine))
+                found.append(PatchedAttribute(module, name, before, mine))
     return found

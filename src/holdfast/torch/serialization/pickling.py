@@ -34,8 +34,6 @@ from holdfast.torch.serialization.locations import location_tag, stays_on_cpu, t
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL
 from holdfast.torch.tensors.rows import TYPES, ask
 
-__all__ = ["StorageClass", "StorageIds", "check_pickle_module", "pickle_object", "pickle_rows", "unpickler"]
-
 STORAGE = "storage"
 CLASH = (
     "Cannot save multiple tensors or storages that view the same data as different types: one storage is seen as {0} and as {1}; "

@@ -20,14 +20,8 @@ from holdfast.core.limits import DEFAULTS, Limits
 from holdfast.errors import HoldfastError, MetadataError, PickleError, Refused, Unsupported
 from holdfast.formats.pickle.spending import Spending
 from holdfast.formats.torch.tensors import Args, arity, beyond, brief, checked_ints, reach
-from holdfast.torch.serialization.storages import QUANTIZED, Storages
+from holdfast.torch.serialization.storages import QUANTIZED, LoadedStorages
 from holdfast.torch.versions import is_faking, local
-
-__all__ = [
-    "QUANTIZED", "TORCH_SAYS_NO", "Args", "PlainTensors", "assign", "checked_dtype", "dtype_of", "flag", "located_by_caller", "no",
-    "storage_of",
-]  # fmt: skip
-
 
 TORCH_SAYS_NO = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, AssertionError)
 """What torch's functions raise for arguments that they do not like."""
@@ -102,7 +96,7 @@ def _is_torchs(kind: type, name: str) -> bool:
 class PlainTensors:
     """Rows for tensors that are a view of one storage, for parameters, and for tensors without any storage."""
 
-    def __init__(self, storages: Storages) -> None:
+    def __init__(self, storages: LoadedStorages) -> None:
         self.storages = storages
         self.limits = DEFAULTS
         self.spending = Spending(self.limits, 0)

@@ -20,8 +20,6 @@ from types import BuiltinMethodType, FunctionType, MethodType
 from holdfast.errors import FormatError, HoldfastError, LimitExceeded, MetadataError, PickleError, Truncated
 from holdfast.torch import versions
 
-__all__ = ["DEFAULT_PROTOCOL", "REGISTERED", "Forbidden", "Remedy", "forbidden", "label", "printable", "refusal"]
-
 DEFAULT_PROTOCOL = 2
 
 ISSUE = (

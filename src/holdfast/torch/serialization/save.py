@@ -35,7 +35,8 @@ from holdfast.errors import NotCommitted, NotSaved, Refused
 from holdfast.formats.torch.write import lay_out_container
 from holdfast.formats.zip.writer import MAX_ALIGNMENT, Payload
 from holdfast.plan.saves import Data, FilePlan, Hole, Literal, Memory, SavePlan, Segment
-from holdfast.rewrite.planned import Writing, write_plan
+from holdfast.rewrite.planned import write_plan
+from holdfast.rewrite.writing import Writing
 from holdfast.stores.paths import check_binary, found_path
 from holdfast.torch import versions
 from holdfast.torch.cuda.memory import GpuSource
@@ -43,8 +44,6 @@ from holdfast.torch.serialization.pickling import StorageIds, check_pickle_modul
 from holdfast.torch.serialization.settings import DEFAULT_PROTOCOL, MAGIC_NUMBER, PROTOCOL_VERSION
 from holdfast.torch.tensors.to_lazy import storage_bytes, storage_memory
 from holdfast.torch.versions import config, local
-
-__all__ = ["plan_object", "save"]
 
 SMALL_NBYTES = 4096
 """Storages up to this size are copied into the layout: describing them as memory would cost more than the copy."""

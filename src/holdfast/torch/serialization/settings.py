@@ -25,32 +25,11 @@ import torch
 
 # torch's own classes, not classes like them: an `except`, a warning filter or a comparison with an enum member asks for identity.
 # The thread-local must be torch's as well, because `torch.Tensor.__reduce_ex__` looks there.
-from torch.serialization import LoadEndianness, SourceChangeWarning, StorageType
+from torch.serialization import LoadEndianness
 
 from holdfast.errors import HoldfastWarning, Refused
 from holdfast.stores.platform import MAP_PRIVATE, MAP_SHARED
 from holdfast.torch.versions import config, local
-
-__all__ = [
-    "DEFAULT_PROTOCOL",
-    "MAGIC_NUMBER",
-    "PROTOCOL_VERSION",
-    "STORAGE_KEY_SEPARATOR",
-    "LoadEndianness",
-    "SourceChangeWarning",
-    "StorageType",
-    "check_module_version_greater_or_equal",
-    "get_crc32_options",
-    "get_default_load_endianness",
-    "get_default_mmap_options",
-    "mkdtemp",
-    "normalize_storage_type",
-    "set_crc32_options",
-    "set_default_load_endianness",
-    "set_default_mmap_options",
-    "skip_data",
-    "storage_to_tensor_type",
-]
 
 DEFAULT_PROTOCOL = 2
 """The pickle protocol of a save. torch's `weights_only` loader reads no opcode of protocol 4 and up."""

@@ -35,7 +35,7 @@ from holdfast.errors import (
     PickleError,
     Unsupported,
 )
-from holdfast.formats.pickle.glance import Claim, Make
+from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.pickle.machine import interpret_whole
 from holdfast.formats.torch.tensors import brief, reach
 from holdfast.formats.zip.layout import Place
@@ -43,25 +43,9 @@ from holdfast.torch.cuda.columns import Row, fill_small
 from holdfast.torch.cuda.load import LARGE_NBYTES, reserve
 from holdfast.torch.serialization.allowed import Mentions
 from holdfast.torch.serialization.pickling import StorageClass
-from holdfast.torch.tensors.fill import Fill, fill
+from holdfast.torch.tensors.fill import fill
+from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.shared_regions import BYTES
-
-__all__ = [
-    "QUANTIZED",
-    "FileStorages",
-    "Placement",
-    "StorageBytes",
-    "StorageName",
-    "Storages",
-    "not_a_storage",
-    "parse_name",
-    "pretended",
-    "swap_bytes",
-    "typed",
-    "untyped_dtypes",
-    "view_of",
-]
-
 
 CPU = torch.device("cpu")
 
@@ -69,13 +53,13 @@ QUANTIZED = {torch.qint8: 8, torch.quint8: 8, torch.qint32: 32, torch.quint4x2: 
 """Element types that mean nothing without a scale, and the bits of an element."""
 
 
-class Storages(Protocol):
+class LoadedStorages(Protocol):
     """The storages of one file that is being loaded, as the table of a `weights_only` load sees them."""
 
     def persistent(self, pid: object) -> torch.storage.TypedStorage:
         """The storage of a persistent id. Its bytes may still be missing."""
 
-    def kind(self, claim: Claim, limits: Limits) -> Make | None:
+    def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
         """What makes ordinary tensors of one kind, each with a storage of its own; None where `persistent` shall be asked."""
 
     def fill(self) -> None:
@@ -293,7 +277,7 @@ class FileStorages:
             )
         return typed(made[0] if name.view is None else view_of(name, made[0], self._views), name.dtype)
 
-    def kind(self, claim: Claim, limits: Limits) -> Make | None:
+    def kind(self, claim: TensorArguments, limits: Limits) -> Make | None:
         """Tensors that fill their storages: torch allocates both at once, and they are filled with all others."""
         place, find = self._place, self._find_row
         odd = self._swap or self._ahead_of_code or self._mapped is not None or place.fake or place.meta or place.skip or claim.grad

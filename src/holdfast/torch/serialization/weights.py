@@ -26,18 +26,16 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from holdfast.core.limits import Limits
 from holdfast.core.runtime import weakly
 from holdfast.errors import MetadataError, PickleError
-from holdfast.formats.pickle.glance import Claim, Make
+from holdfast.formats.pickle.glance import Make, TensorArguments
 from holdfast.formats.pickle.plain import PlainTable, complex_number
-from holdfast.formats.pickle.table import Row, Table
-from holdfast.formats.torch.tensors import arity, brief
+from holdfast.formats.pickle.table import ReducerTable, Row
+from holdfast.formats.torch.tensors import Args, arity, brief
 from holdfast.torch.serialization.allowed import default_globals, is_blocked, known_globals, python3_name
 from holdfast.torch.serialization.composite_tensors import LAYOUTS, CompositeTensors
 from holdfast.torch.serialization.pickling import StorageClass
-from holdfast.torch.serialization.rebuild import TORCH_SAYS_NO, Args, PlainTensors, assign, no
-from holdfast.torch.serialization.refusals import DEFAULT_PROTOCOL, REGISTERED, forbidden, label, printable, refusal
-from holdfast.torch.serialization.storages import Storages, not_a_storage
-
-__all__ = ["WeightsTable", "refusal"]
+from holdfast.torch.serialization.rebuild import TORCH_SAYS_NO, PlainTensors, assign, no
+from holdfast.torch.serialization.refusals import DEFAULT_PROTOCOL, REGISTERED, forbidden, label, printable
+from holdfast.torch.serialization.storages import LoadedStorages, not_a_storage
 
 REBUILD = "torch._utils._rebuild_tensor_v2"
 
@@ -90,7 +88,7 @@ def _places() -> dict[int, tuple[str, str, type | None]]:
 class WeightsTable(PlainTable):
     """The table of one load. `storages` gives the storage of each persistent id, and fills those that were given."""
 
-    def __init__(self, storages: Storages, *, encoding: str = "utf-8") -> None:
+    def __init__(self, storages: LoadedStorages, *, encoding: str = "utf-8") -> None:
         if encoding != "bytes":
             codecs.lookup(encoding)
         self._encoding = encoding
@@ -107,7 +105,7 @@ class WeightsTable(PlainTable):
         self._torchs: set[int] = set()
         """What of it torch put there by itself."""
         # The rows of `PlainTable` are for inert data: its methods are wanted here, and not its table.
-        Table.__init__(self)
+        ReducerTable.__init__(self)
         self._rows: dict[int, Row] = {}
 
     def begin(self, limits: Limits, nbytes: int) -> None:
@@ -174,7 +172,7 @@ class WeightsTable(PlainTable):
             raise forbidden(module, name, blocked=False)
         return user[full]
 
-    def kind(self, claim: Claim) -> Make | None:
+    def kind(self, claim: TensorArguments) -> Make | None:
         return self._storages.kind(claim, self.limits) if claim.hooks is OrderedDict else None
 
     def call(self, what: object, args: Args) -> object:

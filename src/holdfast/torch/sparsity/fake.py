@@ -20,23 +20,6 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-__all__ = [
-    "FakeSparsity",
-    "FakeStructuredSparsity",
-    "Mapped",
-    "convert_children",
-    "fake_of",
-    "get_dynamic_sparse_quantized_mapping",
-    "get_static_sparse_quantized_mapping",
-    "is_cut",
-    "module_contains_param",
-    "original_of",
-    "put_mask",
-    "swap_module",
-    "take_mask_off",
-    "whole_of",
-]
-
 
 class FakeSparsity(nn.Module):
     """Multiplies a tensor by a mask of the same shape."""

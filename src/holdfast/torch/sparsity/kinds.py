@@ -27,17 +27,8 @@ from holdfast.torch.sparsity.fake import FakeStructuredSparsity, fake_of, put_ma
 from holdfast.torch.sparsity.masks import Norm, block_mask, checked_level, drawn_seed, global_masks, random_mask
 from holdfast.torch.sparsity.names import Weight
 from holdfast.torch.sparsity.order import Keys, keep_above, score_keys, select
-from holdfast.torch.sparsity.sparsifier import BaseSparsifier, Placed
+from holdfast.torch.sparsity.sparsifier import BaseSparsifier, KnownTensor
 from holdfast.torch.sparsity.state import Group
-
-__all__ = [
-    "BaseStructuredSparsifier",
-    "MagnitudeSparsifier",
-    "NearlyDiagonalSparsifier",
-    "RandomSparsifier",
-    "SaliencyPruner",
-    "WeightNormSparsifier",
-]
 
 
 class WeightNormSparsifier(BaseSparsifier):
@@ -281,7 +272,7 @@ class BaseStructuredSparsifier(BaseSparsifier):
     def fresh_mask(self, weight: Weight, config: Group) -> torch.Tensor:
         return torch.ones(self.mask_shape(weight, config), dtype=torch.bool, device=weight.tensor.device)
 
-    def _put(self, placed: Placed) -> None:
+    def _put(self, placed: KnownTensor) -> None:
         group = placed.group
         fake = placed.fake(placed.mask, group.get("dim", 0))  # type: ignore[call-arg]  # it is derived from FakeStructuredSparsity
         put_mask(group["module"], group["tensor_name"], fake)

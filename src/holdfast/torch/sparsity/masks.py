@@ -37,19 +37,6 @@ from holdfast.torch.sparsity.order import (
     select,
 )
 
-__all__ = [
-    "Norm",
-    "Threshold",
-    "block_mask",
-    "checked_level",
-    "global_masks",
-    "global_threshold",
-    "magnitude_mask",
-    "nm_mask",
-    "pruned_count",
-    "random_mask",
-]
-
 Norm = int | Callable[[torch.Tensor], torch.Tensor]
 """1 for absolute values, 2 for squares, or a function from a tensor to scores of its elements."""
 

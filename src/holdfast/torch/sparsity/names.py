@@ -20,8 +20,6 @@ from holdfast.core.value import Value
 from holdfast.errors import NoSuchTensor
 from holdfast.torch.sparsity.fake import fake_of, is_cut, original_of
 
-__all__ = ["ArgInfo", "Weight", "Weights", "fqn_to_module", "get_arg_info_from_tensor_fqn", "module_to_fqn", "near"]
-
 
 class ArgInfo(TypedDict):
     """Where a tensor is in a model."""

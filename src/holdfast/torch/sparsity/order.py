@@ -19,8 +19,6 @@ from holdfast.core.value import Value
 from holdfast.pruning import keys as numpy_keys
 from holdfast.pruning.order import SPLITMIX, nan_key, narrow
 
-__all__ = ["HELD", "Keys", "Threshold", "keep_above", "magnitude_keys", "random_keys", "score_keys", "select"]
-
 CHUNK_ELEMENTS = 1 << 20
 """Elements at a time: 8 MiB of keys."""
 

@@ -25,8 +25,6 @@ from holdfast.torch.sparsity.names import near
 from holdfast.torch.sparsity.sparsifier import BaseSparsifier
 from holdfast.torch.sparsity.state import plain
 
-__all__ = ["BaseScheduler", "CubicSL", "LambdaSL", "LinearSL"]
-
 log = logging.getLogger("holdfast.torch.sparsity")
 
 T = TypeVar("T")

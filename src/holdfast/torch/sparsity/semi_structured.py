@@ -15,8 +15,6 @@ from holdfast.core.tensor import LazyTensor
 from holdfast.errors import Unsupported
 from holdfast.torch.tensors.from_lazy import carrier_dtype
 
-__all__ = ["from_semi_structured", "is_two_of_four", "to_semi_structured"]
-
 
 def is_two_of_four(tensor: torch.Tensor) -> bool:
     """Whether at most two of every four elements along the last axis are not zero.

@@ -49,13 +49,11 @@ from holdfast.torch.sparsity.state import (
     read_state,
 )
 
-__all__ = ["BaseSparsifier"]
-
 Config = Mapping[str, object]
 Phase = Literal["new", "waiting", "prepared", "squashed"]
 
 
-class Placed(Value, frozen=True, eq=False):
+class KnownTensor(Value, frozen=True, eq=False):
     """A tensor that everything is known of, and that nothing was done to yet."""
 
     weight: Weight
@@ -121,7 +119,7 @@ class BaseSparsifier(abc.ABC):
     FAKE: ClassVar[type[FakeSparsity]] = FakeSparsity
     """The parametrization of a tensor whose config names none."""
 
-    def _put(self, placed: Placed) -> None:
+    def _put(self, placed: KnownTensor) -> None:
         put_mask(placed.weight.module, placed.weight.name, placed.fake(placed.mask))
 
     def _take_off(self, group: Group, *, apply: bool) -> None:
@@ -254,10 +252,10 @@ class BaseSparsifier(abc.ABC):
         *,
         masks: Mapping[str, object],
         own: Collection[tuple[int, str]] = (),
-    ) -> list[Placed]:
+    ) -> list[KnownTensor]:
         """Find and check everything that is to get a mask, or has one of ours. Changes nothing."""
         weights = Weights(model)
-        placed: dict[tuple[int, str], Placed] = {}
+        placed: dict[tuple[int, str], KnownTensor] = {}
         for config in configs:
             weight = weights.find(str(config["tensor_fqn"]))
             _check_agrees(config, weight)
@@ -273,7 +271,7 @@ class BaseSparsifier(abc.ABC):
                 mask.copy_(self._given_mask(given, weight, group))
             elif isinstance(loaded := masks.get(weight.fqn), torch.Tensor):
                 mask = mask.copy_(loaded) if is_binary(loaded) else loaded.to(mask.device, copy=True)
-            placed[weight.place] = Placed(weight, group, mask, self._fake_for(weight, group))
+            placed[weight.place] = KnownTensor(weight, group, mask, self._fake_for(weight, group))
         return list(placed.values())
 
     def _fake_for(self, weight: Weight, group: Group) -> type[FakeSparsity]:
@@ -298,8 +296,8 @@ class BaseSparsifier(abc.ABC):
             raise ValueError(f"the mask of {weight.fqn!r} has other values than 0 and 1")
         return mask
 
-    def _attach(self, model: nn.Module, placed: list[Placed]) -> None:
-        done: list[Placed] = []
+    def _attach(self, model: nn.Module, placed: list[KnownTensor]) -> None:
+        done: list[KnownTensor] = []
         try:
             for item in placed:
                 self._put(item)

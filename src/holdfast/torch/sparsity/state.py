@@ -22,21 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = [
-    "Group",
-    "Remembered",
-    "State",
-    "check_saved",
-    "is_binary",
-    "pack_mask",
-    "plain",
-    "plain_group",
-    "plain_state",
-    "read_group",
-    "read_state",
-    "unpack_mask",
-]
-
 Group = dict[str, Any]
 """The settings of one tensor. Any, for it holds a module, names and whatever a sparsifier is set by, as torch's does."""
 

@@ -15,11 +15,10 @@ from holdfast.core.value import Value
 from holdfast.engine.large_pages import wanted_in_large_pages
 from holdfast.errors import HoldfastWarning, located
 from holdfast.torch.cuda.load import reserve
-from holdfast.torch.tensors.fill import Fill, Progress, fill
+from holdfast.torch.tensors.fill import Progress, fill
 from holdfast.torch.tensors.from_lazy import tensor_from_array, torch_dtype
+from holdfast.torch.tensors.scratch import Fill
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
-
-__all__ = ["CPU", "Fresh", "Want", "make_fresh", "make_storage", "read_tensors", "wanted_dtype"]
 
 CPU = torch.device("cpu")
 

@@ -32,10 +32,8 @@ from holdfast.torch import versions
 from holdfast.torch.cuda.columns import fill_ordinary
 from holdfast.torch.cuda.load import load_fills
 from holdfast.torch.tensors.from_lazy import array_of, torch_dtype
-from holdfast.torch.tensors.scratch import CastLosses, Fill, Part, copy_values, parts_of
+from holdfast.torch.tensors.scratch import CastLosses, Fill, ScratchPiece, copy_values, parts_of
 from holdfast.torch.tensors.shared_regions import repeats
-
-__all__ = ["SCRATCH_NBYTES", "Fill", "Progress", "fill"]
 
 SCRATCH_NBYTES = 64 << 20
 """Both blocks together."""
@@ -51,10 +49,10 @@ NO_ARRAY = np.empty(0, np.uint8)
 Progress = Callable[[int], None]
 
 
-class Batch(Value, frozen=True, eq=False):
+class ScratchBatch(Value, frozen=True, eq=False):
     """Parts that are in a block together, and where in it the elements of each are."""
 
-    parts: list[Part]
+    parts: list[ScratchPiece]
     values: list[torch.Tensor]
 
     def requests(self) -> list[Request]:
@@ -161,7 +159,7 @@ def _read_through_scratch(fills: list[Fill], progress: Progress | None, losses: 
     blocks = Blocks()
     for source, members in fills_of.items():
         checks = _checks(source, members)
-        before: Batch | None = None
+        before: ScratchBatch | None = None
         for parts in _batches((part for one in members for part in parts_of(one, blocks.nbytes)), blocks.nbytes):
             batch = blocks.hold(parts)
             # A thread that has the engine read; this one casts and copies meanwhile, with all of torch's threads.
@@ -188,8 +186,8 @@ def _read(source: Source, requests: list[Request], checks: Checks) -> None:
         source.read(requests)
 
 
-def _batches(parts: Iterator[Part], most: int) -> Iterator[list[Part]]:
-    batch: list[Part] = []
+def _batches(parts: Iterator[ScratchPiece], most: int) -> Iterator[list[ScratchPiece]]:
+    batch: list[ScratchPiece] = []
     room = most
     for part in parts:
         need = _room(part.lazy)
@@ -206,7 +204,7 @@ def _room(lazy: LazyTensor) -> int:
     return -(-lazy.size * lazy.dtype.numpy.itemsize // ALIGNMENT) * ALIGNMENT
 
 
-def _put(batch: Batch, progress: Progress | None, losses: CastLosses) -> None:
+def _put(batch: ScratchBatch, progress: Progress | None, losses: CastLosses) -> None:
     """Copy elements out of scratch; to the device first, so that a cast happens there."""
     for part, value in zip(batch.parts, batch.values, strict=True):
         value = value.to(part.target.device)
@@ -224,7 +222,7 @@ class Blocks:
         self._memory: list[torch.Tensor] = []
         self._turn = 1
 
-    def hold(self, parts: list[Part]) -> Batch:
+    def hold(self, parts: list[ScratchPiece]) -> ScratchBatch:
         """Room for these parts, together, in the next block."""
         self._turn = 1 - self._turn
         if len(self._memory) <= self._turn:
@@ -235,4 +233,4 @@ class Blocks:
             flat = self._memory[self._turn][at : at + nbytes]
             values.append(flat.view(torch_dtype(part.lazy.dtype)).view(part.lazy.shape))
             at += _room(part.lazy)
-        return Batch(parts, values)
+        return ScratchBatch(parts, values)

@@ -26,8 +26,6 @@ from holdfast.core.tensor import Composite, LazyTensor
 from holdfast.errors import BadArgumentType, HoldfastError, MetadataError, Unsupported
 from holdfast.torch import versions
 
-__all__ = ["array_of", "carrier_dtype", "tensor_from_array", "tensor_from_composite", "tensor_from_lazy", "torch_dtype"]
-
 
 def torch_dtype(dtype: AnyDType) -> torch.dtype:
     """torch's dtype for a row of the table, or for what names one."""

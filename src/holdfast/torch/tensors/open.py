@@ -39,8 +39,6 @@ from holdfast.torch.tensors.from_lazy import torch_dtype
 from holdfast.torch.tensors.shared_regions import Region, plan_regions, view_of
 from holdfast.torch.tensors.tree import find_value, lazy_tensors, torch_tree
 
-__all__ = ["PARTS", "TorchCheckpoint", "open"]
-
 PARTS = frozenset(
     (
         *("indices", "values", "crow_indices", "col_indices", "ccol_indices", "row_indices"),

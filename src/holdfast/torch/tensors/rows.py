@@ -29,8 +29,6 @@ from holdfast.plan.rows import BATCH, RowKind, TensorRows
 from holdfast.plan.saves import Data, Memory
 from holdfast.torch.cuda.rows import GpuRows
 
-__all__ = ["TYPES", "StorageRows", "ask", "ask_whole"]
-
 TYPES = (torch.Tensor, torch.nn.Parameter)
 """By exact class."""
 

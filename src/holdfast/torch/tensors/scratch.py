@@ -22,8 +22,6 @@ from holdfast.rewrite.transform import Losses
 from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import array_of, carrier_dtype
 
-__all__ = ["CastLosses", "Fill", "Part", "boxes", "copy_values", "flat", "in_file_order", "parts_of"]
-
 
 class Fill(Value, frozen=True, eq=False):
     """A lazy tensor, and the torch tensor of its shape that shall have its elements."""
@@ -32,7 +30,7 @@ class Fill(Value, frozen=True, eq=False):
     target: torch.Tensor
 
 
-class Part(Value, frozen=True, eq=False):
+class ScratchPiece(Value, frozen=True, eq=False):
     """A piece of a fill that fits into a block of scratch."""
 
     lazy: LazyTensor
@@ -41,13 +39,13 @@ class Part(Value, frozen=True, eq=False):
     neg: bool
 
 
-def parts_of(one: Fill, most: int) -> Iterator[Part]:
+def parts_of(one: Fill, most: int) -> Iterator[ScratchPiece]:
     """Cut a fill along its chunks, and each chunk into boxes that fit into `most` bytes and are in one piece in the file."""
     traits = one.lazy.traits
     for chunk in one.lazy.chunks:
         lazy, target = in_file_order(one, chunk)
         for box in boxes(lazy.shape, most // lazy.dtype.numpy.itemsize):
-            yield Part(lazy[box] if box else lazy, target[box] if box else target, traits.conj, traits.neg)
+            yield ScratchPiece(lazy[box] if box else lazy, target[box] if box else target, traits.conj, traits.neg)
 
 
 def in_file_order(one: Fill, chunk: Chunk) -> tuple[LazyTensor, torch.Tensor]:

@@ -31,8 +31,6 @@ from holdfast.errors import Unsupported
 from holdfast.rewrite.rejoin import rejoin
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
-__all__ = ["Region", "RegionRead", "Regions", "View", "plan_regions", "repeats", "view_of"]
-
 WIDEST_NBYTES = 16
 """Bytes of the widest element. A region that begins at a multiple of it begins at an element of every dtype."""
 

@@ -24,8 +24,6 @@ from holdfast.inspect.open import open as open_checkpoint
 from holdfast.torch.tensors.allocate import read_tensors
 from holdfast.torch.tensors.from_lazy import tensor_from_lazy, torch_dtype
 
-__all__ = ["Slice", "Slices", "slices"]
-
 Index = int | slice | EllipsisType | None | tuple[int | slice | EllipsisType | None, ...]
 
 BATCH_NBYTES = 256 << 20

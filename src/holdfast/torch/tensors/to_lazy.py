@@ -23,8 +23,6 @@ from holdfast.errors import Unsupported
 from holdfast.torch.cuda.memory import GpuSource
 from holdfast.torch.ranks.shards import is_sharded, shards_of
 
-__all__ = ["memory_of", "storage_bytes", "storage_memory", "torch_leaf", "unkept"]
-
 
 class Memories:
     """The memory of a state that is being saved: that of this process, and that of GPUs once there is a tensor on one."""

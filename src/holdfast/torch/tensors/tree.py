@@ -13,8 +13,6 @@ from holdfast.core.tree import levels, module_contents, refilled, values_inside
 from holdfast.torch import versions
 from holdfast.torch.tensors.from_lazy import torch_dtype
 
-__all__ = ["ABSENT", "DEEPEST", "dict_under", "find_value", "lazy_tensors", "opaque_inside", "torch_tree", "unbuilt"]
-
 DEEPEST = 100
 """Levels of a value that is no tensor. Python's stack is finite."""
 
